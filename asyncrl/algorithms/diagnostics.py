@@ -1,0 +1,112 @@
+"""How far the data is from the policy that trains on it: sums that add up over micro-batches and ranks.
+
+For any objective, with no code of its own. Legend: B rows, T next tokens. beh: the sampler's log-probs; prox: those
+of the weights at the start of the step; ρ = e^(prox − beh), never truncated here, or the effective sample share would
+always read healthy.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+MAX_LOG_RATIO = 300.0
+"""e^600 still fits float64, so that the square of any ρ up to here adds up (F22)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffPolicySums:
+    """Sums over the trained tokens of one micro-batch, rank or step; `+` adds two of them.
+
+    `on_policy_*` are over tokens whose weight version equals the step's own: there the sampler and the trainer are
+    the same policy, so that their log-probs must agree, whatever caches, temperatures and tokenizers lie between.
+    """
+
+    tokens: int = 0
+    weight: float = 0.0
+    weight_squared: float = 0.0
+    weight_max: float = 0.0
+    k1_nats: float = 0.0
+    k3_nats: float = 0.0
+    entropy_nats: float = 0.0
+    on_policy_tokens: int = 0
+    on_policy_parity_max_nats: float = 0.0
+
+    def __add__(self, other: "OffPolicySums") -> "OffPolicySums":
+        return OffPolicySums(
+            tokens=self.tokens + other.tokens,
+            weight=self.weight + other.weight,
+            weight_squared=self.weight_squared + other.weight_squared,
+            weight_max=max(self.weight_max, other.weight_max),
+            k1_nats=self.k1_nats + other.k1_nats,
+            k3_nats=self.k3_nats + other.k3_nats,
+            entropy_nats=self.entropy_nats + other.entropy_nats,
+            on_policy_tokens=self.on_policy_tokens + other.on_policy_tokens,
+            on_policy_parity_max_nats=max(self.on_policy_parity_max_nats, other.on_policy_parity_max_nats),
+        )
+
+    @property
+    def ess(self) -> float:
+        """Effective share of the tokens, (Σρ)² / (N · Σρ²), from 1/N to 1; 1 when there are none."""
+        if self.weight_squared == 0.0:
+            return 1.0
+        return self.weight / self.tokens * (self.weight / self.weight_squared)
+
+    def mean(self, total: float) -> float:
+        """`total` over the tokens; 0 when there are none."""
+        return total / max(self.tokens, 1)
+
+
+@torch.no_grad()
+def off_policy_sums(
+    *,
+    proximal_BT: torch.Tensor,
+    behaviour_BT: torch.Tensor,
+    entropy_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    on_policy_BT: torch.Tensor,
+) -> OffPolicySums:
+    """Sums of one micro-batch. k1 and k3 estimate KL(behaviour ‖ proximal), http://joschu.net/blog/kl-approx.html."""
+    log_rho = (proximal_BT.double() - behaviour_BT.double())[mask_BT]
+    if log_rho.numel() == 0:
+        return OffPolicySums()
+    bounded = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    rho = bounded.exp()
+    # max() would drop a NaN in silence
+    parity = log_rho[on_policy_BT[mask_BT]].abs().nan_to_num(nan=torch.inf)
+    return OffPolicySums(
+        tokens=log_rho.numel(),
+        weight=float(rho.sum()),
+        weight_squared=float(rho.square().sum()),
+        weight_max=float(rho.max()),
+        k1_nats=float(-log_rho.sum()),
+        k3_nats=float((rho - 1 - bounded).sum()),
+        entropy_nats=float(entropy_BT.double()[mask_BT].sum()),
+        on_policy_tokens=parity.numel(),
+        on_policy_parity_max_nats=float(parity.max()) if parity.numel() else 0.0,
+    )
+
+
+@torch.no_grad()
+def entropy(logits_BSV: torch.Tensor) -> torch.Tensor:
+    """Entropy of the next token's distribution, nats, [B, T]."""
+    logits_BTV = logits_BSV[:, :-1].float()
+    # row by row: the probabilities of a whole micro-batch would double its logits' memory
+    rows = [logits_TV.logsumexp(-1) - (logits_TV.softmax(-1) * logits_TV).sum(-1) for logits_TV in logits_BTV]
+    return torch.stack(rows)
+
+
+def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of micro-batches or ranks as one: `*_max` and `*_min` by max and min, all others added."""
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in merged:
+                merged[name] = float(value)
+            elif name.endswith("_max"):
+                merged[name] = max(merged[name], float(value))
+            elif name.endswith("_min"):
+                merged[name] = min(merged[name], float(value))
+            else:
+                merged[name] += float(value)
+    return merged

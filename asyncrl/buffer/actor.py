@@ -1,0 +1,392 @@
+"""The buffer actor: a thin asyncio shell around `ReplayBuffer`, and the client of its callers.
+
+The shell adds waiting (deadline-bound and cancellable), the expiry clock, membership and metrics; every decision is
+the state machine's. Between a decision and its return there is no `await`, so a cancelled wait holds no slot; a reply
+that is lost on its way is a ticket that nobody names as held, and expires.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl.buffer.ledger import OPEN_FATES, Account
+from asyncrl.buffer.membership import Deployment, Membership, RunState
+from asyncrl.buffer.records import (
+    CommitOutcome,
+    Counts,
+    GroupMeta,
+    Lease,
+    LeaseWait,
+    Refusal,
+    ReplicaView,
+    Reservation,
+    Version,
+)
+from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.buffer.staleness import Limits
+from asyncrl.config.checks import BYTES_PER_TOKEN
+from asyncrl.config.load import shared_config
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import PromptSource, Task
+from asyncrl.data_plane.calls import finished
+from asyncrl.data_plane.object_store import RowClient
+from asyncrl.errors import FailureClass
+from asyncrl.metrics.recorders import BufferMetrics
+from asyncrl.metrics.server import MetricsServer
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica says of itself with every heartbeat. Totals since its start; seconds are slot-seconds ÷ slots."""
+
+    actor: str
+    deployment: str
+    store: str
+    metrics_address: str
+    state_seconds: dict[str, float]
+    samples: int
+    completion_tokens: int
+    weight_updates: int
+    parity_max_nats: float
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A ticket that could not be filled."""
+
+    key: str
+    incarnation: int
+    failure_class: FailureClass
+    reason: str
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the buffer knows of the run at one moment; what `asyncrl status` and the live view read."""
+
+    run: str
+    state: RunState
+    message: str
+    nonce: str
+    version: Version
+    published: Version | None
+    total_steps: int
+    max_staleness_versions: int
+    capacity_groups: int
+    counts: Counts
+    account: Account
+    replicas: tuple[ReplicaView, ...]
+    reports: dict[str, ReplicaReport]
+    deployments: tuple[Deployment, ...]
+    quiet_s: float
+    targets: dict[str, str]
+
+
+def limits_of(config: Config) -> Limits:
+    """The buffer's limits as the config says them."""
+    learner, staleness = config.learner, config.staleness
+    return Limits(
+        max_staleness_versions=staleness.max_versions,
+        groups_per_step=learner.groups_per_step,
+        group_size=learner.group_size,
+        capacity_groups=config.buffer.capacity_groups or (staleness.max_versions + 1) * learner.groups_per_step,
+        capacity_bytes=config.buffer.capacity_bytes,
+        worst_group_bytes=learner.group_size * config.model.max_length * BYTES_PER_TOKEN,
+        total_steps=learner.total_steps,
+        max_attempts=config.buffer.max_attempts,
+        heartbeat_timeout_s=config.buffer.heartbeat_timeout_s,
+    )
+
+
+class BufferActor:
+    """Body of the buffer actor. `rows` clears what nobody will train."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        tasks: Sequence[Task],
+        nonce: str,
+        rows: RowClient,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._nonce = nonce
+        self._clock = clock
+        self._rows = rows
+        self._clearing: set[asyncio.Task[None]] = set()
+        self._limits = limits_of(config)
+        prompts = PromptSource(tasks, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs)
+        self._buffer = ReplayBuffer(
+            limits=self._limits,
+            prompts=prompts,
+            clock=clock,
+            seed=config.run.seed,
+            drop_last=config.data.drop_last,
+        )
+        self._shared = shared_config(config)
+        self._members = Membership(shared=self._shared, timeout_s=config.buffer.heartbeat_timeout_s, clock=clock)
+        self._loaded: dict[str, Version] = {}
+        self._reports: dict[str, ReplicaReport] = {}
+        self._state, self._message = RunState.STARTING, ""
+        self._progress_at_s = clock()
+        self._targets: dict[str, str] = {}
+        self._changed = asyncio.Condition()
+        self._metrics = BufferMetrics()
+        self._server: MetricsServer | None = None
+        self._expiry: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Starts the expiry clock and the metrics endpoint; the run's nonce. May be called again."""
+        if self._expiry is None:
+            self._metrics.limits(
+                max_staleness_versions=self._limits.max_staleness_versions,
+                capacity_groups=self._limits.capacity_groups,
+                capacity_bytes=self._limits.capacity_bytes,
+            )
+            self._server = MetricsServer(self._metrics.registry, host=self._config.metrics.host, port=0)
+            self._targets["buffer"] = self._server.address
+            self._expiry = asyncio.create_task(self._expire_regularly(), name="expiry")
+        return self._nonce
+
+    # --- deployments --------------------------------------------------------------------------------------------
+
+    async def attach(self, deployment: Deployment, shared: dict[str, object]) -> str:
+        """Admits a deployment; the run's nonce."""
+        self._members.attach(deployment, shared=shared)
+        return self._nonce
+
+    async def handshake(self, who: str, fingerprint: str) -> None:
+        """Refuses a pool whose tokenizer or vocabulary differs from the first one's."""
+        self._members.handshake(who=who, fingerprint=fingerprint)
+
+    async def keep(self, deployment_id: str) -> RunState:
+        """A deployment lives; where the run stands."""
+        self._members.keep(deployment_id)
+        return self._state
+
+    async def detach(self, deployment_id: str) -> int:
+        """A deployment leaves; how many are left."""
+        return self._members.detach(deployment_id)
+
+    async def set_state(self, state: RunState, message: str = "") -> None:
+        """The learner says where the run stands."""
+        self._state, self._message = state, message
+        self._progress_at_s = self._clock()
+        await self._notify()
+
+    async def add_target(self, name: str, address: str) -> None:
+        """Another process's metrics endpoint."""
+        self._targets[name] = address
+
+    async def status(self) -> RunStatus:
+        return RunStatus(
+            run=self._config.run.name,
+            state=self._state,
+            message=self._message,
+            nonce=self._nonce,
+            version=self._buffer.version,
+            published=self._buffer.published,
+            total_steps=self._limits.total_steps,
+            max_staleness_versions=self._limits.max_staleness_versions,
+            capacity_groups=self._limits.capacity_groups,
+            counts=self._buffer.counts(),
+            account=self._buffer.ledger,
+            replicas=self._buffer.replicas(),
+            reports=dict(self._reports),
+            deployments=tuple(self._members.live()),
+            quiet_s=self._clock() - self._progress_at_s,
+            targets=dict(self._targets)
+            | {name: report.metrics_address for name, report in self._reports.items() if report.metrics_address},
+        )
+
+    # --- generators ---------------------------------------------------------------------------------------------
+
+    async def heartbeat(
+        self,
+        replica: str,
+        version: Version | None,
+        free_slots: int,
+        busy_slots: int,
+        held: Collection[str],
+        report: ReplicaReport,
+    ) -> None:
+        self._buffer.heartbeat(replica, version=version, free_slots=free_slots, busy_slots=busy_slots, held=held)
+        self._reports[replica] = report
+        if version is not None and self._loaded.get(replica) != version:
+            self._loaded[replica] = version
+            await self._notify()
+
+    async def leave(self, replica: str) -> None:
+        """A replica departs cleanly."""
+        self._clear(self._buffer.leave(replica))
+        self._loaded.pop(replica, None)
+        await self._notify()
+
+    async def reserve(self, replica: str, version: Version, count: int, wait_s: float) -> Reservation:
+        """Waits until at least one ticket can be given, or says after `wait_s` why there is none."""
+        started_s = self._clock()
+        async with self._changed:
+            while True:
+                # While this call waited the replica may have loaded newer weights, and said so in a heartbeat.
+                reservation = self._buffer.reserve(
+                    replica, version=max(version, self._loaded.get(replica, version)), count=count
+                )
+                left_s = wait_s - (self._clock() - started_s)
+                if reservation.tickets or reservation.refusal is Refusal.OLD_INCARNATION or left_s <= 0:
+                    self._metrics.reserve_waited(self._clock() - started_s)
+                    return reservation
+                await self._change_within(left_s)
+
+    async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
+        outcomes = [self._buffer.commit(meta) for meta in metas]
+        self._progress_at_s = self._clock()
+        await self._notify()
+        return outcomes
+
+    async def fail(self, failures: Sequence[Failure]) -> None:
+        for failure in failures:
+            self._buffer.fail(
+                failure.key,
+                incarnation=failure.incarnation,
+                failure_class=failure.failure_class,
+                reason=failure.reason,
+            )
+        await self._notify()
+
+    # --- learner ------------------------------------------------------------------------------------------------
+
+    async def lease(self, wait_s: float) -> Lease | LeaseWait:
+        """Waits for one step's groups, or says after `wait_s` what is missing."""
+        started_s = self._clock()
+        async with self._changed:
+            while True:
+                answer = self._buffer.lease()
+                left_s = wait_s - (self._clock() - started_s)
+                if isinstance(answer, Lease) or answer is LeaseWait.FINISHED or left_s <= 0:
+                    self._metrics.lease_waited(self._clock() - started_s)
+                    return answer
+                await self._change_within(left_s)
+
+    async def ack(self, incarnation: int, step: int) -> RunStatus:
+        """The step is trained; where the run stands now."""
+        self._buffer.ack(incarnation, step)
+        self._progress_at_s = self._clock()
+        await self._notify()
+        return await self.status()
+
+    async def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
+        keys = self._buffer.skip(incarnation, step)
+        await self._notify()
+        return keys
+
+    async def give_back(self, incarnation: int, step: int) -> bool:
+        given = self._buffer.give_back(incarnation, step)
+        await self._notify()
+        return given
+
+    async def rows_lost(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Rows died with their node: those groups are given back and their prompts go to the front."""
+        lost = self._buffer.rows_lost(keys)
+        await self._notify()
+        return lost
+
+    async def published(self, version: Version) -> None:
+        """The learner published a version."""
+        self._buffer.publish(version)
+
+    async def pause(self) -> None:
+        """Admission stops; what is in flight goes on."""
+        self._buffer.pause()
+
+    async def resume(self) -> None:
+        self._buffer.resume()
+        await self._notify()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _change_within(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    async def _expire_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, self._limits.heartbeat_timeout_s / 5))
+            try:
+                keys = self._buffer.expire()
+                if keys:
+                    self._clear(keys)
+                    await self._notify()
+                self._record()
+            except Exception:
+                logger.exception("the expiry clock of the buffer failed once")
+
+    def _clear(self, keys: Sequence[str]) -> None:
+        for store in {report.store for report in self._reports.values()} if keys else ():
+            task = asyncio.create_task(self._rows.clear(store, list(keys)), name=f"clear {store}")
+            self._clearing.add(task)
+            task.add_done_callback(self._cleared)
+
+    def _cleared(self, task: "asyncio.Task[None]") -> None:
+        self._clearing.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.warning("rows of expired tickets were not cleared: %s", task.exception())
+
+    def _record(self) -> None:
+        counts, account = self._buffer.counts(), self._buffer.ledger
+        self._metrics.heartbeat(unix_time_s=time.time())
+        self._metrics.fill(
+            reserved=counts.reserved,
+            ready=counts.ready,
+            leased=counts.leased,
+            bytes=counts.booked_bytes,
+            oldest_group_age_s=counts.oldest_group_age_s,
+        )
+        self._metrics.events({event.value: total for event, total in account.events.items()})
+        final = {fate: amount for fate, amount in account.fates.items() if fate not in OPEN_FATES}
+        self._metrics.ledger(
+            issued_groups=account.issued.groups,
+            groups={fate.value: amount.groups for fate, amount in final.items()},
+            tokens={fate.value: amount.tokens for fate, amount in final.items()},
+        )
+
+
+class BufferClient:
+    """Calls to the buffer actor, each with a deadline."""
+
+    def __init__(self, handle: Any, *, timeout_s: float) -> None:
+        self._handle = handle
+        self._timeout_s = timeout_s
+
+    async def call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+        """Any method of `BufferActor`, by name."""
+        return await finished(
+            getattr(self._handle, method).remote(*arguments),
+            timeout_s=self._timeout_s + wait_s,
+            what=f"the buffer's {method}",
+        )
+
+    async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation:
+        reservation: Reservation = await self.call("reserve", replica, version, count, wait_s, wait_s=wait_s)
+        return reservation
+
+    async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
+        outcomes: list[CommitOutcome] = await self.call("commit", list(metas))
+        return outcomes
+
+    async def lease(self, *, wait_s: float) -> Lease | LeaseWait:
+        answer: Lease | LeaseWait = await self.call("lease", wait_s, wait_s=wait_s)
+        return answer
+
+    async def status(self) -> RunStatus:
+        status: RunStatus = await self.call("status")
+        return status

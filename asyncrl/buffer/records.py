@@ -1,0 +1,175 @@
+"""What travels between the buffer and its callers: versions, tickets, group metadata, leases.
+
+Frozen msgspec structs without tensors; nothing here imports torch, ray or vllm. A group's bulk rows live in the
+row store under its key (`<group>.<attempt>`), a sample's under `<group>.<attempt>_g<i>`.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from asyncrl.data.prompts import Task
+
+
+class Version(msgspec.Struct, frozen=True, order=True):
+    """Weights' version: (incarnation, step). Written `2.140`; ordered by incarnation, then step."""
+
+    incarnation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.step}"
+
+    @classmethod
+    def parse(cls, label: str) -> "Version":
+        """Inverse of `str`. ValueError on anything else, such as vLLM's initial label `default`."""
+        incarnation, dot, step = label.partition(".")
+        if not (dot and incarnation.isdecimal() and step.isdecimal()):
+            raise ValueError(f"{label!r} is not a weight version like '1.140'")
+        return cls(int(incarnation), int(step))
+
+
+class Refusal(StrEnum):
+    """Why a reserve got fewer tickets than it asked for. NO_PROMPTS: nothing is left to ask, because the source is
+    exhausted or because the groups in flight already fill every step up to `total_steps`."""
+
+    STALENESS = "staleness"
+    CAPACITY = "capacity"
+    NO_PROMPTS = "no_prompts"
+    PAUSED = "paused"
+    OLD_INCARNATION = "old_incarnation"
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """The right to generate one group, held by one replica until commit, fail or expiry.
+
+    `seed` is a multiple of the group size: vLLM gives child i seed + i. `deadline` is the last step that may train
+    the group: reserve's version + `max_staleness_versions` at that time.
+    """
+
+    group: int
+    attempt: int
+    task: Task
+    seed: int
+    version: Version
+    max_staleness_versions: int
+    replica: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.group}.{self.attempt}"
+
+    @property
+    def deadline(self) -> int:
+        return self.version.step + self.max_staleness_versions
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """Tickets, and what stopped the buffer from giving more (None: all that were asked for)."""
+
+    tickets: tuple[Ticket, ...]
+    refusal: Refusal | None
+
+
+class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What the control plane knows of a finished group: no tokens, no tensors.
+
+    `oldest` and `newest` are the steps of the smallest and largest version that produced one of its tokens.
+    Tuples have one entry a sample. `row_bytes` is the size of its rows in the row store `store`.
+    """
+
+    group: int
+    attempt: int
+    incarnation: int
+    replica: str
+    store: str
+    row_bytes: int
+    prompt_tokens: int
+    completion_tokens: tuple[int, ...]
+    rewards: tuple[float, ...]
+    truncated: tuple[bool, ...]
+    oldest: int
+    newest: int
+    mid_sequence_updates: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"{self.group}.{self.attempt}"
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(self.completion_tokens)
+
+
+class CommitOutcome(StrEnum):
+    """What a commit did. Everything but ACCEPTED changed nothing, was counted, and asks the caller to clear its rows
+    (DUPLICATE excepted: those rows are the winner's)."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    LATE = "late"
+    UNKNOWN = "unknown"
+    OLD_INCARNATION = "old_incarnation"
+
+
+class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group in a lease: its metadata and the limits of its ticket.
+
+    `reserved_step` and `ready_step` are the learner's steps at reserve and at commit: staleness in flight is
+    `ready_step − meta.oldest`, in the buffer `lease.step − ready_step`.
+    """
+
+    meta: GroupMeta
+    task: Task
+    deadline: int
+    max_staleness_versions: int
+    reserved_step: int
+    ready_step: int
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's groups, earliest deadline first, ties in prompt order. Ends by ack or give-back, never by time."""
+
+    incarnation: int
+    step: int
+    groups: tuple[LeasedGroup, ...]
+
+
+class LeaseWait(StrEnum):
+    """Why there is no lease now."""
+
+    NOT_ENOUGH_READY = "not_enough_ready"
+    STRAGGLER = "straggler"
+    FINISHED = "finished"
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """What the buffer knows of one replica. `version` None: it has loaded nothing whole.
+
+    Slots are concurrency slots (groups). `refused_for` is the answer to its last reserve at this version.
+    """
+
+    replica: str
+    version: Version | None
+    free_slots: int
+    busy_slots: int
+    live: bool
+    silent_s: float
+    refused_for: Refusal | None
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """How full the buffer is now. Groups, except where the name has a unit.
+
+    `waiting` prompts stand at the front for their next attempt and hold no slot. `lease_wait` is the answer to the
+    last lease call, None when it got one.
+    """
+
+    reserved: int
+    ready: int
+    leased: int
+    waiting: int
+    booked_bytes: int
+    oldest_group_age_s: float
+    lease_wait: LeaseWait | None
+    data_failures_in_a_row: int

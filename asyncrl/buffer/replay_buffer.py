@@ -1,0 +1,339 @@
+"""The replay buffer: a pure state machine that admits, hands out and accounts for every group.
+
+           reserve           commit           lease            ack
+    free ──────────▶ reserved ──────▶ ready ─────────▶ leased ──────▶ trained
+      ▲                │ fail, expire   │ rows_lost      │ give_back: ready again; skip: slot freed
+      └────────────────┴────────────────┴────────────────┘
+
+What must hold after every call: no slot is admitted beyond rule (1) and no lease starts beyond rule (2) of
+`staleness.py`, so every admitted group can be trained by its deadline; a lease holds its slots until it ends and
+never ends by time; the ledger closes; calls are idempotent by id, and a repeated, late or unknown one is counted and
+changes nothing. No threads, sockets or clock of its own: `actor.py` is its shell.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable
+
+from asyncrl.buffer.groups import Groups, Prompts
+from asyncrl.buffer.ledger import Account, Event, Fate, Ledger
+from asyncrl.buffer.records import (
+    CommitOutcome,
+    Counts,
+    GroupMeta,
+    Lease,
+    LeaseWait,
+    Refusal,
+    ReplicaView,
+    Reservation,
+    Ticket,
+    Version,
+)
+from asyncrl.buffer.replicas import Replicas
+from asyncrl.buffer.slots import Slot
+from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, lease_violation
+from asyncrl.errors import FailureClass, StalenessViolation, VersionRegression
+
+_REFUSED_COMMITS = {
+    CommitOutcome.DUPLICATE: Event.COMMIT_DUPLICATE,
+    CommitOutcome.LATE: Event.COMMIT_LATE,
+    CommitOutcome.UNKNOWN: Event.COMMIT_UNKNOWN,
+    CommitOutcome.OLD_INCARNATION: Event.COMMIT_OLD_INCARNATION,
+}
+
+
+class ReplayBuffer:
+    """Groups between the pools. `clock` gives monotonic seconds; `step` is the learner's version v at the start.
+
+    The order of prompts and their seeds depend on nothing but the source and `seed`, so that η = 0 trains the batches
+    of a sequential loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: Limits,
+        prompts: Prompts,
+        clock: Callable[[], float],
+        incarnation: int = 1,
+        step: int = 0,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._incarnation = incarnation
+        self._step = step
+        self._drop_last = drop_last
+        self._ledger = Ledger()
+        self._groups = Groups(limits=limits, prompts=prompts, ledger=self._ledger, seed=seed)
+        self._replicas = Replicas(timeout_s=limits.heartbeat_timeout_s)
+        self._lease: Lease | None = None
+        self._last_end: tuple[Fate, int, tuple[str, ...]] | None = None
+        self._lease_wait: LeaseWait | None = None
+        self._published: Version | None = None
+        self._paused = False
+        self._data_failures_in_a_row = 0
+
+    # For generators.
+
+    def heartbeat(
+        self, replica: str, *, version: Version | None, free_slots: int, busy_slots: int, held: Collection[str]
+    ) -> None:
+        """The replica lives, and so do exactly the tickets that it names: one whose reserve reply got lost expires."""
+        now_s = self._clock()
+        self._replicas.heard(replica, version=version, free_slots=free_slots, busy_slots=busy_slots, now_s=now_s)
+        for key in held:
+            self._groups.heard(key, replica=replica, now_s=now_s)
+
+    def leave(self, replica: str) -> tuple[str, ...]:
+        """The replica departs: its tickets expire at once. Keys whose rows, if any, may be cleared."""
+        self._replicas.forget(replica)
+        return self._expire([slot for slot in self._groups.reserved.values() if slot.ticket.replica == replica])
+
+    def reserve(self, replica: str, *, version: Version, count: int) -> Reservation:
+        """Tickets for up to `count` groups at the replica's version, and what stopped the buffer from giving more."""
+        if count < 1:
+            raise ValueError(f"replica {replica} reserves {count} groups; it must ask for at least 1")
+        now_s = self._clock()
+        room, refusal = self._room(version)
+        tickets: list[Ticket] = []
+        while len(tickets) < min(count, room):
+            prompt = self._groups.next_prompt()
+            if prompt is None:
+                refusal = Refusal.NO_PROMPTS
+                break
+            tickets.append(self._groups.admit(prompt, replica=replica, version=version, step=self._step, now_s=now_s))
+        answer = Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
+        self._replicas.reserved(replica, version=version, asked=count, answer=answer, now_s=now_s)
+        return answer
+
+    def commit(self, meta: GroupMeta) -> CommitOutcome:
+        """A group is generated and scored, and its rows are stored.
+
+        Metadata that contradicts its ticket is our own bug: StalenessViolation for a token older than the ticket,
+        ValueError for anything else. The ticket then stays reserved.
+        """
+        slot = self._groups.reserved.get(meta.key)
+        if slot is None or meta.incarnation != self._incarnation:
+            outcome = self._why_refused(meta)
+            self._ledger.count(_REFUSED_COMMITS[outcome])
+            return outcome
+        self._check(meta, slot.ticket)
+        self._groups.commit(slot, meta, step=self._step)
+        self._data_failures_in_a_row = 0
+        return CommitOutcome.ACCEPTED
+
+    def fail(self, key: str, *, incarnation: int, failure_class: FailureClass, reason: str) -> bool:
+        """A rollout failed. INFRA goes to the front until `max_attempts`; DATA, and what exceeds them, ends the group,
+        and another prompt may take its slot. False when the ticket was held no longer."""
+        slot = self._groups.reserved.get(key)
+        if slot is None or incarnation != self._incarnation:
+            self._ledger.count(Event.FAIL_REFUSED)
+            return False
+        self._ledger.failure(f"{failure_class.value}/{reason}")
+        if failure_class is FailureClass.INFRA:
+            self._groups.retry(slot)
+        else:
+            self._data_failures_in_a_row += 1
+            self._groups.fail(slot)
+        return True
+
+    def expire(self) -> tuple[str, ...]:
+        """Ends what was silent for the timeout: replicas, and tickets, whose prompts go to the front. Keys of those
+        tickets, whose rows, if any, may be cleared."""
+        now_s = self._clock()
+        self._ledger.count(Event.REPLICA_LOST, self._replicas.forget_silent(now_s=now_s))
+        return self._expire(self._groups.unheard_before(now_s - self._limits.heartbeat_timeout_s))
+
+    # For the learner.
+
+    def lease(self) -> Lease | LeaseWait:
+        """One step's groups, earliest deadline first, ties in prompt order, or why there are none now.
+
+        A repeated call returns the lease that is held. When prompts ran out, the last step is short, or with
+        `drop_last` its groups are dropped: their rows end with the run's row stores.
+        """
+        if self._lease is not None:
+            self._ledger.count(Event.LEASE_REPEATED)
+            return self._lease
+        answer = self._start_lease()
+        self._lease_wait = None if isinstance(answer, Lease) else answer
+        return answer
+
+    def ack(self, incarnation: int, step: int) -> tuple[str, ...]:
+        """The step was trained: the learner's version grows by one. Keys whose rows may be cleared."""
+        return self._end_lease(incarnation, step, fate=Fate.TRAINED)
+
+    def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
+        """The step was not trained: the version stays, other prompts replace its groups. Keys to clear."""
+        return self._end_lease(incarnation, step, fate=Fate.SKIPPED)
+
+    def give_back(self, incarnation: int, step: int) -> bool:
+        """The lease ends untrained and its groups are ready again. False when no such lease is held."""
+        if not self._holds_lease(incarnation, step):
+            self._ledger.count(Event.LEASE_CALL_REFUSED)
+            return False
+        self._lease = None
+        self._groups.return_leased()
+        self._ledger.count(Event.LEASE_GIVEN_BACK)
+        return True
+
+    def rows_lost(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Rows of ready groups are gone: the prompts go to the front with the next attempt. Keys of those groups.
+
+        Any other key is counted and left alone. The groups of a lease are the learner's, who may have read their rows
+        already: it gives the lease back first.
+        """
+        named = set(keys)
+        lost = {slot.ticket.key: slot for slot in self._groups.ready.slots() if slot.ticket.key in named}
+        self._ledger.count(Event.ROWS_LOST_REFUSED, len(named) - len(lost))
+        self._groups.lose_rows(lost.values())
+        return tuple(lost)
+
+    def publish(self, version: Version) -> None:
+        """The learner published `version`. A repeated call is a no-op; another incarnation's is counted."""
+        if version.incarnation != self._incarnation:
+            self._ledger.count(Event.PUBLISH_REFUSED)
+            return
+        if version.step > self._step:
+            raise ValueError(f"version {version} is published, but the learner has acked only {self._step} steps")
+        if self._published is not None and version < self._published:
+            raise VersionRegression(f"version {version} is published after {self._published}")
+        self._published = version
+
+    # For whoever runs and watches the run.
+
+    def pause(self) -> None:
+        """Admit nothing until `resume`; what is admitted goes on."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Admit again."""
+        self._paused = False
+
+    @property
+    def version(self) -> Version:
+        """The learner's version: the incarnation, and the steps acked."""
+        return Version(self._incarnation, self._step)
+
+    @property
+    def published(self) -> Version | None:
+        """The newest version that the learner published in this incarnation."""
+        return self._published
+
+    @property
+    def ledger(self) -> Account:
+        """The account at this moment, open groups included. O(slots)."""
+        return self._groups.account()
+
+    def replicas(self) -> tuple[ReplicaView, ...]:
+        """What is known of each replica, by name."""
+        return self._replicas.views(now_s=self._clock())
+
+    def counts(self) -> Counts:
+        """How full the buffer is now."""
+        groups = self._groups
+        oldest = next(iter(groups.open.values()), None)
+        return Counts(
+            reserved=len(groups.reserved),
+            ready=len(groups.ready),
+            leased=len(groups.leased),
+            waiting=len(groups.front),
+            booked_bytes=groups.booked_bytes,
+            oldest_group_age_s=0.0 if oldest is None else self._clock() - oldest.reserved_at_s,
+            lease_wait=self._lease_wait,
+            data_failures_in_a_row=self._data_failures_in_a_row,
+        )
+
+    def _room(self, version: Version) -> Room:
+        if version.incarnation != self._incarnation:
+            self._ledger.count(Event.RESERVE_OLD_INCARNATION)
+            return Room(0, Refusal.OLD_INCARNATION)
+        if version.step > self._step:
+            raise ValueError(f"a replica claims version {version}, but the learner has acked only {self._step} steps")
+        if self._paused:
+            return Room(0, Refusal.PAUSED)
+        if self._groups.exhausted and not self._groups.front:
+            return Room(0, Refusal.NO_PROMPTS)
+        return admissible(
+            self._limits,
+            slots=self._groups.slots,
+            booked_bytes=self._groups.booked_bytes,
+            learner_step=self._step,
+            replica_step=version.step,
+        )
+
+    def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
+        if meta.incarnation != self._incarnation:
+            return CommitOutcome.OLD_INCARNATION
+        last = self._groups.last_attempt(meta.group)
+        if last is None or not 0 <= meta.attempt <= last[0]:
+            return CommitOutcome.UNKNOWN
+        return CommitOutcome.DUPLICATE if last == (meta.attempt, True) else CommitOutcome.LATE
+
+    def _check(self, meta: GroupMeta, ticket: Ticket) -> None:
+        if meta.oldest < ticket.version.step:
+            raise StalenessViolation(
+                f"group {meta.key} has a token of step {meta.oldest}, older than its ticket's version {ticket.version}"
+            )
+        if not meta.oldest <= meta.newest <= self._step:
+            raise ValueError(
+                f"group {meta.key} has tokens of steps {meta.oldest} to {meta.newest}; the learner is at {self._step}"
+            )
+        size = self._limits.group_size
+        lengths = {len(meta.completion_tokens), len(meta.rewards), len(meta.truncated)}
+        if lengths != {size}:
+            raise ValueError(f"group {meta.key} has {sorted(lengths)} samples; learner.group_size is {size}")
+        if not all(map(math.isfinite, meta.rewards)):
+            raise ValueError(f"group {meta.key} has rewards {meta.rewards}: all must be finite")
+        if not 0 <= meta.row_bytes <= self._limits.worst_group_bytes:
+            raise ValueError(
+                f"group {meta.key} takes {meta.row_bytes} bytes; its reserve booked {self._limits.worst_group_bytes}"
+            )
+
+    def _expire(self, slots: Collection[Slot]) -> tuple[str, ...]:
+        for slot in slots:
+            self._groups.retry(slot)
+        self._ledger.count(Event.TICKET_EXPIRED, len(slots))
+        return tuple(slot.ticket.key for slot in slots)
+
+    def _start_lease(self) -> Lease | LeaseWait:
+        groups, size = self._groups, self._limits.groups_per_step
+        if self._step >= self._limits.total_steps:
+            return LeaseWait.FINISHED
+        if len(groups.ready) < size:
+            if groups.reserved or groups.front or not groups.exhausted:
+                return LeaseWait.NOT_ENOUGH_READY
+            if self._drop_last:
+                groups.drop_ready()
+            if not groups.ready:
+                return LeaseWait.FINISHED
+        share = earliest(groups.ready.by_deadline(), size)
+        if min(share) < self._step:
+            raise StalenessViolation(
+                f"a group due at step {min(share)} is still ready at step {self._step}; staleness.max_versions is "
+                f"{self._limits.max_staleness_versions}"
+            )
+        remaining = {deadline: n - share.get(deadline, 0) for deadline, n in groups.unleased_by_deadline.items()}
+        if lease_violation(step=self._step, groups_per_step=size, remaining=remaining) is not None:
+            return LeaseWait.STRAGGLER
+        leased = tuple(slot.as_leased() for slot in groups.lease(share))
+        self._lease = Lease(incarnation=self._incarnation, step=self._step, groups=leased)
+        return self._lease
+
+    def _holds_lease(self, incarnation: int, step: int) -> bool:
+        return self._lease is not None and (incarnation, step) == (self._lease.incarnation, self._lease.step)
+
+    def _end_lease(self, incarnation: int, step: int, *, fate: Fate) -> tuple[str, ...]:
+        if not self._holds_lease(incarnation, step):
+            self._ledger.count(Event.LEASE_CALL_REFUSED)
+            # The first reply may have got lost on the way: the caller still has to learn what it may clear.
+            last = self._last_end
+            if last is not None and incarnation == self._incarnation and last[:2] == (fate, step):
+                return last[2]
+            return ()
+        self._lease = None
+        keys = self._groups.end_leased(fate)
+        self._step += fate is Fate.TRAINED
+        self._last_end = (fate, step, keys)
+        return keys

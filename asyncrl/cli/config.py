@@ -1,0 +1,39 @@
+"""`asyncrl config`: show, check or describe a configuration. Starts nothing, imports nothing heavy."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, command_app, print_warnings
+from asyncrl.config.load import dump_config, load_config
+from asyncrl.config.schema import Config
+
+app = command_app(help="Show, check or describe a configuration, without starting anything.")
+
+
+@app.command()
+def show(files: ConfigFiles, overrides: Overrides) -> None:
+    """Print the resolved configuration as YAML, defaults included."""
+    typer.echo(dump_config(load_config(files, overrides)), nl=False)
+
+
+@app.command()
+def check(files: ConfigFiles, overrides: Overrides) -> None:
+    """Check keys, values and the rules over several of them; exits with 2 and all that is wrong, or prints ok."""
+    _, warnings = checked_config(files, overrides)
+    print_warnings(warnings)
+    typer.echo("ok")
+
+
+@app.command()
+def schema(
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there.")] = None,
+) -> None:
+    """Print the JSON schema of configuration files, for editors that complete and check YAML."""
+    text = json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False)
+    if output is None:
+        typer.echo(text)
+    else:
+        output.write_text(f"{text}\n", encoding="utf-8")

@@ -1,0 +1,25 @@
+"""`asyncrl down`: end what is left of a run."""
+
+from typing import Annotated
+
+import typer
+
+from asyncrl.cli.options import Address, command_app
+
+app = command_app()
+
+
+@app.command()
+def down(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")],
+    address: Address = None,
+) -> None:
+    """End a run: its deployments close when they see it, and its shared actors are gone at once.
+
+    For what a killed deployment left behind; a run whose deployments end by themselves needs no `down`.
+    """
+    from asyncrl.deployment.cluster import end_actors, join
+
+    join(address or "auto", namespace=run)
+    ended = end_actors(run)
+    typer.echo(f"ended {', '.join(ended)}" if ended else f"nothing of run {run} was there")

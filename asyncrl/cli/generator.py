@@ -1,0 +1,49 @@
+"""`asyncrl generator`: a generator deployment of a run, on a Ray cluster that is there already."""
+
+import asyncio
+
+import typer
+
+from asyncrl.cli.options import (
+    Address,
+    ConfigFiles,
+    Overrides,
+    checked_config,
+    command_app,
+    print_warnings,
+    ray_address,
+)
+
+app = command_app()
+
+
+@app.command()
+def generator(files: ConfigFiles, overrides: Overrides, address: Address = None) -> None:
+    """Add generators to a run on a running Ray cluster, before or after its learner starts.
+
+    More generator deployments of the same run may join and leave at any time. Ends with the run, or cleanly on SIGTERM:
+
+    \b
+      ray start --head --num-cpus=4
+      asyncrl learner   -c configs/quickstart.yaml          # one terminal
+      asyncrl generator -c configs/quickstart.yaml          # another one, or several
+    """
+    config, warnings = checked_config(files, overrides)
+    print_warnings(warnings)
+
+    from asyncrl.deployment.launch import load_prompts, log_to, ready_model, run_until_done
+
+    with log_to(None):
+        prompts = load_prompts(config)
+        from asyncrl.deployment.cluster import join
+        from asyncrl.deployment.generators import GeneratorDeployment
+
+        async def main(stop: asyncio.Event) -> None:
+            model = asyncio.create_task(asyncio.to_thread(ready_model, config, report=typer.echo))
+            await GeneratorDeployment(config, model_path=model, tasks=prompts.train).run(stop)
+
+        where = ray_address(config, address)
+        join(where, namespace=config.run.name)
+        typer.echo(f"generators of run {config.run.name} on {where}")
+        run_until_done(main)
+        typer.echo("generators ended")

@@ -1,0 +1,66 @@
+"""`asyncrl learner`: the learner deployment of a run, on a Ray cluster that is there already."""
+
+import asyncio
+
+from asyncrl.cli.options import (
+    LINE_EVERY_STEPS,
+    Address,
+    ConfigFiles,
+    Overrides,
+    checked_config,
+    command_app,
+    print_outcome,
+    print_warnings,
+    ray_address,
+)
+
+app = command_app()
+
+
+@app.command()
+def learner(files: ConfigFiles, overrides: Overrides, address: Address = None) -> None:
+    """Train a run on a running Ray cluster; its generators may be there already or join later.
+
+    One learner a run. It alone writes the run's directory. SIGTERM ends it cleanly.
+    """
+    config, warnings = checked_config(files, overrides)
+    print_warnings(warnings)
+
+    from asyncrl.deployment.launch import (
+        load_prompts,
+        log_to,
+        monotonic_at_process_start,
+        ready_model,
+        run_until_done,
+    )
+    from asyncrl.deployment.run_dir import RunDir
+
+    with RunDir.create(config) as run_dir, log_to(run_dir.log_path("learner", 0)):
+        from rich.console import Console
+
+        from asyncrl.deployment.cluster import join
+        from asyncrl.deployment.learner import LearnerDeployment
+        from asyncrl.deployment.live import LiveDisplay
+        from asyncrl.learner.records import Summary
+
+        prompts = load_prompts(config)
+        where = ray_address(config, address)
+        join(where, namespace=config.run.name)
+        run_dir.started_ray(where)
+        console = Console()
+
+        async def main(stop: asyncio.Event) -> Summary | None:
+            deployment = LearnerDeployment(
+                config,
+                run_dir=run_dir,
+                model_path=asyncio.create_task(asyncio.to_thread(ready_model, config, report=console.print)),
+                tasks=prompts.train,
+                heldout=prompts.heldout,
+                started_s=monotonic_at_process_start(),
+                show=display.update,
+            )
+            return await deployment.run(stop)
+
+        with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
+            summary = run_until_done(main)
+        print_outcome(summary, run_dir.path)

@@ -1,0 +1,111 @@
+"""Options that commands share, and the way from them to a configuration that is known to be runnable."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from asyncrl.algorithms.objective import is_corrected
+from asyncrl.algorithms.presets import resolve_objective
+from asyncrl.config.checks import check_config
+from asyncrl.config.import_path import is_import_path
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.learner.records import Summary
+
+ConfigFiles = Annotated[
+    list[Path],
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE",
+        default_factory=list,
+        show_default=False,
+        help="YAML file; several merge left to right.",
+    ),
+]
+Overrides = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        default_factory=list,
+        show_default=False,
+        help="Overrides, e.g. staleness.max_versions=4; values are YAML.",
+    ),
+]
+
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT",
+        show_default=False,
+        help="Ray cluster; by default the config's ray.address, else the one that runs on this machine.",
+    ),
+]
+
+
+LINE_EVERY_STEPS = 10
+"""Without a terminal, progress is a line every so many steps."""
+
+
+def ray_address(config: Config, option: str | None) -> str:
+    """The option, else the config, else whatever cluster runs here."""
+    return option or config.ray.address or "auto"
+
+
+def command_app(*, help: str | None = None) -> typer.Typer:
+    """A Typer app in the style of the others: plain help text, plain tracebacks for bugs."""
+    return typer.Typer(
+        help=help,
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        no_args_is_help=help is not None,
+    )
+
+
+def checked_config(files: list[Path], overrides: list[str]) -> tuple[Config, list[str]]:
+    """The resolved configuration and what to warn about. ConfigError with all that is wrong, rules included."""
+    config = load_config(files, overrides)
+    problems: list[str] = []
+    loss_is_corrected: bool | None = None
+    if not is_import_path(config.algorithm.loss):
+        try:
+            objective = resolve_objective(config.algorithm.loss, config.algorithm.overrides)
+            loss_is_corrected = is_corrected(objective)
+        except ConfigError as error:
+            problems.append(str(error))
+    warnings: list[str] = []
+    try:
+        warnings = check_config(config, loss_is_corrected=loss_is_corrected)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config, warnings
+
+
+def print_warnings(warnings: list[str]) -> None:
+    """Each on stderr, so that what a command prints can be piped."""
+    for warning in warnings:
+        typer.echo(f"{typer.style('note:', fg='yellow', bold=True)} {warning}", err=True)
+
+
+def print_outcome(summary: "Summary | None", run_dir: Path) -> None:
+    """What a run came to; exits with 1 when it trained nothing."""
+    if summary is None:
+        typer.echo("stopped before the first step", err=True)
+        raise typer.Exit(1)
+    if summary.heldout_first is not None and summary.heldout_last is not None:
+        typer.echo(f"held-out reward {summary.heldout_first:.3f} → {summary.heldout_last:.3f}")
+    typer.echo(
+        f"{summary.steps} steps in {summary.wall_s:.0f} s, staleness at most {summary.max_token_staleness} of "
+        f"{summary.staleness_limit} versions, {summary.groups_discarded} groups discarded, "
+        f"ledger {'closed' if summary.ledger_closed else 'NOT closed'}"
+    )
+    typer.echo(f"report: {run_dir / 'report.html'}")

@@ -1,0 +1,28 @@
+"""`asyncrl status`: one screen about a run, from its buffer."""
+
+from typing import Annotated
+
+import typer
+
+from asyncrl.cli.options import Address, command_app
+
+app = command_app()
+
+
+@app.command()
+def status(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")],
+    address: Address = None,
+    json: Annotated[bool, typer.Option("--json", help="Everything that is known, as JSON.")] = False,
+) -> None:
+    """Show where a run stands: versions, buffer, generators, ledger."""
+    import asyncio
+
+    import msgspec
+
+    from asyncrl.deployment.cluster import find_run, join
+    from asyncrl.deployment.status import status_lines
+
+    join(address or "auto", namespace=run)
+    found = asyncio.run(find_run(run).status())
+    typer.echo(msgspec.json.encode(found).decode() if json else "\n".join(status_lines(found)))

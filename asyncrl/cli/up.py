@@ -1,0 +1,45 @@
+"""`asyncrl up`: the whole system on this machine, from one command."""
+
+from asyncrl.cli.options import (
+    LINE_EVERY_STEPS,
+    ConfigFiles,
+    Overrides,
+    checked_config,
+    command_app,
+    print_outcome,
+    print_warnings,
+)
+
+app = command_app()
+
+
+@app.command()
+def up(files: ConfigFiles, overrides: Overrides) -> None:
+    """Start a local Ray, generators and a learner, show them live, and end them all when the run is done.
+
+    Ctrl-C ends cleanly; what was recorded is in runs/NAME. For several machines, see `asyncrl generator --help`.
+    """
+    config, warnings = checked_config(files, overrides)
+    print_warnings(warnings)
+
+    from asyncrl.deployment.launch import load_prompts, log_to, monotonic_at_process_start, run_until_done
+    from asyncrl.deployment.run_dir import RunDir
+
+    with RunDir.create(config) as run_dir, log_to(run_dir.log_path("up", 0)):
+        from rich.console import Console
+
+        from asyncrl.deployment.live import LiveDisplay
+        from asyncrl.deployment.up import Up
+
+        console = Console()
+        with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
+            run = Up(
+                config,
+                run_dir=run_dir,
+                prompts=load_prompts(config),
+                started_s=monotonic_at_process_start(),
+                show=display.update,
+                report=console.print,
+            )
+            summary = run_until_done(run.run)
+        print_outcome(summary, run_dir.path)

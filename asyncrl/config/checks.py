@@ -1,0 +1,271 @@
+"""Rules over several fields: what each field allows alone and the run as a whole could not survive.
+
+A rule yields violations; all of them are reported at once. Warnings are for what runs, but not as its writer may
+believe. Nothing here imports the packages that the configuration speaks of: whether a loss corrects for old data
+is the caller's to say.
+"""
+
+import ipaddress
+import re
+import string
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from asyncrl.config.import_path import is_import_path, suggest
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+BYTES_PER_TOKEN = 16
+"""Bytes of a row per token: token id int32, behaviour log-prob float32, weight version int64."""
+
+BUILT_IN_NAMES = {
+    "data.dataset": ("environment", "jsonl"),
+    "environment.name": ("reasoning_gym", "math"),
+    "environment.reward": ("exact_match", "math_verify"),
+    "algorithm.advantage": ("group_norm", "group_mean", "leave_one_out"),
+}
+"""Names that a field takes besides an import path `package.module:callable`."""
+
+_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+# Deadlines within which a healthy run may make no progress: the watchdog must be longer than each.
+_WATCHED_DEADLINES = (
+    "generator.rollout_timeout_s",
+    "weights.load_timeout_s",
+    "learner.collective_timeout_s",
+    "environment.score_timeout_s",
+    "buffer.heartbeat_timeout_s",
+    "buffer.call_timeout_s",
+    "eval.timeout_s",
+)
+
+
+def check_config(config: Config, *, loss_is_corrected: bool | None = None) -> list[str]:
+    """Warnings about a configuration that can run; ConfigError with every violation of one that cannot.
+
+    `loss_is_corrected` says whether the objective corrects for data from older weights; None when nobody knows, as
+    for a loss given by import path.
+    """
+    violations = [violation for rule in _RULES for violation in rule(config)]
+    if loss_is_corrected is False and config.staleness.max_versions > 0:
+        violations.append(
+            f"algorithm.loss = {config.algorithm.loss} has no off-policy correction, and staleness.max_versions = "
+            f"{config.staleness.max_versions} trains on samples of older weights: its gradient would be biased. Take "
+            "a corrected objective, e.g. decoupled_icepop, or set staleness.max_versions to 0"
+        )
+    if violations:
+        raise ConfigError("\n".join(violations))
+    return list(_warnings(config, loss_is_corrected=loss_is_corrected))
+
+
+def worst_case_group_bytes(config: Config) -> int:
+    """Bytes of the largest group's rows: what a reserve books before anyone knows the group's true size."""
+    return config.learner.group_size * config.model.max_length * BYTES_PER_TOKEN
+
+
+def _staleness(config: Config) -> Iterator[str]:
+    most = config.staleness.max_versions + 1
+    if config.weights.publish_every_steps > most:
+        yield (
+            f"weights.publish_every_steps = {config.weights.publish_every_steps}: must be at most "
+            f"staleness.max_versions + 1 = {most}, or generators and learner wait for each other; lower it, or raise "
+            "staleness.max_versions"
+        )
+
+
+def _buffer(config: Config) -> Iterator[str]:
+    step_groups = config.learner.groups_per_step
+    groups = config.buffer.capacity_groups
+    if groups is not None and groups < step_groups:
+        yield (
+            f"buffer.capacity_groups = {groups}: must hold at least one step, learner.groups_per_step = "
+            f"{step_groups}; raise it, or leave it unset"
+        )
+    step_bytes = step_groups * worst_case_group_bytes(config)
+    if config.buffer.capacity_bytes < step_bytes:
+        yield (
+            f"buffer.capacity_bytes = {config.buffer.capacity_bytes}: must hold the worst case of one step, "
+            f"{step_bytes} = learner.groups_per_step {step_groups} × learner.group_size {config.learner.group_size} × "
+            f"model.max_length {config.model.max_length} × {BYTES_PER_TOKEN} bytes; raise it"
+        )
+
+
+def _step_shape(config: Config) -> Iterator[str]:
+    learner = config.learner
+    groups, ranks, updates = learner.groups_per_step, learner.ranks, learner.updates_per_step
+    if groups % (ranks * updates):
+        unit = ranks * updates
+        yield (
+            f"learner.groups_per_step = {groups}: must be a multiple of learner.ranks × learner.updates_per_step = "
+            f"{ranks} × {updates} = {unit}, so that every rank has an equal share of every update; take "
+            f"{-(-groups // unit) * unit}"
+        )
+    if config.learner.optimizer.warmup_steps > learner.total_steps:
+        yield (
+            f"learner.optimizer.warmup_steps = {learner.optimizer.warmup_steps}: must be at most learner.total_steps "
+            f"= {learner.total_steps}; lower it"
+        )
+    if config.algorithm.advantage in BUILT_IN_NAMES["algorithm.advantage"] and learner.group_size < 2:
+        yield (
+            f"learner.group_size = {learner.group_size}: algorithm.advantage = {config.algorithm.advantage} compares "
+            "the samples of a group and is 0 for a single one; raise it to at least 2"
+        )
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    longest = config.model.max_length
+    for key in ("generator.max_completion_tokens", "data.max_prompt_tokens"):
+        tokens = _value(config, key)
+        if tokens >= longest:
+            yield (
+                f"{key} = {tokens}: must be below model.max_length = {longest}, which holds prompt and completion; "
+                "lower it, or raise model.max_length"
+            )
+
+
+def _deadlines(config: Config) -> Iterator[str]:
+    watchdog_s = config.run.stall_timeout_s
+    for key in _WATCHED_DEADLINES:
+        deadline_s = _value(config, key)
+        if watchdog_s <= deadline_s:
+            yield (
+                f"run.stall_timeout_s = {watchdog_s:g}: must be above {key} = {deadline_s:g}, or the run ends "
+                f"before that deadline can name the cause; raise it, or lower {key}"
+            )
+    if config.environment.score_timeout_s >= config.generator.rollout_timeout_s:
+        yield (
+            f"environment.score_timeout_s = {config.environment.score_timeout_s:g}: must be below "
+            f"generator.rollout_timeout_s = {config.generator.rollout_timeout_s:g}, which includes scoring; lower it"
+        )
+
+
+def _generator(config: Config) -> Iterator[str]:
+    generator = config.generator
+    if generator.min_replicas > generator.replicas:
+        yield (
+            f"generator.min_replicas = {generator.min_replicas}: must be at most generator.replicas = "
+            f"{generator.replicas}; lower it"
+        )
+    if generator.tensor_parallel_size > 1 and generator.gpus != generator.tensor_parallel_size:
+        yield (
+            f"generator.tensor_parallel_size = {generator.tensor_parallel_size}: must equal generator.gpus = "
+            f"{generator.gpus:g}, one GPU for each part of the engine; set them alike"
+        )
+
+
+def _data(config: Config) -> Iterator[str]:
+    if config.data.dataset == "jsonl" and config.data.path is None:
+        yield "data.dataset = jsonl: needs data.path, the file to read; set it"
+    if config.data.dataset != "jsonl" and config.data.path is not None:
+        yield f"data.path = {config.data.path}: is read only with data.dataset = jsonl; set that, or remove the path"
+    if config.data.options and not is_import_path(config.data.dataset):
+        yield (
+            "data.options: are arguments of a dataset given by import path; move those of the environment to "
+            "environment.options, or remove them"
+        )
+    if config.eval.prompts > 0 and config.data.heldout_fraction == 0:
+        yield (
+            f"eval.prompts = {config.eval.prompts}: needs held-out questions, and data.heldout_fraction = 0 keeps "
+            "none; raise it, or set eval.prompts to 0"
+        )
+    yield from _prompt_template(config.data.prompt_template)
+
+
+def _prompt_template(template: str) -> Iterator[str]:
+    shown = f"data.prompt_template = {template!r}"
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        yield f"{shown}: is no format string: {error}; write {{{{ and }}}} for braces"
+        return
+    unnamed = [name for name in fields if not name.partition("[")[0].isidentifier()]
+    if unnamed:
+        yield f"{shown}: {{{unnamed[0]}}} names no field of a task; write e.g. {{question}}"
+    elif not fields:
+        yield f"{shown}: names no field, so that every prompt would be the same; write e.g. {{question}}"
+
+
+def _names(config: Config) -> Iterator[str]:
+    for key, options in BUILT_IN_NAMES.items():
+        name = _value(config, key)
+        if name is not None and name not in options and not _IMPORT_PATH.fullmatch(name):
+            yield (
+                f"{key} = {name}: is neither one of {', '.join(options)} nor an import path like "
+                f"package.module:callable{suggest(name, list(options))}"
+            )
+    if config.algorithm.overrides and is_import_path(config.algorithm.loss):
+        yield (
+            f"algorithm.overrides: replace axes of a preset, and algorithm.loss = {config.algorithm.loss} is none; "
+            "remove them, or name a preset"
+        )
+
+
+def _addresses(config: Config) -> Iterator[str]:
+    if _is_every_address(config.metrics.host.strip()):
+        yield (
+            f"metrics.host = {config.metrics.host!r}: would answer to every network; bind one address, 127.0.0.1 or "
+            "that of the network that Prometheus is in"
+        )
+
+
+def _is_every_address(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name, or the spellings of "any" that sockets take and ipaddress does not
+        return host in ("", "0", "*")
+
+
+_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _names,
+    _staleness,
+    _buffer,
+    _step_shape,
+    _lengths,
+    _deadlines,
+    _generator,
+    _data,
+    _addresses,
+)
+
+
+def _warnings(config: Config, *, loss_is_corrected: bool | None) -> Iterator[str]:
+    admissible = (config.staleness.max_versions + 1) * config.learner.groups_per_step
+    capacity = min(config.buffer.capacity_groups or admissible, admissible)
+    if config.buffer.capacity_bytes < capacity * worst_case_group_bytes(config):
+        yield (
+            f"buffer.capacity_bytes = {config.buffer.capacity_bytes} holds fewer groups of the worst size than the "
+            f"staleness limit admits ({capacity} × {worst_case_group_bytes(config)} bytes): generators may wait for "
+            "room before they reach that limit"
+        )
+    slots = config.generator.max_concurrent_groups
+    if slots > admissible:
+        yield (
+            f"generator.max_concurrent_groups = {slots} is more than (staleness.max_versions + 1) × "
+            f"learner.groups_per_step = {admissible}: the rest of the slots always waits"
+        )
+    if config.data.max_prompt_tokens + config.generator.max_completion_tokens > config.model.max_length:
+        yield (
+            f"data.max_prompt_tokens {config.data.max_prompt_tokens} + generator.max_completion_tokens "
+            f"{config.generator.max_completion_tokens} exceed model.max_length {config.model.max_length}: completions "
+            "of the longest prompts are cut earlier"
+        )
+    if config.model.dtype == "bfloat16" and config.generator.gpus == 0:
+        yield (
+            "model.dtype = bfloat16 on CPUs is slow, and engine and learner agree less well on log-probs than in "
+            "float32"
+        )
+    if loss_is_corrected is None and config.staleness.max_versions > 0 and is_import_path(config.algorithm.loss):
+        yield (
+            f"algorithm.loss = {config.algorithm.loss}: nobody checked that it corrects for data of older weights, "
+            f"and staleness.max_versions = {config.staleness.max_versions}"
+        )
+    if config.learner.updates_per_step == 1:
+        yield (
+            "learner.updates_per_step = 1: the proximal policy is the current one, so that a clip anchored at it "
+            "never acts; the off-policy correction is all in the importance weight"
+        )
+
+
+def _value(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)

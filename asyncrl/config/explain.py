@@ -1,0 +1,146 @@
+"""What a validation error means to the person who wrote the key: key, value, origin, limit, mend, on one line.
+
+Unknown keys get a "did you mean", also when the right key lives in another section or the section was renamed.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from asyncrl.config.import_path import suggest
+from asyncrl.config.schema import Config
+
+KeyPath = tuple[str, ...]
+
+_MAX_SHOWN_CHARS = 80
+
+# pydantic's error type to what the field takes.
+_WANTED = {
+    "bool_type": "true or false",
+    "dict_type": "a mapping of keys",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_type": "a section, that is a mapping of keys",
+    "string_type": "text",
+    "tuple_type": "a list",
+}
+_BOUNDS = {
+    "greater_than": ("must be above {gt}", "gt"),
+    "greater_than_equal": ("must be at least {ge}", "ge"),
+    "less_than": ("must be below {lt}", "lt"),
+    "less_than_equal": ("must be at most {le}", "le"),
+}
+
+
+def explain(violation: ErrorDetails, *, origins: Mapping[KeyPath, str]) -> str:
+    """One line for one violation; `origins` says who set a key: `in FILE` or `on the command line`."""
+    path = tuple(str(part) for part in violation["loc"])
+    origin = _origin(path, origins)
+    if violation["type"] == "extra_forbidden":
+        return f"unknown key {_dotted(path)}{origin}: {suggest_key(path, value=violation['input'])}"
+    if violation["type"] == "missing":
+        return f"{_dotted(path)}{origin}: is missing; set it"
+    return f"{_dotted(path)} = {_shown(violation['input'])}{origin}: {_limit_and_mend(violation)}"
+
+
+def suggest_key(path: KeyPath, *, value: object = None) -> str:
+    """What the writer of an unknown key probably meant, else the keys that its section has."""
+    *section, name = path
+    sections = dict(_sections())
+    siblings = list(sections[tuple(section)].model_fields)
+    typo_of = [(*section, close) for close in difflib.get_close_matches(name, siblings, n=1)]
+    moved_to = [(*place, name) for place, model in sections.items() if name in model.model_fields]
+    if typo_of or moved_to:
+        return _did_you_mean([*typo_of, *moved_to])
+    renamed = _sections_sharing_keys(value, sections)
+    if renamed:
+        return _did_you_mean(renamed)
+    everywhere = {field: (*place, field) for place, model in sections.items() for field in model.model_fields}
+    close = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.75)
+    if close:
+        return _did_you_mean([everywhere[close[0]]])
+    home = f"`{_dotted(section)}` has" if section else "sections are"
+    return f"{home} {', '.join(siblings)}"
+
+
+def _did_you_mean(paths: Sequence[KeyPath]) -> str:
+    return f"did you mean {' or '.join(_dotted(path) for path in paths)}?"
+
+
+def _limit_and_mend(violation: ErrorDetails) -> str:
+    kind, value, context = violation["type"], violation["input"], violation.get("ctx", {})
+    if kind in _BOUNDS:
+        text, bound = _BOUNDS[kind]
+        return text.format(**{bound: _number(context[bound])})
+    if kind in _WANTED:
+        return f"must be {_WANTED[kind]}{_type_mend(kind, value)}"
+    if kind == "literal_error":
+        expected = str(context["expected"])
+        options = [option.strip("'") for option in expected.replace(" or ", ", ").split(", ")]
+        return f"must be {expected}{suggest(str(value), options) if len(options) > 1 else ''}"
+    if kind == "finite_number":
+        return "must be a finite number"
+    if kind == "string_pattern_mismatch":
+        return f"must match {context['pattern']}"
+    return violation["msg"]
+
+
+def _type_mend(kind: str, value: object) -> str:
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return f"""; write '"{_shown(value)}"', with the quotes"""
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+        return "; write it without quotes"
+    if kind == "list_type" and isinstance(value, str):
+        return f"; write [{_shown(value)}]"
+    if kind == "model_type" and value is None:
+        return "; set a key below it, or remove the line"
+    return ""
+
+
+def _origin(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
+    """` (in FILE)`: whoever set the key, or the nearest key above it."""
+    for end in range(len(path), 0, -1):
+        if path[:end] in origins:
+            return f" ({origins[path[:end]]})"
+    return ""
+
+
+def _sections() -> Iterator[tuple[KeyPath, type[BaseModel]]]:
+    """Every section of the schema with its path, the root first."""
+    queue: list[tuple[KeyPath, type[BaseModel]]] = [((), Config)]
+    while queue:
+        path, model = queue.pop(0)
+        yield path, model
+        for name, field in model.model_fields.items():
+            options = (field.annotation, *get_args(field.annotation))
+            below = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
+            queue.extend(((*path, name), section) for section in below)
+
+
+def _sections_sharing_keys(value: object, sections: Mapping[KeyPath, type[BaseModel]]) -> list[KeyPath]:
+    """The section that knows the most of an unknown section's keys: the name that it was renamed to."""
+    if not isinstance(value, Mapping):
+        return []
+    shared = {path: len(value.keys() & model.model_fields.keys()) for path, model in sections.items() if path}
+    best = max(shared, key=lambda path: shared[path])
+    return [best] if shared[best] else []
+
+
+def _dotted(path: Sequence[str]) -> str:
+    return ".".join(path)
+
+
+def _number(bound: float) -> str:
+    return f"{bound:g}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…"

@@ -1,0 +1,71 @@
+"""Import paths: `package.module:callable`, wherever the config takes a reward, an environment, a loss or a dataset.
+
+Nothing is imported until a path is resolved; every failure is a ConfigError that names the key and the value.
+"""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+
+def is_import_path(value: str) -> bool:
+    """Whether `value` is an import path and not the name of something built in."""
+    return ":" in value
+
+
+def resolve(value: str, *, key: str) -> Callable[..., Any]:
+    """The callable behind `package.module:callable`; dots after the colon reach into classes.
+
+    `key` is the config key that held the value. ConfigError when there is no such module or attribute, when it is
+    not callable, or when importing the module raises.
+    """
+    module_name, colon, attributes = value.partition(":")
+    if not (colon and module_name and attributes and not module_name.startswith(".")):
+        raise ConfigError(f"{key}: {value!r} is not an import path like 'package.module:callable'", key=key)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{key}: {value!r} cannot be imported, there is no module {error.name!r}; install it or put its folder "
+            "on PYTHONPATH",
+            key=key,
+        ) from error
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(
+            f"{key}: {value!r} cannot be imported, the module raised {type(error).__name__}: {error}", key=key
+        ) from error
+    for name in attributes.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            hint = suggest(name, dir(found))
+            raise ConfigError(f"{key}: {value!r} names {name!r}, which {module_name} lacks{hint}", key=key) from None
+    if not callable(found):
+        raise ConfigError(f"{key}: {value!r} is a {type(found).__name__}, not a callable", key=key)
+    return found  # type: ignore[no-any-return]
+
+
+def call_with_options(function: Callable[..., Any], options: Mapping[str, Any], *, key: str) -> Any:
+    """`function(**options)`; ConfigError naming `key` when the options do not fit the function's signature."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables written in C tell nothing
+        return function(**options)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        known = [name for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        unknown = [name for name in options if name not in known]
+        hint = suggest(unknown[0], known) if unknown else ""
+        raise ConfigError(f"{key}: {error}{hint}; there are {known}", key=key) from None
+    return function(**options)
+
+
+def suggest(name: str, candidates: list[str]) -> str:
+    """`; did you mean 'x'?` for the nearest candidate, or nothing."""
+    close = difflib.get_close_matches(name, candidates, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

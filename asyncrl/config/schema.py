@@ -1,0 +1,337 @@
+"""What a user may set. Every field has its unit in its name or docstring; unknown keys are refused.
+
+`docs/configuration.md` is generated from these classes. Rules over several fields live in `checks.py`.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, strict about keys, documented by its fields' docstrings."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # else an infinite bound in free options is dumped as null
+    )
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}$")] = "quickstart"
+    """Name of the run: its Ray namespace and its folder under `run.dir`."""
+    # Strict validation of JSON takes text for a path, but not the Path that is the default: that one is left alone.
+    dir: Annotated[Path, Field(validate_default=False)] = Path("runs")
+    """Folder that holds the run's directory; only the learner writes there."""
+    seed: NonNegativeInt = 0
+    """Seed of prompts' order, of sampling and of everything else that is random."""
+    stall_timeout_s: PositiveFloat = 300.0
+    """Seconds without any progress (no group committed, no step trained) after which the run ends with an error."""
+    shutdown_grace_s: PositiveFloat = 20.0
+    """Seconds that a deployment gets to end cleanly after SIGTERM."""
+
+
+class TinyModelSection(Section):
+    """A tiny Qwen3 with a character tokenizer, built and warmed up when `model.path` does not exist yet."""
+
+    seed: NonNegativeInt = 0
+    """Seed of the initial weights and of the warm-up batches."""
+    hidden_size: PositiveInt = 128
+    """Width of the model."""
+    layers: PositiveInt = 3
+    """Number of decoder layers."""
+    heads: PositiveInt = 4
+    """Number of attention heads; also of key-value heads."""
+    head_dim: Annotated[int, Field(ge=32)] = 32
+    """Width of an attention head; vLLM on the CPU needs at least 32."""
+    warmup_steps: NonNegativeInt = 150
+    """Supervised steps, at most, on the environment's own solved examples before reinforcement learning starts."""
+    warmup_accuracy: Fraction = 0.35
+    """The supervised steps end once this share of their last 128 or more examples was answered exactly: the rest is
+    left to reinforcement learning."""
+    warmup_batch_size: PositiveInt = 64
+    """Examples in a supervised step."""
+    warmup_learning_rate: PositiveFloat = 2e-3
+    """AdamW learning rate of the supervised steps, after ten steps of warm-up."""
+
+
+class ModelSection(Section):
+    """The policy's model."""
+
+    path: str = "models/tiny-speller"
+    """Local Hugging Face directory or hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights in the engine and of computation in the learner; float32 on CPUs."""
+    max_length: PositiveInt = 64
+    """Longest sequence, prompt and completion together, tokens."""
+    tiny: TinyModelSection | None = None
+    """When set and `model.path` does not exist, this model is built there first (`asyncrl model`)."""
+
+
+class DataSection(Section):
+    """Where prompts come from."""
+
+    dataset: str = "environment"
+    """`environment` (its own tasks), `jsonl`, or an import path `package.module:callable` that returns tasks."""
+    path: Path | None = None
+    """File of the `jsonl` dataset: one object a line with `prompt` and `answer`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of a dataset given by import path."""
+    prompt_template: str = "{question}"
+    """Python format string that makes the prompt; it sees `question` and the task's metadata."""
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """What a blank, malformed, huge or duplicate row does: refuse the dataset, or be skipped and counted."""
+    max_prompt_tokens: PositiveInt = 48
+    """Longest prompt, tokens; a longer one is a bad row."""
+    heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of questions, chosen by a hash, that are never issued and serve held-out evaluation."""
+    epochs: PositiveInt | None = None
+    """How often each prompt may be issued; unset: as often as the run needs."""
+    shuffle: bool = True
+    """Shuffle the prompts anew each epoch, by `run.seed`."""
+    drop_last: bool = False
+    """When prompts run out: drop the groups that do not fill a step, counted, instead of training a short step."""
+
+
+class EnvironmentSection(Section):
+    """What turns completions into rewards."""
+
+    name: str = "reasoning_gym"
+    """`reasoning_gym`, `math`, or an import path `package.module:callable` that makes an environment."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the environment, e.g. `task: spell_backward`."""
+    reward: str | None = None
+    """Replaces the environment's own scoring: `exact_match`, `math_verify`, or an import path
+    `package.module:callable` taking (task, completion) and returning a float."""
+    score_timeout_s: PositiveFloat = 10.0
+    """Seconds that scoring one group may take before its worker is killed and replaced."""
+    score_workers: PositiveInt = 1
+    """Scoring processes of a generator; each scores one group at a time."""
+    score_memory_mib: PositiveInt = 2048
+    """Memory that reward code may take in a scoring process beyond what its imports took, MiB."""
+
+
+class GeneratorSection(Section):
+    """The generator pool: vLLM engines and their rollout loops."""
+
+    replicas: PositiveInt = 1
+    """Engines that one generator deployment starts."""
+    min_replicas: PositiveInt = 1
+    """The deployment ends with an error when fewer of its engines live."""
+    max_concurrent_groups: PositiveInt = 16
+    """Concurrency slots of a replica: groups that it generates at the same time."""
+    max_starts_per_s: PositiveFloat = 200.0
+    """Pace of rollout starts of a replica, groups a second, by asyncio-throttle."""
+    max_completion_tokens: PositiveInt = 16
+    """Longest completion, tokens."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the learner divides its logits by the same."""
+    stop: list[str] = []
+    """Strings that end a completion, besides the end-of-sequence token."""
+    rollout_timeout_s: PositiveFloat = 120.0
+    """Seconds that one group may take from its start to its commit; then it fails as INFRA."""
+    max_data_failures: PositiveInt = 16
+    """DATA failures in a row, over the pool, that stop the run."""
+    startup_timeout_s: PositiveFloat = 300.0
+    """Seconds that an engine may take to start."""
+    kv_cache_gib: PositiveFloat = 0.5
+    """Size of the key-value cache on CPUs, GiB."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Share of a GPU's memory that the engine takes."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs that share one engine."""
+    cpus: PositiveFloat = 0.5
+    """Logical Ray CPUs of a replica."""
+    gpus: NonNegativeFloat = 0.0
+    """Ray GPUs of a replica; 0 runs vLLM on the CPU."""
+    enforce_eager: bool = True
+    """Run the engine without graph capture."""
+
+
+class OptimizerSection(Section):
+    """AdamW and its schedule."""
+
+    learning_rate: PositiveFloat = 1e-3
+    """Peak learning rate."""
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's ε."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Shape of the learning rate after warm-up, over `learner.total_steps`."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up."""
+    final_fraction: Fraction = 0.1
+    """Learning rate at the last step as a share of the peak; for `linear` and `cosine`."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this global norm."""
+
+
+class LearnerSection(Section):
+    """The learner pool: one FSDP2 policy over `ranks` processes."""
+
+    ranks: PositiveInt = 1
+    """Processes that share the policy (FSDP2)."""
+    total_steps: PositiveInt = 200
+    """Steps of the run."""
+    groups_per_step: PositiveInt = 16
+    """B: groups that make one step; a multiple of `ranks`."""
+    group_size: PositiveInt = 8
+    """G: samples of one prompt."""
+    updates_per_step: PositiveInt = 1
+    """Optimizer updates within a step; each takes an equal share of the step's groups."""
+    micro_batch_size: PositiveInt = 64
+    """Sequences in one forward and backward pass of a rank."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """AdamW and its schedule."""
+    max_nonfinite_steps: PositiveInt = 3
+    """Steps in a row with a non-finite loss or gradient that stop the run."""
+    collective_timeout_s: PositiveFloat = 120.0
+    """Seconds that a collective among the ranks may take."""
+    startup_timeout_s: PositiveFloat = 300.0
+    """Seconds that the ranks may take to load the model."""
+    cpus: PositiveFloat = 0.5
+    """Logical Ray CPUs of a rank."""
+    gpus: NonNegativeFloat = 0.0
+    """Ray GPUs of a rank; 0 trains on the CPU over gloo."""
+    threads: PositiveInt = 1
+    """Torch threads of a rank on the CPU."""
+    samples_logged: NonNegativeInt = 4
+    """Rollouts a step that are written to `samples/step-N.jsonl`."""
+
+
+class AlgorithmSection(Section):
+    """The objective: a preset or an import path, and the advantage estimator."""
+
+    loss: str = "decoupled_icepop"
+    """Name of a preset (`asyncrl.algorithms.presets`), or an import path `package.module:callable` of a
+    LossFunction."""
+    overrides: dict[str, Any] = {}
+    """Axes of the preset that are replaced, e.g. `surrogate: {lo: 0.8, hi: 1.2}`. Bounds are ratios."""
+    advantage: str = "group_norm"
+    """`group_norm`, `group_mean`, `leave_one_out`, or an import path `package.module:callable`."""
+
+
+class StalenessSection(Section):
+    """How old training data may be."""
+
+    max_versions: NonNegativeInt = 2
+    """η: no token trained at step s is from weights older than version s − η. 0 is synchronous and on-policy."""
+    on_deadline: Literal["wait"] = "wait"
+    """What the learner does when a straggler blocks the lease rule: `wait` until it arrives."""
+
+
+class BufferSection(Section):
+    """The replay buffer between the pools."""
+
+    capacity_groups: PositiveInt | None = None
+    """Groups that it holds at most; unset: (η + 1) · B, which admission never exceeds."""
+    capacity_bytes: PositiveInt = 2**30
+    """Bytes of rows that it holds at most; a reserve books the worst case, the commit refunds the rest."""
+    heartbeat_timeout_s: PositiveFloat = 15.0
+    """Seconds without a generator's word after which its tickets expire and their prompts go elsewhere."""
+    max_attempts: PositiveInt = 5
+    """Attempts at one prompt before it counts as failed and another takes its place."""
+    call_timeout_s: PositiveFloat = 30.0
+    """Seconds that one call to the buffer may wait."""
+
+
+class WeightsSection(Section):
+    """Publication of weights to the generators."""
+
+    transport: Literal["object_store"] = "object_store"
+    """How the bytes travel."""
+    publish_every_steps: PositiveInt = 1
+    """Steps between two published versions; at most η + 1. Earlier when every generator waits for it."""
+    max_lag_publications: NonNegativeInt = 1
+    """Publications that a replica may be behind before it starts nothing until it has loaded."""
+    kv_cache: Literal["recompute", "keep"] = "recompute"
+    """Running sequences after an update: recomputed on the new weights, or going on with the old cache."""
+    probe_every_updates: PositiveInt = 1
+    """Every n-th update of a replica is verified by the parity probe; 1 on CPUs."""
+    parity_tolerance_nats: PositiveFloat | None = None
+    """Largest difference of a token's log-prob between engine and learner; unset: 1e-4 in float32, 5e-2 in
+    bfloat16."""
+    on_parity_failure: Literal["alarm", "stop"] = "stop"
+    """What tokens beyond the tolerance at consumption do: raise the alarm metric, or stop the run."""
+    bucket_bytes: PositiveInt = 64 * 2**20
+    """Bytes of weights that travel in one piece."""
+    load_timeout_s: PositiveFloat = 60.0
+    """Seconds that a replica may take to load a version before its engine is ended."""
+
+
+class EvalSection(Section):
+    """Held-out evaluation: greedy, on prompts that are never issued, with admission paused, outside the ledger."""
+
+    prompts: NonNegativeInt = 128
+    """Held-out prompts to answer at the first and at the last version; 0 turns it off."""
+    timeout_s: PositiveFloat = 120.0
+    """Seconds that one evaluation may take."""
+
+
+class MetricsSection(Section):
+    """Prometheus endpoints, one a long-lived process."""
+
+    host: str = "127.0.0.1"
+    """Address that the endpoints bind."""
+    learner_port: Port = 0
+    """Port of the learner's endpoint; 0: any free one."""
+
+
+class RaySection(Section):
+    """The Ray cluster."""
+
+    address: str | None = None
+    """Address of a running cluster; unset: `asyncrl up` starts a local one."""
+    placement_timeout_s: PositiveFloat = 120.0
+    """Seconds that Ray may take to place a process before the start fails with what is missing."""
+    object_store_mb: PositiveInt = 512
+    """Object store of a local Ray, MiB."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    """The run as a whole."""
+    model: ModelSection = ModelSection()
+    """The policy's model."""
+    data: DataSection = DataSection()
+    """Where prompts come from."""
+    environment: EnvironmentSection = EnvironmentSection()
+    """What turns completions into rewards."""
+    generator: GeneratorSection = GeneratorSection()
+    """The generator pool."""
+    learner: LearnerSection = LearnerSection()
+    """The learner pool."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    """The objective."""
+    staleness: StalenessSection = StalenessSection()
+    """How old training data may be."""
+    buffer: BufferSection = BufferSection()
+    """The replay buffer."""
+    weights: WeightsSection = WeightsSection()
+    """Publication of weights."""
+    eval: EvalSection = EvalSection()
+    """Held-out evaluation."""
+    metrics: MetricsSection = MetricsSection()
+    """Prometheus endpoints."""
+    ray: RaySection = RaySection()
+    """The Ray cluster."""

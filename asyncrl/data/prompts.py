@@ -1,0 +1,255 @@
+"""Prompts: what is asked, in which order, and which of them are held out.
+
+A dataset is a sequence of `Task`s. `PromptSource` issues the training part in a shuffled order that the seed alone
+decides, epoch after epoch; held-out tasks are chosen by a hash of the question, so that another draw of the same
+question can never leak into training. A row that cannot be used is refused with its file and number, or skipped and
+counted by reason: never silently.
+"""
+
+import difflib
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import xxhash
+
+from asyncrl.errors import ConfigError, DatasetError
+
+OnBadRow = Literal["refuse", "skip"]
+
+MAX_ROW_BYTES = 2**20
+"""Longest line of a dataset file: a longer one is a broken file, not a prompt."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One question. `prompt` is the text given to the model, `answer` the reference, `metadata` what scoring needs."""
+
+    question: str
+    prompt: str
+    answer: str
+    metadata: dict[str, Any] = {}
+
+
+class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a `PromptSource` stands: `position` prompts of `epoch` have been issued from the dataset `fingerprint`."""
+
+    epoch: int
+    position: int
+    fingerprint: str
+
+
+def read_jsonl(
+    path: Path, *, on_bad_row: OnBadRow = "refuse", max_row_bytes: int = MAX_ROW_BYTES
+) -> tuple[list[Task], Counter[str]]:
+    """Tasks of a file with one object a line, and how many rows were skipped, by reason.
+
+    A row has the strings `prompt` and `answer`; its other keys become metadata. Bad are rows that are `blank`,
+    `too_large`, `bad_json` (also: bad UTF-8), `not_an_object`, `missing_key`, `wrong_type` or `duplicate` (a prompt
+    seen before). DatasetError names the file and the row, from 1.
+    """
+    tasks: list[Task] = []
+    skipped: Counter[str] = Counter()
+    seen: set[str] = set()
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read ({error.strerror}); set data.path") from error
+    with file:
+        for number, line in enumerate(iter(lambda: file.readline(max_row_bytes + 2), b""), start=1):
+            try:
+                task = _parse_row(line, max_row_bytes=max_row_bytes)
+                if task.question in seen:
+                    raise _BadRow("duplicate", "has the prompt of an earlier row")
+            except _BadRow as bad:
+                if on_bad_row == "refuse":
+                    raise DatasetError(
+                        f"{path}, row {number}: {bad}; mend it, or set data.on_bad_row: skip ({bad.reason})"
+                    ) from None
+                skipped[bad.reason] += 1
+                while not line.endswith(b"\n") and (line := file.readline(max_row_bytes)):
+                    pass  # the rest of a row that is too large, in pieces: it may not fit into memory
+                continue
+            seen.add(task.question)
+            tasks.append(task)
+    return tasks, skipped
+
+
+class _BadRow(Exception):
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def _parse_row(line: bytes, *, max_row_bytes: int) -> Task:
+    if len(line.rstrip(b"\r\n")) > max_row_bytes:
+        raise _BadRow("too_large", f"is longer than {max_row_bytes} bytes")
+    if not line.strip():
+        raise _BadRow("blank", "is blank")
+    try:
+        row = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _BadRow("bad_json", f"is not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise _BadRow("not_an_object", f"is a {type(row).__name__}, not an object")
+    for key in ("prompt", "answer"):
+        if key not in row:
+            raise _BadRow("missing_key", f"has no key {key!r}, only {sorted(row)[:8]}")
+        if not isinstance(row[key], str):
+            raise _BadRow("wrong_type", f"has {key!r} of type {type(row[key]).__name__}, not a string")
+    if not row["prompt"].strip():
+        raise _BadRow("blank", "has a blank prompt")
+    metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
+    return Task(question=row["prompt"], prompt=row["prompt"], answer=row["answer"], metadata=metadata)
+
+
+def format_prompt(template: str, task: Task) -> str:
+    """The text given to the model: `template` with `{question}` and the task's scalar metadata filled in.
+
+    Only plain fields, no attributes or indices: metadata may come from a file that nobody has read. ConfigError for a
+    malformed template or a field that the task does not have.
+    """
+    fields: dict[str, Any] = {k: v for k, v in task.metadata.items() if isinstance(v, str | int | float | bool)}
+    fields["question"] = task.question
+    key = "data.prompt_template"
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ConfigError(f"{key}: {template!r} is malformed ({error}); double a literal brace", key=key) from None
+    for name in names:
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean {{{close[0]}}}? " if close else ""
+            raise ConfigError(
+                f"{key}: {template!r} uses {{{name}}}, which a task lacks; {hint}there are {sorted(fields)}", key=key
+            )
+    try:
+        return template.format_map(fields)
+    except (ValueError, LookupError, AttributeError) as error:
+        raise ConfigError(f"{key}: {template!r} cannot format {fields} ({error})", key=key) from None
+
+
+def apply_template(template: str, tasks: Sequence[Task]) -> list[Task]:
+    """The same tasks with their prompts made by `format_prompt`."""
+    return [msgspec.structs.replace(task, prompt=format_prompt(template, task)) for task in tasks]
+
+
+def drop_long_prompts(
+    tasks: Sequence[Task], *, count_tokens: Callable[[str], int], max_prompt_tokens: int, on_bad_row: OnBadRow
+) -> tuple[list[Task], Counter[str]]:
+    """Tasks whose prompts have 1 to `max_prompt_tokens` tokens; others are refused, or counted (`too_long`, `empty`).
+
+    An empty prompt gives a model nothing to condition on, and engines refuse it.
+    """
+    kept: list[Task] = []
+    skipped: Counter[str] = Counter()
+    for number, task in enumerate(tasks, start=1):
+        tokens = count_tokens(task.prompt)
+        if 0 < tokens <= max_prompt_tokens:
+            kept.append(task)
+            continue
+        if on_bad_row == "refuse":
+            raise DatasetError(
+                f"task {number}: its prompt {task.prompt[:80]!r} has {tokens} tokens, allowed are 1 to "
+                f"data.max_prompt_tokens = {max_prompt_tokens}; raise that, or set data.on_bad_row: skip"
+            )
+        skipped["too_long" if tokens else "empty"] += 1
+    return kept, skipped
+
+
+def split(tasks: Sequence[Task], heldout_fraction: float) -> tuple[list[Task], list[Task]]:
+    """(training, held-out) tasks, each question once (its first task), in the order given.
+
+    A question's side depends on nothing but its text, so that every seed and every draw agree on what is held out.
+    """
+    threshold = round(heldout_fraction * 2**64)
+    first_of: dict[str, Task] = {}
+    for task in tasks:
+        first_of.setdefault(task.question, task)
+    train: list[Task] = []
+    heldout: list[Task] = []
+    for task in first_of.values():
+        side = heldout if xxhash.xxh3_64_intdigest(task.question.encode()) < threshold else train
+        side.append(task)
+    return train, heldout
+
+
+class PromptSource:
+    """Issues `tasks` epoch after epoch, each exactly once an epoch, in an order that the seed alone decides.
+
+    >>> source = PromptSource(tasks, seed=0, shuffle=True, epochs=None)
+    >>> source.next()                       # a Task, or None after `epochs` epochs
+    >>> cursor = source.state()             # into a checkpoint
+    >>> PromptSource(tasks, seed=0, shuffle=True, epochs=None).restore(cursor)   # goes on with the next task
+
+    Holds nothing but the list and a cursor: an epoch's order is a keyed permutation that is evaluated point by point.
+    """
+
+    def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool = True, epochs: int | None = None) -> None:
+        if not tasks:
+            raise DatasetError("the dataset has no training prompts; check data.dataset and data.heldout_fraction")
+        self._tasks = tasks
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epochs = epochs
+        self._fingerprint = fingerprint(tasks)
+        self._epoch = 0
+        self._position = 0
+
+    def next(self) -> Task | None:
+        """The next task, or None when all epochs are over."""
+        if self._epochs is not None and self._epoch >= self._epochs:
+            return None
+        index = self._position
+        if self._shuffle:
+            index = _permuted(index, size=len(self._tasks), key=f"{self._seed}/{self._epoch}")
+        self._position += 1
+        if self._position == len(self._tasks):
+            self._epoch, self._position = self._epoch + 1, 0
+        return self._tasks[index]
+
+    def state(self) -> PromptCursor:
+        """What `restore` needs to go on after the last task that was issued."""
+        return PromptCursor(epoch=self._epoch, position=self._position, fingerprint=self._fingerprint)
+
+    def restore(self, cursor: PromptCursor) -> None:
+        """Go on from `cursor`. DatasetError when it is another dataset's: its position would mean other prompts."""
+        if cursor.fingerprint != self._fingerprint:
+            raise DatasetError(
+                f"the checkpoint's prompts ({cursor.fingerprint}) are not this dataset ({self._fingerprint}): restore "
+                "the data, data.* and environment.* that the run began with, or start a new run"
+            )
+        if cursor.epoch < 0 or not 0 <= cursor.position < len(self._tasks):
+            raise DatasetError(f"cursor {cursor} is outside of a dataset of {len(self._tasks)} prompts")
+        self._epoch, self._position = cursor.epoch, cursor.position
+
+
+def fingerprint(tasks: Sequence[Task]) -> str:
+    """Hash of prompts and answers in their order: equal for equal datasets."""
+    digest = xxhash.xxh3_64()
+    for task in tasks:
+        for text in (task.prompt, task.answer):
+            encoded = text.encode()
+            digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()
+
+
+def _permuted(index: int, *, size: int, key: str) -> int:
+    """Image of `index` under a permutation of range(size) that `key` decides, in O(1) time and memory.
+
+    A four-round Feistel network over the smallest even number of bits that holds `size` is a bijection; values
+    beyond `size` are mapped again until they fall inside (Black & Rogaway 2002, "Ciphers with Arbitrary Finite
+    Domains", cycle walking).
+    """
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    while True:
+        left, right = index >> half_bits, index & mask
+        for round_ in range(4):
+            noise = xxhash.xxh3_64_intdigest(f"{key}/{round_}/{right}".encode())
+            left, right = right, left ^ (noise & mask)
+        index = left << half_bits | right
+        if index < size:
+            return index

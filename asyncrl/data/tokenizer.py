@@ -1,0 +1,29 @@
+"""The tokenizer that both pools share, and its fingerprint for the start-up handshake."""
+
+from typing import Any
+
+import xxhash
+
+
+def load_tokenizer(model_path: str) -> Any:
+    """The model's tokenizer. Local directories are read without asking a hub."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Vocabulary size and a hash of vocabulary and end-of-sequence token, e.g. `97:3f…`: equal ids, equal meaning."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    digest = xxhash.xxh3_64_hexdigest(repr((vocabulary, tokenizer.eos_token_id)).encode())
+    return f"{len(vocabulary)}:{digest}"
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """Ids of a prompt: through the model's chat template where it has one, else the text as it is."""
+    if getattr(tokenizer, "chat_template", None):
+        ids: list[int] = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return ids
+    return list(tokenizer(prompt, add_special_tokens=True)["input_ids"])

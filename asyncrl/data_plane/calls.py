@@ -1,0 +1,32 @@
+"""Waiting for a Ray call: always with a deadline, and a cancelled wait cancels the call."""
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from asyncrl.errors import AsyncRLError, RunError
+
+
+async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:
+    """Result of an actor call.
+
+    Raises asyncrl's own errors as themselves, RunError when the actor is dead, TimeoutError past the deadline;
+    after a timeout or a cancellation the actor is asked to cancel the call.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await ref
+    except TimeoutError:
+        ray.cancel(ref)
+        raise TimeoutError(f"{what} took longer than {timeout_s:g} s") from None
+    except asyncio.CancelledError:
+        ray.cancel(ref)
+        raise
+    except RayTaskError as error:
+        if isinstance(error.cause, AsyncRLError):
+            raise error.cause from error
+        raise
+    except RayActorError as error:
+        raise RunError(f"{what}: the process behind it is gone ({error})") from error

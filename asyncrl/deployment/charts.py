@@ -1,0 +1,252 @@
+"""Charts as inline SVG: lines, stacked shares over time, bars by version. Pure functions from numbers to markup.
+
+Colours are CSS variables of the page (`report_page.py`), so that light and dark mode and print need nothing here.
+Each chart carries its numbers as JSON for the page's hover script; without the script it is complete, only silent.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from asyncrl.deployment.quantities import number
+
+WIDTH, HEIGHT = 380, 210
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 30
+"""Margins in the SVG's own units: room for labels on the left and below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One named line. `ys` has an entry for every x; None and NaN leave a gap. `faint` lines lie behind."""
+
+    name: str
+    ys: Sequence[float | None]
+    color: str
+    style: Literal["line", "faint", "dots"] = "line"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Data to picture, on one axis. `log` scales take values above 0 only."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
+        place = math.log10(value) if self.log else value
+        return self.start + (place - low) / (high - low) * (self.end - self.start)
+
+
+def line_chart(
+    title: str,
+    xs: Sequence[float],
+    series: Sequence[Series],
+    *,
+    unit: str = "",
+    include: Sequence[float] = (),
+    log: bool = False,
+    limit: tuple[str, float] | None = None,
+) -> str:
+    """Lines over steps. The y axis reaches to all of `include`; `limit` draws a labelled line across."""
+    drawn = [_drawable(one.ys, log=log) for one in series]
+    values = [y for ys in drawn for y in ys if y is not None]
+    if limit is not None:
+        values.append(limit[1])
+    if not xs or not values:
+        return _figure(title, unit, body=_empty("nothing recorded"), legend="", numbers=None)
+    low, high, ticks = _y_axis([*values, *include], log=log)
+    x, y = _x_scale(xs), _Scale(low, high, HEIGHT - BOTTOM, TOP, log)
+    body = _axes(x, y, ticks, log=log)
+    if limit is not None:
+        body += _limit_line(limit[0], y(limit[1]))
+    for one, ys in sorted(zip(series, drawn, strict=True), key=lambda pair: pair[0].style != "faint"):
+        points = [(x(at), None if value is None else y(value)) for at, value in zip(xs, ys, strict=True)]
+        body += _dots(points, one) if one.style == "dots" else _path(points, one)
+    legend = [(one.name, one.color) for one in series if one.style != "faint"]
+    numbers = {"xs": list(xs), "series": [{"name": one.name, "ys": _drawable(one.ys, log=False)} for one in series]}
+    return _figure(title, unit, body=body, legend=_legend(legend) if len(legend) > 1 else "", numbers=numbers)
+
+
+def share_chart(
+    title: str, xs: Sequence[float], shares: Sequence[Mapping[str, float]], *, colors: Mapping[str, str]
+) -> str:
+    """Stacked shares of a whole over steps; one mapping an x. States without any time are left out."""
+    states = [state for state in colors if any(share.get(state, 0) > 0 for share in shares)]
+    if not states:
+        return _figure(title, "", body=_empty("nothing recorded"), legend="", numbers=None)
+    x, y = _x_scale(xs), _Scale(0, 1, HEIGHT - BOTTOM, TOP)
+    places = [x(at) for at in xs] if len(xs) > 1 else [LEFT, WIDTH - RIGHT]
+    rows = list(shares) if len(xs) > 1 else [shares[0], shares[0]]
+    floor = [0.0] * len(places)
+    body = ""
+    for state in states:
+        ceiling = [base + row.get(state, 0.0) for base, row in zip(floor, rows, strict=True)]
+        outline = [(at, y(top)) for at, top in zip(places, ceiling, strict=True)]
+        outline += [(at, y(base)) for at, base in reversed(list(zip(places, floor, strict=True)))]
+        body += f'<polygon points="{_join(outline)}" fill="var(--{colors[state]})"/>'
+        floor = ceiling
+    body += _axes(x, y, [0, 0.25, 0.5, 0.75, 1], percent=True)
+    numbers = {
+        "xs": list(xs),
+        "percent": True,
+        "series": [{"name": _words(state), "ys": [row.get(state, 0.0) for row in shares]} for state in states],
+    }
+    legend = _legend([(_words(state), colors[state]) for state in states])
+    return _figure(title, "share of time", body=body, legend=legend, numbers=numbers)
+
+
+def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]], *, limit: int) -> str:
+    """Shares by number of versions, side by side. `counts` has (name, colour, {versions: count}); `limit` is η."""
+    totals = [sum(histogram.values()) for _, _, histogram in counts]
+    if not any(totals):
+        return _figure(title, "", body=_empty("nothing trained"), legend="", numbers=None)
+    last = max(limit, *(max(histogram, default=0) for _, _, histogram in counts))
+    slot = (WIDTH - LEFT - RIGHT) / (last + 2)
+    y = _Scale(0, 1, HEIGHT - BOTTOM, TOP)
+    body = _y_ticks(y, [0, 0.25, 0.5, 0.75, 1], percent=True)
+    every = max(1, math.ceil((last + 1) / 12))
+    for versions in range(last + 1):
+        left = LEFT + slot * (versions + 0.15)
+        if versions % every == 0:
+            body += _text(left + slot * 0.35, HEIGHT - BOTTOM + 15, str(versions), anchor="middle")
+        for index, (name, color, histogram) in enumerate(counts):
+            share = histogram.get(versions, 0) / max(1, totals[index])
+            width = slot * 0.7 / len(counts)
+            tip = f"<title>{escape(name)}, {versions} versions: {share:.1%}</title>"
+            height = y(0) - y(share)
+            body += (
+                f'<rect x="{left + index * width:.1f}" y="{y(share):.1f}" width="{width - 1:.1f}" '
+                f'height="{height:.1f}" rx="1.5" fill="var(--{color})">{tip}</rect>'
+            )
+            if share > 0 and slot > 60:
+                place = (left + (index + 0.5) * width, y(share) - 3 if height < HEIGHT / 2 else y(share) + 11)
+                body += _text(*place, f"{share:.0%}", anchor="middle", css="value" if height < HEIGHT / 2 else "inside")
+    at = LEFT + slot * (limit + 1)
+    body += f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+    body += _text(at + 4, TOP + 9, f"limit {limit}", css="limit-label")
+    body += _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, "versions", anchor="middle", css="axis-name")
+    return _figure(
+        title, "share", body=body, legend=_legend([(name, color) for name, color, _ in counts]), numbers=None
+    )
+
+
+def nice_ticks(low: float, high: float, *, about: int = 4) -> list[float]:
+    """Round numbers that cover `low` to `high`, ends included.
+
+    >>> nice_ticks(0.0, 0.93)
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    >>> nice_ticks(3, 187)
+    [0.0, 50.0, 100.0, 150.0, 200.0]
+    """
+    size = max(abs(low), abs(high))
+    # Means of equal numbers differ in their last digits: that is no range.
+    span = high - low if high - low > 1e-6 * size else size or 1.0
+    raw = span / about
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(magnitude * factor for factor in (1, 2, 2.5, 5, 10) if magnitude * factor >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{index * step:.12g}") for index in range(first, max(last, first + 1) + 1)]
+
+
+def _drawable(ys: Sequence[float | None], *, log: bool) -> list[float | None]:
+    """Values with None for what has no place in the picture."""
+    return [y if y is not None and math.isfinite(y) and (y > 0 or not log) else None for y in ys]
+
+
+def _y_axis(values: Sequence[float], *, log: bool) -> tuple[float, float, list[float]]:
+    low, high = min(values), max(values)
+    if log:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        last = max(last, first + 1)
+        every = max(1, math.ceil((last - first) / 5))
+        return 10.0**first, 10.0**last, [10.0**power for power in range(first, last + 1, every)]
+    ticks = nice_ticks(low, high)
+    return ticks[0], ticks[-1], ticks
+
+
+def _x_scale(xs: Sequence[float]) -> _Scale:
+    return _Scale(xs[0], xs[-1] if xs[-1] > xs[0] else xs[0] + 1, LEFT, WIDTH - RIGHT)
+
+
+def _axes(x: _Scale, y: _Scale, ticks: Sequence[float], *, log: bool = False, percent: bool = False) -> str:
+    body = _y_ticks(y, ticks, percent=percent)
+    for tick in nice_ticks(x.low, x.high):
+        if x.low <= tick <= x.high and tick == int(tick):
+            body += _text(x(tick), HEIGHT - BOTTOM + 15, number(tick), anchor="middle")
+    return body + _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, "step", anchor="middle", css="axis-name")
+
+
+def _y_ticks(y: _Scale, ticks: Sequence[float], *, percent: bool = False) -> str:
+    body = ""
+    for tick in ticks:
+        at = y(tick)
+        body += f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        body += _text(LEFT - 6, at + 3.5, f"{tick:.0%}" if percent else number(tick), anchor="end")
+    return body
+
+
+def _limit_line(label: str, at: float) -> str:
+    line = f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+    below = at + 11 if at < TOP + 14 else at - 4
+    return line + _text(WIDTH - RIGHT - 2, below, label, anchor="end", css="limit-label")
+
+
+def _path(points: Sequence[tuple[float, float | None]], one: Series) -> str:
+    """One path, broken at gaps; a point between two gaps is drawn as a dot."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for at, place in points:
+        if place is None:
+            runs.append([])
+        else:
+            runs[-1].append((at, place))
+    lonely = "".join(_dots(run, one) for run in runs if len(run) == 1)
+    data = "".join("M" + _join(run).replace(" ", "L") for run in runs if len(run) > 1)
+    return f'<path class="{one.style}" d="{data}" stroke="var(--{one.color})"/>{lonely}'
+
+
+def _dots(points: Sequence[tuple[float, float | None]], one: Series) -> str:
+    return "".join(
+        f'<circle cx="{at:.1f}" cy="{place:.1f}" r="4" fill="var(--{one.color})"/>'
+        for at, place in points
+        if place is not None
+    )
+
+
+def _join(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def _text(x: float, y: float, label: str, *, anchor: str = "start", css: str = "tick") -> str:
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(label)}</text>'
+
+
+def _empty(message: str) -> str:
+    return _text(WIDTH / 2, HEIGHT / 2, message, anchor="middle")
+
+
+def _words(state: str) -> str:
+    return state.replace("_", " ")
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f'<li><i style="background:var(--{color})"></i>{escape(name)}</li>' for name, color in entries)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _figure(title: str, unit: str, *, body: str, legend: str, numbers: Mapping[str, object] | None) -> str:
+    # `<` is the only character of JSON that could end the script element early.
+    data = (
+        f'<script type="application/json">{json.dumps(numbers).replace("<", chr(92) + "u003c")}</script>'
+        if numbers is not None
+        else ""
+    )
+    caption = f"<figcaption>{escape(title)}<small>{escape(unit)}</small></figcaption>"
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{body}</svg>'
+    return f"<figure>{caption}{svg}{legend}{data}</figure>"

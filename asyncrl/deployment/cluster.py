@@ -1,0 +1,162 @@
+"""Ray: joining or starting a cluster, and the run's detached actors that every deployment shares.
+
+Buffer and weight store are made by whichever deployment comes first and ended by the last that leaves. Every
+placement has a deadline: on a cluster without room Ray would wait for ever without a word.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from asyncrl.buffer.actor import BufferActor, BufferClient
+from asyncrl.buffer.membership import Deployment, Role
+from asyncrl.config.load import shared_config
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task
+from asyncrl.data_plane.calls import finished
+from asyncrl.data_plane.object_store import RowClient
+from asyncrl.errors import PlacementError, RunError
+from asyncrl.weights.store import WeightClient, WeightStore
+
+logger = logging.getLogger(__name__)
+
+BUFFER, WEIGHTS = "buffer", "weights"
+DETACHED_PREFIXES = (BUFFER, WEIGHTS, "rows-")
+ACTOR_CONCURRENCY = 10_000
+STATUS_TIMEOUT_S = 10.0
+LOCALHOST = "127.0.0.1"
+
+
+def start_local(config: Config, *, generators: int = 1) -> str:
+    """Starts a Ray of our own in this process's care, sized for the config; its address. Ends with the process."""
+    logical_cpus = generators * config.generator.replicas * config.generator.cpus
+    logical_cpus += config.learner.ranks * config.learner.cpus
+    context: Any = ray.init(
+        num_cpus=max(1, round(logical_cpus + 0.5)),
+        include_dashboard=False,
+        namespace=config.run.name,
+        object_store_memory=config.ray.object_store_mb * 2**20,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        configure_logging=False,
+        _node_ip_address=LOCALHOST,
+    )
+    return str(context.address_info["address"])
+
+
+def join(address: str, *, namespace: str) -> None:
+    """Joins a running cluster. RunError says how to start one."""
+    try:
+        ray.init(
+            address=address,
+            namespace=namespace,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            configure_logging=False,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise RunError(
+            f"no Ray cluster answers at ray.address = {address!r} ({str(error).splitlines()[0]}); start one with "
+            "`ray start --head --num-cpus=4`, or use `asyncrl up`"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHandles:
+    """The run's shared actors, and this deployment's membership in the run."""
+
+    deployment: Deployment
+    buffer: BufferClient
+    weights: WeightClient
+    rows: RowClient
+    nonce: str
+
+
+async def enter_run(config: Config, *, role: Role, tasks: Sequence[Task]) -> RunHandles:
+    """Makes or finds the run's actors and attaches to it.
+
+    RunMismatch names the config key that differs from the run's; RunLocked the learner that is there already.
+    """
+    namespace, timeout_s = config.run.name, config.buffer.call_timeout_s
+    rows = RowClient(namespace=namespace, timeout_s=timeout_s)
+    options = {"namespace": namespace, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
+    options["max_concurrency"] = ACTOR_CONCURRENCY
+    buffer_handle: Any = (
+        ray.remote(BufferActor)
+        .options(name=BUFFER, **options)
+        .remote(config=config, tasks=ray.put(list(tasks)), nonce=secrets.token_hex(8), rows=rows)
+    )
+    weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
+    buffer = BufferClient(buffer_handle, timeout_s=timeout_s)
+    deployment = Deployment(
+        id=f"{role.value}-{secrets.token_hex(3)}", role=role, host=socket.gethostname(), pid=os.getpid()
+    )
+    nonce = await placed(buffer_handle.start.remote(), config=config, what="the buffer", cpus=0)
+    await buffer.call("attach", deployment, shared_config(config))
+    return RunHandles(
+        deployment=deployment,
+        buffer=buffer,
+        weights=WeightClient(weights_handle, timeout_s=timeout_s),
+        rows=rows,
+        nonce=nonce,
+    )
+
+
+def find_run(name: str) -> BufferClient:
+    """The buffer of a run on the cluster that was joined. RunError when there is no such run."""
+    try:
+        return BufferClient(ray.get_actor(BUFFER, namespace=name), timeout_s=STATUS_TIMEOUT_S)
+    except ValueError:
+        runs = sorted(e["namespace"] for e in ray.util.list_named_actors(all_namespaces=True) if e["name"] == BUFFER)
+        raise RunError(f"no run {name!r} on this cluster; there is {', '.join(runs) or 'none'}") from None
+
+
+async def leave_run(handles: RunHandles, *, namespace: str) -> None:
+    """Detaches; the last deployment that leaves ends the run's detached actors."""
+    left = await handles.buffer.call("detach", handles.deployment.id)
+    if left == 0:
+        end_actors(namespace)
+
+
+async def keep_attached(handles: RunHandles, *, every_s: float) -> None:
+    """Tells the buffer that this deployment lives, for ever; RunError when the buffer is gone."""
+    while True:
+        await handles.buffer.call("keep", handles.deployment.id)
+        await asyncio.sleep(every_s)
+
+
+def end_actors(namespace: str) -> list[str]:
+    """Kills the run's detached actors; their names."""
+    names = [
+        entry["name"]
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == namespace and entry["name"].startswith(DETACHED_PREFIXES)
+    ]
+    for name in names:
+        try:
+            ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
+        except ValueError:
+            logger.debug("actor %s was gone already", name)
+    return names
+
+
+async def placed(ref: Any, *, config: Config, what: str, cpus: float, gpus: float = 0.0) -> Any:
+    """First answer of a new actor. PlacementError says what it needs when Ray does not place it in time."""
+    timeout_s = config.ray.placement_timeout_s
+    try:
+        return await finished(ref, timeout_s=timeout_s, what=what)
+    except TimeoutError:
+        have: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        raise PlacementError(
+            f"Ray did not place {what} within ray.placement_timeout_s = {timeout_s:g} s: it asks for {cpus:g} CPUs "
+            f"and {gpus:g} GPUs, the cluster has {have.get('CPU', 0):g} CPUs ({free.get('CPU', 0):g} free) and "
+            f"{have.get('GPU', 0):g} GPUs ({free.get('GPU', 0):g} free)"
+        ) from None

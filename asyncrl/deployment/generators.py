@@ -1,0 +1,181 @@
+"""A generator deployment: M replicas, watched until the run is finished, told to stop, or too few are left.
+
+Ends cleanly on a stop: admission ends, what is in flight is committed within the grace, engines end, and what a
+killed engine left in /dev/shm is swept. It never outlives the run.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+import psutil
+import ray
+
+from asyncrl.buffer.membership import Role, RunState
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task
+from asyncrl.data_plane.calls import finished
+from asyncrl.deployment.cluster import RunHandles, enter_run, leave_run, placed
+from asyncrl.errors import GeneratorPoolExhausted, StallError
+from asyncrl.generation.actor import GeneratorActor, ReplicaProcesses
+from asyncrl.generation.shared_memory import sweep_shared_memory
+
+logger = logging.getLogger(__name__)
+
+WATCH_EVERY_S = 1.0
+ACTOR_CONCURRENCY = 10_000
+EXIT_S = 10.0
+
+
+class _Replica:
+    """One replica's actor and what its supervisor knows of it."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self.handle = handle
+        self.processes: ReplicaProcesses | None = None
+        self.running: asyncio.Task[None] | None = None
+
+
+class GeneratorDeployment:
+    """`run` starts the replicas and returns when the run is finished or `stop` is set."""
+
+    def __init__(self, config: Config, *, model_path: Awaitable[str], tasks: Sequence[Task]) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._tasks = tasks
+        self.phase = "starting"
+
+    async def run(self, stop: asyncio.Event) -> None:
+        handles = await enter_run(self._config, role=Role.GENERATOR, tasks=self._tasks)
+        replicas = [self._make(handles) for _ in range(self._config.generator.replicas)]
+        try:
+            self.phase = "starting engines"
+            starting = asyncio.create_task(self._start_all(replicas))
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if not starting.done():
+                starting.cancel()
+                return
+            await starting
+            self.phase = "generating"
+            for replica in replicas:
+                replica.running = asyncio.create_task(self._run(replica), name=replica.name)
+            await self._watch(replicas, handles, stop)
+        finally:
+            self.phase = "closing"
+            await self._end(replicas)
+            with contextlib.suppress(Exception):
+                await leave_run(handles, namespace=self._config.run.name)
+
+    def _make(self, handles: RunHandles) -> _Replica:
+        generator = self._config.generator
+        name = f"generator-{secrets.token_hex(3)}"
+        handle = (
+            ray.remote(GeneratorActor)
+            .options(
+                name=name,
+                namespace=self._config.run.name,
+                num_cpus=generator.cpus,
+                num_gpus=generator.gpus * generator.tensor_parallel_size,
+                max_restarts=0,
+                max_concurrency=ACTOR_CONCURRENCY,
+            )
+            .remote(config=self._config, name=name, deployment=handles.deployment.id)
+        )
+        return _Replica(name, handle)
+
+    async def _start_all(self, replicas: Sequence[_Replica]) -> None:
+        await asyncio.gather(*[self._start(replica) for replica in replicas])
+
+    async def _start(self, replica: _Replica) -> None:
+        generator = self._config.generator
+        await placed(
+            replica.handle.__ray_ready__.remote(),
+            config=self._config,
+            what=f"replica {replica.name}",
+            cpus=generator.cpus,
+            gpus=generator.gpus,
+        )
+        model_path = await self._model_path
+        replica.processes = await finished(
+            replica.handle.start.remote(model_path),
+            timeout_s=generator.startup_timeout_s,
+            what=f"starting {replica.name}",
+        )
+
+    async def _run(self, replica: _Replica) -> None:
+        await replica.handle.run.remote()
+
+    async def _watch(self, replicas: list[_Replica], handles: RunHandles, stop: asyncio.Event) -> None:
+        """Until the run ends, `stop` is set, or fewer than `min_replicas` live."""
+        lost: list[str] = []
+        while not stop.is_set():
+            state: RunState = await handles.buffer.call("keep", handles.deployment.id)
+            if state in (RunState.FINISHED, RunState.FAILED):
+                logger.info("the run is %s", state)
+                return
+            status = await handles.buffer.status()
+            if status.state is RunState.RUNNING and status.quiet_s > self._config.run.stall_timeout_s:
+                raise StallError(
+                    f"nothing was committed or trained for {status.quiet_s:.0f} s (run.stall_timeout_s = "
+                    f"{self._config.run.stall_timeout_s:g}): {status.counts.ready} groups are ready for the learner "
+                    f"({'attached' if any(d.role is Role.LEARNER for d in status.deployments) else 'gone'})"
+                )
+            for replica in [r for r in replicas if r.running is not None and r.running.done()]:
+                replicas.remove(replica)
+                lost.append(f"{replica.name}: {_cause(replica)}")
+                logger.error("replica %s is lost: %s", replica.name, _cause(replica))
+                await self._end([replica])
+            if len(replicas) < self._config.generator.min_replicas:
+                raise GeneratorPoolExhausted(
+                    f"{len(replicas)} replicas live, generator.min_replicas is "
+                    f"{self._config.generator.min_replicas}; {'; '.join(lost)}"
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_EVERY_S):
+                    await stop.wait()
+
+    async def _end(self, replicas: Sequence[_Replica]) -> None:
+        await asyncio.gather(*[self._end_one(replica) for replica in replicas])
+
+    async def _end_one(self, replica: _Replica) -> None:
+        grace_s = self._config.run.shutdown_grace_s
+        try:
+            if replica.running is not None and not replica.running.done():
+                await finished(replica.handle.drain.remote(), timeout_s=EXIT_S, what=f"draining {replica.name}")
+                async with asyncio.timeout(grace_s):
+                    await asyncio.wait([replica.running])
+            await finished(replica.handle.shutdown.remote(), timeout_s=EXIT_S, what=f"ending {replica.name}")
+        except Exception as error:
+            logger.warning("replica %s did not end cleanly: %s", replica.name, error)
+        finally:
+            if replica.running is not None:
+                replica.running.cancel()
+                await asyncio.gather(replica.running, return_exceptions=True)
+            ray.kill(replica.handle, no_restart=True)
+            await asyncio.to_thread(_reap, replica.processes)
+
+
+def _cause(replica: _Replica) -> str:
+    assert replica.running is not None
+    error = None if replica.running.cancelled() else replica.running.exception()
+    return f"{type(error).__name__}: {error}" if error is not None else "it stopped generating"
+
+
+def _reap(processes: ReplicaProcesses | None) -> None:
+    """Waits for the engine's processes, ends those that stay, and sweeps their shared memory.
+
+    Only on this node: elsewhere the engine's processes end with their Ray worker's process group.
+    """
+    if processes is None:
+        return
+    alive = [psutil.Process(pid) for pid in processes.pids if psutil.pid_exists(pid)]
+    ours = [process for process in alive if process.name().startswith("VLLM")]
+    for process in psutil.wait_procs(ours, timeout=EXIT_S)[1]:
+        process.kill()
+    sweep_shared_memory(processes.shared_memory)

@@ -1,0 +1,98 @@
+"""What the commands `up`, `learner` and `generator` share: preparing a run, signals, and running deployments.
+
+The first SIGTERM or SIGINT asks for a clean end; a second one ends at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task
+
+logger = logging.getLogger(__name__)
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+INTERRUPTED = 130
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The run's tasks, by use."""
+
+    train: Sequence[Task]
+    heldout: Sequence[Task]
+
+
+def load_prompts(config: Config) -> Prompts:
+    """Tasks as the config says; the same in every deployment of a run."""
+    from asyncrl.environments.interfaces import build_tasks
+
+    train, heldout = build_tasks(config)
+    return Prompts(train=train, heldout=heldout)
+
+
+def ready_model(config: Config, *, report: Callable[[str], None]) -> str:
+    """Path of the model, built first when the config describes a tiny one that is missing."""
+    if config.model.tiny is None:
+        return config.model.path
+    from asyncrl.policy.tiny_model import ensure_model
+
+    return ensure_model(config, report=report)
+
+
+@contextlib.contextmanager
+def log_to(path: Path | None) -> Iterator[None]:
+    """Everything that is logged goes to `path`, warnings to stderr as well; without a path, all of it to stderr."""
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    if path is not None:
+        handlers[0].setLevel(logging.WARNING)
+        handlers.append(logging.FileHandler(path))
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        root.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
+
+
+def run_until_done(main: Callable[[asyncio.Event], Awaitable[Result]]) -> Result:
+    """Runs `main(stop)` with `stop` set by the first SIGTERM or SIGINT."""
+
+    async def supervised() -> Result:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _on_signal, stop)
+        return await main(stop)
+
+    return asyncio.run(supervised())
+
+
+def _on_signal(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        logger.warning("second signal: ending at once")
+        os._exit(INTERRUPTED)
+    logger.warning("ending cleanly; a second signal ends at once")
+    stop.set()
+
+
+def monotonic_at_process_start() -> float:
+    """The monotonic moment at which this process started: what a run's seconds count from, imports included."""
+    import psutil
+
+    return time.monotonic() - (time.time() - psutil.Process().create_time())

@@ -1,0 +1,201 @@
+"""The learner deployment: takes the run's directory and the run, starts the ranks, trains, and closes the books."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from asyncrl import __version__
+from asyncrl.buffer.actor import RunStatus
+from asyncrl.buffer.membership import Role, RunState
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task
+from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, tokenizer_fingerprint
+from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run
+from asyncrl.deployment.live import LiveView
+from asyncrl.deployment.report import write_report
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.view import live_view
+from asyncrl.learner.loop import LearnerLoop
+from asyncrl.learner.publication import Publisher
+from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, Summary, build_summary
+from asyncrl.metrics.discovery import Target, write_targets
+from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.metrics.server import MetricsServer
+from asyncrl.policy.lm_policy import LMPolicy
+from asyncrl.weights.manifest import Manifest, layout
+from asyncrl.weights.transports.object_store import ObjectStoreTransport
+
+logger = logging.getLogger(__name__)
+
+PROBE_TASKS = 4
+TARGETS_EVERY_S = 2.0
+SHOW_EVERY_S = 0.5
+
+
+class LearnerDeployment:
+    """`run` returns the run's summary, or None when it was stopped before its first step."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_dir: RunDir,
+        model_path: Awaitable[str],
+        tasks: Sequence[Task],
+        heldout: Sequence[Task],
+        started_s: float,
+        show: Callable[[LiveView], None],
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._model_path = model_path
+        self._tasks = tasks
+        self._heldout = heldout
+        self._started_s = started_s
+        self._show = show
+        self._steps: list[StepRecord] = []
+        self._evals: list[EvalRecord] = []
+        self._loop: LearnerLoop | None = None
+        self._phase = "starting"
+
+    @property
+    def phase(self) -> str:
+        """What the learner is doing, in a few words."""
+        return self._loop.phase if self._loop is not None else self._phase
+
+    async def run(self, stop: asyncio.Event) -> Summary | None:
+        config = self._config
+        handles = await enter_run(config, role=Role.LEARNER, tasks=self._tasks)
+        metrics = LearnerMetrics()
+        server = MetricsServer(metrics.registry, host=config.metrics.host, port=config.metrics.learner_port)
+        metrics.run_info(
+            version=__version__,
+            model=config.model.path,
+            environment=config.environment.name,
+            loss=config.algorithm.loss,
+        )
+        beside = [
+            asyncio.create_task(keep_attached(handles, every_s=config.buffer.heartbeat_timeout_s / 5)),
+            asyncio.create_task(self._discover(handles)),
+            asyncio.create_task(self._show_regularly()),
+        ]
+        policy: LMPolicy | None = None
+        failure = ""
+        try:
+            await handles.buffer.call("add_target", "learner", server.address)
+            self._phase = "preparing the model"
+            model_path = await self._model_path
+            policy = LMPolicy(config, model_path=model_path)
+            totals = await self._train(handles, policy, model_path, metrics, stop)
+            return await self._close_books(policy, totals)
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            state = RunState.FAILED if failure else RunState.FINISHED
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+            self._show_now()
+            with contextlib.suppress(Exception):
+                await handles.buffer.call("set_state", state, failure)
+            with contextlib.suppress(Exception):
+                await leave_run(handles, namespace=config.run.name)
+            if policy is not None:
+                await policy.shutdown()
+            server.close()
+
+    async def _train(
+        self,
+        handles: RunHandles,
+        policy: LMPolicy,
+        model_path: str,
+        metrics: LearnerMetrics,
+        stop: asyncio.Event,
+    ) -> RunTotals:
+        config = self._config
+        self._phase = "loading the model"
+        tokenizer = load_tokenizer(model_path)
+        await handles.buffer.call("handshake", "the learner", tokenizer_fingerprint(tokenizer))
+        await policy.start()
+        self._phase = "waiting for a generator"
+
+        def delivered(manifest: Manifest, seconds: dict[str, float]) -> None:
+            metrics.published(bytes=manifest.nbytes, phase_seconds=seconds)
+
+        publisher = Publisher(
+            ranks=policy,
+            entries=layout(policy.weights_metadata(), config.weights.bucket_bytes),
+            probe_tokens=probe_sequences(tokenizer, self._tasks, max_length=config.model.max_length),
+            transport=ObjectStoreTransport(),
+            announce=lambda version: handles.buffer.call("published", version),
+            offer=handles.weights.publish,
+            delivered=delivered,
+        )
+        self._loop = LearnerLoop(
+            config=config,
+            policy=policy,
+            publisher=publisher,
+            buffer=handles.buffer,
+            rows=handles.rows,
+            log=self,
+            metrics=metrics,
+            heldout=self._heldout,
+            decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+            started_s=self._started_s,
+        )
+        return await self._loop.run(stop)
+
+    async def _close_books(self, policy: LMPolicy, totals: RunTotals) -> Summary | None:
+        """Final weights, summary and report."""
+        if not self._steps:
+            return None
+        await policy.save_hf(self._run_dir.path / "checkpoints" / f"step-{self._steps[-1].step + 1}" / "hf")
+        summary = build_summary(self._steps, self._evals, totals, staleness_limit=self._config.staleness.max_versions)
+        self._run_dir.write_summary(summary)
+        write_report(self._run_dir.path)
+        return summary
+
+    async def _discover(self, handles: RunHandles) -> None:
+        """Keeps Prometheus's target file up to date while replicas come and go."""
+        known: dict[str, str] = {}
+        while True:
+            status: RunStatus = await handles.buffer.status()
+            if status.targets != known:
+                known = dict(status.targets)
+                targets = [
+                    Target(address=address, role=name.partition("-")[0], replica=name)
+                    for name, address in known.items()
+                ]
+                write_targets(self._run_dir.targets_path, run=self._config.run.name, targets=targets)
+            await asyncio.sleep(TARGETS_EVERY_S)
+
+    async def _show_regularly(self) -> None:
+        while True:
+            self._show_now()
+            await asyncio.sleep(SHOW_EVERY_S)
+
+    def _show_now(self) -> None:
+        elapsed_s = time.monotonic() - self._started_s
+        self._show(live_view(self._config, phase=self.phase, elapsed_s=elapsed_s, steps=self._steps, evals=self._evals))
+
+    # --- the loop's log -----------------------------------------------------------------------------------------
+
+    def append_step(self, record: StepRecord) -> None:
+        self._steps.append(record)
+        self._run_dir.append_step(record)
+
+    def append_eval(self, record: EvalRecord) -> None:
+        self._evals.append(record)
+        self._run_dir.append_eval(record)
+
+    def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        self._run_dir.write_samples(step, samples)
+
+
+def probe_sequences(tokenizer: object, tasks: Sequence[Task], *, max_length: int) -> list[list[int]]:
+    """Fixed sequences for the parity probe: the first prompts, each with its answer."""
+    sequences = [encode_prompt(tokenizer, task.prompt + task.answer)[:max_length] for task in tasks[:PROBE_TASKS]]
+    return [sequence for sequence in sequences if len(sequence) > 1]

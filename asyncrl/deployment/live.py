@@ -1,0 +1,217 @@
+"""What `asyncrl up` shows while it runs: a live panel in a terminal, plain lines everywhere else.
+
+Pure rendering: `LiveView` holds what is known now, `render` and `plain_line` turn it into a rich renderable or a line.
+`LiveDisplay` is the thin part that owns the console.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.deployment.bottleneck import who_waits
+from asyncrl.deployment.quantities import duration, number
+
+BAR_CELLS = 30
+SPARKS = "▁▂▃▄▅▆▇█"
+
+STATE_STYLES = {
+    "generating": "green",
+    "forward_backward": "green",
+    "optimizer": "cyan",
+    "log_probs": "blue",
+    "publish": "magenta",
+    "paused_for_weights": "magenta",
+    "checkpoint": "bright_magenta",
+    "waiting_for_groups": "yellow",
+    "blocked_on_staleness": "yellow",
+    "blocked_on_capacity": "red",
+    "starved_of_prompts": "red",
+    "idle": "bright_black",
+    "other": "bright_black",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveView:
+    """A run at one moment. What is not known yet is None or empty; `phase` is free text until steps are trained.
+
+    `rewards` are the means of all steps so far, oldest first; shares are of recent time and add up to 1;
+    `oldest_token_versions` is the largest staleness of the last step.
+    """
+
+    name: str
+    phase: str
+    elapsed_s: float
+    total_steps: int
+    staleness_limit: int
+    step: int = 0
+    eta_s: float | None = None
+    rewards: Sequence[float] = ()
+    heldout: Sequence[float] = ()
+    oldest_token_versions: int | None = None
+    ess_ratio: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    buffer_groups: Mapping[str, int] | None = None
+    buffer_capacity_groups: int | None = None
+    learner_shares: Mapping[str, float] | None = None
+    generator_shares: Mapping[str, float] | None = None
+
+
+def render(view: LiveView) -> RenderableType:
+    """The panel of the live view."""
+    title = Text.assemble((view.name, "bold"), "  ", (f"{view.phase}, {duration(view.elapsed_s)}", "dim"))
+    if view.step == 0:
+        return Panel(Text(f"{view.phase} …"), title=title, title_align="left", border_style="dim")
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column()
+    rows.add_row("step", _progress(view))
+    rows.add_row("reward", Text.assemble(_last(view.rewards), "  ", (sparkline(view.rewards), "cyan"), _heldout(view)))
+    rows.add_row("data", _data(view))
+    rows.add_row("speed", Text(_speed(view)))
+    if view.buffer_groups is not None:
+        rows.add_row("buffer", Text(_buffer(view.buffer_groups, view.buffer_capacity_groups)))
+    if view.learner_shares:
+        rows.add_row("learner", share_bar(view.learner_shares))
+    if view.generator_shares:
+        rows.add_row("generators", share_bar(view.generator_shares))
+    parts: list[RenderableType] = [rows]
+    if view.learner_shares and view.generator_shares:
+        parts.append(Text(who_waits(view.learner_shares, view.generator_shares), style="italic"))
+    return Panel(Group(*parts), title=title, title_align="left", border_style="dim")
+
+
+def plain_line(view: LiveView) -> str:
+    """One line for logs and pipes.
+
+    >>> plain_line(LiveView(name="r", phase="loading the model", elapsed_s=8, total_steps=9, staleness_limit=2))
+    'loading the model (8.0 s)'
+    """
+    if view.step == 0:
+        return f"{view.phase} ({duration(view.elapsed_s)})"
+    parts = [f"step {view.step}/{view.total_steps}", f"reward {_last(view.rewards)}"]
+    if view.oldest_token_versions is not None:
+        parts.append(f"staleness {view.oldest_token_versions} of {view.staleness_limit}")
+    if view.ess_ratio is not None:
+        parts.append(f"ESS {view.ess_ratio:.2f}")
+    parts.append(_speed(view))
+    if view.eta_s is not None:
+        parts.append(f"{duration(view.eta_s)} left")
+    return ", ".join(part for part in parts if part)
+
+
+def sparkline(values: Sequence[float], *, cells: int = BAR_CELLS) -> str:
+    """Means of `values` over at most `cells` equal parts, as bars between their least and their greatest.
+
+    >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7])
+    '▁▂▃▄▅▆▇█'
+    """
+    if not values:
+        return ""
+    count = min(cells, len(values))
+    edges = [index * len(values) // count for index in range(count + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(SPARKS[round((mean - low) / span * (len(SPARKS) - 1))] for mean in means)
+
+
+def share_bar(shares: Mapping[str, float], *, cells: int = BAR_CELLS) -> Text:
+    """A bar of `cells` characters split by share, then the shares of at least 5 % in words, largest first."""
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    bar, filled, total = Text(), 0, 0.0
+    for state, share in ordered:
+        total += share
+        # Rounding the running total, not each part, keeps the bar at its length.
+        end = round(min(total, 1.0) * cells)
+        bar.append("█" * (end - filled), style=STATE_STYLES.get(state, "white"))
+        filled = end
+    bar.append("░" * (cells - filled), style="bright_black")
+    for state, share in ordered:
+        if share >= 0.05:
+            bar.append(f"  {state.replace('_', ' ')} ", style=STATE_STYLES.get(state, "white"))
+            bar.append(f"{share:.0%}")
+    return bar
+
+
+def _progress(view: LiveView) -> RenderableType:
+    row = Table.grid(padding=(0, 2))
+    left = f"{duration(view.eta_s)} left" if view.eta_s is not None else ""
+    bar = ProgressBar(total=view.total_steps, completed=view.step, width=BAR_CELLS)
+    row.add_row(bar, f"{view.step} of {view.total_steps}", Text(left, style="dim"))
+    return row
+
+
+def _heldout(view: LiveView) -> Text:
+    return Text(f"  held out {' → '.join(f'{value:.2f}' for value in view.heldout)}" if view.heldout else "")
+
+
+def _data(view: LiveView) -> Text:
+    text = Text()
+    if view.oldest_token_versions is not None:
+        text.append(f"at most {view.oldest_token_versions} versions old, limit {view.staleness_limit}")
+    if view.ess_ratio is not None:
+        text.append(f"{'; ' if text else ''}effective sample size {view.ess_ratio:.0%}")
+    return text
+
+
+def _speed(view: LiveView) -> str:
+    speeds = (("samples/s", view.samples_per_s), ("tokens/s", view.tokens_per_s))
+    return ", ".join(f"{number(value)} {unit}" for unit, value in speeds if value is not None)
+
+
+def _buffer(groups: Mapping[str, int], capacity: int | None) -> str:
+    states = ", ".join(f"{count} {state}" for state, count in groups.items())
+    return f"{states}; {sum(groups.values())} of {capacity} slots" if capacity is not None else states
+
+
+def _last(rewards: Sequence[float]) -> str:
+    return f"{rewards[-1]:.3f}" if rewards else "–"
+
+
+class LiveDisplay:
+    """Shows views on a console: a live panel when it is a terminal, else a line a phase and every `every_steps` steps.
+
+    >>> with LiveDisplay(Console(), every_steps=10) as display:
+    ...     display.update(LiveView(name="r", phase="starting", elapsed_s=0, total_steps=9, staleness_limit=2))
+    starting (0.0 s)
+    """
+
+    def __init__(self, console: Console, *, every_steps: int) -> None:
+        self._console = console
+        self._every_steps = every_steps
+        self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        self._phase = ""
+        self._printed_steps = 0
+
+    def update(self, view: LiveView) -> None:
+        """Show `view`; in plain mode only what is new since the last line."""
+        if self._live is not None:
+            self._live.update(render(view))
+            return
+        new_phase = view.phase != self._phase
+        due = view.step // self._every_steps > self._printed_steps // self._every_steps
+        finished = view.step == view.total_steps != self._printed_steps
+        if new_phase or due or finished:
+            # soft_wrap: a line of a log is not folded at whatever width the console guesses.
+            self._console.print(plain_line(view), markup=False, highlight=False, soft_wrap=True)
+            self._phase, self._printed_steps = view.phase, view.step
+
+    def __enter__(self) -> "LiveDisplay":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()

@@ -1,0 +1,28 @@
+"""Numbers as people read them: labels of charts, tiles of the report, the live view."""
+
+
+def number(value: float) -> str:
+    """A number as a label: three significant digits, thousands as k and M.
+
+    >>> [number(value) for value in (0, 0.25, 12.5, 1500, 2_000_000, 0.001, 7e-7)]
+    ['0', '0.25', '12.5', '1.5k', '2M', '1e-3', '7e-7']
+    """
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}"
+    if value != 0 and abs(value) <= 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them.
+
+    >>> [duration(seconds) for seconds in (8.25, 75, 7322)]
+    ['8.2 s', '1 min 15 s', '2 h 2 min']
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

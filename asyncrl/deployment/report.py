@@ -1,0 +1,181 @@
+"""`report.html`: a run's curves and totals on one self-contained page, made of nothing but its records.
+
+It can be made at any time, also of a run that goes on or died: what is not recorded yet is left out. Whatever comes
+from a run (samples, names, reasons) is escaped: a completion that contains markup stays text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.atomic_write import write_atomically
+from asyncrl.config.load import load_config
+from asyncrl.deployment import charts
+from asyncrl.deployment.bottleneck import who_waits
+from asyncrl.deployment.quantities import duration, number
+from asyncrl.deployment.report_page import page, section, table, tiles
+from asyncrl.deployment.report_panels import flow, learning, staleness
+from asyncrl.deployment.run_dir import RunInfo
+from asyncrl.errors import RunError
+from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, Summary, read_lines, state_shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecords:
+    """Everything that a run wrote down. `samples` has a few steps', by step."""
+
+    info: RunInfo
+    config: str
+    staleness_limit: int
+    steps: Sequence[StepRecord]
+    evals: Sequence[EvalRecord]
+    summary: Summary | None
+    samples: dict[int, list[SampleRecord]]
+
+
+def read_run(path: Path) -> RunRecords:
+    """The records of a run directory. RunError when it is none, ConfigError or RunError when a file of it is not
+    of this version of asyncrl."""
+    if not (path / "run.json").exists():
+        raise RunError(f"{path} is no run directory: it has no run.json; name a folder such as runs/quickstart")
+    try:
+        info = msgspec.json.decode((path / "run.json").read_bytes(), type=RunInfo)
+        summary_path = path / "summary.json"
+        summary = msgspec.json.decode(summary_path.read_bytes(), type=Summary) if summary_path.exists() else None
+    except msgspec.MsgspecError as error:
+        raise RunError(f"{path}: run.json or summary.json is not of this version of asyncrl: {error}") from error
+    config_path = path / "config.yaml"
+    config = load_config([config_path], [])
+    return RunRecords(
+        info=info,
+        config=config_path.read_text(encoding="utf-8"),
+        staleness_limit=config.staleness.max_versions,
+        steps=read_lines(path / "steps.jsonl", StepRecord),
+        evals=read_lines(path / "evals.jsonl", EvalRecord),
+        summary=summary,
+        samples=_some_samples(path / "samples"),
+    )
+
+
+def _some_samples(folder: Path) -> dict[int, list[SampleRecord]]:
+    """The samples of the first, the middle and the last step that has any."""
+    numbers = [path.stem.removeprefix("step-") for path in folder.glob("step-*.jsonl")]
+    steps = sorted(int(text) for text in numbers if text.isdecimal())
+    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
+    return {step: read_lines(folder / f"step-{step}.jsonl", SampleRecord) for step in chosen}
+
+
+def write_report(path: Path, *, output: Path | None = None) -> Path:
+    """Make the report of the run directory `path`; returns where it is."""
+    target = output or path / "report.html"
+    write_atomically(target, report_html(read_run(path)).encode())
+    return target
+
+
+def report_html(run: RunRecords) -> str:
+    """The page."""
+    parts = [_header(run)]
+    if run.summary is not None:
+        parts.append(_tiles(run.summary))
+    if run.steps:
+        parts += [learning(run.steps, run.evals), flow(run.steps), staleness(run.steps, limit=run.staleness_limit)]
+    parts += [_ledger(run.steps), _samples(run.samples), _config(run.config)]
+    margins = {"left": charts.LEFT, "right": charts.RIGHT, "top": charts.TOP, "bottom": charts.BOTTOM}
+    return page(title=f"{run.info.name} · asyncrl", body="\n".join(filter(None, parts)), script_values=margins)
+
+
+def _header(run: RunRecords) -> str:
+    info = run.info
+    ended = f", {info.state} {info.finished} ({info.exit_reason})" if info.finished else ""
+    origin = f"Started {info.started} on {info.host}{ended}."
+    shares = (state_shares(run.steps, "learner_state_s"), state_shares(run.steps, "generator_state_s"))
+    lead = f'<p class="lead">{who_waits(*shares)}</p>' if run.steps else "<p>No step was recorded yet.</p>"
+    badge = f'<span class="badge {info.state}">{info.state}</span>'
+    return f"<header><h1>{escape(info.name)}{badge}</h1><p>{escape(origin)}</p>{lead}</header>"
+
+
+def _tiles(summary: Summary) -> str:
+    entries = [
+        ("Reward", _arrow(summary.reward_first, summary.reward_last), "mean, first to last steps"),
+        ("Held-out reward", _arrow(summary.heldout_first, summary.heldout_last), "greedy, never trained on"),
+        (
+            "Steps",
+            f"{summary.steps:,}",
+            f"in {duration(summary.wall_s)}, the first after {duration(summary.time_to_first_step_s)}",
+        ),
+        ("Throughput", f"{number(summary.samples_per_s)}/s", "samples trained"),
+        (
+            "Oldest data",
+            f"{summary.max_group_staleness} of {summary.staleness_limit}",
+            "versions, trained against allowed",
+        ),
+        (
+            "Discarded",
+            f"{summary.groups_discarded:,}",
+            "groups; ledger " + ("closed" if summary.ledger_closed else "NOT closed"),
+        ),
+        ("Learner busy", f"{summary.learner_busy_ratio:.0%}", f"generators {summary.generator_busy_ratio:.0%}"),
+        ("Log-prob parity", _number(summary.parity_max_nats), "nats, worst token of engine against learner"),
+    ]
+    return tiles(entries)
+
+
+def _ledger(steps: Sequence[StepRecord]) -> str:
+    """Groups by fate at the last step, and what was generated and trained."""
+    if not steps:
+        return ""
+    last = steps[-1]
+    fates = [(fate.replace("_", " "), f"{groups:,}") for fate, groups in last.ledger_groups.items() if groups]
+    trained_samples = sum(record.trained_samples for record in steps)
+    trained_tokens = sum(record.trained_tokens for record in steps)
+    totals = [
+        ("samples generated", f"{last.generated_samples:,}"),
+        ("samples trained", f"{trained_samples:,}"),
+        ("tokens generated", f"{last.generated_tokens:,}"),
+        ("tokens trained", f"{trained_tokens:,}"),
+        ("weight updates loaded", f"{last.weight_updates:,}"),
+        ("updates in the middle of a sequence", f"{last.mid_sequence_updates:,}"),
+        ("steps skipped", f"{sum(not record.trained for record in steps):,}"),
+    ]
+    columns = (
+        table(fates, head=("fate of issued groups", "groups"), numeric=frozenset({1})),
+        table(totals, head=("total", ""), numeric=frozenset({1})),
+    )
+    return section("Totals", "As of the last recorded step.", f'<div class="columns">{"".join(columns)}</div>')
+
+
+def _samples(samples: dict[int, list[SampleRecord]]) -> str:
+    """The rollouts of a few steps, as text."""
+    rows = [
+        (
+            f"{step}",
+            sample.prompt,
+            sample.completion + (" … (cut off)" if sample.truncated else ""),
+            sample.answer,
+            _number(sample.reward),
+            _number(sample.advantage),
+            ", ".join(f"{version} × {tokens}" for version, tokens in sample.version_spans),
+        )
+        for step, records in samples.items()
+        for sample in records
+    ]
+    if not rows:
+        return ""
+    head = ("step", "prompt", "completion", "answer", "reward", "advantage", "weights × tokens")
+    note = "Rollouts of the first, the middle and the last step that logged any."
+    return section("Samples", note, table(rows, head=head, numeric=frozenset({0, 4, 5})))
+
+
+def _config(config: str) -> str:
+    return section("Configuration", "", f"<details><summary>config.yaml</summary><pre>{escape(config)}</pre></details>")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else number(value)
+
+
+def _arrow(first: float | None, last: float | None) -> str:
+    return "–" if first is None or last is None else f"{first:.2f} → {last:.2f}"

@@ -1,0 +1,246 @@
+"""The report's curves: learning, flow, staleness. Each panel turns step records into a section of charts.
+
+Long runs are drawn as means over bins: more than `CURVE_POINTS` points cannot be told apart at a chart's width.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from asyncrl.deployment.charts import Series, line_chart, share_chart, version_bars
+from asyncrl.deployment.report_page import section
+from asyncrl.learner.records import EvalRecord, StepRecord, state_shares
+
+CURVE_POINTS = 300
+SHARE_POINTS = 60
+
+LEARNER_COLORS = {
+    "forward_backward": "green",
+    "optimizer": "teal",
+    "log_probs": "blue",
+    "publish": "violet",
+    "checkpoint": "rose",
+    "waiting_for_groups": "amber",
+    "other": "gray",
+}
+GENERATOR_COLORS = {
+    "generating": "green",
+    "paused_for_weights": "violet",
+    "starved_of_prompts": "rose",
+    "blocked_on_capacity": "red",
+    "blocked_on_staleness": "amber",
+    "idle": "gray",
+}
+
+Steps = Sequence[StepRecord]
+Values = list[float | None]
+
+
+def learning(steps: Steps, evals: Sequence[EvalRecord]) -> str:
+    """Is it learning?"""
+    bins = bins_of(steps, CURVE_POINTS)
+    xs = last_steps(bins)
+
+    def curve(read: Callable[[StepRecord], float | None]) -> Values:
+        return [mean([read(record) for record in chunk]) for chunk in bins]
+
+    def chart(title: str, unit: str, read: Callable[[StepRecord], float | None]) -> str:
+        return line_chart(title, xs, [Series(name=title.lower(), ys=curve(read), color="blue")], unit=unit)
+
+    rewards = curve(lambda record: record.reward_mean)
+    reward_lines = [
+        Series(name="mean of a step", ys=rewards, color="blue", style="faint"),
+        Series(name="training", ys=smooth(rewards), color="blue"),
+    ]
+    if evals:
+        reward_lines.append(Series(name="held out", ys=_at_versions(evals, xs), color="amber", style="dots"))
+    ess = Series(name="ESS", ys=curve(lambda record: record.ess_ratio), color="blue")
+    figures = [
+        line_chart("Reward", xs, reward_lines),
+        line_chart("Effective sample size", xs, [ess], unit="share of tokens", include=(0, 1)),
+        chart("Loss", "", lambda record: record.loss),
+        chart("Entropy", "nats per token", lambda record: record.entropy_nats),
+        chart("Gradient norm", "before clipping", lambda record: record.grad_norm),
+        chart("Learning rate", "", lambda record: record.learning_rate),
+    ]
+    note = (
+        "Held-out points are greedy answers to questions that were never issued. An effective sample size that falls "
+        "says that data is too old: lower staleness.max_versions."
+    )
+    return section("Learning", note, _grid(figures))
+
+
+def flow(steps: Steps) -> str:
+    """Who waits for whom, and how fast is it?"""
+    windows = windows_of(steps, SHARE_POINTS)
+    xs = last_steps(windows)
+
+    def rates(name: str, color: str, read: Callable[[Steps], float]) -> Series:
+        spans = [window[-1].wall_s - window[0].wall_s for window in windows]
+        ys = [read(window) / span if span > 0 else None for window, span in zip(windows, spans, strict=True)]
+        return Series(name=name, ys=ys, color=color)
+
+    def means(name: str, color: str, read: Callable[[StepRecord], float]) -> Series:
+        return Series(name=name, ys=[mean([read(record) for record in window[1:]]) for window in windows], color=color)
+
+    def buffered(state: str, color: str) -> Series:
+        return means(state, color, lambda record: record.buffer_groups.get(state, 0))
+
+    figures = [
+        share_chart("Learner", xs, [state_shares(each, "learner_state_s") for each in windows], colors=LEARNER_COLORS),
+        share_chart(
+            "Generators", xs, [state_shares(each, "generator_state_s") for each in windows], colors=GENERATOR_COLORS
+        ),
+        line_chart(
+            "Samples",
+            xs,
+            [
+                rates("generated", "green", lambda window: window[-1].generated_samples - window[0].generated_samples),
+                rates("trained", "blue", lambda window: sum(record.trained_samples for record in window[1:])),
+            ],
+            unit="per second",
+            include=(0,),
+        ),
+        line_chart(
+            "Tokens",
+            xs,
+            [
+                rates("generated", "green", lambda window: window[-1].generated_tokens - window[0].generated_tokens),
+                rates("trained", "blue", lambda window: sum(record.trained_tokens for record in window[1:])),
+            ],
+            unit="per second",
+            include=(0,),
+        ),
+        line_chart(
+            "Groups in the buffer",
+            xs,
+            [buffered("reserved", "violet"), buffered("ready", "green")],
+            unit="right after a step",
+            include=(0,),
+        ),
+        line_chart(
+            "Step", xs, [means("duration", "blue", lambda record: record.duration_s)], unit="seconds", include=(0,)
+        ),
+    ]
+    note = (
+        "Amber on the learner's side is waiting for groups; amber on the generators' side is waiting for the learner."
+    )
+    return section("Flow", note, _grid(figures))
+
+
+def staleness(steps: Steps, *, limit: int) -> str:
+    """How old was what was trained?"""
+    bins = bins_of(steps, CURVE_POINTS)
+    xs = last_steps(bins)
+
+    def curve(name: str, color: str, read: Callable[[Steps], float | None]) -> Series:
+        return Series(name=name, ys=[read(chunk) for chunk in bins], color=color)
+
+    def lag(read: Callable[[StepRecord], int]) -> Callable[[Steps], float | None]:
+        # The record of step s is written at version s + 1, or still at s when the step was skipped.
+        return lambda chunk: mean([float(record.step + record.trained - read(record)) for record in chunk])
+
+    figures = [
+        version_bars(
+            "Age when trained",
+            [
+                ("groups, by their oldest token", "blue", added([record.group_staleness for record in steps])),
+                ("tokens", "teal", added([record.token_staleness for record in steps])),
+            ],
+            limit=limit,
+        ),
+        line_chart(
+            "Age of tokens",
+            xs,
+            [
+                curve("oldest", "amber", lambda chunk: max(max(r.token_staleness, default=0) for r in chunk)),
+                curve("mean", "blue", lambda chunk: histogram_mean(added([r.token_staleness for r in chunk]))),
+            ],
+            unit="versions",
+            include=(0, limit + 1),
+            limit=(f"limit {limit}", limit),
+        ),
+        line_chart(
+            "Lag behind the learner",
+            xs,
+            [
+                curve("slowest replica", "amber", lag(lambda record: record.oldest_replica_version)),
+                curve("published", "blue", lag(lambda record: record.published_version)),
+            ],
+            unit="versions",
+        ),
+        line_chart(
+            "Log-prob parity",
+            xs,
+            [curve("worst token", "blue", lambda chunk: largest([record.parity_nats for record in chunk]))],
+            unit="nats, engine against learner",
+            log=True,
+        ),
+    ]
+    note = "Versions between the weights that produced a token and those that were trained on it."
+    return section("Staleness and weights", note, _grid(figures))
+
+
+def bins_of(steps: Steps, most: int) -> list[Steps]:
+    """Consecutive steps in at most `most` chunks of equal size, the last one perhaps smaller."""
+    size = max(1, math.ceil(len(steps) / most))
+    return [steps[start : start + size] for start in range(0, len(steps), size)]
+
+
+def windows_of(steps: Steps, most: int) -> list[Steps]:
+    """Bins that begin with the record before them, so that totals can be subtracted.
+
+    The first step is only a beginning: what came before it is start-up. A run of one step is one window.
+    """
+    if len(steps) == 1:
+        return [steps]
+    windows: list[Steps] = []
+    before = steps[0]
+    for chunk in bins_of(steps[1:], most):
+        windows.append([before, *chunk])
+        before = chunk[-1]
+    return windows
+
+
+def last_steps(bins: Sequence[Steps]) -> list[float]:
+    return [float(chunk[-1].step) for chunk in bins]
+
+
+def smooth(values: Values) -> Values:
+    """Trailing means over a twenty-fifth of the curve."""
+    window = max(1, len(values) // 25)
+    return [mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    present = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(present) / len(present) if present else None
+
+
+def largest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None and math.isfinite(value)), default=None)
+
+
+def added(histograms: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    total: Counter[int] = Counter()
+    for histogram in histograms:
+        total.update(histogram)
+    return dict(total)
+
+
+def histogram_mean(histogram: Mapping[int, int]) -> float | None:
+    count = sum(histogram.values())
+    return sum(value * times for value, times in histogram.items()) / count if count else None
+
+
+def _at_versions(evals: Sequence[EvalRecord], xs: Sequence[float]) -> Values:
+    """Evaluations over the nearest step that is drawn: they happen between steps. A later one hides an earlier one."""
+    ys: Values = [None] * len(xs)
+    for record in evals:
+        nearest = min(range(len(xs)), key=lambda index: abs(xs[index] - record.version))
+        ys[nearest] = record.reward_mean
+    return ys
+
+
+def _grid(figures: Sequence[str]) -> str:
+    return f'<div class="charts">{"".join(figures)}</div>'

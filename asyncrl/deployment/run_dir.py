@@ -1,0 +1,223 @@
+"""The run directory `runs/<name>/`: who runs here, with what, and what it wrote down.
+
+    config.yaml          resolved, under comments with the versions of the packages and the git revision
+    run.json  lock       who runs here; a second run is refused (F35)
+    logs/<role>-<n>.log  one file a process
+    metrics/             targets.json for Prometheus
+    samples/step-N.jsonl a few full rollouts a step
+    steps.jsonl  evals.jsonl  summary.json  report.html
+
+Only the learner writes here, while it holds `lock` by flock: the kernel lets go of it when the process dies, so that a
+dead holder needs no clean-up. An earlier run of the same name is moved aside to `<name>.1`, `<name>.2`, …, never
+overwritten. A log that cannot be written (F27) is reported and does not end training.
+"""
+
+import fcntl
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Literal
+
+import msgspec
+
+from asyncrl.atomic_write import write_atomically
+from asyncrl.config.load import dump_config
+from asyncrl.config.schema import Config
+from asyncrl.deployment.provenance import provenance
+from asyncrl.errors import ConfigError, RunLocked
+from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, Summary
+
+logger = logging.getLogger(__name__)
+
+State = Literal["running", "finished", "failed"]
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`run.json`. Times are ISO 8601 in UTC. `nonce` tells this run from others of its name."""
+
+    name: str
+    state: State
+    pid: int
+    host: str
+    started: str
+    nonce: str
+    ray_address: str | None = None
+    finished: str | None = None
+    exit_reason: str | None = None
+
+
+class RunDir:
+    """The directory of the run that this process is, from `create` to `close`."""
+
+    def __init__(self, path: Path, *, lock: BinaryIO, info: RunInfo) -> None:
+        self.path = path
+        self._lock = lock
+        self._info = info
+        self._failing: set[Path] = set()
+
+    @classmethod
+    def create(cls, config: Config) -> "RunDir":
+        """Take the directory of `config.run` for this process.
+
+        Raises RunLocked when another process holds it, ConfigError when it cannot be made.
+        """
+        path = config.run.dir / config.run.name
+        info = RunInfo(
+            name=config.run.name,
+            state="running",
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            started=_now(),
+            nonce=secrets.token_hex(8),
+        )
+        try:
+            run = cls(path, lock=_take(path, info), info=info)
+            try:
+                run._lay_out(config)
+            except OSError:
+                run._lock.close()
+                raise
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir: cannot write the run's directory {path} ({error.strerror}); name a folder that is writable",
+                key="run.dir",
+            ) from error
+        return run
+
+    @property
+    def info(self) -> RunInfo:
+        return self._info
+
+    @property
+    def nonce(self) -> str:
+        return self._info.nonce
+
+    @property
+    def targets_path(self) -> Path:
+        return self.path / "metrics" / "targets.json"
+
+    def log_path(self, role: str, number: int) -> Path:
+        """Where process `number` of a role logs."""
+        return self.path / "logs" / f"{role}-{number}.log"
+
+    def started_ray(self, address: str) -> None:
+        """Say in run.json where the run's Ray cluster is."""
+        self._info = msgspec.structs.replace(self._info, ray_address=address)
+        self._write_info()
+
+    def append_step(self, record: StepRecord) -> None:
+        self._append(self.path / "steps.jsonl", [record])
+
+    def append_eval(self, record: EvalRecord) -> None:
+        self._append(self.path / "evals.jsonl", [record])
+
+    def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """`samples/step-N.jsonl`; nothing when there are none."""
+        if samples:
+            self._append(self.path / "samples" / f"step-{step}.jsonl", samples)
+
+    def write_summary(self, summary: Summary) -> None:
+        write_atomically(self.path / "summary.json", _pretty(summary))
+
+    def close(self, *, state: Literal["finished", "failed"], reason: str) -> None:
+        """Say how the run ended and let go of the lock. A second call changes nothing."""
+        if self._lock.closed:
+            return
+        self._info = msgspec.structs.replace(self._info, state=state, finished=_now(), exit_reason=reason)
+        try:
+            self._write_info()
+        finally:
+            self._lock.close()
+
+    def __enter__(self) -> "RunDir":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close(state="finished", reason="done")
+        else:
+            self.close(state="failed", reason=f"{type(error).__name__}: {error}")
+
+    def _lay_out(self, config: Config) -> None:
+        """run.json comes last: it is what makes the directory a run that a later one must not overwrite."""
+        for folder in ("logs", "metrics", "samples"):
+            (self.path / folder).mkdir(exist_ok=True)
+        comments = "".join(f"# {key}: {value}\n" for key, value in provenance().items())
+        write_atomically(self.path / "config.yaml", (comments + dump_config(config)).encode())
+        self._write_info()
+
+    def _write_info(self) -> None:
+        write_atomically(self.path / "run.json", _pretty(self._info))
+
+    def _append(self, path: Path, records: Sequence[msgspec.Struct]) -> None:
+        """All of `records` or none: a torn line would swallow the next one. Reported once until it works again."""
+        lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+        try:
+            with path.open("ab", buffering=0) as file:
+                size = file.tell()
+                try:
+                    if file.write(lines) != len(lines):
+                        raise OSError("only a part was written: the disk is full")
+                except OSError:
+                    file.truncate(size)
+                    raise
+        except OSError as error:
+            if path.parent not in self._failing:
+                self._failing.add(path.parent)
+                logger.error("cannot write %s (%s): records are lost until this is mended", path, error)
+        else:
+            self._failing.discard(path.parent)
+
+
+def _take(path: Path, info: RunInfo) -> BinaryIO:
+    """Lock `path`, moving an ended run's directory aside first. RunLocked when its run is alive."""
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / "lock").open("a+b")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().decode(errors="replace").strip() or "a process that has not said who it is yet"
+            lock.close()
+            raise RunLocked(
+                f"run.name: {path} is held by {holder}; wait for it, end it, or choose another run.name"
+            ) from None
+        # Between open and flock the directory may have been moved aside by another process: our lock is then on the
+        # moved one, and worth nothing.
+        try:
+            current = os.path.samestat(os.fstat(lock.fileno()), (path / "lock").stat())
+        except FileNotFoundError:
+            current = False
+        if not current:
+            lock.close()
+        elif (path / "run.json").exists():
+            path.rename(_free_name(path))
+            lock.close()
+        else:
+            lock.truncate(0)
+            lock.write(f"pid {info.pid} on {info.host} since {info.started}\n".encode())
+            lock.flush()
+            return lock
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return aside
+
+
+def _pretty(record: msgspec.Struct) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

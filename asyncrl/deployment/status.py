@@ -1,0 +1,40 @@
+"""A run's status as text: versions, buffer, generators, ledger."""
+
+from asyncrl.buffer.actor import RunStatus
+from asyncrl.buffer.ledger import Fate
+
+
+def status_lines(status: RunStatus) -> list[str]:
+    """One screen, plain text."""
+    counts, account = status.counts, status.account
+    lines = [
+        f"run {status.run}: {status.state.value}" + (f" ({status.message})" if status.message else ""),
+        f"step {status.version.step} of {status.total_steps}, weights published {status.published or 'none'}, "
+        f"staleness limit {status.max_staleness_versions} versions",
+        f"buffer: {counts.reserved} reserved, {counts.ready} ready, {counts.leased} leased of "
+        f"{status.capacity_groups} groups; {counts.booked_bytes / 2**20:.1f} MiB booked; "
+        f"learner {'waits: ' + counts.lease_wait.value if counts.lease_wait else 'trains'}; last progress "
+        f"{status.quiet_s:.0f} s ago",
+    ]
+    for view in status.replicas:
+        report = status.reports.get(view.replica)
+        seconds = report.state_seconds if report is not None else {}
+        total = sum(seconds.values())
+        shares = ", ".join(
+            f"{state} {value / total:.0%}"
+            for state, value in sorted(seconds.items(), key=lambda item: -item[1])
+            if total > 0 and value / total >= 0.005
+        )
+        lines.append(
+            f"{view.replica}: weights {view.version or 'none'}, {view.busy_slots} busy, {view.free_slots} free"
+            + ("" if view.live else ", silent")
+            + (f"; {shares}" if shares else "")
+        )
+    fates = [f"{account.fates[fate].groups} {fate.value}" for fate in Fate if account.fates[fate].groups]
+    lines.append(
+        f"ledger: {account.issued.groups} groups issued = {' + '.join(fates) or '0'}"
+        + (" (closed)" if account.closed else " (NOT CLOSED: a bug)")
+    )
+    lines += [f"{deployment.id}: pid {deployment.pid} on {deployment.host}" for deployment in status.deployments]
+    lines += [f"metrics of {name}: http://{target}/metrics" for name, target in sorted(status.targets.items())]
+    return lines

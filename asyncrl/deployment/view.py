@@ -1,0 +1,47 @@
+"""From a run's records to what the live display shows."""
+
+from collections.abc import Sequence
+
+from asyncrl.buffer.actor import limits_of
+from asyncrl.config.schema import Config
+from asyncrl.deployment.live import LiveView
+from asyncrl.learner.records import EvalRecord, StepRecord, state_shares
+
+RECENT_STEPS = 20
+
+
+def live_view(
+    config: Config, *, phase: str, elapsed_s: float, steps: Sequence[StepRecord], evals: Sequence[EvalRecord]
+) -> LiveView:
+    """The run now; speeds and shares are those of the last steps."""
+    start = LiveView(
+        name=config.run.name,
+        phase=phase,
+        elapsed_s=elapsed_s,
+        total_steps=config.learner.total_steps,
+        staleness_limit=config.staleness.max_versions,
+    )
+    if not steps:
+        return start
+    recent, last = steps[-RECENT_STEPS:], steps[-1]
+    span_s = recent[-1].wall_s - recent[0].wall_s
+    done = len(recent) - 1
+    return LiveView(
+        name=start.name,
+        phase=phase,
+        elapsed_s=elapsed_s,
+        total_steps=start.total_steps,
+        staleness_limit=start.staleness_limit,
+        step=last.step + 1,
+        eta_s=(start.total_steps - last.step - 1) * span_s / done if done else None,
+        rewards=[record.reward_mean for record in steps if record.reward_mean is not None],
+        heldout=[record.reward_mean for record in evals if record.reward_mean is not None],
+        oldest_token_versions=max(last.token_staleness, default=0),
+        ess_ratio=last.ess_ratio,
+        samples_per_s=sum(record.trained_samples for record in recent[1:]) / span_s if done else None,
+        tokens_per_s=sum(record.trained_tokens for record in recent[1:]) / span_s if done else None,
+        buffer_groups=last.buffer_groups,
+        buffer_capacity_groups=limits_of(config).capacity_groups,
+        learner_shares=state_shares(recent, "learner_state_s"),
+        generator_shares=state_shares(recent, "generator_state_s"),
+    )

@@ -1,0 +1,89 @@
+"""reasoning-gym's procedural tasks as an environment: https://github.com/open-thought/reasoning-gym
+
+Questions, answers and scoring are the library's own. Tasks carry an entry's metadata as plain JSON, so that scoring
+needs nothing but the task, and templates see its scalar keys (`{word}` in spell_backward).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from asyncrl.config.import_path import suggest
+from asyncrl.data.prompts import Task
+from asyncrl.errors import ConfigError
+
+_CHECKED_ENTRIES = 3
+_OPTIONS_KEY = "environment.options.task_options"
+
+
+class ReasoningGym:
+    """One reasoning-gym dataset.
+
+    `task` is its name, `size` how many entries are drawn (with repetitions, where the generator repeats itself),
+    `task_options` its own options. With `exact`, a reward is 1.0 or 0.0; otherwise the library's partial credit is
+    the reward (spell_backward gives it for single letters in place).
+    """
+
+    def __init__(
+        self, task: str, *, size: int = 1000, task_options: Mapping[str, Any] | None = None, exact: bool = True
+    ) -> None:
+        if task not in DATASETS:
+            hint = suggest(task, list(DATASETS))
+            raise ConfigError(
+                f"environment.options.task: reasoning-gym has no {task!r}{hint}", key="environment.options.task"
+            )
+        if size < 1:
+            raise ConfigError(
+                f"environment.options.size: must be at least 1, got {size}", key="environment.options.size"
+            )
+        self._name = task
+        self._size = size
+        self._options = dict(task_options or {})
+        self._exact = exact
+        self._scorer = self._dataset(seed=0)
+
+    def tasks(self, seed: int) -> Sequence[Task]:
+        """`size` entries. Seeds share none: entry i of the library's seed s is drawn from seed s + i."""
+        dataset = self._dataset(seed=seed * self._size)
+        entries = [dataset[index] for index in range(self._size)]
+        for entry in entries[:_CHECKED_ENTRIES]:
+            self._check_json(entry)
+        return [_task(entry) for entry in entries]
+
+    def score(self, task: Task, completion: str) -> float:
+        """The library's score of the completion without surrounding white space."""
+        entry = {"question": task.question, "answer": task.answer or None, "metadata": task.metadata}
+        score = float(self._scorer.score_answer(completion.strip(), entry))
+        return float(score >= 1.0) if self._exact else score
+
+    def _dataset(self, *, seed: int) -> Any:
+        for reserved in ("seed", "size"):
+            if reserved in self._options:
+                raise ConfigError(f"{_OPTIONS_KEY}: {reserved!r} is set elsewhere (run.seed, size)", key=_OPTIONS_KEY)
+        try:
+            return reasoning_gym.create_dataset(self._name, seed=seed, size=self._size, **self._options)
+        except (TypeError, ValueError, AssertionError) as error:  # the library's validation is made of asserts
+            raise ConfigError(
+                f"{_OPTIONS_KEY}: {self._name} refuses {self._options} ({error})", key=_OPTIONS_KEY
+            ) from error
+
+    def _check_json(self, entry: dict[str, Any]) -> None:
+        """A few datasets score with tuples that JSON cannot carry; better no run than rewards that are all wrong."""
+        try:
+            carried = self._scorer.score_answer(entry["answer"], json.loads(json.dumps(entry)))
+        except (TypeError, ValueError) as error:
+            carried = error
+        if carried != self._scorer.score_answer(entry["answer"], entry):
+            raise ConfigError(
+                f"environment.options.task: {self._name} keeps metadata that JSON cannot carry; it is not supported",
+                key="environment.options.task",
+            )
+
+
+def _task(entry: dict[str, Any]) -> Task:
+    question = str(entry["question"])
+    metadata = json.loads(json.dumps(entry["metadata"]))
+    return Task(question=question, prompt=question, answer=entry["answer"] or "", metadata=metadata)

@@ -1,0 +1,289 @@
+"""One scoring process, seen from outside: started, asked, killed with all that it has started, replaced.
+
+Blocking code for one thread; `scoring.py` is its asynchronous face, `scoring_worker.py` the other end of the socket.
+Every wait ends by a deadline or with the process.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config.schema import EnvironmentSection
+from asyncrl.data.prompts import Task
+from asyncrl.environments.scoring_worker import (
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    Message,
+    Reply,
+    Request,
+    RewardFailure,
+    Start,
+    Started,
+    encode,
+)
+from asyncrl.errors import ConfigError, DataError, InfraError
+
+_WORKER_MODULE = "asyncrl.environments.scoring_worker"
+_REAP_TIMEOUT_S = 10.0
+_MAX_LEFT_BEHIND = 32
+_KEPT_ENVIRONMENT = frozenset(
+    {"PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"}
+)
+
+_log = logging.getLogger(__name__)
+
+
+class _Died(Exception):
+    """The process ended, or said what it never says."""
+
+
+class _Late(Exception):
+    """The deadline passed."""
+
+
+class ScoringProcess:
+    """One scoring process and its replacements, used by one thread at a time; `kill` from any."""
+
+    def __init__(self, section: EnvironmentSection, *, start_timeout_s: float, closing: threading.Event) -> None:
+        self._section = section
+        self._start_timeout_s = start_timeout_s
+        self._closing = closing
+        self._lock = threading.Lock()  # a process is neither started nor reaped while another thread kills it
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._requests = 0
+        self.replacements = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it lives."""
+        process = self._process
+        return process.pid if process is not None and _alive(process) else None
+
+    def start(self) -> None:
+        """Have a live process that is ready for requests."""
+        if self._closing.is_set():
+            raise closed()
+        if self._process is not None:
+            if _alive(self._process):
+                return
+            self._replace("was found dead")
+        self._spawn()
+        deadline_s = time.monotonic() + self._start_timeout_s
+        try:
+            self._send(Start(section=self._section.model_dump_json()), deadline_s=deadline_s)
+            started = self._receive(Started, deadline_s=deadline_s)
+        except (_Died, _Late) as error:
+            status = self.discard()
+            raise InfraError(
+                f"a scoring process was not ready within {self._start_timeout_s:g} s: it {error} ({status})",
+                reason="scorer_unavailable",
+            ) from error
+        if started.error is not None:
+            self.discard()
+            raise ConfigError(started.error, key=started.key)
+
+    def score(self, task: Task, completions: tuple[str, ...]) -> list[float]:
+        """See `Scorer.score`."""
+        self.start()
+        timeout_s = self._section.score_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        self._requests += 1
+        try:
+            self._send(Request(id=self._requests, task=task, completions=completions), deadline_s=deadline_s)
+            reply = self._receive(Reply, deadline_s=deadline_s)
+            if reply.id != self._requests or (reply.failure is None and len(reply.rewards) != len(completions)):
+                raise _Died("sent a reply that is not this request's")
+        except _Late as error:
+            self._replace("overran its time")
+            raise DataError(
+                f"scoring {len(completions)} completions took longer than environment.score_timeout_s = {timeout_s:g}",
+                reason=RewardFailure.TIMEOUT,
+            ) from error
+        except _Died as error:
+            status = self._replace("died")
+            if self._closing.is_set():
+                raise closed() from error
+            raise DataError(
+                f"the scoring process {error} ({status}); its reward code ended it", reason=RewardFailure.CRASHED
+            ) from error
+        if reply.retire:
+            self._replace("ran out of environment.score_memory_mib")
+        elif self._left_behind() > _MAX_LEFT_BEHIND:
+            self._replace(f"left more than {_MAX_LEFT_BEHIND} processes behind")
+        if reply.failure is not None:
+            failure = reply.failure
+            raise DataError(f"sample {failure.sample}: {failure.message}", reason=failure.reason)
+        return list(reply.rewards)
+
+    def kill(self) -> None:
+        """End the process with all that it has started. The thread that uses it finds it dead."""
+        with self._lock:
+            if self._process is not None:
+                _kill_tree(self._process)
+
+    def discard(self) -> str:
+        """Kill the process and forget it; how it ended."""
+        self.kill()
+        process, self._process = self._process, None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        return _ending(process)
+
+    def _replace(self, why: str) -> str:
+        status = self.discard()
+        self.replacements += 1
+        if not self._closing.is_set():
+            _log.warning("a scoring process %s (%s) and is replaced", why, status)
+        return status
+
+    def _left_behind(self) -> int:
+        return len(_descendants(self._process.pid)) if self._process is not None else 0
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        with self._lock, theirs:
+            if self._closing.is_set():
+                ours.close()
+                raise closed()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _WORKER_MODULE, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=_scrubbed_environment(),
+                start_new_session=True,  # its own process group, so that one kill reaches what it forks
+            )
+            self._socket = ours
+
+    def _send(self, message: msgspec.Struct, *, deadline_s: float) -> None:
+        assert self._socket is not None
+        try:
+            frame = encode(message)
+        except (TypeError, ValueError) as error:  # metadata that is not JSON, or a group beyond the frame's limit
+            raise DataError(f"the group cannot be sent to scoring: {error}", reason="not_scorable") from error
+        self._socket.settimeout(max(0.001, deadline_s - time.monotonic()))
+        try:
+            self._socket.sendall(frame)
+        except TimeoutError as error:
+            raise _Late("does not read its requests") from error
+        except OSError as error:
+            raise _Died("closed its connection") from error
+
+    def _receive(self, kind: type[Message], *, deadline_s: float) -> Message:
+        size = int.from_bytes(self._receive_exactly(HEADER_BYTES, deadline_s=deadline_s), "big")
+        if size > MAX_FRAME_BYTES:
+            raise _Died(f"sent a message of {size} bytes, beyond the limit of {MAX_FRAME_BYTES}")
+        try:
+            return msgspec.json.decode(self._receive_exactly(size, deadline_s=deadline_s), type=kind)
+        except msgspec.DecodeError as error:
+            raise _Died(f"sent a malformed message, {error}") from error
+
+    def _receive_exactly(self, size: int, *, deadline_s: float) -> bytes:
+        """Watches the process as well as the socket, which what it forked may hold open after its death."""
+        assert self._socket is not None
+        assert self._process is not None
+        data = bytearray()
+        try:
+            death = os.pidfd_open(self._process.pid)
+        except ProcessLookupError:
+            raise _Died("ended") from None
+        try:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            poll.register(death, select.POLLIN)
+            while len(data) < size:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise _Late("does not answer")
+                events = dict(poll.poll(left_s * 1000))
+                if self._socket.fileno() in events:  # first: a last reply may lie there after its death
+                    chunk = _received(self._socket, size - len(data))
+                    if not chunk:
+                        raise _Died("closed its connection")
+                    data += chunk
+                elif events:
+                    raise _Died("ended")
+        finally:
+            os.close(death)
+        return bytes(data)
+
+
+def closed() -> InfraError:
+    """What a score meets once the scorer is closed."""
+    return InfraError("the scorer is closed", reason="scorer_closed")
+
+
+def _received(connection: socket.socket, size: int) -> bytes:
+    try:
+        return connection.recv(min(size, 2**20))
+    except ConnectionError:
+        return b""
+
+
+def _scrubbed_environment() -> dict[str, str]:
+    """What a scoring process sees of ours: no tokens, no keys; our module search path; one thread a library."""
+    kept = {name: value for name, value in os.environ.items() if name in _KEPT_ENVIRONMENT}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    return kept | threads | {"PYTHONPATH": search_path, "PYTHONHASHSEED": "0"}
+
+
+def _alive(process: subprocess.Popen[bytes]) -> bool:
+    """Without reaping: as long as a dead process is not reaped, its id and group belong to nobody else."""
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill and reap the process, its group, and descendants that left the group."""
+    if process.returncode is not None:
+        return  # reaped already: its id may be another's by now
+    descendants = _descendants(process.pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in descendants:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    try:
+        process.wait(timeout=_REAP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        _log.error("the scoring process %d does not end after SIGKILL", process.pid)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes below `pid`, nearest first, as far as /proc tells."""
+    found = _children(pid)
+    for child in found:
+        found.extend(_children(child))
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread ended while we looked
+            found.extend(map(int, listing.read_text().split()))
+    return found
+
+
+def _ending(process: subprocess.Popen[bytes] | None) -> str:
+    if process is None or process.returncode is None:
+        return "still running"
+    if process.returncode < 0:
+        return f"signal {signal.Signals(-process.returncode).name}"
+    return f"exit status {process.returncode}"

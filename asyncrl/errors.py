@@ -1,0 +1,147 @@
+"""Every error that asyncrl raises on purpose, in one tree.
+
+AsyncRLError
+├── ConfigError                what a user set cannot be run
+├── DatasetError               a dataset row cannot be used (F33)
+├── RunError                   the run as a whole cannot start or go on
+│   ├── RunLocked              someone else holds the run's directory or name (F35)
+│   ├── RunMismatch            a deployment attaches with another config than the run's
+│   ├── HandshakeError         the pools disagree on tokenizer, vocabulary or log-probs (F25)
+│   ├── GeneratorPoolExhausted fewer live replicas than `generator.min_replicas`
+│   ├── StallError             nothing moved within `run.stall_timeout_s` (F5)
+│   ├── PlacementError         Ray has no room for a process within the deadline
+│   ├── NonFiniteError         too many non-finite steps in a row (F21)
+│   └── StalenessViolation     a token older than the limit reached a batch: our bug
+├── RolloutError               one rollout failed; every one is INFRA or DATA
+│   ├── InfraError             retried elsewhere, bounded by `buffer.max_attempts`
+│   └── DataError              counted; `generator.max_data_failures` in a row stop the run
+└── WeightError                a weight update cannot be applied
+    ├── ManifestMismatch       a name, shape or dtype differs, or a checksum is wrong (F12)
+    ├── VersionRegression      the version is older than the one that is loaded (F13)
+    ├── TornReplica            half an update was applied; the replica stays paused (F11)
+    ├── ParityError            the engine's log-probs are not the learner's
+    └── ManifestVoid           the bytes of a manifest died with the process that published them
+
+Messages name the key or value, the limit and the mend.
+"""
+
+from enum import StrEnum
+
+
+class AsyncRLError(Exception):
+    """Base of every error that asyncrl raises on purpose."""
+
+
+class ConfigError(AsyncRLError):
+    """What a user set cannot be run. `key` is the dotted path of the field, empty for a rule over several."""
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_config_error, (str(self), self.key)
+
+
+def _rebuild_config_error(message: str, key: str) -> ConfigError:
+    return ConfigError(message, key=key)
+
+
+class DatasetError(AsyncRLError):
+    """A dataset row cannot be used; the message names the file and the row's number, from 1."""
+
+
+class RunError(AsyncRLError):
+    """The run as a whole cannot start or go on."""
+
+
+class RunLocked(RunError):
+    """Someone else holds the run's directory or name; the message names the holder."""
+
+
+class RunMismatch(RunError):
+    """A deployment attaches with a shared config key that differs from the run's."""
+
+
+class HandshakeError(RunError):
+    """The pools disagree on tokenizer, vocabulary or the shape of log-probs."""
+
+
+class GeneratorPoolExhausted(RunError):
+    """Fewer live replicas than `generator.min_replicas`."""
+
+
+class StallError(RunError):
+    """Nothing moved within `run.stall_timeout_s`."""
+
+
+class PlacementError(RunError):
+    """Ray has no room for a process within `ray.placement_timeout_s`."""
+
+
+class NonFiniteError(RunError):
+    """`learner.max_nonfinite_steps` steps in a row had a non-finite loss or gradient."""
+
+
+class StalenessViolation(RunError):
+    """A token older than the limit of its ticket reached a batch. The proof says that this cannot happen."""
+
+
+class FailureClass(StrEnum):
+    """Whether a failed rollout is worth another attempt. Unknown failures are DATA, so that bugs are loud."""
+
+    INFRA = "infra"
+    DATA = "data"
+
+
+class RolloutError(AsyncRLError):
+    """One rollout failed. `reason` is a short label from a bounded set, fit for a metric."""
+
+    failure_class: FailureClass
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_rollout_error, (type(self), str(self), self.reason)
+
+
+def _rebuild_rollout_error(cls: type[RolloutError], message: str, reason: str) -> RolloutError:
+    return cls(message, reason=reason)
+
+
+class InfraError(RolloutError):
+    """The machine's fault: another attempt may succeed."""
+
+    failure_class = FailureClass.INFRA
+
+
+class DataError(RolloutError):
+    """The prompt's, the environment's or our own fault: another attempt would fail alike."""
+
+    failure_class = FailureClass.DATA
+
+
+class WeightError(AsyncRLError):
+    """A weight update cannot be applied."""
+
+
+class ManifestMismatch(WeightError):
+    """A parameter's name, shape or dtype differs, or a bucket's checksum is wrong. Nothing was applied."""
+
+
+class VersionRegression(WeightError):
+    """The version is older than the one that is loaded, within one incarnation."""
+
+
+class TornReplica(WeightError):
+    """Half an update was applied: the replica stays paused until a whole one is."""
+
+
+class ParityError(WeightError):
+    """The engine's log-probs differ from the learner's by more than `weights.parity_tolerance_nats`."""
+
+
+class ManifestVoid(WeightError):
+    """The bytes of a manifest died with the process that published them."""

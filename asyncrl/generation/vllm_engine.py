@@ -1,0 +1,253 @@
+"""One vLLM engine (`AsyncLLM`) behind `InferenceEngine`: the only file here that meets a vLLM release.
+
+One engine a process: a second one would unregister the first one's metrics. What must hold: the engine resumes only
+when nothing or everything of an update was applied, and every token carries the version that sampled it.
+"""
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl.buffer.records import Version
+from asyncrl.config.schema import Config
+from asyncrl.errors import DataError, InfraError, TornReplica
+from asyncrl.generation.interfaces import Completion, LoadTimes
+from asyncrl.generation.shared_memory import segments_of, sweep_shared_memory
+from asyncrl.weights.manifest import Manifest
+
+GIB = 2**30
+ENGINE_EXIT_S = 3.0
+
+
+def prepare_environment(config: Config) -> None:
+    """Sets what vLLM and torch read while they are imported; call it before the first import of either."""
+    settings = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "asyncrl",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if config.generator.gpus == 0:
+        settings |= {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCH_COMPILE_DISABLE": "1",  # the first request takes 0.3 s instead of 13 s
+        }
+    if Path(config.model.path).is_dir():
+        settings["HF_HUB_OFFLINE"] = "1"
+    os.environ.update(settings)
+
+
+def preload() -> None:
+    """Imports what `VLLMEngine.start` needs."""
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+
+class VLLMEngine:
+    """Implements `InferenceEngine`; made by `start`."""
+
+    def __init__(self, llm: Any, *, config: Config) -> None:
+        self._llm = llm
+        self._stop = config.generator.stop
+        self._kv_cache = config.weights.kv_cache
+        children = psutil.Process().children(recursive=True)
+        self._processes = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+        self._segments = segments_of(self._processes)
+        self._requests = itertools.count()
+        self._running: set[str] = set()
+        self._version: Version | None = None
+        self._session_open = False
+
+    @classmethod
+    async def start(cls, config: Config, *, model_path: str) -> "VLLMEngine":
+        """Starts the engine's processes and loads `model_path`; call `prepare_environment` first."""
+        from vllm import AsyncEngineArgs
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from asyncrl.weights import vllm_plugin
+
+        vllm_plugin.register()
+        generator = config.generator
+        on_cpu = generator.gpus == 0
+        arguments: dict[str, Any] = {
+            "model": model_path,
+            "dtype": config.model.dtype,
+            "max_model_len": config.model.max_length,
+            "max_num_seqs": generator.max_concurrent_groups * config.learner.group_size,
+            "enforce_eager": generator.enforce_eager,
+            "logprobs_mode": "processed_logprobs",
+            "tensor_parallel_size": generator.tensor_parallel_size,
+            "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
+            "seed": config.run.seed,
+        }
+        if on_cpu:
+            arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_gib * GIB)
+        else:
+            arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        return cls(llm, config=config)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, n: int, seed: int | None, temperature: float, max_tokens: int
+    ) -> list[Completion]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            n=n,
+            seed=seed,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            logprobs=0,
+            stop=self._stop or None,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._request(list(prompt_ids), parameters)
+        return [_completion(child) for child in sorted(output.outputs, key=lambda child: child.index)]
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._request(list(tokens), parameters)
+        entries = output.prompt_logprobs[1:]
+        return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)]
+
+    async def load(self, manifest: Manifest, buckets: Sequence[memoryview]) -> LoadTimes:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        started = time.monotonic()
+        await self._llm.pause_generation(mode="keep", clear_cache=self._kv_cache == "recompute")
+        paused = time.monotonic()
+        try:
+            if self._session_open:
+                await self._llm.finish_weight_update()
+                self._session_open = False
+            await self._llm.start_weight_update()
+            self._session_open = True
+            received = 0
+            for index, data in enumerate(buckets):
+                entries = manifest.tensors_of(index)
+                with _MemoryFile(data) as path:
+                    update = {
+                        "path": path,
+                        "nbytes": data.nbytes,
+                        "tensors": [[e.name, list(e.shape), e.dtype, e.offset, e.nbytes] for e in entries],
+                    }
+                    self._session_open = False  # vLLM closes it when the call raises
+                    await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+                    self._session_open = True
+                received += len(entries)
+            # vLLM finishes in silence after a part of the tensors, so the count is ours.
+            if received != len(manifest.tensors):
+                raise TornReplica(f"{received} of {len(manifest.tensors)} tensors of {manifest.version} were received")
+            await self._llm.finish_weight_update(weight_version=str(manifest.version))
+            self._session_open = False
+        except Exception as error:
+            self._version = None
+            raise TornReplica(
+                f"loading weights {manifest.version} failed half way ({type(error).__name__}: {error}); the replica "
+                "stays paused until a whole update is applied"
+            ) from error
+        loaded = time.monotonic()
+        self._version = manifest.version
+        await self._llm.resume_generation()
+        return LoadTimes(pause_s=paused - started, load_s=loaded - paused, resume_s=time.monotonic() - loaded)
+
+    async def abort(self) -> None:
+        if self._running:
+            await self._llm.abort(list(self._running))
+
+    def pids(self) -> list[int]:
+        """Processes of the engine, for a supervisor that must be sure that they ended."""
+        return [process.pid for process in self._processes]
+
+    def shared_memory(self) -> list[str]:
+        """Segments in /dev/shm that the engine's processes map; a killed engine leaves them behind."""
+        return self._segments
+
+    async def shutdown(self) -> None:
+        await asyncio.to_thread(self._llm.shutdown, ENGINE_EXIT_S)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, ENGINE_EXIT_S)
+        for process in alive:
+            process.kill()
+        sweep_shared_memory(self._segments)
+
+    async def _request(self, tokens: list[int], parameters: Any) -> Any:
+        request_id = f"asyncrl-{next(self._requests)}"
+        prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+        if self._version is not None:
+            # A prefix that another version computed must never serve a new request.
+            prompt["cache_salt"] = str(self._version)
+        self._running.add(request_id)
+        final = None
+        try:
+            async for output in self._llm.generate(prompt, parameters, request_id):
+                final = output
+        except ValueError as error:
+            raise DataError(f"vLLM refused the prompt: {error}", reason="prompt_refused") from error
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            raise InfraError(f"the engine failed: {type(error).__name__}: {error}", reason="engine") from error
+        finally:
+            self._running.discard(request_id)
+        if final is None or not final.finished:
+            raise InfraError("the engine ended a request without an answer", reason="engine")
+        return final
+
+
+class _MemoryFile:
+    """Bytes as an anonymous file that the engine's processes, which are not Ray's, open by path.
+
+    Unlike a file in /dev/shm it dies with its owner.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def __enter__(self) -> str:
+        self._fd = os.memfd_create("asyncrl-weights")
+        written = 0
+        while written < self._data.nbytes:
+            written += os.write(self._fd, self._data[written:])
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def _completion(child: Any) -> Completion:
+    if child.finish_reason == "abort":
+        raise InfraError("the request was aborted", reason="aborted")
+    token_ids = list(child.token_ids)
+    logprobs = [entry[token].logprob for entry, token in zip(child.logprobs, token_ids, strict=True)]
+    versions: list[Version] = []
+    for span in child.weight_versions or []:
+        versions += [Version.parse(span.version)] * (span.end - span.start)
+    if len(versions) != len(token_ids):
+        raise DataError(
+            f"vLLM labelled {len(versions)} of {len(token_ids)} tokens with a weight version", reason="version_spans"
+        )
+    return Completion(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        versions=versions,
+        text=child.text,
+        truncated=child.finish_reason == "length",
+    )

@@ -1,0 +1,88 @@
+"""Publishing a version from the learner's side: the step pays for the snapshot, the delivery runs beside the next.
+
+One delivery is under way at a time, so versions reach the store in order.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from asyncrl.buffer.records import Version
+from asyncrl.weights.manifest import Manifest, Probe, TensorEntry
+from asyncrl.weights.publisher import DeliveredBucket, deliver, take_snapshot
+from asyncrl.weights.transports.interfaces import Transport
+
+
+class Ranks(Protocol):
+    """The policy's ranks: a function on each of them, in the order of their steps or beside those."""
+
+    async def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
+    async def beside_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
+
+
+class Publisher:
+    """Turns the ranks' current weights into publications.
+
+    `announce` tells the buffer, `offer` the weight store; `delivered` records sizes and seconds by phase.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: Ranks,
+        entries: tuple[TensorEntry, ...],
+        probe_tokens: Sequence[Sequence[int]],
+        transport: Transport,
+        announce: Callable[[Version], Awaitable[Any]],
+        offer: Callable[[Manifest, list[Any]], Awaitable[Any]],
+        delivered: Callable[[Manifest, dict[str, float]], None],
+    ) -> None:
+        self._ranks = ranks
+        self._entries = entries
+        self._probe_tokens = tuple(tuple(tokens) for tokens in probe_tokens)
+        self._transport = transport
+        self._announce = announce
+        self._offer = offer
+        self._delivered = delivered
+        self._published: Version | None = None
+        self._delivery: asyncio.Task[None] | None = None
+
+    @property
+    def published(self) -> Version | None:
+        """The newest version whose snapshot was taken."""
+        return self._published
+
+    async def publish(self, version: Version) -> None:
+        """Returns when the snapshot is taken; the previous delivery, if any, is awaited first."""
+        await self.settle()
+        started_s = time.monotonic()
+        logprobs = (await self._ranks.on_ranks(take_snapshot, self._entries, self._probe_tokens))[0]
+        snapshot_s = time.monotonic() - started_s
+        probe = Probe(tokens=self._probe_tokens, logprobs=tuple(tuple(row) for row in logprobs))
+        previous, self._published = self._published, version
+        self._delivery = asyncio.create_task(
+            self._deliver(version, previous=previous, probe=probe, snapshot_s=snapshot_s), name=f"deliver {version}"
+        )
+
+    async def settle(self) -> None:
+        """Waits for the delivery under way; raises what it raised."""
+        if self._delivery is not None:
+            delivery, self._delivery = self._delivery, None
+            await delivery
+
+    async def _deliver(self, version: Version, *, previous: Version | None, probe: Probe, snapshot_s: float) -> None:
+        started_s = time.monotonic()
+        by_rank: list[list[DeliveredBucket]] = await self._ranks.beside_ranks(deliver, self._transport)
+        buckets = sorted((bucket for rank in by_rank for bucket in rank), key=lambda bucket: bucket.index)
+        manifest = Manifest(
+            version=version,
+            previous=previous,
+            tensors=self._entries,
+            buckets=tuple(bucket.bucket for bucket in buckets),
+            probe=probe,
+        )
+        # The buffer hears first: the gate must never know less than a replica that loads at once.
+        await self._announce(version)
+        await self._offer(manifest, [bucket.handle for bucket in buckets])
+        self._delivered(manifest, {"snapshot": snapshot_s, "deliver": time.monotonic() - started_s})

@@ -1,0 +1,205 @@
+"""What a run writes down about itself, one JSON object a line, and the summary that is made of it.
+
+`steps.jsonl` has a `StepRecord` a step, `evals.jsonl` an `EvalRecord` a held-out evaluation, `samples/step-N.jsonl`
+a few `SampleRecord`s a step. Seconds are monotonic seconds since the run's start. What is not finite is written as
+null, which is all that JSON has for it. A last line without its newline is what a killed writer leaves: it is ignored.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from asyncrl.errors import RunError
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One step, right after its ack (or after it was skipped: `trained` is false and `trained_tokens` 0).
+
+    Histograms map a number of versions to so many groups or tokens. State seconds are totals since the process's
+    start, a generator's averaged over the replicas; so are `generated_samples`, `generated_tokens`, `weight_updates`
+    and `mid_sequence_updates`, which are sums over the replicas. `ledger_groups` has every fate's groups.
+    """
+
+    step: int
+    wall_s: float
+    duration_s: float
+    trained: bool
+    reward_mean: float | None
+    loss: float | None
+    grad_norm: float | None
+    entropy_nats: float | None
+    ess_ratio: float | None
+    learning_rate: float
+    parity_nats: float | None
+    group_staleness: dict[int, int]
+    token_staleness: dict[int, int]
+    trained_samples: int
+    trained_tokens: int
+    generated_samples: int
+    generated_tokens: int
+    learner_state_s: dict[str, float]
+    generator_state_s: dict[str, float]
+    buffer_groups: dict[str, int]
+    ledger_groups: dict[str, int]
+    published_version: int
+    oldest_replica_version: int
+    weight_updates: int
+    mid_sequence_updates: int
+
+
+class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One held-out evaluation of the weights that `version` steps made."""
+
+    version: int
+    wall_s: float
+    prompts: int
+    reward_mean: float | None
+
+
+class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout in full. `version_spans`: (step of the weights, completion tokens that they produced), in order."""
+
+    group: int
+    prompt: str
+    completion: str
+    answer: str
+    reward: float | None
+    advantage: float | None
+    version_spans: tuple[tuple[int, int], ...]
+    truncated: bool
+
+
+class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """What only the end of a run knows. `probe_parity_max_nats` is the worst probe of any replica."""
+
+    wall_s: float
+    generated_tokens: int
+    groups_discarded: int
+    ledger_closed: bool
+    weight_updates: int
+    mid_sequence_updates: int
+    probe_parity_max_nats: float | None
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in twenty numbers: `summary.json`.
+
+    `reward_first` and `reward_last` are means over the first and last 5 % of steps, at least 1 and at most 10.
+    `samples_per_s` counts trained samples between the first and the last step's end, as do the busy ratios: the
+    learner's is the time that it neither waited for groups nor did `other`, the generators' their share of
+    `generating`. `parity_max_nats` is the worst over all probes and all on-policy tokens trained.
+    """
+
+    steps: int
+    wall_s: float
+    time_to_first_step_s: float
+    samples_per_s: float
+    reward_first: float | None
+    reward_last: float | None
+    heldout_first: float | None
+    heldout_last: float | None
+    staleness_limit: int
+    max_group_staleness: int
+    max_token_staleness: int
+    groups_discarded: int
+    ledger_closed: bool
+    weight_updates: int
+    mid_sequence_updates: int
+    parity_max_nats: float | None
+    generator_busy_ratio: float
+    learner_busy_ratio: float
+    generated_tokens: int
+    trained_tokens: int
+
+
+def build_summary(
+    steps: Sequence[StepRecord], evals: Sequence[EvalRecord], totals: RunTotals, *, staleness_limit: int
+) -> Summary:
+    """The run's summary. RunError when no step was recorded: there is nothing to sum up."""
+    if not steps:
+        raise RunError("no step was recorded, so there is no summary; look at the run's logs for what stopped it")
+    window = edge_window(len(steps))
+    parities = [totals.probe_parity_max_nats, *(record.parity_nats for record in steps)]
+    learner_shares = state_shares(steps, "learner_state_s")
+    return Summary(
+        steps=sum(record.trained for record in steps),
+        wall_s=totals.wall_s,
+        time_to_first_step_s=steps[0].wall_s,
+        samples_per_s=_samples_per_s(steps),
+        reward_first=_mean([record.reward_mean for record in steps[:window]]),
+        reward_last=_mean([record.reward_mean for record in steps[-window:]]),
+        heldout_first=evals[0].reward_mean if evals else None,
+        heldout_last=evals[-1].reward_mean if evals else None,
+        staleness_limit=staleness_limit,
+        max_group_staleness=max(max(record.group_staleness, default=0) for record in steps),
+        max_token_staleness=max(max(record.token_staleness, default=0) for record in steps),
+        groups_discarded=totals.groups_discarded,
+        ledger_closed=totals.ledger_closed,
+        weight_updates=totals.weight_updates,
+        mid_sequence_updates=totals.mid_sequence_updates,
+        parity_max_nats=max(_present(parities), default=None),
+        generator_busy_ratio=state_shares(steps, "generator_state_s").get("generating", 0.0),
+        learner_busy_ratio=sum(
+            share for state, share in learner_shares.items() if state not in ("waiting_for_groups", "other")
+        ),
+        generated_tokens=totals.generated_tokens,
+        trained_tokens=sum(record.trained_tokens for record in steps),
+    )
+
+
+def edge_window(steps: int) -> int:
+    """Steps at either end that a first or last mean is taken over: 5 %, at least 1, at most 10."""
+    return min(10, max(1, steps // 20))
+
+
+def state_shares(steps: Sequence[StepRecord], field: str) -> dict[str, float]:
+    """Shares of time by state between the first and the last of `steps` (since the start, when there is but one).
+
+    `field` is `learner_state_s` or `generator_state_s`. Shares add up to 1, or there are none without time.
+    """
+    if not steps:
+        return {}
+    end: dict[str, float] = getattr(steps[-1], field)
+    start: dict[str, float] = getattr(steps[0], field) if len(steps) > 1 else {}
+    seconds = {state: max(0.0, total - start.get(state, 0.0)) for state, total in end.items()}
+    whole = sum(seconds.values())
+    return {state: part / whole for state, part in seconds.items()} if whole > 0 else {}
+
+
+def _samples_per_s(steps: Sequence[StepRecord]) -> float:
+    """The first step's samples are left out, along with the start-up before them, unless it is the only step."""
+    if len(steps) == 1:
+        return steps[0].trained_samples / max(steps[0].wall_s, 1e-9)
+    samples = sum(record.trained_samples for record in steps[1:])
+    return samples / max(steps[-1].wall_s - steps[0].wall_s, 1e-9)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    present = _present(values)
+    return sum(present) / len(present) if present else None
+
+
+def _present(values: Sequence[float | None]) -> list[float]:
+    """What is a number; a record in memory may hold a NaN where the file has null."""
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+Line = TypeVar("Line", bound=msgspec.Struct)
+
+
+def read_lines(path: Path, kind: type[Line]) -> list[Line]:
+    """The records of a JSON lines file; none when there is no file. RunError names the line that is no record."""
+    if not path.exists():
+        return []
+    decoder = msgspec.json.Decoder(kind)
+    complete, _, _ = path.read_bytes().rpartition(b"\n")
+    records = []
+    for number, line in enumerate(complete.splitlines(), start=1):
+        try:
+            records.append(decoder.decode(line))
+        except msgspec.MsgspecError as error:
+            raise RunError(f"{path}, line {number} is no {kind.__name__}: {error}") from error
+    return records

@@ -1,0 +1,396 @@
+"""Every metric of asyncrl, declared once as data; `docs/metrics.md` is generated from it.
+
+Nothing else names a metric's help, unit, labels or buckets, and only `instruments.py` turns a declaration into a
+prometheus_client object. Conventions: prefix `asyncrl_`, base units, `_total` on counters, counters instead of gauges
+of rates. Labels are bounded sets: a label either lists its values here or, where the values belong to the user or to
+another layer (environments, failure reasons, phases), is capped at `MAX_OPEN_VALUES` by `instruments.py`. The labels
+`run`, `role` and `replica` come from service discovery and are on no metric.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+MAX_OPEN_VALUES = 32
+"""Distinct values of an open label that a process exports; later ones are recorded as `other`."""
+
+
+class Role(StrEnum):
+    """The long-lived processes that serve metrics."""
+
+    LEARNER = "learner"
+    GENERATOR = "generator"
+    BUFFER = "buffer"
+
+
+class Kind(StrEnum):
+    """Prometheus types."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Feed(StrEnum):
+    """How values arrive.
+
+    CALLS: one recorded value at a time. COUNTS: a histogram that is fed {value: count}, because a step has thousands
+    of tokens. SCRAPE: totals that are read when somebody asks, so that a wait is visible while it lasts.
+    """
+
+    CALLS = "calls"
+    COUNTS = "counts"
+    SCRAPE = "scrape"
+
+
+GENERATOR_STATES = (
+    "generating",
+    "blocked_on_staleness",
+    "blocked_on_capacity",
+    "paused_for_weights",
+    "starved_of_prompts",
+    "idle",
+)
+LEARNER_STATES = (
+    "waiting_for_groups",
+    "log_probs",
+    "forward_backward",
+    "optimizer",
+    "publish",
+    "checkpoint",
+    "other",
+)
+BUFFER_STATES = ("reserved", "ready", "leased")
+FINAL_FATES = ("trained", "filtered", "skipped", "dropped", "failed", "rows_lost", "returned_on_resume")
+"""Fates of the ledger that a group never leaves; the passing ones are `asyncrl_buffer_groups`."""
+SAMPLE_OUTCOMES = ("accepted", "duplicate", "late", "unknown", "old_incarnation", "failed")
+TOKEN_KINDS = ("prompt", "completion")
+FAILURE_CLASSES = ("infra", "data")
+STEP_OUTCOMES = ("trained", "skipped")
+UPDATE_OUTCOMES = ("applied", "repeated", "refused", "torn", "failed")
+
+VERSIONS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+REWARDS = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 2, 5, 10)
+
+ALL = frozenset(Role)
+LEARNER = frozenset({Role.LEARNER})
+GENERATOR = frozenset({Role.GENERATOR})
+BUFFER = frozenset({Role.BUFFER})
+
+
+Labels = Mapping[str, tuple[str, ...] | None]
+"""A label's values; None means an open, capped set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. `unit` is what a reader or a dashboard shows; names carry it too."""
+
+    kind: Kind
+    name: str
+    help: str
+    unit: str
+    roles: frozenset[Role]
+    labels: Labels = field(default_factory=dict)
+    buckets: tuple[float, ...] = ()
+    feed: Feed = Feed.CALLS
+
+
+C, G, H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+
+GROUPS: Mapping[str, tuple[Metric, ...]] = {
+    "run": (
+        Metric(
+            G,
+            "asyncrl_run_info",
+            "Always 1; its labels describe the run.",
+            "",
+            ALL,
+            {"version": None, "model": None, "environment": None, "loss": None},
+        ),
+        Metric(
+            G, "asyncrl_heartbeat_timestamp_seconds", "Unix time of the main loop's last turn.", "unix seconds", ALL
+        ),
+    ),
+    "limits": (
+        Metric(G, "asyncrl_staleness_limit_versions", "η: the oldest that trained data may be.", "versions", BUFFER),
+        Metric(G, "asyncrl_buffer_capacity_groups", "Groups that the buffer holds at most.", "groups", BUFFER),
+        Metric(G, "asyncrl_buffer_capacity_bytes", "Bytes of rows that the buffer holds at most.", "bytes", BUFFER),
+    ),
+    "generator": (
+        Metric(
+            C,
+            "asyncrl_generator_samples_total",
+            "Samples by what became of their group's commit; `failed`: their rollout failed.",
+            "samples",
+            GENERATOR,
+            {"outcome": SAMPLE_OUTCOMES},
+        ),
+        Metric(
+            C,
+            "asyncrl_generator_tokens_total",
+            "Tokens read (a group's prompt once) and generated.",
+            "tokens",
+            GENERATOR,
+            {"kind": TOKEN_KINDS},
+        ),
+        Metric(
+            C,
+            "asyncrl_generator_state_seconds_total",
+            "Slot-seconds by state, divided by the slots: they add up to wall time.",
+            "seconds",
+            GENERATOR,
+            {"state": GENERATOR_STATES},
+            feed=Feed.SCRAPE,
+        ),
+        Metric(G, "asyncrl_generator_inflight_groups", "Groups that are being generated.", "groups", GENERATOR),
+        Metric(
+            G, "asyncrl_generator_policy_version", "Step of the weights that the replica runs.", "versions", GENERATOR
+        ),
+        Metric(
+            H,
+            "asyncrl_rollout_duration_seconds",
+            "Time of one group from its start to its commit.",
+            "seconds",
+            GENERATOR,
+            {"environment": None},
+            SECONDS,
+        ),
+        Metric(
+            H,
+            "asyncrl_completion_tokens",
+            "Tokens of one completion.",
+            "tokens",
+            GENERATOR,
+            {"environment": None},
+            TOKENS,
+        ),
+        Metric(
+            C,
+            "asyncrl_rollout_failures_total",
+            "Failed rollouts: `infra` is retried, `data` is not.",
+            "groups",
+            GENERATOR,
+            {"class": FAILURE_CLASSES, "reason": None},
+        ),
+    ),
+    "buffer": (
+        Metric(
+            G,
+            "asyncrl_buffer_groups",
+            "Groups that hold a slot, by state.",
+            "groups",
+            BUFFER,
+            {"state": BUFFER_STATES},
+        ),
+        Metric(G, "asyncrl_buffer_bytes", "Bytes of rows that are booked.", "bytes", BUFFER),
+        Metric(
+            G,
+            "asyncrl_buffer_oldest_group_age_seconds",
+            "Age of the oldest group that holds a slot.",
+            "seconds",
+            BUFFER,
+        ),
+        Metric(
+            C,
+            "asyncrl_buffer_events_total",
+            "What happened besides the regular life of groups: retries, expired tickets, refused commits.",
+            "events",
+            BUFFER,
+            {"event": None},
+        ),
+        Metric(
+            H,
+            "asyncrl_buffer_reserve_wait_seconds",
+            "Time that a reserve waited for tickets.",
+            "seconds",
+            BUFFER,
+            buckets=SECONDS,
+        ),
+        Metric(
+            H,
+            "asyncrl_buffer_lease_wait_seconds",
+            "Time that the learner waited for a lease.",
+            "seconds",
+            BUFFER,
+            buckets=SECONDS,
+        ),
+        Metric(
+            C,
+            "asyncrl_ledger_issued_groups_total",
+            "Groups issued. Each holds a slot or has one final fate.",
+            "groups",
+            BUFFER,
+        ),
+        Metric(C, "asyncrl_ledger_groups_total", "Groups by final fate.", "groups", BUFFER, {"fate": FINAL_FATES}),
+        Metric(
+            C,
+            "asyncrl_ledger_tokens_total",
+            "Generated tokens by their group's final fate.",
+            "tokens",
+            BUFFER,
+            {"fate": FINAL_FATES},
+        ),
+    ),
+    "staleness": (
+        Metric(
+            H,
+            "asyncrl_group_staleness_versions",
+            "Staleness of a group's oldest token, when trained.",
+            "versions",
+            LEARNER,
+            buckets=VERSIONS,
+            feed=Feed.COUNTS,
+        ),
+        Metric(
+            H,
+            "asyncrl_token_staleness_versions",
+            "Staleness of a token, when trained.",
+            "versions",
+            LEARNER,
+            buckets=VERSIONS,
+            feed=Feed.COUNTS,
+        ),
+        Metric(
+            H,
+            "asyncrl_staleness_inflight_versions",
+            "Versions that passed while a trained group was generated.",
+            "versions",
+            LEARNER,
+            buckets=VERSIONS,
+            feed=Feed.COUNTS,
+        ),
+        Metric(
+            H,
+            "asyncrl_staleness_inbuffer_versions",
+            "Versions that passed while a trained group waited in the buffer.",
+            "versions",
+            LEARNER,
+            buckets=VERSIONS,
+            feed=Feed.COUNTS,
+        ),
+        Metric(
+            G,
+            "asyncrl_trained_to_dispatched_length_ratio",
+            "Mean completion length of trained groups over that of all finished ones: below 1, long ones are lost.",
+            "ratio",
+            LEARNER,
+        ),
+    ),
+    "weights": (
+        Metric(
+            H,
+            "asyncrl_weight_publish_seconds",
+            "Time to publish a version, by phase.",
+            "seconds",
+            LEARNER,
+            {"phase": None},
+            SECONDS,
+        ),
+        Metric(
+            H,
+            "asyncrl_weight_load_seconds",
+            "Time of a replica to load a version, by phase.",
+            "seconds",
+            GENERATOR,
+            {"phase": None},
+            SECONDS,
+        ),
+        Metric(
+            C,
+            "asyncrl_weight_updates_total",
+            "Weight updates that a replica was offered.",
+            "updates",
+            GENERATOR,
+            {"outcome": UPDATE_OUTCOMES},
+        ),
+        Metric(C, "asyncrl_weight_bytes_total", "Bytes of weights published.", "bytes", LEARNER),
+        Metric(
+            G,
+            "asyncrl_weight_parity_nats",
+            "Largest difference of a token's log-prob between engine and learner: on the learner over the last step's "
+            "on-policy tokens, on a generator over the last update's probe.",
+            "nats",
+            LEARNER | GENERATOR,
+        ),
+        Metric(G, "asyncrl_learner_policy_version", "v: steps acked.", "versions", LEARNER),
+        Metric(G, "asyncrl_published_policy_version", "Step of the newest published weights.", "versions", LEARNER),
+    ),
+    "learner": (
+        Metric(
+            C,
+            "asyncrl_learner_steps_total",
+            "Steps by outcome; `skipped`: not finite, nothing was trained.",
+            "steps",
+            LEARNER,
+            {"outcome": STEP_OUTCOMES},
+        ),
+        Metric(C, "asyncrl_learner_tokens_total", "Completion tokens trained.", "tokens", LEARNER),
+        Metric(
+            C,
+            "asyncrl_learner_state_seconds_total",
+            "Seconds by what the learner was doing: they add up to wall time.",
+            "seconds",
+            LEARNER,
+            {"state": LEARNER_STATES},
+            feed=Feed.SCRAPE,
+        ),
+        Metric(
+            H,
+            "asyncrl_learner_step_duration_seconds",
+            "Time of a step from lease to ack.",
+            "seconds",
+            LEARNER,
+            buckets=SECONDS,
+        ),
+        Metric(G, "asyncrl_learner_reward_mean", "Mean reward of the last step's samples.", "reward", LEARNER),
+        Metric(
+            G, "asyncrl_learner_heldout_reward_mean", "Mean reward of the last held-out evaluation.", "reward", LEARNER
+        ),
+        Metric(G, "asyncrl_learner_loss", "Loss of the last step.", "", LEARNER),
+        Metric(G, "asyncrl_learner_grad_norm", "Global gradient norm of the last step, before clipping.", "", LEARNER),
+        Metric(G, "asyncrl_learner_entropy_nats", "Mean entropy over the last step's tokens.", "nats", LEARNER),
+        Metric(
+            G,
+            "asyncrl_learner_ess_ratio",
+            "Effective sample size of the untruncated importance weights over the number of tokens.",
+            "ratio",
+            LEARNER,
+        ),
+        Metric(
+            G, "asyncrl_learner_importance_weight_mean", "Mean of proximal ÷ behaviour probability.", "ratio", LEARNER
+        ),
+        Metric(
+            G, "asyncrl_learner_importance_weight_max", "Largest proximal ÷ behaviour probability.", "ratio", LEARNER
+        ),
+        Metric(
+            G,
+            "asyncrl_learner_clipped_ratio",
+            "Share of tokens without gradient because of the clip.",
+            "ratio",
+            LEARNER,
+        ),
+        Metric(
+            G, "asyncrl_learner_gated_ratio", "Share of tokens whose importance weight was zeroed.", "ratio", LEARNER
+        ),
+        Metric(G, "asyncrl_learner_kl_to_behaviour_nats", "KL of behaviour and proximal policy, k3.", "nats", LEARNER),
+        Metric(G, "asyncrl_learner_learning_rate", "Learning rate of the last step.", "", LEARNER),
+        Metric(
+            G,
+            "asyncrl_learner_zero_variance_ratio",
+            "Share of groups with equal rewards: they teach nothing.",
+            "ratio",
+            LEARNER,
+        ),
+    ),
+    "reward": (
+        Metric(H, "asyncrl_reward", "Reward of a sample.", "reward", GENERATOR, {"environment": None}, REWARDS),
+        Metric(
+            C, "asyncrl_reward_failures_total", "Samples whose scoring failed.", "samples", GENERATOR, {"reason": None}
+        ),
+    ),
+}
+
+CATALOGUE: tuple[Metric, ...] = tuple(metric for group in GROUPS.values() for metric in group)

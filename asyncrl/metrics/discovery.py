@@ -1,0 +1,30 @@
+"""Where Prometheus finds the run's endpoints: file service discovery (`file_sd_configs`).
+
+The labels `run`, `role` and `replica` of every series come from here. The file is replaced whole, so that Prometheus
+never reads half of it.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.atomic_write import write_atomically
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """One endpoint. `role` is one of the catalogue's; `replica` tells apart processes of one, e.g. `generator-0`."""
+
+    role: str
+    replica: str
+    address: str
+
+
+def write_targets(path: Path, *, run: str, targets: Iterable[Target]) -> None:
+    """Make `path` list exactly these targets, in a stable order."""
+    groups = [
+        {"targets": [target.address], "labels": {"run": run, "role": target.role, "replica": target.replica}}
+        for target in sorted(targets)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(groups), indent=2) + b"\n")

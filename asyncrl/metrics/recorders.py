@@ -1,0 +1,268 @@
+"""What a process calls to record: `LearnerMetrics`, `GeneratorMetrics`, `BufferMetrics`.
+
+Every method takes plain strings, ints and floats, and never raises: an error is logged once a method and the value is
+lost. A metric that nobody records is deleted from the catalogue: tests/metrics/test_recorders.py calls every method
+and finds a value for every metric.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from asyncrl.metrics.catalogue import BUFFER_STATES, Role
+from asyncrl.metrics.instruments import Instruments, Totals
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R", bound="ProcessMetrics")
+
+
+def recording(method: Callable[Concatenate[R, P], None]) -> Callable[Concatenate[R, P], None]:
+    """A method that records, made unable to raise: whoever trains must not fail because of a metric."""
+
+    @functools.wraps(method)
+    def guarded(self: R, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            self.failed(method.__name__)
+
+    return guarded
+
+
+class ProcessMetrics:
+    """What every process records."""
+
+    role: Role
+
+    def __init__(self) -> None:
+        self._instruments = Instruments(self.role)
+        self._failed_methods: set[str] = set()
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self._instruments.registry
+
+    def failed(self, method: str) -> None:
+        """Log the current exception, once a method."""
+        if method not in self._failed_methods:
+            self._failed_methods.add(method)
+            logger.warning("a metric was not recorded: %s.%s", type(self).__name__, method, exc_info=True)
+
+    @recording
+    def run_info(self, *, version: str, model: str, environment: str, loss: str) -> None:
+        """Once, at the start. `version` is the package's."""
+        self._instruments.set("asyncrl_run_info", 1, version=version, model=model, environment=environment, loss=loss)
+
+    @recording
+    def heartbeat(self, *, unix_time_s: float) -> None:
+        """Every turn of the process's main loop."""
+        self._instruments.set("asyncrl_heartbeat_timestamp_seconds", unix_time_s)
+
+
+class LearnerMetrics(ProcessMetrics):
+    """The learner's loop."""
+
+    role = Role.LEARNER
+
+    @recording
+    def states_from(self, seconds: Callable[[], Totals]) -> None:
+        """Show `StateClock.seconds` at every scrape."""
+        self._instruments.read_from("asyncrl_learner_state_seconds_total", seconds)
+
+    @recording
+    def step(self, *, outcome: str, duration_s: float, tokens: int) -> None:
+        """A step ended, `trained` or `skipped`; `tokens` are those that were trained."""
+        self._instruments.add("asyncrl_learner_steps_total", 1, outcome=outcome)
+        self._instruments.add("asyncrl_learner_tokens_total", tokens)
+        self._instruments.observe("asyncrl_learner_step_duration_seconds", duration_s)
+
+    @recording
+    def diagnostics(
+        self,
+        *,
+        reward_mean: float,
+        loss: float,
+        grad_norm: float,
+        entropy_nats: float,
+        ess_ratio: float,
+        importance_weight_mean: float,
+        importance_weight_max: float,
+        clipped_ratio: float,
+        gated_ratio: float,
+        kl_to_behaviour_nats: float,
+        learning_rate: float,
+        zero_variance_ratio: float,
+    ) -> None:
+        """The step's numbers, after each step."""
+        gauges = {
+            "reward_mean": reward_mean,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "entropy_nats": entropy_nats,
+            "ess_ratio": ess_ratio,
+            "importance_weight_mean": importance_weight_mean,
+            "importance_weight_max": importance_weight_max,
+            "clipped_ratio": clipped_ratio,
+            "gated_ratio": gated_ratio,
+            "kl_to_behaviour_nats": kl_to_behaviour_nats,
+            "learning_rate": learning_rate,
+            "zero_variance_ratio": zero_variance_ratio,
+        }
+        for name, value in gauges.items():
+            self._instruments.set(f"asyncrl_learner_{name}", value)
+
+    @recording
+    def staleness(
+        self,
+        *,
+        groups: Mapping[int, int],
+        tokens: Mapping[int, int],
+        in_flight: Mapping[int, int],
+        in_buffer: Mapping[int, int],
+    ) -> None:
+        """A step's data: how many groups or tokens per number of versions."""
+        self._instruments.observe_counts("asyncrl_group_staleness_versions", groups)
+        self._instruments.observe_counts("asyncrl_token_staleness_versions", tokens)
+        self._instruments.observe_counts("asyncrl_staleness_inflight_versions", in_flight)
+        self._instruments.observe_counts("asyncrl_staleness_inbuffer_versions", in_buffer)
+
+    @recording
+    def length_ratio(self, ratio: float) -> None:
+        """Mean completion length of trained groups ÷ that of all finished ones."""
+        self._instruments.set("asyncrl_trained_to_dispatched_length_ratio", ratio)
+
+    @recording
+    def heldout(self, reward_mean: float) -> None:
+        """After a held-out evaluation."""
+        self._instruments.set("asyncrl_learner_heldout_reward_mean", reward_mean)
+
+    @recording
+    def parity(self, nats: float) -> None:
+        """Largest difference over the step's on-policy tokens."""
+        self._instruments.set("asyncrl_weight_parity_nats", nats)
+
+    @recording
+    def versions(self, *, learner: int, published: int) -> None:
+        """After every ack and every publication."""
+        self._instruments.set("asyncrl_learner_policy_version", learner)
+        self._instruments.set("asyncrl_published_policy_version", published)
+
+    @recording
+    def published(self, *, bytes: int, phase_seconds: Mapping[str, float]) -> None:
+        """A version was published: its size and how long each phase took."""
+        self._instruments.add("asyncrl_weight_bytes_total", bytes)
+        for phase, seconds in phase_seconds.items():
+            self._instruments.observe("asyncrl_weight_publish_seconds", seconds, phase=phase)
+
+
+class GeneratorMetrics(ProcessMetrics):
+    """One replica. `environment` names where its tasks come from."""
+
+    role = Role.GENERATOR
+
+    def __init__(self, *, environment: str) -> None:
+        super().__init__()
+        self._environment = environment
+
+    @recording
+    def states_from(self, seconds: Callable[[], Totals]) -> None:
+        """Show `SlotStates.seconds` at every scrape."""
+        self._instruments.read_from("asyncrl_generator_state_seconds_total", seconds)
+
+    @recording
+    def inflight(self, groups: int) -> None:
+        self._instruments.set("asyncrl_generator_inflight_groups", groups)
+
+    @recording
+    def policy_version(self, step: int) -> None:
+        """After a version has fully loaded."""
+        self._instruments.set("asyncrl_generator_policy_version", step)
+
+    @recording
+    def rollout(self, *, duration_s: float, prompt_tokens: int, completion_tokens: Sequence[int]) -> None:
+        """A group was generated and scored. The prompt's tokens are counted once: the group shares its cache."""
+        self._instruments.add("asyncrl_generator_tokens_total", prompt_tokens, kind="prompt")
+        self._instruments.add("asyncrl_generator_tokens_total", sum(completion_tokens), kind="completion")
+        self._instruments.observe("asyncrl_rollout_duration_seconds", duration_s, environment=self._environment)
+        for length in completion_tokens:
+            self._instruments.observe("asyncrl_completion_tokens", length, environment=self._environment)
+
+    @recording
+    def samples(self, count: int, *, outcome: str) -> None:
+        """Samples of one group, by its commit's outcome or `failed`."""
+        self._instruments.add("asyncrl_generator_samples_total", count, outcome=outcome)
+
+    @recording
+    def rollout_failed(self, *, failure_class: str, reason: str) -> None:
+        labels = {"class": failure_class, "reason": reason}
+        self._instruments.add("asyncrl_rollout_failures_total", 1, **labels)
+
+    @recording
+    def rewards(self, values: Sequence[float]) -> None:
+        for value in values:
+            self._instruments.observe("asyncrl_reward", value, environment=self._environment)
+
+    @recording
+    def reward_failed(self, *, reason: str, samples: int) -> None:
+        self._instruments.add("asyncrl_reward_failures_total", samples, reason=reason)
+
+    @recording
+    def weight_update(self, *, outcome: str, phase_seconds: Mapping[str, float]) -> None:
+        """A version was offered: what became of it and how long each phase took."""
+        self._instruments.add("asyncrl_weight_updates_total", 1, outcome=outcome)
+        for phase, seconds in phase_seconds.items():
+            self._instruments.observe("asyncrl_weight_load_seconds", seconds, phase=phase)
+
+    @recording
+    def parity(self, nats: float) -> None:
+        """Largest difference over the probe of the last update."""
+        self._instruments.set("asyncrl_weight_parity_nats", nats)
+
+
+class BufferMetrics(ProcessMetrics):
+    """The buffer actor's shell."""
+
+    role = Role.BUFFER
+
+    @recording
+    def limits(self, *, max_staleness_versions: int, capacity_groups: int, capacity_bytes: int) -> None:
+        """At the start and whenever a limit changes."""
+        self._instruments.set("asyncrl_staleness_limit_versions", max_staleness_versions)
+        self._instruments.set("asyncrl_buffer_capacity_groups", capacity_groups)
+        self._instruments.set("asyncrl_buffer_capacity_bytes", capacity_bytes)
+
+    @recording
+    def fill(self, *, reserved: int, ready: int, leased: int, bytes: int, oldest_group_age_s: float) -> None:
+        """The buffer's counts now."""
+        for state, groups in (("reserved", reserved), ("ready", ready), ("leased", leased)):
+            self._instruments.set("asyncrl_buffer_groups", groups, state=state)
+        self._instruments.set("asyncrl_buffer_bytes", bytes)
+        self._instruments.set("asyncrl_buffer_oldest_group_age_seconds", oldest_group_age_s)
+
+    @recording
+    def events(self, totals: Mapping[str, int]) -> None:
+        """The buffer's own event counters, as totals."""
+        for event, total in totals.items():
+            self._instruments.raise_to("asyncrl_buffer_events_total", total, event=event)
+
+    @recording
+    def ledger(self, *, issued_groups: int, groups: Mapping[str, int], tokens: Mapping[str, int]) -> None:
+        """The ledger's totals by fate. Open fates are no counters: `fill` shows them."""
+        self._instruments.raise_to("asyncrl_ledger_issued_groups_total", issued_groups)
+        for name, totals in (("groups", groups), ("tokens", tokens)):
+            for fate, total in totals.items():
+                if fate not in BUFFER_STATES:
+                    self._instruments.raise_to(f"asyncrl_ledger_{name}_total", total, fate=fate)
+
+    @recording
+    def reserve_waited(self, seconds: float) -> None:
+        self._instruments.observe("asyncrl_buffer_reserve_wait_seconds", seconds)
+
+    @recording
+    def lease_waited(self, seconds: float) -> None:
+        self._instruments.observe("asyncrl_buffer_lease_wait_seconds", seconds)

@@ -1,0 +1,114 @@
+"""One `/metrics` endpoint a process, in threads of its own.
+
+It serves the process's asyncrl registry and, on the same port, the default registry, where vLLM puts `vllm:*`.
+Nothing here can hold up training: a taken port becomes any free one with a warning (F31), each scrape has a thread,
+and a scraper that does not read is dropped after `SCRAPE_TIMEOUT_S`.
+"""
+
+import errno
+import logging
+import socket
+from http.server import ThreadingHTTPServer
+from threading import Thread
+from types import TracebackType
+
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.exposition import MetricsHandler
+
+from asyncrl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SCRAPE_TIMEOUT_S = 10.0
+"""Prometheus' own default scrape timeout: whoever is slower has given up."""
+
+CLOSE_TIMEOUT_S = 5.0
+
+POLL_S = 0.1
+"""How soon the server notices that it is being closed."""
+
+PORT_REFUSED = {errno.EADDRINUSE, errno.EACCES}
+
+
+class MetricsServer:
+    """Serves from construction to `close`.
+
+    >>> with MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0) as server:
+    ...     server.url.startswith("http://127.0.0.1:")
+    True
+    """
+
+    def __init__(self, registry: CollectorRegistry, *, host: str, port: int) -> None:
+        both = CollectorRegistry()
+        both.register(registry)
+        both.register(REGISTRY)
+        handler = type("Handler", (_Handler,), {"registry": both})
+        self._server = _bind(handler, host=host, port=port)
+        self._thread = Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    @property
+    def address(self) -> str:
+        """`host:port`, as Prometheus wants its targets."""
+        host = str(self._server.server_address[0])
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}/metrics"
+
+    def close(self) -> None:
+        """Stop serving and free the port. May be called twice."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join(CLOSE_TIMEOUT_S)
+        self._server.server_close()
+
+    def __enter__(self) -> "MetricsServer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Handler(MetricsHandler):
+    timeout = SCRAPE_TIMEOUT_S
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        logger.debug("a scrape by %s broke off", client_address, exc_info=True)
+
+
+def _bind(handler: type[_Handler], *, host: str, port: int) -> _Server:
+    try:
+        family, _, _, _, _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        server_class: type[_Server] = type("Server", (_Server,), {"address_family": family})
+        try:
+            return server_class((host, port), handler)
+        except OSError as error:
+            if port == 0 or error.errno not in PORT_REFUSED:
+                raise
+            server = server_class((host, 0), handler)
+            logger.warning(
+                "metrics port %d on %s cannot be had (%s): serving on %d instead",
+                port,
+                host,
+                error.strerror,
+                server.server_port,
+            )
+            return server
+    except OSError as error:
+        raise ConfigError(
+            f"metrics.host: cannot serve on {host!r} ({error.strerror or error}); name an address of this machine, "
+            "such as 127.0.0.1",
+            key="metrics.host",
+        ) from error

@@ -1,0 +1,73 @@
+"""Whole weights out of a sharded model.
+
+Every function that returns full tensors is a collective: all ranks call it, in the same order, and exhaust what it
+yields; nothing else may communicate in between.
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from asyncrl.policy.interfaces import ParameterSpec
+
+
+def parameter_specs(model: torch.nn.Module, *, dtype: torch.dtype) -> tuple[ParameterSpec, ...]:
+    """Every parameter in the order of `gather_weights`. A tied one stands under each of its names: an engine that packs
+    `lm_head.weight` separately would otherwise keep the old one."""
+    label = str(dtype).removeprefix("torch.")
+    return tuple(
+        ParameterSpec(name=name, shape=tuple(parameter.shape), dtype=label, nbytes=parameter.numel() * dtype.itemsize)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    )
+
+
+@torch.no_grad()
+def gather_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, full tensor on the CPU) of every parameter: a copy, which later training does not change.
+
+    One gather a parameter; a tied one is gathered once and yielded, as the same tensor, under each of its names.
+    """
+    for module in model.modules():
+        # a forward pass without a backward leaves some parameters whole, in the precision of computation
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    tied: dict[int, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in tied:
+            # cast first: the gather then moves the engine's bytes, not the master weights'
+            cast = parameter.detach().to(dtype)
+            full = cast.full_tensor() if isinstance(cast, DTensor) else cast
+            # with one rank, in float32 and on the CPU nothing has copied yet
+            tied[id(parameter)] = full.to("cpu").clone(memory_format=torch.contiguous_format)
+        yield name, tied[id(parameter)]
+
+
+def save_hf(model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtype: torch.dtype, is_writer: bool) -> None:
+    """Writes a Hugging Face directory that vLLM serves: safetensors, config, tokenizer. One rank writes.
+
+    Not `model.save_pretrained`: FSDP renames the model's class, and the config would name one that no one knows;
+    the config itself still says what the model was loaded from.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    pointers: set[int] = set()
+    for name, tensor in gather_weights(model, dtype=dtype):
+        # safetensors refuses shared memory, and the format leaves the second name of a tied weight out
+        if is_writer and tensor.data_ptr() not in pointers:
+            pointers.add(tensor.data_ptr())
+            weights[name] = tensor
+    if not is_writer:
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(path)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(path)
+    AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(path)

@@ -1,0 +1,105 @@
+"""A step's account: what each rank planned and did, added up over ranks and updates. Pure; no model, no process group.
+
+What must hold: sums are added before anything is divided, so that micro-batches, updates and ranks weigh by their
+tokens; a step without a trained token divides by nothing (F24).
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncrl.algorithms.diagnostics import OffPolicySums, merge_metrics
+from asyncrl.algorithms.interfaces import MetricNormalization
+from asyncrl.policy.interfaces import StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatePlan:
+    """What one rank, or all ranks together, train in one optimizer update."""
+
+    tokens: int
+    samples: int
+    micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateOutcome:
+    """What one update did on one rank. `loss` is the rank's part of the global loss; `finite` and `grad_norm` are the
+    same on every rank."""
+
+    loss: float
+    grad_norm: float
+    finite: bool
+    sums: OffPolicySums
+    loss_metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """What one rank did in a step. Every rank has an outcome for the same updates."""
+
+    outcomes: tuple[UpdateOutcome, ...]
+    staleness: tuple[Mapping[int, int], ...]
+
+
+def global_plan(ranks: Sequence[UpdatePlan]) -> UpdatePlan:
+    """One update over all ranks: tokens and samples add up, the slowest rank sets the number of micro-batches."""
+    return UpdatePlan(
+        tokens=sum(plan.tokens for plan in ranks),
+        samples=sum(plan.samples for plan in ranks),
+        micro_batches=max(plan.micro_batches for plan in ranks),
+    )
+
+
+def step_report(
+    ranks: Sequence[RankRecord],
+    *,
+    plans: Sequence[UpdatePlan],
+    normalizations: Mapping[str, MetricNormalization],
+    learning_rate: float,
+    seconds: Mapping[str, float],
+) -> StepReport:
+    """The report of a step from the records of its ranks and its global plans."""
+    updates = ranks[0].outcomes
+    everywhere = [outcome for rank in ranks for outcome in rank.outcomes]
+    sums = sum((outcome.sums for outcome in everywhere), OffPolicySums())
+    applied = sum(update.finite for update in updates)
+    tokens, samples = sum(plan.tokens for plan in plans), sum(plan.samples for plan in plans)
+    divisors = {
+        MetricNormalization.TOKENS: max(tokens, 1),
+        MetricNormalization.SEQUENCES: max(samples, 1),
+        MetricNormalization.NONE: 1,
+    }
+    loss_metrics = merge_metrics(outcome.loss_metrics for outcome in everywhere)
+    return StepReport(
+        skipped=bool(updates) and applied == 0,
+        updates_applied=applied,
+        updates_nonfinite=len(updates) - applied,
+        loss=sum(outcome.loss for outcome in everywhere) / max(len(updates), 1),
+        grad_norm=sum(update.grad_norm for update in updates) / max(len(updates), 1),
+        learning_rate=learning_rate,
+        trained_tokens=tokens,
+        trained_samples=samples,
+        entropy_nats=sums.mean(sums.entropy_nats),
+        ess=sums.ess,
+        importance_weight_mean=sums.mean(sums.weight),
+        importance_weight_max=sums.weight_max,
+        kl_behaviour_k1_nats=sums.mean(sums.k1_nats),
+        kl_behaviour_k3_nats=sums.mean(sums.k3_nats),
+        on_policy_tokens=sums.on_policy_tokens,
+        on_policy_parity_max_nats=sums.on_policy_parity_max_nats,
+        token_staleness=_histogram([counts for rank in ranks for counts in rank.staleness]),
+        loss_metrics={
+            name: value / divisors[normalizations.get(name, MetricNormalization.NONE)]
+            for name, value in loss_metrics.items()
+        },
+        seconds=dict(seconds),
+    )
+
+
+def _histogram(counts: Sequence[Mapping[int, int]]) -> tuple[int, ...]:
+    total: dict[int, int] = defaultdict(int)
+    for part in counts:
+        for staleness, tokens in part.items():
+            total[staleness] += tokens
+    return tuple(total[staleness] for staleness in range(max(total, default=-1) + 1))

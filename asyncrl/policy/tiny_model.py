@@ -1,0 +1,273 @@
+"""A tiny Qwen3 with a character tokenizer, warmed up on solved examples: the model of the quickstart and the tests.
+
+It is an ordinary Hugging Face directory (safetensors, fast tokenizer, generation config) that vLLM serves and
+`AutoTokenizer` reads. Equal recipes give equal weights: one thread, one seed; `tiny.json` holds the recipe's
+fingerprint. A directory without that file is somebody else's and is never touched.
+
+Shapes: B examples, S positions.
+"""
+
+import contextlib
+import json
+import math
+import os
+import random
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import xxhash
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from asyncrl.config.schema import Config, TinyModelSection
+from asyncrl.data.prompts import Task, fingerprint
+from asyncrl.environments.interfaces import build_tasks
+from asyncrl.errors import ConfigError, DatasetError
+
+PAD, EOS = "<pad>", "<eos>"
+CHARACTERS = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
+RECIPE_FILE = "tiny.json"
+
+_RECIPE_REVISION = 1  # raised whenever the code below would build other weights from an equal section
+_REPORT_EVERY_STEPS = 25
+_JUDGED_EXAMPLES = 128
+_HELDOUT_TASKS = 256
+_IGNORED = -100
+
+Report = Callable[[str], None]
+
+
+def ensure_model(config: Config, *, report: Report = print) -> str:
+    """`config.model.path`, after building the tiny model there when `model.tiny` asks for it and it is not there yet.
+
+    Built anew when its recipe or its training tasks have changed; a directory that this module did not write is used
+    as it is. Without `model.tiny`, the path is returned untouched: it may be a hub id.
+    """
+    section, path = config.model.tiny, Path(config.model.path)
+    if section is None or (path.exists() and not (path / RECIPE_FILE).is_file()):
+        return config.model.path
+    train, heldout = build_tasks(config)
+    recipe = recipe_fingerprint(section, tasks=train, max_length=config.model.max_length)
+    if _recipe_of(path) != recipe:
+        build_tiny_model(
+            section, path=path, tasks=train, heldout=heldout, max_length=config.model.max_length, report=report
+        )
+    return config.model.path
+
+
+def build_tiny_model(
+    section: TinyModelSection,
+    *,
+    path: Path,
+    tasks: Sequence[Task],
+    max_length: int,
+    heldout: Sequence[Task] = (),
+    report: Report = print,
+) -> None:
+    """Warm a model up on `tasks` and put it at `path`, replacing an older tiny model there in one rename.
+
+    `max_length` (tokens) bounds prompt, answer and end-of-sequence together. ConfigError when `path` is not ours to
+    replace; DatasetError for a task that does not fit or that has characters outside of printable ASCII.
+    """
+    if path.exists() and not (path / RECIPE_FILE).is_file():
+        raise ConfigError(f"model.path: {path} exists and is no tiny model; name another path", key="model.path")
+    tokenizer = build_tokenizer(max_length=max_length)
+    with _deterministic(section.seed):
+        config = _model_config(section, tokenizer=tokenizer, max_length=max_length)
+        model = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
+        report(f"tiny model: {model.num_parameters() / 1e6:.2f}M parameters, {len(tasks)} training tasks")
+        warm_up(model, tokenizer, section=section, tasks=tasks, heldout=heldout, max_length=max_length, report=report)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
+        built = Path(scratch, "model")
+        model.save_pretrained(built)
+        tokenizer.save_pretrained(built)
+        recipe = recipe_fingerprint(section, tasks=tasks, max_length=max_length)
+        (built / RECIPE_FILE).write_text(json.dumps({"fingerprint": recipe}) + "\n")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, Path(scratch, "replaced"))
+        try:
+            os.rename(built, path)
+        except OSError:
+            # another process has just put its own there: as good as ours, if it is of the same recipe
+            if _recipe_of(path) != recipe:
+                raise
+    report(f"tiny model: written to {path}")
+
+
+def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
+    """One token a character of printable ASCII and newline, `<pad>`, `<eos>`; adds nothing when it encodes.
+
+    There is no unknown token: other characters raise instead of vanishing.
+    """
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=EOS,
+        model_max_length=max_length,
+        padding_side="right",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def recipe_fingerprint(section: TinyModelSection, *, tasks: Sequence[Task], max_length: int) -> str:
+    """Hash of everything that decides the weights."""
+    recipe = [_RECIPE_REVISION, section.model_dump(mode="json"), max_length, fingerprint(tasks)]
+    return xxhash.xxh3_64_hexdigest(json.dumps(recipe, sort_keys=True).encode())
+
+
+def warm_up(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    section: TinyModelSection,
+    tasks: Sequence[Task],
+    heldout: Sequence[Task],
+    max_length: int,
+    report: Report,
+) -> None:
+    """AdamW steps of cross-entropy on the answers of random tasks, until `warmup_accuracy` or `warmup_steps`.
+
+    How many steps a seed needs varies by a third, and the accuracy climbs steeply once it moves: only a rule that
+    looks at the accuracy leaves every seed with about as much to learn.
+    """
+    if section.warmup_steps and not tasks:
+        raise DatasetError("the tiny model needs training tasks to warm up; check data.dataset, or warmup_steps: 0")
+    draw = random.Random(section.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
+    correct: deque[float] = deque(maxlen=math.ceil(_JUDGED_EXAMPLES / section.warmup_batch_size))
+    model.train()
+    for step in range(1, section.warmup_steps + 1):
+        drawn = draw.choices(tasks, k=section.warmup_batch_size)
+        examples = [_encode(tokenizer, task, max_length=max_length) for task in drawn]
+        tokens_BS, labels_BS = _batch(examples, pad_id=_id(tokenizer, PAD))
+        logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=_IGNORED)
+        for group in optimizer.param_groups:
+            group["lr"] = section.warmup_learning_rate * min(1.0, step / 10)
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        # Nearly all examples are new to the model: tasks outnumber what is drawn.
+        correct.append(_exact_B(logits_BSV, labels_BS).float().mean().item())
+        accuracy = sum(correct) / len(correct)
+        done = len(correct) == correct.maxlen and accuracy >= section.warmup_accuracy
+        if done or step % _REPORT_EVERY_STEPS == 0 or step == section.warmup_steps:
+            report(f"tiny model: warm-up step {step}, loss {loss.item():.3f}, accuracy {accuracy:.2f}")
+        if done:
+            break
+    model.train(False)
+    if heldout:
+        accuracy = greedy_accuracy(model, tokenizer, tasks=heldout[:_HELDOUT_TASKS], max_length=max_length)
+        report(f"tiny model: held-out accuracy {accuracy:.3f} (greedy, exact match)")
+
+
+@torch.inference_mode()
+def greedy_accuracy(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, tasks: Sequence[Task], max_length: int
+) -> float:
+    """Share of `tasks` whose greedy completion is the answer to the letter, end-of-sequence included."""
+    pad, eos = _id(tokenizer, PAD), _id(tokenizer, EOS)
+    prompts = [tokenizer.encode(task.prompt) for task in tasks]
+    answers = [[*tokenizer.encode(task.answer), eos] for task in tasks]
+    examples = list(zip(prompts, answers, strict=True))
+    correct = 0
+    for start in range(0, len(examples), 64):
+        tokens_BS, labels_BS = _batch(examples[start : start + 64], pad_id=pad)
+        logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits[:, :-1]
+        correct += int(_exact_B(logits_BSV, labels_BS).sum())
+    return correct / len(tasks)
+
+
+def _model_config(section: TinyModelSection, *, tokenizer: PreTrainedTokenizerFast, max_length: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=section.hidden_size,
+        intermediate_size=section.hidden_size,
+        num_hidden_layers=section.layers,
+        num_attention_heads=section.heads,
+        num_key_value_heads=section.heads,
+        head_dim=section.head_dim,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=_id(tokenizer, EOS),
+        pad_token_id=_id(tokenizer, PAD),
+        dtype="float32",
+    )
+
+
+Example = tuple[list[int], list[int]]
+"""Token ids of a prompt, and of its answer with the end-of-sequence token."""
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, task: Task, *, max_length: int) -> Example:
+    unknown = sorted(set(task.prompt + task.answer) - set(CHARACTERS))
+    if unknown:
+        raise DatasetError(f"task {task.question[:80]!r} has characters that the tiny model lacks: {unknown[:8]}")
+    prompt, answer = tokenizer.encode(task.prompt), [*tokenizer.encode(task.answer), _id(tokenizer, EOS)]
+    if len(prompt) + len(answer) > max_length:
+        raise DatasetError(
+            f"task {task.question[:80]!r} has {len(prompt)} + {len(answer)} tokens with its answer and the end; "
+            f"raise model.max_length = {max_length}"
+        )
+    return prompt, answer
+
+
+def _batch(examples: Sequence[Example], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, both (B, S), padded on the right; labels are the answers' tokens at their own positions."""
+    longest = max(len(prompt) + len(answer) for prompt, answer in examples)
+    tokens_BS = torch.full((len(examples), longest), pad_id)
+    labels_BS = torch.full((len(examples), longest), _IGNORED)
+    for row, (prompt, answer) in enumerate(examples):
+        end = len(prompt) + len(answer)
+        tokens_BS[row, :end] = torch.tensor(prompt + answer)
+        labels_BS[row, len(prompt) : end] = torch.tensor(answer)
+    return tokens_BS, labels_BS
+
+
+def _exact_B(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+    """Whether greedy decoding gives the whole answer; logits are those of the positions before each label.
+
+    Under a causal mask one forward pass over prompt and answer tells: decoding follows the answer as long as it is
+    right, and padding on the right changes nothing on the left.
+    """
+    wanted_BS = labels_BS[:, 1:]
+    return ((logits_BSV.argmax(dim=-1) == wanted_BS) | (wanted_BS == _IGNORED)).all(dim=1)
+
+
+def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    index = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(index, int)
+    return index
+
+
+def _recipe_of(path: Path) -> str | None:
+    """Fingerprint that the directory was built from; None when there is none, or it cannot be read."""
+    try:
+        recipe = json.loads((path / RECIPE_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return recipe.get("fingerprint") if isinstance(recipe, dict) else None
+
+
+@contextlib.contextmanager
+def _deterministic(seed: int) -> Iterator[None]:
+    """One thread and the seed's random numbers; the process's own are put back afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)

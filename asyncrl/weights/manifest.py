@@ -1,0 +1,145 @@
+"""The manifest of one published version: what its bytes are, how to verify them, and a probe of what they compute.
+
+A replica checks names, shapes and dtypes (`check_parameters`) and every bucket's checksum (`check_bucket`) before it
+applies the first byte: a mismatch is typed and changes nothing.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import xxhash
+
+from asyncrl.buffer.records import Version
+from asyncrl.errors import ManifestMismatch, VersionRegression
+
+ALIGNMENT_BYTES = 64  # tensors are viewed in place: every dtype's alignment divides it
+
+
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter: Hugging Face name, shape, torch dtype without the `torch.` prefix, and where its bytes are."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bucket: int
+    offset: int
+    nbytes: int
+
+
+class Bucket(msgspec.Struct, frozen=True, kw_only=True):
+    """One piece of bytes and its xxh3-128 checksum in hex."""
+
+    nbytes: int
+    checksum: str
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """Fixed sequences and the learner's own temperature-1 log-probs of their tokens given the prefix (nats).
+
+    `logprobs[i]` has one entry less than `tokens[i]`: the first token has no prefix.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+
+    def max_difference_nats(self, engine_logprobs: Sequence[Sequence[float]]) -> float:
+        """Largest absolute difference over all tokens. NaN when either side has one, so that it fails any limit."""
+        differences = [
+            abs(ours - theirs)
+            for our_row, their_row in zip(self.logprobs, engine_logprobs, strict=True)
+            for ours, theirs in zip(our_row, their_row, strict=True)
+        ]
+        # max() alone would pass over a NaN
+        return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a replica needs to load a version and to prove that it did."""
+
+    version: Version
+    previous: Version | None
+    tensors: tuple[TensorEntry, ...]
+    buckets: tuple[Bucket, ...]
+    probe: Probe
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def tensors_of(self, bucket: int) -> list[TensorEntry]:
+        return [entry for entry in self.tensors if entry.bucket == bucket]
+
+
+def layout(parameters: Iterable[tuple[str, tuple[int, ...], str, int]], bucket_bytes: int) -> tuple[TensorEntry, ...]:
+    """Places parameters (name, shape, dtype, nbytes) in order into buckets of at most `bucket_bytes`.
+
+    A tensor larger than a bucket gets one of its own.
+    """
+    entries: list[TensorEntry] = []
+    bucket, offset = 0, 0
+    for name, shape, dtype, nbytes in parameters:
+        if offset and offset + nbytes > bucket_bytes:
+            bucket, offset = bucket + 1, 0
+        entries.append(
+            TensorEntry(name=name, shape=shape, dtype=dtype, bucket=bucket, offset=offset, nbytes=nbytes),
+        )
+        offset += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return tuple(entries)
+
+
+def checksum(data: memoryview) -> str:
+    """xxh3-128 of the bytes, in hex."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def check_bucket(manifest: Manifest, index: int, data: memoryview) -> None:
+    """Raises ManifestMismatch unless `data` is bucket `index`, byte for byte."""
+    bucket = manifest.buckets[index]
+    nbytes = data.nbytes
+    if nbytes != bucket.nbytes:
+        raise ManifestMismatch(
+            f"weights {manifest.version}: bucket {index} has {nbytes} bytes, the manifest says {bucket.nbytes}; "
+            "nothing was applied"
+        )
+    found = checksum(data)
+    if found != bucket.checksum:
+        names = ", ".join(entry.name for entry in manifest.tensors_of(index)[:3])
+        raise ManifestMismatch(
+            f"weights {manifest.version}: checksum of bucket {index} (with {names}) is {found}, the manifest says "
+            f"{bucket.checksum}; nothing was applied"
+        )
+
+
+def check_parameters(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    """Raises ManifestMismatch unless the manifest has exactly the expected names with their shapes and dtypes.
+
+    `expected` maps a Hugging Face parameter name to (shape, dtype) as the engine's own model config implies.
+    """
+    published = {entry.name: entry for entry in manifest.tensors}
+    if len(published) != len(manifest.tensors):
+        raise ManifestMismatch(f"weights {manifest.version}: a parameter name appears twice; nothing was applied")
+    problems = [f"{name} is missing" for name in expected if name not in published]
+    problems += [f"{name} is unknown to the engine's model" for name in published if name not in expected]
+    for name, (shape, dtype) in expected.items():
+        entry = published.get(name)
+        if entry is not None and (entry.shape != shape or entry.dtype != dtype):
+            problems.append(f"{name} is {entry.dtype}{list(entry.shape)}, the engine's model has {dtype}{list(shape)}")
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ManifestMismatch(
+            f"weights {manifest.version}: {'; '.join(problems[:3])}{more}; nothing was applied. "
+            "Do both pools use the same `model.path` and `model.dtype`?"
+        )
+
+
+def is_news(offered: Version, loaded: Version | None) -> bool:
+    """Whether a replica should load `offered`: False for a repeated version.
+
+    Raises VersionRegression for an older step of the same incarnation or for an older incarnation (F13).
+    """
+    if loaded is None or offered > loaded:
+        return True
+    if offered == loaded:
+        return False
+    raise VersionRegression(f"weights {offered} were offered to a replica that has loaded {loaded}")

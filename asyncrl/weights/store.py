@@ -1,0 +1,81 @@
+"""The weight store: manifests of the newest two published versions and where their bytes are.
+
+Body and client of one detached Ray actor. It holds handles, never bytes.
+"""
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from asyncrl.buffer.records import Version
+from asyncrl.data_plane.calls import finished
+from asyncrl.weights.manifest import Manifest, is_news
+
+KEPT_VERSIONS = 2
+
+
+class Publication(msgspec.Struct, frozen=True, kw_only=True):
+    """A manifest, one transport handle a bucket, and how many publications came before it."""
+
+    serial: int
+    manifest: Manifest
+    handles: list[Any]
+
+
+class WeightStore:
+    """Body of the weight-store actor."""
+
+    def __init__(self) -> None:
+        self._publications: list[Publication] = []
+        self._serial = 0
+        self._changed = asyncio.Condition()
+
+    async def publish(self, manifest: Manifest, handles: list[Any]) -> int:
+        """Offers a version; its serial. A repeated one changes nothing, an older one is VersionRegression."""
+        newest = self._publications[-1] if self._publications else None
+        if newest is not None and not is_news(manifest.version, newest.manifest.version):
+            return newest.serial
+        async with self._changed:
+            self._serial += 1
+            self._publications.append(Publication(serial=self._serial, manifest=manifest, handles=handles))
+            del self._publications[:-KEPT_VERSIONS]
+            self._changed.notify_all()
+        return self._serial
+
+    async def newer_than(self, version: Version | None, timeout_s: float) -> Publication | None:
+        """The newest publication once it is newer than `version`; None after `timeout_s`."""
+
+        def newest() -> Publication | None:
+            last = self._publications[-1] if self._publications else None
+            return last if last is not None and (version is None or last.manifest.version > version) else None
+
+        async with self._changed:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait_for(lambda: newest() is not None)
+            except TimeoutError:
+                return None
+            return newest()
+
+
+class WeightClient:
+    """Calls to the weight store, each with a deadline."""
+
+    def __init__(self, handle: Any, *, timeout_s: float) -> None:
+        self._handle = handle
+        self._timeout_s = timeout_s
+
+    async def publish(self, manifest: Manifest, handles: list[Any]) -> int:
+        serial: int = await finished(
+            self._handle.publish.remote(manifest, handles), timeout_s=self._timeout_s, what="publishing weights"
+        )
+        return serial
+
+    async def newer_than(self, version: Version | None, *, wait_s: float) -> Publication | None:
+        publication: Publication | None = await finished(
+            self._handle.newer_than.remote(version, wait_s),
+            timeout_s=self._timeout_s + wait_s,
+            what="asking for newer weights",
+        )
+        return publication

@@ -1,0 +1,89 @@
+"""Diagnostics are sums: any split adds up, and what must alarm does."""
+
+import math
+
+import pytest
+import torch
+
+from asyncrl.algorithms.diagnostics import OffPolicySums, entropy, merge_metrics, off_policy_sums
+
+
+def sums(log_rho: list[float], *, on_policy: list[bool] | None = None, mask: list[bool] | None = None) -> OffPolicySums:
+    row = torch.tensor([log_rho])
+    return off_policy_sums(
+        proximal_BT=row - 2.0,
+        behaviour_BT=torch.full_like(row, -2.0),
+        entropy_BT=torch.ones_like(row),
+        mask_BT=torch.tensor([mask or [True] * len(log_rho)]),
+        on_policy_BT=torch.tensor([on_policy or [False] * len(log_rho)]),
+    )
+
+
+def test_on_policy_data_has_full_ess_and_no_divergence() -> None:
+    found = sums([0.0] * 6)
+    assert (found.ess, found.mean(found.weight), found.k1_nats, found.k3_nats) == (1.0, 1.0, 0.0, 0.0)
+
+
+def test_ess_by_hand_on_untruncated_weights() -> None:
+    found = sums([math.log(1.0), math.log(9.0)])
+    assert found.ess == pytest.approx((1 + 9) ** 2 / (2 * (1 + 81)))
+    assert found.weight_max == pytest.approx(9.0)
+
+
+def test_f22_one_log_ratio_of_80_shows_as_an_ess_of_one_token() -> None:
+    found = sums([80.0] + [0.0] * 9)
+    assert found.ess == pytest.approx(0.1)
+    assert found.weight_max == pytest.approx(math.exp(80), rel=1e-5)
+    assert math.isfinite(found.weight_squared)
+
+
+def test_k1_and_k3_estimate_the_divergence_of_the_behaviour_from_the_proximal_policy() -> None:
+    found = sums([math.log(2.0)])
+    assert found.k1_nats == pytest.approx(-math.log(2.0))
+    assert found.k3_nats == pytest.approx(2 - 1 - math.log(2.0))
+
+
+def test_k3_over_the_sampler_s_tokens_is_the_divergence() -> None:
+    """E_beh[k3] = KL(beh ‖ prox) exactly, summed over a vocabulary of three."""
+    beh, prox = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    total = sum(p * sums([math.log(q / p)]).k3_nats for p, q in zip(beh.tolist(), prox.tolist(), strict=True))
+    assert total == pytest.approx(float((beh * (beh / prox).log()).sum()), rel=1e-5)
+
+
+def test_parity_is_the_largest_difference_over_on_policy_tokens_alone() -> None:
+    found = sums([0.1, -0.7, 5.0], on_policy=[True, True, False])
+    assert found.on_policy_tokens == 2
+    assert found.on_policy_parity_max_nats == pytest.approx(0.7, rel=1e-5)
+
+
+def test_a_nan_log_prob_breaks_parity_loudly() -> None:
+    assert sums([0.0, math.nan], on_policy=[True, True]).on_policy_parity_max_nats == math.inf
+
+
+def test_masked_tokens_count_nowhere() -> None:
+    assert sums([0.3, math.nan], mask=[True, False], on_policy=[True, True]) == sums([0.3], on_policy=[True])
+
+
+def test_f24_no_token_at_all_divides_by_nothing() -> None:
+    found = sums([0.5], mask=[False])
+    assert (found.ess, found.mean(found.weight)) == (1.0, 0.0)
+
+
+def test_micro_batches_add_up() -> None:
+    values = [0.1, -0.4, 1.2, 0.0]
+    flags = [True, False, True, True]
+    whole = sums(values, on_policy=flags)
+    added = sums(values[:1], on_policy=flags[:1]) + sums(values[1:], on_policy=flags[1:])
+    for name in OffPolicySums.__slots__:
+        assert getattr(added, name) == pytest.approx(getattr(whole, name)), name
+
+
+def test_entropy_of_a_uniform_and_of_a_certain_distribution() -> None:
+    logits = torch.zeros(1, 3, 8)
+    logits[0, 1, 4] = 1e4
+    assert entropy(logits)[0].tolist() == pytest.approx([math.log(8), 0.0])
+
+
+def test_metrics_add_except_extremes() -> None:
+    merged = merge_metrics([{"a": 1.0, "b_max": 2.0, "c_min": 3.0}, {"a": 4.0, "b_max": 1.0, "c_min": 1.0, "d": 7.0}])
+    assert merged == {"a": 5.0, "b_max": 2.0, "c_min": 1.0, "d": 7.0}

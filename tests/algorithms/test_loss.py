@@ -1,0 +1,217 @@
+"""The loss over batches: denominators are global, masks are airtight, any split gives the same loss and gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType
+from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
+from asyncrl.algorithms.objective import Aggregation, Clipped, Objective, Weight
+from asyncrl.algorithms.presets import PRESETS
+from asyncrl.config.schema import AlgorithmSection
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import ConfigError
+
+ROWS, TOKENS, VOCABULARY = 5, 7, 11
+AGGREGATIONS = list(Aggregation)
+
+
+def objective(aggregation: Aggregation) -> Objective:
+    return Objective(
+        surrogate=Clipped(lo=0.8, hi=1.28, dual=3.0),
+        weight=Weight(lo=0.5, hi=5.0, outside="zero"),
+        aggregation=aggregation,
+    )
+
+
+def make_batch(seed: int = 0) -> tuple[BatchedDataDict, torch.Tensor]:
+    """Columns [B, S] and logits [B, S, V]; the third row is masked, the fourth has no trained token."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    token_mask = torch.zeros(ROWS, TOKENS, dtype=torch.float64)
+    for row, (start, end) in enumerate([(2, 7), (3, 5), (1, 6), (4, 4), (2, 3)]):
+        token_mask[row, start:end] = 1
+    data = BatchedDataDict(
+        {
+            "input_ids": torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=draw),
+            "input_lengths": torch.tensor([7, 5, 6, 4, 3]),
+            "prev_logprobs": -2.5 + 0.2 * normal(ROWS, TOKENS),
+            "generation_logprobs": -2.5 + 0.5 * normal(ROWS, TOKENS),
+            "advantages": normal(ROWS, 1).expand(ROWS, TOKENS).clone(),
+            "token_mask": token_mask,
+            "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64),
+        }
+    )
+    return data, 0.3 * normal(ROWS, TOKENS, VOCABULARY)
+
+
+def counts(data: BatchedDataDict) -> dict[str, torch.Tensor]:
+    tokens = (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)).sum()
+    return {"global_valid_seqs": data["sample_mask"].sum(), "global_valid_toks": tokens}
+
+
+def loss_and_gradient(
+    loss_fn: LossFunction, data: BatchedDataDict, logits: torch.Tensor, **global_counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    logits = logits.clone().requires_grad_()
+    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+    loss, metrics = loss_fn(data=data, next_token_logprobs=logprobs, **(global_counts or counts(data)))
+    loss.backward()
+    assert logits.grad is not None
+    return loss.detach(), logits.grad, metrics
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_logits_call_and_the_logprobs_call_agree(aggregation: Aggregation) -> None:
+    data, logits = make_batch()
+    loss_fn = ObjectiveLoss(objective(aggregation))
+    by_logprobs, _, _ = loss_and_gradient(loss_fn, data, logits)
+    by_logits, _ = loss_fn(logits, data, counts(data)["global_valid_seqs"], counts(data)["global_valid_toks"])
+    torch.testing.assert_close(by_logits, by_logprobs, rtol=1e-6, atol=1e-6, check_dtype=False)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("split", [1, 2, 4])
+def test_micro_batches_add_up_to_the_whole_batch(aggregation: Aggregation, split: int) -> None:
+    data, logits = make_batch()
+    loss_fn = ObjectiveLoss(objective(aggregation))
+    whole, whole_gradient, whole_metrics = loss_and_gradient(loss_fn, data, logits)
+    parts = [
+        loss_and_gradient(loss_fn, data.slice(start, start + split), logits[start : start + split], **counts(data))
+        for start in range(0, ROWS, split)
+    ]
+    torch.testing.assert_close(sum(part[0] for part in parts), whole)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), whole_gradient)
+    for name in whole_metrics:
+        assert sum(part[2][name] for part in parts) == whole_metrics[name]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_rows_may_come_in_any_order(aggregation: Aggregation) -> None:
+    data, logits = make_batch()
+    loss_fn = ObjectiveLoss(objective(aggregation))
+    whole, gradient, _ = loss_and_gradient(loss_fn, data, logits)
+    order = torch.tensor([3, 0, 4, 2, 1])
+    shuffled, shuffled_gradient, _ = loss_and_gradient(loss_fn, data.select_indices(order), logits[order])
+    torch.testing.assert_close(shuffled, whole)
+    torch.testing.assert_close(shuffled_gradient, gradient[order])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_more_padding_changes_nothing(aggregation: Aggregation) -> None:
+    data, logits = make_batch()
+    loss_fn = ObjectiveLoss(objective(aggregation))
+    whole, gradient, _ = loss_and_gradient(loss_fn, data, logits)
+    wide = BatchedDataDict(
+        {name: torch.nn.functional.pad(column, (0, 3)) if column.ndim == 2 else column for name, column in data.items()}
+    )
+    padded, padded_gradient, _ = loss_and_gradient(loss_fn, wide, torch.nn.functional.pad(logits, (0, 0, 0, 3)))
+    torch.testing.assert_close(padded, whole)
+    torch.testing.assert_close(padded_gradient[:, :TOKENS], gradient)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("column", ["prev_logprobs", "generation_logprobs", "advantages"])
+def test_nan_in_masked_slots_changes_neither_loss_nor_gradient(aggregation: Aggregation, column: str) -> None:
+    data, logits = make_batch()
+    loss_fn = ObjectiveLoss(objective(aggregation))
+    whole, gradient, metrics = loss_and_gradient(loss_fn, data, logits)
+    masked = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) == 0
+    data[column] = torch.where(masked, torch.nan, data[column])
+    poisoned, poisoned_gradient, poisoned_metrics = loss_and_gradient(loss_fn, data, logits)
+    torch.testing.assert_close(poisoned, whole)
+    torch.testing.assert_close(poisoned_gradient, gradient)
+    assert poisoned_metrics == metrics
+
+
+def test_masked_samples_and_prompt_tokens_have_no_gradient() -> None:
+    data, logits = make_batch()
+    _, gradient, _ = loss_and_gradient(ObjectiveLoss(PRESETS["reinforce"]), data, logits)
+    trained = (data["token_mask"] * data["sample_mask"].unsqueeze(1))[:, 1:] > 0
+    assert torch.equal(gradient[:, :-1].abs().sum(-1) > 0, trained)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (Aggregation.TOKEN_MEAN, -(3 * 1.0 + 1 * 2.0) / 4),
+        (Aggregation.SEQUENCE_MEAN, -(1.0 + 2.0) / 2),
+        (Aggregation.SEQUENCE_SUM, -(3 * 1.0 + 1 * 2.0) / 2),
+    ],
+)
+def test_aggregations_by_hand(aggregation: Aggregation, expected: float) -> None:
+    """Two sequences of 3 and 1 tokens, A = 1 and 2, everything on-policy: each token's loss is −A."""
+    logprobs = torch.full((2, 3), -1.0)
+    data = BatchedDataDict(
+        {
+            "input_ids": torch.zeros(2, 4, dtype=torch.int64),
+            "prev_logprobs": torch.full((2, 4), -1.0),
+            "generation_logprobs": torch.full((2, 4), -1.0),
+            "advantages": torch.tensor([[1.0], [2.0]]).expand(2, 4),
+            "token_mask": torch.tensor([[0.0, 1, 1, 1], [0, 1, 0, 0]]),
+            "sample_mask": torch.ones(2),
+        }
+    )
+    loss, _ = ObjectiveLoss(objective(aggregation))(data=data, next_token_logprobs=logprobs, **counts(data))
+    assert float(loss) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_f24_nothing_to_train_gives_zero_with_a_graph(aggregation: Aggregation) -> None:
+    data, logits = make_batch()
+    data["sample_mask"] = torch.zeros(ROWS, dtype=torch.float64)
+    loss, gradient, metrics = loss_and_gradient(ObjectiveLoss(objective(aggregation)), data, logits)
+    assert float(loss) == 0.0
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+    assert set(metrics.values()) == {0.0}
+
+
+def test_metrics_count_clipped_and_gated_tokens_of_the_mask_only() -> None:
+    data, logits = make_batch()
+    data["generation_logprobs"] = data["prev_logprobs"] - 10.0
+    _, _, metrics = loss_and_gradient(ObjectiveLoss(objective(Aggregation.TOKEN_MEAN)), data, logits)
+    assert metrics["gated_ratio"] == float(counts(data)["global_valid_toks"])
+
+
+def test_a_preset_is_a_loss_function_with_its_kind() -> None:
+    loss_fn = ObjectiveLoss(PRESETS["dapo"])
+    assert isinstance(loss_fn, LossFunction)
+    assert (loss_fn.loss_type, loss_fn.input_type) == (LossType.TOKEN_LEVEL, LossInputType.LOGPROB)
+    assert ObjectiveLoss(objective(Aggregation.SEQUENCE_SUM)).loss_type is LossType.SEQUENCE_LEVEL
+
+
+class OwnLoss:
+    """A user's loss, by import path."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGIT
+
+    def __call__(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        return torch.zeros(()), {}
+
+
+def not_a_loss() -> int:
+    return 3
+
+
+def test_an_import_path_gives_the_user_s_loss() -> None:
+    assert isinstance(build_loss(AlgorithmSection(loss=f"{__name__}:OwnLoss")), OwnLoss)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"loss": f"{__name__}:not_a_loss"}, ["int", "LossFunction"]),
+        ({"loss": f"{__name__}:OwnLoss", "overrides": {"weight": None}}, ["overrides", "OwnLoss"]),
+        ({"loss": "dapoo"}, ["dapoo", "did you mean 'dapo'"]),
+    ],
+)
+def test_an_impossible_loss_is_refused_with_what_and_why(section: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_loss(AlgorithmSection.model_validate(section))
+    for word in words:
+        assert word in str(caught.value)

@@ -1,0 +1,99 @@
+"""What the buffer's tests share: a hand-driven clock, a numbered prompt source, and short ways to a buffer's states."""
+
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Ticket, Version
+from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.buffer.staleness import Limits
+from asyncrl.data.prompts import Task
+
+
+class Clock:
+    """Monotonic seconds that move only when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def read(self) -> float:
+        return self.now_s
+
+
+class NumberedPrompts:
+    """Prompts "0", "1", … up to `limit`, and how many were taken."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.taken = 0
+
+    def next(self) -> Task | None:
+        if self.limit is not None and self.taken >= self.limit:
+            return None
+        self.taken += 1
+        name = str(self.taken - 1)
+        return Task(question=name, prompt=name, answer=name)
+
+
+def limits(*, eta: int = 1, per_step: int = 2, group_size: int = 2, **changes: float) -> Limits:
+    """Small limits whose capacity is what staleness allows, unless changed."""
+    values: dict[str, float] = {
+        "max_staleness_versions": eta,
+        "groups_per_step": per_step,
+        "group_size": group_size,
+        "capacity_groups": (eta + 1) * per_step,
+        "capacity_bytes": 10**6,
+        "worst_group_bytes": 100,
+        "total_steps": 100,
+        "max_attempts": 3,
+        "heartbeat_timeout_s": 10.0,
+    }
+    return Limits(**(values | changes))  # type: ignore[arg-type]
+
+
+def finished(ticket: Ticket, *, group_size: int = 2, newest: int | None = None, row_bytes: int = 10) -> GroupMeta:
+    """Metadata of a group that its replica generated without a problem; sample i has i + 1 tokens."""
+    return GroupMeta(
+        group=ticket.group,
+        attempt=ticket.attempt,
+        incarnation=ticket.version.incarnation,
+        replica=ticket.replica,
+        store="rows-0",
+        row_bytes=row_bytes,
+        prompt_tokens=3,
+        completion_tokens=tuple(range(1, group_size + 1)),
+        rewards=(1.0,) * group_size,
+        truncated=(False,) * group_size,
+        oldest=ticket.version.step,
+        newest=ticket.version.step if newest is None else newest,
+    )
+
+
+class Scene:
+    """A buffer, its clock and its prompts, with the shortest way to reserved, ready, leased and trained groups."""
+
+    def __init__(self, *, prompts: int | None = None, drop_last: bool = False, seed: int = 0, **changes: int) -> None:
+        self.clock = Clock()
+        self.limits = limits(**changes)  # type: ignore[arg-type]
+        self.prompts = NumberedPrompts(prompts)
+        self.buffer = ReplayBuffer(
+            limits=self.limits, prompts=self.prompts, clock=self.clock.read, drop_last=drop_last, seed=seed
+        )
+
+    def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:
+        version = self.buffer.version if step is None else Version(1, step)
+        return self.buffer.reserve(replica, version=version, count=count).tickets
+
+    def commit(self, *tickets: Ticket) -> None:
+        for ticket in tickets:
+            meta = finished(ticket, group_size=self.limits.group_size)
+            assert self.buffer.commit(meta) is CommitOutcome.ACCEPTED
+
+    def lease(self) -> Lease:
+        lease = self.buffer.lease()
+        assert isinstance(lease, Lease), lease
+        return lease
+
+    def train(self) -> Lease:
+        lease = self.lease()
+        self.buffer.ack(lease.incarnation, lease.step)
+        return lease
+
+    def groups(self, lease: Lease) -> list[int]:
+        return [leased.meta.group for leased in lease.groups]

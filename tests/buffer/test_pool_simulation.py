@@ -1,0 +1,106 @@
+"""Whole runs of random pools: the bound holds, nothing dies, nothing is discarded; and each way known to break it does.
+
+The broken variants prove that the simulation can tell: the same pools die under them.
+"""
+
+import random
+
+import pytest
+from pool_simulation import Outcome, Pool, Simulation, discarded_groups
+
+from asyncrl.buffer.ledger import Event, Fate
+from asyncrl.buffer.records import Version
+from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.buffer.staleness import Room, admissible
+
+POOLS = 2000
+BROKEN_POOLS = 16
+
+
+def simulate(seed: int, *, buffer_class: type[ReplayBuffer] = ReplayBuffer, **fixed: float) -> tuple[Pool, Outcome]:
+    rng = random.Random(seed)
+    pool = Pool.draw(rng, **fixed)
+    return pool, Simulation(pool, rng=rng, buffer_class=buffer_class).run()
+
+
+def dead(*, buffer_class: type[ReplayBuffer] = ReplayBuffer, **fixed: float) -> int:
+    """How many of the pools do not finish."""
+    return sum(simulate(seed, buffer_class=buffer_class, **fixed)[1].end != "finished" for seed in range(BROKEN_POOLS))
+
+
+def test_random_pools_finish_within_the_bound_and_discard_nothing() -> None:
+    stalest: dict[int, int] = {}
+    for seed in range(POOLS):
+        pool, outcome = simulate(seed)
+        assert outcome.end == "finished", (seed, pool)
+        assert max(outcome.staleness, default=0) <= pool.eta, (seed, pool)
+        assert outcome.account.closed, (seed, pool)
+        assert discarded_groups(outcome.account) == 0, (seed, pool)
+        assert len(set(outcome.trained)) == len(outcome.trained), (seed, pool)
+        skipped = outcome.account.fates[Fate.SKIPPED].groups
+        wanted = pool.total_steps * pool.per_step
+        assert len(outcome.trained) == (wanted if pool.prompts is None else min(wanted, pool.prompts - skipped))
+        stalest[pool.eta] = max(stalest.get(pool.eta, 0), *outcome.staleness, 0)
+    assert stalest == {0: 0, 1: 1, 2: 2, 3: 3}, "the bound is reached, so the pools do press against it"
+
+
+class CountsAdmissions(ReplayBuffer):
+    """Counts what was admitted since the start instead of the slots that are taken."""
+
+    def _room(self, version: Version) -> Room:
+        admitted = self._ledger._events[Event.ATTEMPT]
+        return admissible(
+            self._limits,
+            slots=admitted - self._step * self._limits.groups_per_step,
+            booked_bytes=0,
+            learner_step=self._step,
+            replica_step=version.step,
+        )
+
+
+class FreesAtLease(ReplayBuffer):
+    """Frees a group's slot when it is leased instead of when it is acked."""
+
+    def _room(self, version: Version) -> Room:
+        return admissible(
+            self._limits,
+            slots=len(self._groups.reserved) + len(self._groups.ready),
+            booked_bytes=0,
+            learner_step=self._step,
+            replica_step=version.step,
+        )
+
+
+class SkipAdvances(ReplayBuffer):
+    """A skipped step counts as one and its groups stay."""
+
+    def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
+        self.give_back(incarnation, step)
+        self._step += 1
+        return ()
+
+
+STRAGGLING = {"straggler_rate": 0.3, "straggler_ticks": 15, "eta": 2, "capacity_groups": 12, "total_steps": 12}
+CALM = {"prompts": None, "crash_rate": 0.0, "infra_rate": 0.0, "skip_rate": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("broken", "pools", "least_dead"),
+    [
+        (CountsAdmissions, CALM | {"skip_rate": 0.3, "total_steps": 12}, 10),
+        (CountsAdmissions, CALM | {"infra_rate": 0.3, "total_steps": 12}, 10),
+        (FreesAtLease, CALM | {"step_ticks": 4, "slots_a_replica": 8, "total_steps": 12}, 10),
+        (SkipAdvances, CALM | {"skip_rate": 0.3, "slots_a_replica": 8, "total_steps": 12}, 10),
+    ],
+    ids=["admissions and skips", "admissions and retries", "slots freed at the lease", "skips that advance"],
+)
+def test_what_breaks_the_bound_breaks_it(broken: type[ReplayBuffer], pools: dict[str, float], least_dead: int) -> None:
+    assert dead(**pools) == 0
+    assert dead(buffer_class=broken, **pools) >= least_dead
+
+
+def test_without_rule_2_pools_with_stragglers_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = CALM | STRAGGLING
+    assert dead(**pools) == 0
+    monkeypatch.setattr("asyncrl.buffer.replay_buffer.lease_violation", lambda **_: None)
+    assert dead(**pools) >= 10

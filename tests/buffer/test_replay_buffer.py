@@ -1,0 +1,609 @@
+"""The replay buffer call by call: tickets, commits, leases, and how each of them ends."""
+
+import msgspec
+import pytest
+from buffer_scenes import Scene, finished
+
+from asyncrl.buffer.ledger import Amount, Event, Fate
+from asyncrl.buffer.records import CommitOutcome, LeaseWait, Refusal, Version
+from asyncrl.errors import FailureClass, StalenessViolation, VersionRegression
+
+OLD = Version(0, 0)
+
+
+def beat(scene: Scene, replica: str = "a", *, held: tuple[str, ...] = (), version: Version | None = None) -> None:
+    scene.buffer.heartbeat(
+        replica, version=version or scene.buffer.version, free_slots=2, busy_slots=len(held), held=held
+    )
+
+
+# Tickets.
+
+
+def test_groups_are_numbered_in_prompt_order_and_seeds_leave_room_for_every_sample() -> None:
+    scene = Scene(group_size=3, seed=5)
+    tickets = scene.reserve(4)
+    assert [(ticket.group, ticket.task.prompt, ticket.attempt) for ticket in tickets] == [
+        (0, "0", 0), (1, "1", 0), (2, "2", 0), (3, "3", 0),
+    ]  # fmt: skip
+    assert [ticket.seed for ticket in tickets] == [(5 * 2**20 + group) * 3 for group in range(4)]
+
+
+def test_the_largest_run_seed_still_gives_a_base_seed_that_is_a_multiple_of_the_group_size_and_fits() -> None:
+    (ticket,) = Scene(group_size=7, seed=2**62).reserve(1)
+    assert ticket.seed % 7 == 0
+    assert 0 <= ticket.seed < 2**62
+
+
+def test_a_ticket_carries_the_limit_and_the_deadline_of_its_reserve() -> None:
+    scene = Scene(eta=2)
+    scene.commit(*scene.reserve(2))
+    scene.train()
+    (late,) = scene.reserve(1, step=0)
+    assert (late.version, late.max_staleness_versions, late.deadline) == (Version(1, 0), 2, 2)
+
+
+def test_eta_0_keeps_exactly_one_step_in_flight_and_trains_in_prompt_order() -> None:
+    scene = Scene(eta=0, per_step=3)
+    for step in range(3):
+        tickets = scene.reserve(10)
+        assert len(tickets) == 3
+        scene.commit(*reversed(tickets))
+        assert scene.reserve(1) == ()
+        assert scene.groups(scene.train()) == [3 * step, 3 * step + 1, 3 * step + 2]
+
+
+def test_nothing_is_generated_that_no_step_would_train() -> None:
+    scene = Scene(eta=3, per_step=2, total_steps=2)
+    answer = scene.buffer.reserve("a", version=Version(1, 0), count=9)
+    assert (len(answer.tickets), answer.refusal) == (4, Refusal.NO_PROMPTS)
+    scene.commit(*answer.tickets)
+    scene.train()
+    scene.train()
+    assert scene.buffer.lease() is LeaseWait.FINISHED
+
+
+def test_a_replica_is_refused_while_paused_and_when_it_holds_weights_of_an_older_incarnation() -> None:
+    scene = Scene()
+    scene.buffer.pause()
+    assert scene.buffer.reserve("a", version=Version(1, 0), count=1).refusal is Refusal.PAUSED
+    scene.buffer.resume()
+    assert scene.buffer.reserve("a", version=OLD, count=1).refusal is Refusal.OLD_INCARNATION
+    assert scene.buffer.ledger.events[Event.RESERVE_OLD_INCARNATION] == 1
+    assert len(scene.reserve(1)) == 1
+
+
+def test_a_replica_ahead_of_the_learner_is_our_bug_and_takes_nothing() -> None:
+    scene = Scene()
+    with pytest.raises(ValueError, match=r"version 1\.1.*acked only 0 steps"):
+        scene.reserve(1, step=1)
+    assert scene.prompts.taken == 0
+
+
+def test_a_heartbeat_keeps_exactly_the_tickets_that_it_names() -> None:
+    """The reply that carried the second ticket got lost: its replica lives but does not know it."""
+    scene = Scene()
+    kept, lost = scene.reserve(2)
+    for _ in range(3):
+        scene.clock.now_s += 8.0
+        beat(scene, held=(kept.key,))
+    assert scene.buffer.expire() == (lost.key,)
+    scene.commit(kept)
+
+
+def test_a_heartbeat_does_not_keep_another_replicas_ticket() -> None:
+    scene = Scene()
+    (ticket,) = scene.reserve(1, replica="a")
+    scene.clock.now_s += 8.0
+    beat(scene, "b", held=(ticket.key,))
+    scene.clock.now_s += 8.0
+    assert scene.buffer.expire() == (ticket.key,)
+
+
+def test_a_replica_that_leaves_frees_its_tickets_at_once_and_only_its_own() -> None:
+    scene = Scene()
+    (first,) = scene.reserve(1, replica="a")
+    (second,) = scene.reserve(1, replica="b")
+    assert scene.buffer.leave("a") == (first.key,)
+    assert [view.replica for view in scene.buffer.replicas()] == ["b"]
+    scene.commit(second)
+
+
+def test_a_freed_slot_is_admitted_again_under_the_bound_of_the_replica_that_takes_it() -> None:
+    """η = 1, B = 1: at v = 1 a replica still at 0 may hold nothing beside one slot; the fresh one may."""
+    scene = Scene(eta=1, per_step=1)
+    first, second = scene.reserve(2)
+    scene.commit(first)
+    scene.train()
+    scene.buffer.fail(second.key, incarnation=1, failure_class=FailureClass.INFRA, reason="engine")
+    (fresh,) = scene.reserve(1, step=1)
+    assert (fresh.group, fresh.attempt, fresh.deadline) == (second.group, 1, 2)
+    assert scene.reserve(1, step=0) == ()
+    assert len(scene.reserve(1, step=1)) == 1
+
+
+# Failures.
+
+
+def test_an_infra_failure_goes_to_the_front_with_the_same_seed_until_attempts_run_out() -> None:
+    scene = Scene(max_attempts=2)
+    first, second = scene.reserve(2)
+    assert scene.buffer.fail(second.key, incarnation=1, failure_class=FailureClass.INFRA, reason="engine")
+    assert scene.buffer.fail(first.key, incarnation=1, failure_class=FailureClass.INFRA, reason="engine")
+    again = scene.reserve(3)
+    assert [(t.group, t.attempt, t.seed) for t in again] == [(0, 1, first.seed), (1, 1, second.seed), (2, 0, 4)]
+    assert scene.buffer.fail(again[0].key, incarnation=1, failure_class=FailureClass.INFRA, reason="engine")
+    (replacement,) = scene.reserve(1, step=0)
+    assert (replacement.group, replacement.attempt) == (3, 0)
+    account = scene.buffer.ledger
+    assert account.fates[Fate.FAILED] == Amount(1, 2, 0)
+    assert account.failures == {"infra/engine": 3}
+    assert account.closed
+
+
+def test_a_data_failure_is_not_tried_again_and_another_prompt_takes_the_slot() -> None:
+    scene = Scene()
+    tickets = scene.reserve(4)
+    for ticket in tickets[:2]:
+        assert scene.buffer.fail(ticket.key, incarnation=1, failure_class=FailureClass.DATA, reason="reward_raised")
+    assert scene.buffer.counts().data_failures_in_a_row == 2
+    assert [ticket.group for ticket in scene.reserve(9)] == [4, 5]
+    scene.commit(tickets[2])
+    assert scene.buffer.counts().data_failures_in_a_row == 0
+    assert scene.buffer.ledger.fates[Fate.FAILED].groups == 2
+
+
+def test_a_failure_of_a_ticket_that_is_over_or_of_an_older_incarnation_changes_nothing() -> None:
+    scene = Scene()
+    done, open_ = scene.reserve(2)
+    scene.commit(done)
+    before = scene.buffer.counts()
+    for key, incarnation in [(done.key, 1), ("77.0", 1), ("no key", 1), (open_.key, 0)]:
+        assert not scene.buffer.fail(key, incarnation=incarnation, failure_class=FailureClass.DATA, reason="late")
+    assert scene.buffer.counts() == before
+    assert scene.buffer.ledger.events[Event.FAIL_REFUSED] == 4
+    assert scene.buffer.ledger.failures == {}
+
+
+def test_f2_tickets_of_a_killed_generator_expire_and_go_elsewhere_with_the_same_seeds() -> None:
+    scene = Scene()
+    lost = scene.reserve(2, replica="killed")
+    scene.commit(lost[0])
+    scene.clock.now_s += 10.0
+    beat(scene, "survivor")
+    assert scene.buffer.expire() == ()
+    scene.clock.now_s += 0.1
+    assert scene.buffer.expire() == (lost[1].key,)
+    assert scene.buffer.expire() == ()
+    assert [view.replica for view in scene.buffer.replicas()] == ["survivor"]
+    (again,) = scene.reserve(1, replica="survivor")
+    assert (again.group, again.attempt, again.seed, again.task) == (1, 1, lost[1].seed, lost[1].task)
+    scene.commit(again)
+    assert scene.groups(scene.train()) == [0, 1]
+    account = scene.buffer.ledger
+    assert account.closed
+    assert account.fates[Fate.TRAINED] == account.issued == Amount(2, 4, 6)
+    assert (account.events[Event.TICKET_EXPIRED], account.events[Event.REPLICA_LOST]) == (1, 1)
+
+
+def test_f40_a_generator_that_comes_back_from_the_dead_is_refused_by_its_attempt() -> None:
+    scene = Scene()
+    (zombie,) = scene.reserve(1, replica="zombie")
+    scene.buffer.leave("zombie")
+    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # while the prompt waits
+    (winner,) = scene.reserve(1, replica="b")
+    assert winner.key != zombie.key
+    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # while another holds it
+    scene.commit(winner)
+    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # while it is ready
+    scene.commit(*scene.reserve(1, replica="b"))
+    (trained, _) = scene.train().groups
+    assert (trained.meta.attempt, trained.meta.replica) == (1, "b")
+    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # when it is trained
+    assert scene.buffer.commit(finished(winner)) is CommitOutcome.DUPLICATE
+    assert scene.buffer.ledger.events[Event.COMMIT_LATE] == 4
+    assert scene.buffer.ledger.closed
+
+
+# Commits.
+
+
+def test_f18_a_commit_twice_late_unknown_or_after_a_restore_is_counted_and_changes_nothing() -> None:
+    scene = Scene()
+    first, second, third = scene.reserve(3)
+    scene.commit(first, second)
+    scene.buffer.leave("a")  # the third ticket expires
+    before, account = scene.buffer.counts(), scene.buffer.ledger
+    never = msgspec.structs.replace(finished(first), group=9)
+    future = msgspec.structs.replace(finished(first), attempt=1)
+    negative = msgspec.structs.replace(finished(first), attempt=-1)
+    older = msgspec.structs.replace(finished(third), incarnation=0)
+    for meta, outcome in [
+        (finished(first), CommitOutcome.DUPLICATE),
+        (finished(third), CommitOutcome.LATE),
+        (never, CommitOutcome.UNKNOWN),
+        (future, CommitOutcome.UNKNOWN),
+        (negative, CommitOutcome.UNKNOWN),
+        (older, CommitOutcome.OLD_INCARNATION),
+    ]:
+        assert scene.buffer.commit(meta) is outcome
+    assert scene.buffer.counts() == before
+    after = scene.buffer.ledger
+    assert (after.issued, after.fates) == (account.issued, account.fates)
+    events = after.events
+    assert events[Event.COMMIT_DUPLICATE] == events[Event.COMMIT_LATE] == events[Event.COMMIT_OLD_INCARNATION] == 1
+    assert events[Event.COMMIT_UNKNOWN] == 3
+    scene.train()
+    assert scene.buffer.commit(finished(first)) is CommitOutcome.DUPLICATE  # also once it is trained
+
+
+def test_f18_a_ticket_of_an_older_incarnation_never_meets_the_same_key_of_this_one() -> None:
+    scene = Scene()
+    (ticket,) = scene.reserve(1)
+    older = msgspec.structs.replace(finished(ticket), incarnation=0)
+    assert scene.buffer.commit(older) is CommitOutcome.OLD_INCARNATION
+    scene.commit(ticket)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"oldest": 0}, StalenessViolation),
+        ({"oldest": 2, "newest": 1}, ValueError),
+        ({"newest": 2}, ValueError),
+        ({"rewards": (1.0,)}, ValueError),
+        ({"completion_tokens": (1, 2, 3)}, ValueError),
+        ({"truncated": ()}, ValueError),
+        ({"rewards": (1.0, float("nan"))}, ValueError),
+        ({"row_bytes": 101}, ValueError),
+        ({"row_bytes": -1}, ValueError),
+    ],
+)
+def test_metadata_that_contradicts_its_ticket_is_our_bug_and_leaves_the_ticket_as_it_was(
+    changes: dict[str, object], error: type[Exception]
+) -> None:
+    scene = Scene(eta=1, per_step=1)
+    scene.commit(*scene.reserve(1))
+    scene.train()
+    (ticket,) = scene.reserve(1, step=1)
+    with pytest.raises(error, match=f"group {ticket.key}"):
+        scene.buffer.commit(msgspec.structs.replace(finished(ticket), **changes))
+    scene.commit(ticket)
+
+
+def test_f15_a_group_may_be_newer_than_its_ticket_but_keeps_the_deadline_of_its_reserve() -> None:
+    scene = Scene(eta=1, per_step=1)
+    first, second = scene.reserve(2)
+    scene.commit(first)
+    scene.train()
+    scene.buffer.commit(finished(second, newest=1))
+    (leased,) = scene.lease().groups
+    assert (leased.meta.oldest, leased.meta.newest, leased.deadline) == (0, 1, 1)
+    assert (leased.reserved_step, leased.ready_step) == (0, 1)
+
+
+# Capacity.
+
+
+def test_f16_a_full_buffer_refuses_and_a_wait_that_is_given_up_leaks_no_slot() -> None:
+    scene = Scene(eta=3, per_step=2, capacity_groups=3)
+    tickets = scene.reserve(3)
+    for _ in range(5):  # a generator asks, is refused, and gives up each time
+        answer = scene.buffer.reserve("b", version=Version(1, 0), count=2)
+        assert (answer.tickets, answer.refusal) == ((), Refusal.CAPACITY)
+    assert scene.prompts.taken == 3
+    scene.commit(*tickets)
+    scene.train()
+    assert len(scene.reserve(9)) == 2
+
+
+def test_f16_bytes_are_booked_at_their_worst_and_refunded_at_commit() -> None:
+    scene = Scene(eta=3, per_step=2, capacity_bytes=250, worst_group_bytes=100)
+    answer = scene.buffer.reserve("a", version=Version(1, 0), count=9)
+    assert (len(answer.tickets), answer.refusal) == (2, Refusal.CAPACITY)
+    assert scene.buffer.counts().booked_bytes == 200
+    scene.commit(answer.tickets[0])
+    assert scene.buffer.counts().booked_bytes == 110
+    (third,) = scene.reserve(9)
+    scene.buffer.fail(third.key, incarnation=1, failure_class=FailureClass.DATA, reason="x")
+    scene.commit(answer.tickets[1])
+    scene.train()
+    assert scene.buffer.counts().booked_bytes == 0
+
+
+# Leases.
+
+
+def test_the_stragglers_of_the_design_are_waited_for() -> None:
+    """η = 2, B = 1: k0, k1, k2 are due at step 2. Were a fresh k3 trained at step 1, k1 and k2 would both be left."""
+    scene = Scene(eta=2, per_step=1)
+    k0, k1, k2 = scene.reserve(3, step=0)
+    scene.commit(k0)
+    assert scene.groups(scene.train()) == [0]
+    (k3,) = scene.reserve(1, step=1)
+    scene.commit(k3)
+    assert scene.buffer.lease() is LeaseWait.STRAGGLER
+    assert scene.buffer.counts().lease_wait is LeaseWait.STRAGGLER
+    scene.commit(k2)
+    assert [scene.groups(scene.train())] == [[2]]
+    assert scene.buffer.lease() is LeaseWait.STRAGGLER
+    scene.commit(k1)
+    assert [scene.groups(scene.train()) for _ in range(2)] == [[1], [3]]
+
+
+def test_without_rule_2_the_same_history_meets_a_group_beyond_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.buffer.replay_buffer.lease_violation", lambda **_: None)
+    scene = Scene(eta=2, per_step=1)
+    k0, k1, k2 = scene.reserve(3, step=0)
+    scene.commit(k0)
+    scene.train()
+    (k3,) = scene.reserve(1, step=1)
+    scene.commit(k3)
+    scene.train()
+    scene.commit(k1, k2)
+    scene.train()
+    with pytest.raises(StalenessViolation, match=r"due at step 2 is still ready at step 3.*max_versions is 2"):
+        scene.buffer.lease()
+
+
+def test_a_lease_that_was_given_back_still_counts_among_what_is_due() -> None:
+    scene = Scene(eta=2, per_step=1)
+    k0, *_ = scene.reserve(3, step=0)
+    scene.commit(k0)
+    scene.lease()
+    scene.buffer.give_back(1, 0)
+    scene.train()
+    scene.commit(*scene.reserve(1, step=1))
+    assert scene.buffer.lease() is LeaseWait.STRAGGLER
+
+
+def test_a_lease_takes_the_earliest_deadline_and_ties_in_prompt_order_retries_included() -> None:
+    scene = Scene(eta=3, per_step=2)
+    g0, g1, g2, g3 = scene.reserve(4, step=0)
+    scene.commit(g1, g3)
+    assert scene.groups(scene.train()) == [1, 3]
+    (g4,) = scene.reserve(1, step=1)
+    scene.buffer.fail(g0.key, incarnation=1, failure_class=FailureClass.INFRA, reason="engine")
+    (g0_again,) = scene.reserve(1, step=1)
+    scene.commit(g4, g0_again, g2)
+    assert scene.groups(scene.train()) == [2, 0]
+
+
+def test_a_lease_is_handed_out_once_until_it_ends_however_long_that_takes() -> None:
+    scene = Scene(eta=1, per_step=1)
+    scene.commit(*scene.reserve(2))
+    lease = scene.lease()
+    scene.clock.now_s += 1e6
+    scene.buffer.expire()
+    assert scene.lease() == lease
+    assert scene.buffer.counts().leased == 1
+
+
+def test_a_leased_group_holds_its_slot_and_its_bytes_until_the_ack() -> None:
+    scene = Scene(eta=0, per_step=2)
+    scene.commit(*scene.reserve(2))
+    scene.lease()
+    assert scene.reserve(1) == ()
+    assert scene.buffer.counts().booked_bytes == 20
+    assert scene.buffer.ack(1, 0) == ("0.0", "1.0")
+    assert scene.buffer.version == Version(1, 1)
+    assert len(scene.reserve(9)) == 2
+
+
+def test_calls_that_match_no_lease_are_counted_and_change_nothing() -> None:
+    scene = Scene(eta=1, per_step=1)
+    scene.commit(*scene.reserve(2))
+    assert scene.buffer.ack(1, 0) == ()
+    scene.lease()
+    for incarnation, step in [(0, 0), (2, 0), (1, 1)]:
+        assert scene.buffer.ack(incarnation, step) == ()
+        assert scene.buffer.skip(incarnation, step) == ()
+        assert not scene.buffer.give_back(incarnation, step)
+    assert scene.buffer.ledger.events[Event.LEASE_CALL_REFUSED] == 10
+    assert scene.buffer.counts().leased == 1
+    assert scene.buffer.version == Version(1, 0)
+
+
+def test_a_repeated_ack_moves_nothing_but_says_again_what_may_be_cleared() -> None:
+    scene = Scene(eta=1, per_step=1)
+    scene.commit(*scene.reserve(2))
+    scene.lease()
+    keys = scene.buffer.ack(1, 0)
+    assert scene.buffer.ack(1, 0) == keys == ("0.0",)
+    assert scene.buffer.skip(1, 0) == ()
+    assert scene.buffer.ack(0, 0) == ()
+    assert scene.buffer.version == Version(1, 1)
+    assert scene.buffer.ledger.fates[Fate.TRAINED].groups == 1
+
+
+def test_a_lease_that_is_given_back_can_be_leased_again() -> None:
+    scene = Scene(eta=1, per_step=2)
+    scene.commit(*scene.reserve(4))
+    lease = scene.lease()
+    assert scene.buffer.give_back(1, 0)
+    assert scene.buffer.counts().ready == 4
+    assert scene.lease() == lease
+    assert scene.buffer.ledger.events[Event.LEASE_GIVEN_BACK] == 1
+
+
+def test_a_skipped_step_leaves_the_version_and_other_prompts_replace_its_groups() -> None:
+    scene = Scene(eta=0, per_step=2)
+    scene.commit(*scene.reserve(2))
+    scene.lease()
+    assert scene.buffer.skip(1, 0) == ("0.0", "1.0")
+    assert scene.buffer.version == Version(1, 0)
+    replacements = scene.reserve(9)
+    assert [ticket.group for ticket in replacements] == [2, 3]
+    scene.commit(*replacements)
+    assert scene.train().step == 0
+    account = scene.buffer.ledger
+    assert account.fates[Fate.SKIPPED] == account.fates[Fate.TRAINED] == Amount(2, 4, 6)
+    assert account.closed
+
+
+def test_f37_lost_rows_of_ready_groups_are_generated_anew_and_the_rest_stays() -> None:
+    scene = Scene(eta=2, per_step=1)
+    g0, g1, g2 = scene.reserve(3)
+    scene.commit(g0, g1)
+    scene.lease()
+    assert scene.buffer.rows_lost([g0.key, g1.key, g2.key, "nonsense"]) == (g1.key,)
+    assert scene.buffer.ledger.events[Event.ROWS_LOST_REFUSED] == 3
+    assert scene.buffer.rows_lost([g1.key]) == ()
+    account = scene.buffer.ledger
+    assert account.fates[Fate.ROWS_LOST] == Amount(1, 2, 3)
+    assert account.closed
+    assert scene.buffer.commit(finished(g1)) is CommitOutcome.LATE
+    scene.buffer.ack(1, 0)
+    (again,) = scene.reserve(1, step=1)
+    assert (again.group, again.attempt, again.seed) == (g1.group, 1, g1.seed)
+    scene.commit(g2, again)
+    assert [scene.groups(scene.train()) for _ in range(2)] == [[2], [1]]
+    account = scene.buffer.ledger
+    assert (account.issued.groups, account.fates[Fate.TRAINED].groups) == (4, 3)
+    assert account.closed
+
+
+# The end.
+
+
+def test_when_prompts_run_out_the_last_step_is_short() -> None:
+    scene = Scene(eta=1, per_step=2, prompts=3)
+    g0, g1, g2 = scene.reserve(4)
+    scene.commit(g1, g2)
+    scene.train()
+    assert scene.buffer.lease() is LeaseWait.NOT_ENOUGH_READY  # g0 is still out
+    scene.commit(g0)
+    assert scene.groups(scene.train()) == [0]
+    assert scene.buffer.lease() is LeaseWait.FINISHED
+    assert scene.buffer.ledger.fates[Fate.TRAINED].groups == 3
+
+
+def test_a_short_last_step_that_is_given_back_and_loses_its_rows_is_generated_anew() -> None:
+    scene = Scene(eta=0, per_step=2, prompts=3)
+    scene.commit(*scene.reserve(2))
+    scene.train()
+    (last,) = scene.reserve(2)
+    scene.commit(last)
+    assert scene.groups(scene.lease()) == [2]
+    assert scene.buffer.give_back(1, 1)
+    assert scene.buffer.rows_lost([last.key]) == (last.key,)
+    assert scene.buffer.lease() is LeaseWait.NOT_ENOUGH_READY
+    (again,) = scene.reserve(2)
+    scene.commit(again)
+    assert scene.groups(scene.train()) == [2]
+    assert scene.buffer.lease() is LeaseWait.FINISHED
+
+
+def test_an_exhausted_source_is_the_reason_given_even_where_the_bound_refuses_as_well() -> None:
+    scene = Scene(eta=0, per_step=2, prompts=2)
+    assert len(scene.reserve(2)) == 2
+    assert scene.buffer.reserve("a", version=Version(1, 0), count=1).refusal is Refusal.STALENESS  # not known yet
+    scene.commit(*[slot.ticket for slot in list(scene.buffer._groups.reserved.values())])
+    scene.train()
+    assert scene.buffer.reserve("a", version=Version(1, 1), count=1).refusal is Refusal.NO_PROMPTS
+    assert scene.buffer.reserve("a", version=Version(1, 0), count=1).refusal is Refusal.NO_PROMPTS
+
+
+def test_drop_last_drops_what_fills_no_step_and_counts_it() -> None:
+    scene = Scene(eta=1, per_step=2, prompts=3, drop_last=True)
+    scene.commit(*scene.reserve(4))
+    scene.train()
+    assert scene.buffer.lease() is LeaseWait.FINISHED
+    account = scene.buffer.ledger
+    assert account.fates[Fate.DROPPED] == Amount(1, 2, 3)
+    assert account.closed
+    counts = scene.buffer.counts()
+    assert (counts.ready, counts.booked_bytes) == (0, 0)
+
+
+def test_a_prompt_that_waits_for_its_next_attempt_is_neither_the_end_nor_a_short_step() -> None:
+    scene = Scene(eta=1, per_step=2, prompts=2)
+    first, _ = scene.reserve(3)
+    scene.commit(first)
+    scene.buffer.leave("a")
+    assert scene.buffer.lease() is LeaseWait.NOT_ENOUGH_READY
+    assert scene.buffer.counts().waiting == 1
+    scene.commit(*scene.reserve(1, replica="b"))
+    assert scene.groups(scene.train()) == [0, 1]
+
+
+# What others see.
+
+
+def test_replicas_are_seen_with_their_slots_what_they_were_refused_for_and_whether_they_live() -> None:
+    scene = Scene(eta=0, per_step=2)
+    scene.buffer.heartbeat("a", version=Version(1, 0), free_slots=3, busy_slots=1, held=())
+    scene.buffer.heartbeat("loading", version=None, free_slots=4, busy_slots=0, held=())
+    scene.clock.now_s += 9.0
+    scene.reserve(3, replica="a")
+    scene.clock.now_s += 2.0
+    scene.clock.now_s -= 1.0
+    assert [view.live for view in scene.buffer.replicas()] == [True, True]  # the timeout itself is still in time
+    scene.clock.now_s += 1.0
+    asking, loading = scene.buffer.replicas()
+    assert (asking.replica, asking.free_slots, asking.busy_slots) == ("a", 1, 3)
+    assert (asking.refused_for, asking.live, asking.silent_s) == (Refusal.STALENESS, True, 2.0)
+    assert (loading.version, loading.refused_for, loading.live) == (None, None, False)
+
+
+def test_a_refusal_is_forgotten_with_the_version_it_was_for_and_with_the_next_full_answer() -> None:
+    scene = Scene(eta=0, per_step=1)
+    scene.commit(*scene.reserve(2))
+    assert scene.buffer.replicas()[0].refused_for is Refusal.STALENESS
+    beat(scene)
+    assert scene.buffer.replicas()[0].refused_for is Refusal.STALENESS
+    scene.train()
+    beat(scene, version=Version(1, 1))
+    assert scene.buffer.replicas()[0].refused_for is None
+    scene.reserve(2)
+    assert scene.buffer.replicas()[0].refused_for is Refusal.STALENESS
+    scene.buffer.leave("a")
+    scene.reserve(1)
+    assert scene.buffer.replicas()[0].refused_for is None
+
+
+def test_a_replica_that_reserves_before_its_first_heartbeat_is_known_by_what_it_asked_for() -> None:
+    scene = Scene(eta=0, per_step=2)
+    scene.reserve(3, replica="new")
+    (view,) = scene.buffer.replicas()
+    assert (view.replica, view.version, view.free_slots, view.busy_slots) == ("new", Version(1, 0), 1, 2)
+
+
+def test_f13_a_publication_is_repeated_without_effect_never_undone_and_refused_from_another_incarnation() -> None:
+    scene = Scene(eta=1, per_step=1)
+    scene.commit(*scene.reserve(2))
+    scene.train()
+    scene.buffer.publish(Version(1, 1))
+    scene.buffer.publish(Version(1, 1))
+    with pytest.raises(VersionRegression, match=r"1\.0.*1\.1"):
+        scene.buffer.publish(Version(1, 0))
+    with pytest.raises(ValueError, match=r"1\.2.*acked only 1"):
+        scene.buffer.publish(Version(1, 2))
+    scene.buffer.publish(OLD)
+    assert scene.buffer.ledger.events[Event.PUBLISH_REFUSED] == 1
+    assert scene.buffer.published == Version(1, 1)
+
+
+def test_the_age_is_that_of_the_group_reserved_longest_ago() -> None:
+    scene = Scene(eta=1, per_step=1)
+    assert scene.buffer.counts().oldest_group_age_s == 0.0
+    (first,) = scene.reserve(1)
+    scene.clock.now_s += 3.0
+    (second,) = scene.reserve(1)
+    scene.clock.now_s += 4.0
+    scene.commit(second)
+    assert scene.buffer.counts().oldest_group_age_s == 7.0
+    scene.commit(first)
+    scene.train()
+    assert scene.buffer.counts().oldest_group_age_s == 4.0
+
+
+def test_what_the_buffer_keeps_does_not_grow_with_the_run() -> None:
+    scene = Scene(eta=1, per_step=2, total_steps=10**6)
+    for _ in range(60):
+        scene.commit(*scene.reserve(2))
+        scene.train()
+    kept = scene.buffer._groups
+    sizes = [len(kept.open), len(kept.reserved), len(kept.ready), len(kept.unleased_by_deadline)]
+    assert sizes == [0, 0, 0, 0]
+    assert (kept.booked_bytes, kept._last_attempts, kept.ready.by_deadline()) == (0, {}, {})

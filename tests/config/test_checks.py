@@ -1,0 +1,193 @@
+"""Rules over several fields: each refuses its own mistake, names key, value, limit and mend, and nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.checks import BUILT_IN_NAMES, check_config, worst_case_group_bytes
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+_CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def _violations(*overrides: str, loss_is_corrected: bool | None = True) -> list[str]:
+    config = load_config([], overrides)
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, loss_is_corrected=loss_is_corrected)
+    return str(caught.value).splitlines()
+
+
+def _warnings(*overrides: str, loss_is_corrected: bool | None = True) -> list[str]:
+    return check_config(load_config([], overrides), loss_is_corrected=loss_is_corrected)
+
+
+def test_the_defaults_pass() -> None:
+    check_config(Config(), loss_is_corrected=True)
+
+
+@pytest.mark.parametrize("file", _CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_config_passes(file: Path) -> None:
+    check_config(load_config([file], []), loss_is_corrected=True)
+
+
+# The smallest step over each limit; the second list is just within it.
+_LIMITS = [
+    (["weights.publish_every_steps=4"], ["weights.publish_every_steps=3"], "staleness.max_versions + 1 = 3"),
+    (["staleness.max_versions=0", "weights.publish_every_steps=2"], ["staleness.max_versions=0"], "at most"),
+    (["buffer.capacity_groups=15"], ["buffer.capacity_groups=16"], "learner.groups_per_step = 16"),
+    (["buffer.capacity_bytes=131071"], ["buffer.capacity_bytes=131072"], "131072 ="),
+    (["learner.groups_per_step=15", "learner.ranks=2"], ["learner.ranks=2"], "2 × 1 = 2"),
+    (["learner.updates_per_step=3"], ["learner.updates_per_step=4"], "1 × 3 = 3"),
+    (
+        ["learner.ranks=4", "learner.updates_per_step=8"],
+        ["learner.ranks=2", "learner.updates_per_step=8"],
+        "take 32",
+    ),
+    (["learner.optimizer.warmup_steps=201"], ["learner.optimizer.warmup_steps=200"], "learner.total_steps = 200"),
+    (["learner.group_size=1"], ["learner.group_size=2"], "at least 2"),
+    (["learner.group_size=1"], ["learner.group_size=1", "algorithm.advantage=mine:estimate"], "group_norm"),
+    (["generator.max_completion_tokens=64"], ["generator.max_completion_tokens=63"], "model.max_length = 64"),
+    (["data.max_prompt_tokens=64"], ["data.max_prompt_tokens=63"], "model.max_length = 64"),
+    (
+        ["environment.score_timeout_s=120"],
+        ["environment.score_timeout_s=119"],
+        "generator.rollout_timeout_s = 120, which includes scoring",
+    ),
+    (["generator.min_replicas=2"], ["generator.min_replicas=2", "generator.replicas=2"], "generator.replicas = 1"),
+    (
+        ["generator.tensor_parallel_size=2"],
+        ["generator.tensor_parallel_size=2", "generator.gpus=2"],
+        "must equal generator.gpus = 0",
+    ),
+    (["data.dataset=jsonl"], ["data.dataset=jsonl", "data.path=x.jsonl"], "needs data.path"),
+    (["data.path=x.jsonl"], ["data.dataset=jsonl", "data.path=x.jsonl"], "read only with"),
+    (["data.options={a: 1}"], ["data.options={a: 1}", "data.dataset=mine:rows"], "environment.options"),
+    (["data.heldout_fraction=0"], ["data.heldout_fraction=0", "eval.prompts=0"], "held-out questions"),
+    (
+        ["algorithm.loss=mine:loss", "algorithm.overrides={weight: null}"],
+        ["algorithm.overrides={weight: null}"],
+        "axes of a preset",
+    ),
+]
+
+
+@pytest.mark.parametrize(("beyond", "within", "says"), _LIMITS)
+def test_f28_each_limit_is_refused_beyond_and_taken_within(beyond: list[str], within: list[str], says: str) -> None:
+    [violation] = _violations(*beyond)
+    assert says in violation
+    assert any(override.partition("=")[0] in violation for override in beyond)
+    _warnings(*within)
+
+
+@pytest.mark.parametrize(
+    "deadline",
+    [
+        "generator.rollout_timeout_s",
+        "weights.load_timeout_s",
+        "learner.collective_timeout_s",
+        "buffer.heartbeat_timeout_s",
+        "buffer.call_timeout_s",
+        "eval.timeout_s",
+    ],
+)
+def test_f28_the_watchdog_must_outlast_every_deadline_it_watches_over(deadline: str) -> None:
+    [violation] = _violations(f"{deadline}=300")
+    assert f"run.stall_timeout_s = 300: must be above {deadline} = 300" in violation
+    _warnings(f"{deadline}=299")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0:0::0", "", "0", "*", " 0.0.0.0 "])
+def test_metrics_never_bind_every_network(host: str) -> None:
+    [violation] = _violations(f"metrics.host='{host}'")
+    assert "metrics.host" in violation
+    assert "bind one address" in violation
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "10.0.0.7", "node-3"])
+def test_metrics_may_bind_one_address(host: str) -> None:
+    _warnings(f"metrics.host='{host}'")
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{question", "no format string"),
+        ("}", "no format string"),
+        ("{}", "names no field of a task"),
+        ("{0}", "names no field of a task"),
+        ("{question.__class__}", "names no field of a task"),
+        ("answer:", "every prompt would be the same"),
+        ("{{question}}", "every prompt would be the same"),
+    ],
+)
+def test_f28_a_prompt_template_that_cannot_format_is_refused(template: str, says: str) -> None:
+    [violation] = _violations(f"data.prompt_template={template!r}")
+    assert says in violation
+
+
+@pytest.mark.parametrize("template", ["{question}", "{word}>", "{{x}} {row[word]} {n:03d}"])
+def test_a_prompt_template_with_named_fields_passes(template: str) -> None:
+    _warnings(f"data.prompt_template={template!r}")
+
+
+@pytest.mark.parametrize("key", sorted(BUILT_IN_NAMES))
+def test_f28_a_misspelt_built_in_name_says_what_was_meant(key: str) -> None:
+    name = BUILT_IN_NAMES[key][-1]
+    others = ["data.path=x"] if key == "data.dataset" else []
+    lines = _violations(f"{key}={name}x", *others)
+    assert f"{key} = {name}x: is neither" in lines[0]
+    assert f"did you mean '{name}'?" in lines[0]
+
+
+@pytest.mark.parametrize("name", ["mine:", ":f", "mine:f()", "a b:c", "mine..x:f"])
+def test_f28_a_malformed_import_path_is_refused(name: str) -> None:
+    [violation] = _violations(f"environment.reward='{name}'")
+    assert "import path like package.module:callable" in violation
+
+
+def test_f28_an_uncorrected_loss_is_refused_unless_synchronous() -> None:
+    [violation] = _violations("algorithm.loss=dapo", loss_is_corrected=False)
+    assert "algorithm.loss = dapo has no off-policy correction" in violation
+    assert "staleness.max_versions = 2" in violation
+    _warnings("algorithm.loss=dapo", "staleness.max_versions=0", loss_is_corrected=False)
+
+
+def test_all_violations_are_reported_at_once() -> None:
+    lines = _violations("weights.publish_every_steps=4", "learner.ranks=3", "generator.min_replicas=2")
+    assert [line.partition(" ")[0] for line in lines] == [
+        "weights.publish_every_steps",
+        "learner.groups_per_step",
+        "generator.min_replicas",
+    ]
+
+
+def test_a_group_is_booked_at_16_bytes_a_token_of_every_sample() -> None:
+    config = load_config([], ["learner.group_size=3", "model.max_length=100"])
+    assert worst_case_group_bytes(config) == 3 * 100 * (4 + 4 + 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "silencer", "says"),
+    [
+        (["model.dtype=bfloat16"], "generator.gpus=1", "bfloat16 on CPUs"),
+        (["buffer.capacity_bytes=393215"], "buffer.capacity_bytes=393216", "48 × 8192 bytes"),
+        (["buffer.capacity_bytes=393215"], "buffer.capacity_groups=16", "generators may wait for room"),
+        (["generator.max_concurrent_groups=49"], "generator.max_concurrent_groups=48", "always waits"),
+        (["generator.max_completion_tokens=17"], "data.max_prompt_tokens=47", "are cut earlier"),
+        (["staleness.max_versions=1"], "learner.updates_per_step=2", "clip"),
+    ],
+)
+def test_what_runs_but_may_surprise_is_a_warning(overrides: list[str], silencer: str, says: str) -> None:
+    assert any(says in warning for warning in _warnings(*overrides))
+    assert not any(says in warning for warning in _warnings(*overrides, silencer))
+
+
+def test_a_loss_that_nobody_checked_is_a_warning_when_data_may_be_old() -> None:
+    own = "algorithm.loss=mine:loss"
+    assert any("nobody checked" in warning for warning in _warnings(own, loss_is_corrected=None))
+    assert not any("nobody checked" in warning for warning in _warnings(own, loss_is_corrected=True))
+    assert not any(
+        "nobody checked" in warning for warning in _warnings(own, "staleness.max_versions=0", loss_is_corrected=None)
+    )

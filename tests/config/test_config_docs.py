@@ -1,0 +1,56 @@
+"""docs/configuration.md: complete, and the same as what the schema says."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import docs
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+
+
+def _keys(tree: dict[str, object], prefix: str = "") -> set[str]:
+    keys: set[str] = set()
+    for name, value in tree.items():
+        keys |= _keys(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}"}
+    return keys
+
+
+def test_the_page_on_disk_is_what_the_schema_says() -> None:
+    assert docs.main(["--check"]) == 0
+
+
+def test_every_key_has_a_row_with_a_meaning() -> None:
+    rows = {line.split("`")[1]: line for line in docs.page().splitlines() if line.startswith("| `")}
+    everything = load_config([], ["model.tiny={}"])
+    assert rows.keys() == _keys(everything.model_dump(mode="json"))
+    assert all(len(row.split(" | ")[3]) > 10 for row in rows.values())
+
+
+def test_bounds_defaults_and_unset_are_in_the_row() -> None:
+    page = docs.page()
+    assert "| `learner.ranks` | integer ≥ 1 | `1` |" in page
+    assert "| `buffer.capacity_groups` | integer ≥ 1 or unset | unset |" in page
+    assert "| `learner.optimizer.betas` | list of 2 × number ≥ 0, < 1 | `[0.9, 0.95]` |" in page
+    assert '| `model.dtype` | `float32` or `bfloat16` | `"float32"` |' in page
+
+
+def test_an_outdated_page_fails_the_check_and_writing_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(docs, "PAGE", tmp_path / "docs" / "configuration.md")
+    assert docs.main(["--check"]) == 1
+    assert "python -m asyncrl.config.docs" in capsys.readouterr().err
+    assert docs.main([]) == 0
+    assert docs.main(["--check"]) == 0
+    docs.PAGE.write_text(docs.PAGE.read_text() + "x")
+    assert docs.main(["--check"]) == 1
+
+
+def test_unknown_arguments_are_refused() -> None:
+    assert docs.main(["--chek"]) == 2
+
+
+def test_the_schema_documents_every_section() -> None:
+    schema = Config.model_json_schema()
+    assert all(section["description"] for section in schema["$defs"].values())

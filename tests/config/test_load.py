@@ -1,0 +1,230 @@
+"""Loading: precedence, strictness, error lines, and what the deployments of one run must share."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.load import dump_config, first_difference, load_config, shared_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _lines(files: list[Path], overrides: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(files, overrides)
+    return str(caught.value).splitlines()
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return flat
+
+
+def test_nothing_given_is_the_schema_with_its_defaults() -> None:
+    assert load_config([], []) == Config()
+
+
+def test_files_merge_left_to_right_and_overrides_come_last(tmp_path: Path) -> None:
+    base = _write(tmp_path / "a.yaml", "run: {name: a, seed: 1}\nenvironment: {options: {task: x, size: 3}}\n")
+    mine = _write(tmp_path / "b.yaml", "run: {seed: 2}\nenvironment: {options: {size: 4}}\n")
+    config = load_config([base, mine], ["run.seed=3", "environment.options.size=5"])
+    assert (config.run.name, config.run.seed) == ("a", 3)
+    assert config.environment.options == {"task": "x", "size": 5}
+    assert load_config([base, mine], []).run.seed == 2
+
+
+def test_lists_are_replaced_not_joined(tmp_path: Path) -> None:
+    base = _write(tmp_path / "a.yaml", "generator: {stop: [a, b]}\n")
+    assert load_config([base], ['generator.stop=["c"]']).generator.stop == ["c"]
+
+
+def test_merging_leaves_yaml_aliases_of_the_first_file_alone(tmp_path: Path) -> None:
+    base = _write(
+        tmp_path / "a.yaml", "environment: {options: &shared {size: 1}}\ndata: {dataset: 'a:b', options: *shared}\n"
+    )
+    config = load_config([base], ["data.options.size=2"])
+    assert (config.environment.options["size"], config.data.options["size"]) == (1, 2)
+
+
+@pytest.mark.parametrize("key", sorted(_leaves(Config().model_dump(mode="json"))))
+def test_every_field_accepts_its_own_default_beside_unset_neighbours(key: str, tmp_path: Path) -> None:
+    value = _leaves(Config().model_dump(mode="json"))[key]
+    tree: Any = value
+    for name in reversed(key.split(".")):
+        tree = {name: tree}
+    assert load_config([_write(tmp_path / "one.json", str(tree).replace("None", "null").replace("True", "true"))], [])
+
+
+def test_dumped_config_loads_as_an_equal_config(tmp_path: Path) -> None:
+    config = load_config(
+        [],
+        [
+            "model.tiny={}",
+            "data.path=rows.jsonl",
+            "learner.optimizer.betas=[0.5, 0.75]",
+            "algorithm.overrides={weight: {hi: .inf}}",
+            "environment.options={a: '1e-3', b: 2026-01-31, c: [1e-3, null]}",
+        ],
+    )
+    assert load_config([_write(tmp_path / "resolved.yaml", dump_config(config))], []) == config
+    assert config.algorithm.overrides == {"weight": {"hi": float("inf")}}
+
+
+def test_quickstart_loads() -> None:
+    config = load_config([Path(__file__).parents[2] / "configs" / "quickstart.yaml"], [])
+    assert config.run.name == "quickstart"
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("generator.replcas=2", "did you mean generator.replicas?"),
+        ("generatr.replicas=2", "did you mean generator?"),
+        ("rollouts.min_replicas=2", "did you mean generator?"),
+        ("learner.max_length=2", "did you mean model.max_length?"),
+        ("learner.optimizer.weight_decy=2", "did you mean learner.optimizer.weight_decay?"),
+        ("staleness.max_lag_publication=2", "did you mean weights.max_lag_publications?"),
+        ("buffer.startup_timeout_s=2", "or generator.startup_timeout_s or learner.startup_timeout_s?"),
+        ("replicas=2", "did you mean generator.replicas?"),
+        ("model.tiny.zzz=2", "`model.tiny` has seed, hidden_size"),
+        ("zzz=2", "sections are run, model"),
+    ],
+)
+def test_f28_unknown_key_says_what_was_meant(override: str, hint: str) -> None:
+    [line] = _lines([], [override])
+    assert line.startswith("unknown key")
+    assert "(on the command line)" in line
+    assert hint in line
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("generator.replicas=0", "generator.replicas = 0 (on the command line): must be at least 1"),
+        ("run.stall_timeout_s=0", "run.stall_timeout_s = 0 (on the command line): must be above 0"),
+        ("data.heldout_fraction=1", "data.heldout_fraction = 1 (on the command line): must be below 1"),
+        ("metrics.learner_port=70000", "metrics.learner_port = 70000 (on the command line): must be at most 65535"),
+        ("generator.replicas=true", "generator.replicas = true (on the command line): must be a whole number"),
+        ("generator.gpus=true", "generator.gpus = true (on the command line): must be a number"),
+        ("generator.replicas='2'", "must be a whole number; write it without quotes"),
+        ("generator.replicas=2.0", "must be a whole number; write 2"),
+        ("data.shuffle=1", "must be true or false"),
+        ("run.name=12", """must be text; write '"12"', with the quotes"""),
+        ("run.name=a/b", "must match"),
+        ("generator.stop=x", 'must be a list; write ["x"]'),
+        ("data.options=3", "must be a mapping of keys"),
+        ("model=null", "must be a section, that is a mapping of keys; set a key below it, or remove the line"),
+        ("data.on_bad_row=skp", "must be 'refuse' or 'skip'; did you mean 'skip'?"),
+        ("generator.temperature=.inf", "must be a finite number"),
+        ("generator.temperature=.nan", "generator.temperature = NaN"),
+        ("learner.optimizer.betas=[0.9]", "learner.optimizer.betas.1 (on the command line): is missing"),
+        (
+            "learner.optimizer.betas=[0.9, 1.0]",
+            "learner.optimizer.betas.1 = 1.0 (on the command line): must be below 1",
+        ),
+    ],
+)
+def test_f28_wrong_value_is_refused_with_key_value_limit_and_mend(override: str, line: str) -> None:
+    [found] = _lines([], [override])
+    assert line in found
+
+
+def test_all_violations_are_reported_at_once_with_where_each_was_set(tmp_path: Path) -> None:
+    file = _write(tmp_path / "a.yaml", "run: {seed: -1}\nlearner: {rank: 2, optimizer: {eps: 0}}\n")
+    lines = _lines([file], ["buffer.max_attempts=0"])
+    assert len(lines) == 4
+    assert sum(f"(in {file})" in line for line in lines) == 3
+    assert sum("(on the command line)" in line for line in lines) == 1
+
+
+def test_a_lone_violation_carries_its_key() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([], ["run.seed=-1"])
+    assert caught.value.key == "run.seed"
+
+
+def test_unreadable_files_and_overrides_are_reported_together(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.yaml"
+    listing = _write(tmp_path / "list.yaml", "- 1\n")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    lines = _lines([missing, listing, binary, tmp_path], ["noequals", "a..b=1", "=1", "run.name=[1"])
+    assert len(lines) == 8
+    assert "no such file" in lines[0]
+    assert "holds list" in lines[1]
+    assert "cannot be read" in lines[2]
+    assert "cannot be read" in lines[3]
+    assert all("is not an override" in line for line in lines[4:7])
+    assert "run.name=[1" in lines[7]
+
+
+@pytest.mark.parametrize("text", ["run: !!set {a}", "run: !!binary aGk=", "run: &r {name: *r}"])
+def test_yaml_that_is_no_plain_data_is_refused(text: str, tmp_path: Path) -> None:
+    [line] = _lines([_write(tmp_path / "a.yaml", text)], [])
+    assert "only text, numbers, lists and mappings" in line
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert load_config([_write(tmp_path / "a.yaml", "# nothing yet\n")], []) == Config()
+
+
+def test_a_mapping_over_an_unset_section_sets_it(tmp_path: Path) -> None:
+    file = _write(tmp_path / "a.yaml", "model: {tiny: null}\n")
+    tiny = load_config([file], ["model.tiny.layers=2"]).model.tiny
+    assert tiny is not None
+    assert tiny.layers == 2
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.dir=/elsewhere",
+        "metrics.learner_port=9000",
+        "ray.object_store_mb=100",
+        "generator.replicas=3",
+        "generator.max_concurrent_groups=3",
+        "generator.enforce_eager=false",
+        "learner.threads=3",
+    ],
+)
+def test_deployments_may_differ_in_places_and_sizes(override: str) -> None:
+    assert first_difference(shared_config(load_config([], [])), shared_config(load_config([], [override]))) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("run.seed=1", "run.seed"),
+        ("staleness.max_versions=5", "staleness.max_versions"),
+        ("generator.temperature=0.5", "generator.temperature"),
+        ("environment.options={size: 3}", "environment.options"),
+        ("environment.options.size=4", "environment.options"),
+        ("model.tiny.layers=1", "model.tiny"),
+        ("learner.ranks=2", "learner.ranks"),
+    ],
+)
+def test_deployments_must_agree_on_what_the_run_means(override: str, key: str) -> None:
+    ours, theirs = shared_config(load_config([], [])), shared_config(load_config([], [override]))
+    assert first_difference(ours, theirs) == key
+    assert first_difference(theirs, ours) is not None
+
+
+def test_first_difference_finds_keys_that_only_one_side_has() -> None:
+    assert first_difference({"a": 1}, {"a": 1, "b": None}) == "b"
+    assert first_difference({"a": 1, "b": None}, {"a": 1}) == "b"
+
+
+def test_own_keys_are_keys_of_the_schema() -> None:
+    from asyncrl.config import load
+
+    known = _leaves(Config().model_dump(mode="json"))
+    assert known.keys() >= load._OWN_KEYS
+    assert {key.partition(".")[0] for key in known} >= set(load._OWN_SECTIONS)

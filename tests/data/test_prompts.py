@@ -1,0 +1,190 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.data.prompts import (
+    PromptCursor,
+    PromptSource,
+    Task,
+    apply_template,
+    drop_long_prompts,
+    format_prompt,
+    read_jsonl,
+    split,
+)
+from asyncrl.errors import ConfigError, DatasetError
+
+
+def make_tasks(count: int) -> list[Task]:
+    return [Task(question=f"q{i}", prompt=f"q{i}", answer=f"a{i}") for i in range(count)]
+
+
+def write(tmp_path: Path, *lines: bytes) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+GOOD = b'{"prompt": "1+1", "answer": "2", "level": 3}'
+BAD_ROWS = {
+    "blank": b"   ",
+    "bad_json": b'{"prompt": "x", "answer": ',
+    "not_an_object": b'["x", "y"]',
+    "missing_key": b'{"prompt": "x"}',
+    "wrong_type": b'{"prompt": "x", "answer": 2}',
+    "duplicate": b'{"prompt": "1+1", "answer": "two"}',
+    "too_large": b'{"prompt": "x", "answer": "' + b"y" * 5000 + b'"}',
+}
+
+
+def test_jsonl_rows_become_tasks_with_their_other_keys_as_metadata(tmp_path: Path) -> None:
+    tasks, skipped = read_jsonl(write(tmp_path, GOOD))
+    assert tasks == [Task(question="1+1", prompt="1+1", answer="2", metadata={"level": 3})]
+    assert not skipped
+
+
+@pytest.mark.parametrize("reason", BAD_ROWS)
+def test_f33_a_bad_row_is_refused_with_file_row_and_knob(tmp_path: Path, reason: str) -> None:
+    path = write(tmp_path, GOOD, BAD_ROWS[reason], b'{"prompt": "2+2", "answer": "4"}')
+    with pytest.raises(DatasetError, match=rf"rows\.jsonl, row 2: .*data\.on_bad_row.*\({reason}\)"):
+        read_jsonl(path, on_bad_row="refuse", max_row_bytes=1000)
+
+
+@pytest.mark.parametrize("reason", BAD_ROWS)
+def test_f33_a_bad_row_is_skipped_and_counted_and_the_rows_after_it_are_read(tmp_path: Path, reason: str) -> None:
+    path = write(tmp_path, GOOD, BAD_ROWS[reason], b'{"prompt": "2+2", "answer": "4"}')
+    tasks, skipped = read_jsonl(path, on_bad_row="skip", max_row_bytes=1000)
+    assert [task.answer for task in tasks] == ["2", "4"]
+    assert skipped == {reason: 1}
+
+
+def test_f33_bad_utf8_and_deep_nesting_are_bad_json(tmp_path: Path) -> None:
+    path = write(tmp_path, b'{"prompt": "\xff", "answer": "2"}', b"[" * 100_000)
+    tasks, skipped = read_jsonl(path, on_bad_row="skip")
+    assert tasks == []
+    assert skipped == {"bad_json": 2}
+
+
+def test_f33_a_row_at_the_limit_passes_and_the_last_row_needs_no_newline(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD)
+    assert len(read_jsonl(path, max_row_bytes=len(GOOD))[0]) == 1
+    with pytest.raises(DatasetError, match="row 1"):
+        read_jsonl(path, max_row_bytes=len(GOOD) - 1)
+
+
+def test_f33_a_missing_file_names_the_file_and_the_knob(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"absent\.jsonl.*data\.path"):
+        read_jsonl(tmp_path / "absent.jsonl")
+
+
+def test_template_sees_the_question_and_scalar_metadata() -> None:
+    task = Task(question="spell: abc", prompt="", answer="cba", metadata={"word": "abc", "level": 2, "nested": [1]})
+    assert format_prompt("{question}|{word}|{level}|{{}}", task) == "spell: abc|abc|2|{}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{wrod}>", r"\{wrod\}.*did you mean \{word\}"),
+        ("{nested}", r"\{nested\}.*there are \['question', 'word'\]"),
+        ("{word.__class__}", r"\{word\.__class__\}"),
+        ("{word[0]}", "which a task lacks"),
+        ("{answer}", "which a task lacks"),
+        ("{}", "which a task lacks"),
+        ("{word", "malformed"),
+        ("{word:d}", "cannot format"),
+    ],
+)
+def test_template_that_cannot_be_filled_names_the_field_and_the_key(template: str, message: str) -> None:
+    task = Task(question="q", prompt="q", answer="a", metadata={"word": "abc", "nested": [1]})
+    with pytest.raises(ConfigError, match=message) as caught:
+        apply_template(template, [task])
+    assert caught.value.key == "data.prompt_template"
+
+
+def test_f24_a_prompt_beyond_the_limit_or_empty_is_refused_or_counted() -> None:
+    tasks = [Task(question=q, prompt=q, answer="") for q in ("", "abc", "abcd")]
+    kept, skipped = drop_long_prompts(tasks, count_tokens=len, max_prompt_tokens=3, on_bad_row="skip")
+    assert [task.prompt for task in kept] == ["abc"]
+    assert skipped == {"too_long": 1, "empty": 1}
+    with pytest.raises(DatasetError, match=r"task 2: .*4 tokens.*data\.max_prompt_tokens = 3"):
+        drop_long_prompts(tasks[1:], count_tokens=len, max_prompt_tokens=3, on_bad_row="refuse")
+
+
+def test_split_keeps_each_question_once_and_on_one_side() -> None:
+    tasks = make_tasks(2000)
+    train, heldout = split(tasks + tasks[::-1], 0.1)
+    assert sorted(task.question for task in train + heldout) == sorted(task.question for task in tasks)
+    assert 140 < len(heldout) < 260
+
+
+def test_split_depends_on_the_question_alone() -> None:
+    tasks = make_tasks(500)
+    heldout = {task.question for task in split(tasks, 0.2)[1]}
+    elsewhere = [Task(question=t.question, prompt="other", answer="other") for t in reversed(tasks[100:])]
+    assert {task.question for task in split(elsewhere, 0.2)[1]} == heldout & {task.question for task in elsewhere}
+
+
+def test_split_keeps_the_order_and_the_first_of_equal_questions() -> None:
+    tasks = [Task(question=q, prompt=q, answer=str(i)) for i, q in enumerate("abcab")]
+    train, heldout = split(tasks, 0.0)
+    assert [(t.question, t.answer) for t in train] == [("a", "0"), ("b", "1"), ("c", "2")]
+    assert heldout == []
+
+
+@given(count=st.integers(1, 70), seed=st.integers(0, 2**32))
+def test_every_epoch_issues_each_task_exactly_once(count: int, seed: int) -> None:
+    tasks = make_tasks(count)
+    source = PromptSource(tasks, seed=seed, shuffle=True, epochs=3)
+    issued = [source.next() for _ in range(3 * count)]
+    for epoch in range(3):
+        in_epoch = issued[epoch * count : (epoch + 1) * count]
+        assert sorted(t.question for t in in_epoch if t) == sorted(t.question for t in tasks)
+    assert source.next() is None
+    assert source.next() is None
+
+
+@given(count=st.integers(1, 40), before=st.integers(0, 100), seed=st.integers(0, 9), shuffle=st.booleans())
+def test_a_restored_source_goes_on_exactly_where_the_cursor_was_taken(
+    count: int, before: int, seed: int, shuffle: bool
+) -> None:
+    source = PromptSource(make_tasks(count), seed=seed, shuffle=shuffle, epochs=3)
+    for _ in range(before):
+        source.next()
+    cursor = msgspec.json.decode(msgspec.json.encode(source.state()), type=PromptCursor)
+    restored = PromptSource(make_tasks(count), seed=seed, shuffle=shuffle, epochs=3)
+    restored.restore(cursor)
+    assert [restored.next() for _ in range(2 * count)] == [source.next() for _ in range(2 * count)]
+
+
+def test_order_is_decided_by_the_seed_and_differs_between_epochs_and_seeds() -> None:
+    def order(seed: int, *, skip: int = 0) -> list[Task | None]:
+        source = PromptSource(make_tasks(100), seed=seed)
+        return [source.next() for _ in range(skip + 100)][skip:]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert order(1) != order(1, skip=100)
+    assert order(1) != make_tasks(100)
+
+
+def test_without_shuffle_the_order_is_the_files() -> None:
+    source = PromptSource(make_tasks(5), seed=7, shuffle=False, epochs=1)
+    assert [source.next() for _ in range(6)] == [*make_tasks(5), None]
+
+
+def test_f8_a_cursor_of_another_dataset_is_refused() -> None:
+    cursor = PromptSource(make_tasks(5), seed=0).state()
+    with pytest.raises(DatasetError, match="not this dataset"):
+        PromptSource(make_tasks(6), seed=0).restore(cursor)
+    with pytest.raises(DatasetError, match="outside"):
+        PromptSource(make_tasks(5), seed=0).restore(msgspec.structs.replace(cursor, position=5))
+
+
+def test_an_empty_dataset_is_refused_naming_its_knobs() -> None:
+    with pytest.raises(DatasetError, match=r"data\.dataset.*data\.heldout_fraction"):
+        PromptSource([], seed=0)

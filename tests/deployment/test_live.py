@@ -1,0 +1,163 @@
+"""The live view: complete when everything is known, honest when little is, one line where nobody looks."""
+
+import doctest
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from asyncrl.deployment import live
+from asyncrl.deployment.bottleneck import MENDS, who_waits
+from asyncrl.deployment.live import STATE_STYLES, LiveDisplay, LiveView, plain_line, render, share_bar, sparkline
+from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
+
+
+def view(step: int = 80, **changed: Any) -> LiveView:
+    fields: dict[str, Any] = {
+        "name": "quickstart",
+        "phase": "training",
+        "elapsed_s": 75.0,
+        "total_steps": 200,
+        "staleness_limit": 2,
+        "step": step,
+        "eta_s": 62.0,
+        "rewards": (0.4, 0.5, 0.625),
+        "heldout": (0.38,),
+        "oldest_token_versions": 1,
+        "ess_ratio": 0.967,
+        "samples_per_s": 213.0,
+        "tokens_per_s": 1130.0,
+        "buffer_groups": {"reserved": 16, "ready": 9, "leased": 16},
+        "buffer_capacity_groups": 48,
+        "learner_shares": {"waiting_for_groups": 0.3, "forward_backward": 0.7},
+        "generator_shares": {"generating": 0.9, "blocked_on_staleness": 0.1},
+    }
+    return LiveView(**(fields | changed))
+
+
+STARTING = LiveView(name="quickstart", phase="loading the model", elapsed_s=8.0, total_steps=200, staleness_limit=2)
+
+
+def shown(rendered: LiveView, *, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(rendered))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_doctests() -> None:
+    assert doctest.testmod(live).failed == 0
+
+
+def test_the_panel_shows_everything_that_is_known() -> None:
+    text = shown(view())
+    for words in (
+        "quickstart", "training", "1 min 15 s", "80 of 200", "1 min 2 s left", "0.625", "held out 0.38",
+        "at most 1 versions old, limit 2", "97%", "213 samples/s", "1.13k tokens/s", "16 reserved, 9 ready, 16 leased",
+        "41 of 48 slots", "waiting for groups 30%", "generating 90%", "The learner waits for groups 30 %",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_start_up_shows_its_phase_and_nothing_that_is_not_known() -> None:
+    text = shown(STARTING)
+    assert "loading the model" in text
+    assert "reward" not in text
+    assert plain_line(STARTING) == "loading the model (8.0 s)"
+
+
+def test_the_first_step_needs_no_optional_number() -> None:
+    bare = LiveView(name="r", phase="training", elapsed_s=9.0, total_steps=200, staleness_limit=2, step=1)
+    assert "1 of 200" in shown(bare)
+    assert plain_line(bare) == "step 1/200, reward –"
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_panel_fits_its_terminal(width: int) -> None:
+    assert all(len(line) <= width for line in shown(view(), width=width).splitlines())
+
+
+def test_a_plain_line_has_the_numbers_of_the_step() -> None:
+    assert plain_line(view()) == (
+        "step 80/200, reward 0.625, staleness 1 of 2, ESS 0.97, 213 samples/s, 1.13k tokens/s, 1 min 2 s left"
+    )
+
+
+def test_names_are_text_and_not_rich_markup() -> None:
+    assert "[bold]x[/bold]" in shown(view(name="[bold]x[/bold]"))
+    odd = LiveView(name="r", phase="[red]y", elapsed_s=0, total_steps=1, staleness_limit=0)
+    assert "[red]y" in shown(odd)
+    assert plain(10, [odd]) == ["[red]y (0.0 s)"]
+
+
+def plain(every_steps: int, views: list[LiveView]) -> list[str]:
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with LiveDisplay(console, every_steps=every_steps) as display:
+        for each in views:
+            display.update(each)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_without_a_terminal_a_line_is_printed_a_phase_every_n_steps_and_at_the_end() -> None:
+    views = [STARTING, STARTING, *(view(step, total_steps=25) for step in range(1, 26)), view(25, total_steps=25)]
+    lines = plain(10, views)
+    assert [line.split(",")[0] for line in lines] == [
+        "loading the model (8.0 s)", "step 1/25", "step 10/25", "step 20/25", "step 25/25",
+    ]  # fmt: skip
+
+
+def test_without_a_terminal_steps_that_are_jumped_over_do_not_lose_the_line() -> None:
+    lines = plain(10, [view(1), view(9), view(13), view(14), view(31)])
+    assert [line.split(",")[0] for line in lines] == ["step 1/200", "step 13/200", "step 31/200"]
+
+
+def test_in_a_terminal_the_panel_is_drawn_in_place() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with LiveDisplay(console, every_steps=10) as display:
+        display.update(view(80))
+        display.update(view(81))
+    assert isinstance(console.file, io.StringIO)
+    assert "81 of 200" in console.file.getvalue()
+
+
+@given(parts=st.lists(st.floats(min_value=0, max_value=1), min_size=1, max_size=7).filter(lambda parts: sum(parts) > 0))
+def test_a_share_bar_is_always_as_long_as_it_should_be(parts: list[float]) -> None:
+    shares = {state: part / sum(parts) for state, part in zip(LEARNER_STATES, parts, strict=False)}
+    bar = share_bar(shares, cells=30).plain
+    assert set(bar[:30]) <= {"█", "░"}
+    assert not set(bar[30:]) & {"█", "░"}
+    assert bar.count("░") == 0
+
+
+@given(values=st.lists(st.floats(min_value=-100, max_value=100), max_size=200))
+def test_a_sparkline_has_a_cell_a_value_up_to_its_width(values: list[float]) -> None:
+    assert len(sparkline(values, cells=30)) == min(30, len(values))
+
+
+def test_a_sparkline_rises_with_its_values() -> None:
+    line = sparkline([value / 10 for value in range(90)], cells=30)
+    assert list(line) == sorted(line)
+    assert (line[0], line[-1]) == ("▁", "█")
+
+
+def test_every_state_has_a_style_and_every_knob_is_named_for_a_real_wait() -> None:
+    assert set(STATE_STYLES) == {*LEARNER_STATES, *GENERATOR_STATES}
+    assert set(MENDS) <= {*LEARNER_STATES, *GENERATOR_STATES}
+
+
+@pytest.mark.parametrize("state", MENDS)
+def test_the_longest_wait_is_named_with_its_knob(state: str) -> None:
+    learner = {"waiting_for_groups": 0.6} if state == "waiting_for_groups" else {"waiting_for_groups": 0.1}
+    generators = {other: 0.6 if other == state else 0.1 for other in MENDS if other != "waiting_for_groups"}
+    sentence = who_waits(learner, generators)
+    what, mend = MENDS[state]
+    assert sentence == f"{what} 60 % of the time: {mend}."
+
+
+def test_a_balanced_run_needs_no_advice() -> None:
+    assert who_waits({"waiting_for_groups": 0.1}, {"blocked_on_staleness": 0.15}).startswith("Neither side")
+    assert who_waits({}, {}).startswith("Neither side")

@@ -1,0 +1,194 @@
+"""The report: one self-contained page, whatever the run's state, and nothing of a run is ever markup."""
+
+import re
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli.report import app
+from asyncrl.config.schema import Config
+from asyncrl.deployment.report import read_run, report_html, write_report
+from asyncrl.deployment.report_panels import GENERATOR_COLORS, LEARNER_COLORS, bins_of, smooth, windows_of
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.errors import RunError
+from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, build_summary, state_shares
+from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
+
+MakeStep = Callable[..., StepRecord]
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Elements, and a check that they are closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def write_run(folder: Path, steps: Sequence[StepRecord], *, finish: bool = True, evals: bool = True) -> Path:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(folder)}})
+    run = RunDir.create(config)
+    for record in steps:
+        run.append_step(record)
+        run.write_samples(
+            record.step,
+            [
+                SampleRecord(
+                    group=record.step,
+                    prompt=f"prompt of step {record.step}",
+                    completion=HOSTILE,
+                    answer="tac",
+                    reward=1.0,
+                    advantage=None,
+                    version_spans=((record.step, 3),),
+                    truncated=True,
+                )
+            ],
+        )
+    evaluations = [EvalRecord(version=0, wall_s=9, prompts=8, reward_mean=0.25)] if evals else []
+    for evaluation in evaluations:
+        run.append_eval(evaluation)
+    if finish:
+        totals = RunTotals(
+            wall_s=99,
+            generated_tokens=1,
+            groups_discarded=0,
+            ledger_closed=True,
+            weight_updates=3,
+            mid_sequence_updates=2,
+            probe_parity_max_nats=None,
+        )
+        run.write_summary(build_summary(steps, evaluations, totals, staleness_limit=2))
+    run.close(state="failed", reason=HOSTILE)
+    return run.path
+
+
+def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Path, step_record: MakeStep) -> None:
+    path = write_run(tmp_path, [step_record(step) for step in range(40)])
+    target = write_report(path)
+    assert target == path / "report.html"
+    page = Page(target.read_text())
+    for words in (
+        "Learning", "Reward", "held out", "Effective sample size", "Loss", "Entropy", "Gradient norm",
+        "Flow", "Learner", "Generators", "Samples", "Tokens", "Groups in the buffer",
+        "Age when trained", "limit 2", "Log-prob parity",
+        "Totals", "fate of issued groups", "640", "Configuration", "max_versions: 2", "0.50 → 0.69",
+    ):  # fmt: skip
+        assert words in page.text, words
+    assert page.tags.count("figure") == page.tags.count("svg") == 16
+    assert "prompt of step 0" in page.text
+    assert "prompt of step 39" in page.text
+
+
+def test_the_page_needs_nothing_from_outside(tmp_path: Path, step_record: MakeStep) -> None:
+    text = write_report(write_run(tmp_path, [step_record(0), step_record(1)])).read_text()
+    page = Page(text)
+    assert not {"link", "img", "iframe", "object"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset")]
+    assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_nothing_of_a_run_is_markup(tmp_path: Path, step_record: MakeStep) -> None:
+    text = report_html(read_run(write_run(tmp_path, [step_record(0)])))
+    assert HOSTILE not in text
+    assert "onerror" in Page(text).text, "it is there, as text"
+    assert not [name for name, _ in Page(text).attributes if name and name.startswith("on")]
+
+
+def test_a_run_that_goes_on_or_died_early_has_a_report_of_what_there_is(tmp_path: Path, step_record: MakeStep) -> None:
+    none = Page(report_html(read_run(write_run(tmp_path / "none", [], finish=False, evals=False))))
+    assert "No step was recorded yet." in none.text
+    one = Page(report_html(read_run(write_run(tmp_path / "one", [step_record(0)], finish=False, evals=False))))
+    assert "Learning" in one.text
+    assert "Oldest data" not in one.text, "tiles are of the summary, which is not there yet"
+
+
+def test_steps_without_numbers_leave_gaps(tmp_path: Path, step_record: MakeStep) -> None:
+    empty = {
+        "reward_mean": None, "loss": float("nan"), "grad_norm": float("inf"), "entropy_nats": None, "ess_ratio": None,
+        "parity_nats": None, "group_staleness": {}, "token_staleness": {}, "learner_state_s": {},
+        "generator_state_s": {}, "buffer_groups": {}, "ledger_groups": {}, "trained": False,
+    }  # fmt: skip
+    Page(report_html(read_run(write_run(tmp_path / "some", [step_record(0), step_record(1, **empty), step_record(1)]))))
+    Page(report_html(read_run(write_run(tmp_path / "all", [step_record(0, **empty)]))))
+
+
+def test_a_long_run_is_drawn_with_few_points(tmp_path: Path, step_record: MakeStep) -> None:
+    steps = [step_record(step) for step in range(5000)]
+    assert len(bins_of(steps, 300)) <= 300
+    assert sum(len(chunk) for chunk in bins_of(steps, 300)) == 5000
+    run = read_run(write_run(tmp_path, steps[:2]))
+    text = report_html(type(run)(**{name: getattr(run, name) for name in run.__slots__} | {"steps": steps}))
+    assert len(text) < 400_000
+
+
+def test_windows_start_at_the_record_before_so_that_totals_can_be_subtracted(step_record: MakeStep) -> None:
+    steps = [step_record(step) for step in range(10)]
+    windows = windows_of(steps, 3)
+    assert [[record.step for record in window] for window in windows] == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
+    assert state_shares(windows[1], "learner_state_s")["waiting_for_groups"] == pytest.approx(0.25)
+    assert windows_of(steps[:1], 3) == [steps[:1]]
+
+
+def test_smoothing_is_a_trailing_mean_that_skips_gaps() -> None:
+    values: list[float | None] = [float(index) for index in range(50)]
+    assert smooth(values)[:3] == [0.0, 0.5, 1.5]
+    assert smooth([1.0, None, 3.0]) == [1.0, None, 3.0]
+
+
+def test_every_state_has_a_color() -> None:
+    assert set(LEARNER_COLORS) == set(LEARNER_STATES)
+    assert set(GENERATOR_COLORS) == set(GENERATOR_STATES)
+
+
+def test_the_command_prints_where_the_page_is(tmp_path: Path, step_record: MakeStep) -> None:
+    path = write_run(tmp_path, [step_record(0)])
+    result = CliRunner().invoke(app, [str(path), "--output", str(tmp_path / "other.html")])
+    assert result.exit_code == 0
+    assert result.output.strip() == str(tmp_path / "other.html")
+    Page((tmp_path / "other.html").read_text())
+
+
+def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no run directory.*run\.json"):
+        write_report(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(RunError, match=r"not of this version"):
+        write_report(tmp_path)

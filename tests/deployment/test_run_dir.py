@@ -1,0 +1,189 @@
+"""The run directory: one run at a time, nothing lost, nothing torn."""
+
+import fcntl
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.deployment import run_dir as run_dir_module
+from asyncrl.deployment.provenance import provenance
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.errors import ConfigError, RunLocked
+from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, read_lines
+
+MakeStep = Callable[..., StepRecord]
+
+
+def config_in(folder: Path) -> Config:
+    return Config.model_validate({"run": {"name": "quick", "dir": str(folder)}, "staleness": {"max_versions": 4}})
+
+
+def run_json(path: Path) -> dict[str, object]:
+    loaded: dict[str, object] = json.loads((path / "run.json").read_text())
+    return loaded
+
+
+def test_a_new_run_has_its_layout_and_says_who_it_is(tmp_path: Path) -> None:
+    with RunDir.create(config_in(tmp_path / "runs")) as run:
+        assert run.path == tmp_path / "runs" / "quick"
+        assert {entry.name for entry in run.path.iterdir()} == {
+            "config.yaml", "run.json", "lock", "logs", "metrics", "samples",
+        }  # fmt: skip
+        info = run_json(run.path)
+        assert (info["name"], info["state"], info["pid"]) == ("quick", "running", os.getpid())
+        assert info["nonce"] == run.nonce
+        run.started_ray("127.0.0.1:6379")
+        assert run_json(run.path)["ray_address"] == "127.0.0.1:6379"
+        assert run.log_path("generator", 0) == run.path / "logs" / "generator-0.log"
+    info = run_json(run.path)
+    assert (info["state"], info["exit_reason"]) == ("finished", "done")
+    assert info["finished"]
+    assert info["ray_address"] == "127.0.0.1:6379"
+
+
+def test_the_resolved_config_starts_the_same_run_again_and_names_the_versions(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    with RunDir.create(config) as run:
+        assert load_config([run.path / "config.yaml"], []) == config
+        text = (run.path / "config.yaml").read_text()
+    for package, version in provenance().items():
+        assert f"# {package}: {version}\n" in text
+    assert {"git", "python", "asyncrl", "torch", "ray"} <= set(provenance())
+
+
+def test_an_error_is_the_exit_reason(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), RunDir.create(config_in(tmp_path)) as run:
+        _ = 1 / 0
+    info = run_json(run.path)
+    assert (info["state"], info["exit_reason"]) == ("failed", "ZeroDivisionError: division by zero")
+
+
+def test_close_is_once_and_for_all(tmp_path: Path) -> None:
+    run = RunDir.create(config_in(tmp_path))
+    run.close(state="failed", reason="SIGTERM")
+    run.close(state="finished", reason="done")
+    assert run_json(run.path)["exit_reason"] == "SIGTERM"
+
+
+def test_f35_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path: Path) -> None:
+    with RunDir.create(config_in(tmp_path)) as first:
+        with pytest.raises(RunLocked, match=rf"pid {os.getpid()} on \S+ since 2.*run\.name") as refused:
+            RunDir.create(config_in(tmp_path))
+        assert str(first.path) in str(refused.value)
+        assert run_json(first.path)["nonce"] == first.nonce, "the holder's records are untouched"
+        assert [entry.name for entry in tmp_path.iterdir()] == ["quick"]
+
+
+def test_f35_a_holder_in_another_process_is_named_and_its_death_frees_the_directory(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from asyncrl.config.schema import Config\n"
+        "from asyncrl.deployment.run_dir import RunDir\n"
+        "run = RunDir.create(Config.model_validate({'run': {'name': 'quick', 'dir': sys.argv[1]}}))\n"
+        "print(run.nonce, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        nonce = holder.stdout.readline().strip()
+        with pytest.raises(RunLocked, match=f"pid {holder.pid} "):
+            RunDir.create(config_in(tmp_path))
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(timeout=30)
+    with RunDir.create(config_in(tmp_path)) as run:
+        assert run.nonce != nonce
+        assert run_json(tmp_path / "quick.1")["nonce"] == nonce, "the dead run's records were moved aside"
+
+
+def test_a_rerun_moves_what_ended_aside_and_loses_nothing(tmp_path: Path, step_record: MakeStep) -> None:
+    nonces = []
+    for _ in range(3):
+        with RunDir.create(config_in(tmp_path)) as run:
+            nonces.append(run.nonce)
+            run.append_step(step_record(len(nonces)))
+    places = [tmp_path / "quick.1", tmp_path / "quick.2", tmp_path / "quick"]
+    assert [run_json(place)["nonce"] for place in places] == nonces
+    assert [read_lines(place / "steps.jsonl", StepRecord)[0].step for place in places] == [1, 2, 3]
+
+
+def test_a_lock_on_a_directory_that_was_just_moved_aside_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunDir.create(config_in(tmp_path)):
+        pass
+    real_flock, calls = fcntl.flock, []
+
+    def flock(file: int, operation: int) -> None:
+        if not calls:
+            # Another process moves the old directory aside between our open and our flock.
+            (tmp_path / "quick").rename(tmp_path / "quick.1")
+        calls.append(operation)
+        real_flock(file, operation)
+
+    monkeypatch.setattr(run_dir_module.fcntl, "flock", flock)
+    with RunDir.create(config_in(tmp_path)):
+        monkeypatch.undo()
+        with pytest.raises(RunLocked):
+            RunDir.create(config_in(tmp_path))
+
+
+def test_a_directory_that_cannot_be_made_is_refused_by_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir") as refused:
+        RunDir.create(config_in(tmp_path / "file"))
+    assert refused.value.key == "run.dir"
+
+
+def test_steps_evals_and_samples_are_appended_as_lines(tmp_path: Path, step_record: MakeStep) -> None:
+    sample = SampleRecord(
+        group=7,
+        prompt="cat>",
+        completion="tac",
+        answer="tac",
+        reward=1.0,
+        advantage=0.5,
+        version_spans=((3, 2), (4, 2)),
+        truncated=False,
+    )
+    evaluation = EvalRecord(version=0, wall_s=9.0, prompts=128, reward_mean=0.4)
+    with RunDir.create(config_in(tmp_path)) as run:
+        for step in range(3):
+            run.append_step(step_record(step))
+        run.append_eval(evaluation)
+        run.write_samples(2, [sample, sample])
+        run.write_samples(3, [])
+    assert read_lines(run.path / "steps.jsonl", StepRecord) == [step_record(step) for step in range(3)]
+    assert read_lines(run.path / "evals.jsonl", EvalRecord) == [evaluation]
+    assert read_lines(run.path / "samples" / "step-2.jsonl", SampleRecord) == [sample, sample]
+    assert not (run.path / "samples" / "step-3.jsonl").exists()
+
+
+def test_f27_a_full_disk_is_reported_once_and_leaves_whole_lines(
+    tmp_path: Path, step_record: MakeStep, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunDir.create(config_in(tmp_path)) as run:
+        run.append_step(step_record(0))
+        path = run.path / "steps.jsonl"
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        # The file may grow by less than a line: the write comes back short, as on a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
+        try:
+            with caplog.at_level(logging.ERROR):
+                run.append_step(step_record(1))
+                run.append_step(step_record(2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        (record,) = caplog.records
+        assert "steps.jsonl" in record.getMessage()
+        run.append_step(step_record(3))
+    assert [record.step for record in read_lines(path, StepRecord)] == [0, 3]

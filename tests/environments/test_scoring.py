@@ -1,0 +1,229 @@
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.schema import EnvironmentSection
+from asyncrl.data.prompts import Task
+from asyncrl.environments.scoring import Scorer
+from asyncrl.environments.scoring_process import closed
+from asyncrl.environments.scoring_worker import RewardFailure
+from asyncrl.errors import ConfigError, DataError, InfraError
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+TASK = Task(question="q", prompt="q", answer="abc", metadata={"pids_file": ""})
+
+
+def section(reward: str = "hostile_rewards:misbehave", *, timeout_s: float = 30.0) -> EnvironmentSection:
+    return EnvironmentSection(reward=reward, score_timeout_s=timeout_s)
+
+
+@contextlib.asynccontextmanager
+async def scoring(environment: EnvironmentSection) -> AsyncIterator[Scorer]:
+    scorer = Scorer(environment)
+    try:
+        await scorer.start()
+        yield scorer
+    finally:
+        await scorer.close()
+
+
+async def failure_of(scorer: Scorer, *completions: str, task: Task = TASK) -> DataError:
+    with pytest.raises(DataError) as caught:
+        await scorer.score(task, completions)
+    return caught.value
+
+
+def assert_gone(pid: int) -> None:
+    """Dead within five seconds; whether it has been reaped is for its new parent."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        assert poll.poll(5000), f"process {pid} is alive"
+    finally:
+        os.close(process)
+
+
+@pytest.mark.asyncio
+async def test_groups_are_scored_in_a_process_without_secrets_and_heavy_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SOME_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+    async with scoring(section()) as scorer:
+        assert await scorer.score(TASK, ["abc", "", "é\n\x00"]) == [3.0, 0.0, 3.0]
+        assert await scorer.score(TASK, []) == []
+        assert await scorer.score(TASK, ["environment", "heavy_imports"]) == [0.0, 0.0]
+        assert scorer.pids != [os.getpid()]
+
+
+@pytest.mark.asyncio
+async def test_f19_a_raising_or_lying_reward_fails_its_group_and_the_process_goes_on() -> None:
+    async with scoring(section()) as scorer:
+        [pid] = scorer.pids
+        failure = await failure_of(scorer, "abc", "raise")
+        assert failure.reason == RewardFailure.RAISED
+        assert "sample 1: RuntimeError: the verifier is broken" in str(failure)
+        assert (await failure_of(scorer, "nan")).reason == RewardFailure.NOT_FINITE
+        assert (await failure_of(scorer, "string")).reason == RewardFailure.WRONG_TYPE
+        assert await scorer.score(TASK, ["fork_and_return", "ab"]) == [1.0, 2.0]
+        assert await scorer.score(TASK, ["abc"]) == [3.0]
+        assert scorer.pids == [pid]
+
+
+@pytest.mark.asyncio
+async def test_f19_what_kills_the_process_fails_its_group_and_the_next_one_gets_a_new_process() -> None:
+    async with scoring(section()) as scorer:
+        for count, (behaviour, status) in enumerate(
+            [("segfault", "SIGSEGV"), ("exit", "exit status 0"), ("die_with_a_child", "exit status 3")], start=1
+        ):
+            failure = await failure_of(scorer, "abc", behaviour)
+            assert failure.reason == RewardFailure.CRASHED
+            assert status in str(failure)
+            assert await scorer.score(TASK, ["abc"]) == [3.0]
+            assert scorer.replacements == count
+
+
+@pytest.mark.parametrize("behaviour", ["hang", "hang_in_c", "print_without_end"])
+@pytest.mark.asyncio
+async def test_f19_what_does_not_end_is_killed_by_the_wall_clock_and_replaced(behaviour: str) -> None:
+    async with scoring(section(timeout_s=0.5)) as scorer:
+        [pid] = scorer.pids
+        failure = await failure_of(scorer, behaviour)
+        assert failure.reason == RewardFailure.TIMEOUT
+        assert "environment.score_timeout_s = 0.5" in str(failure)
+        assert_gone(pid)
+        assert scorer.pids == []
+
+
+@pytest.mark.asyncio
+async def test_f19_a_timeout_kills_all_that_the_reward_has_started(tmp_path: Path) -> None:
+    task = Task(question="q", prompt="q", answer="", metadata={"pids_file": str(tmp_path / "pids")})
+    async with scoring(section(timeout_s=3.0)) as scorer:
+        assert (await failure_of(scorer, "fork_and_hang", task=task)).reason == RewardFailure.TIMEOUT
+        started = (tmp_path / "pids").read_text().split()
+        assert len(started) == 2
+        for pid in started:
+            assert_gone(int(pid))
+
+
+@pytest.mark.asyncio
+async def test_f19_memory_is_limited_and_the_process_is_replaced() -> None:
+    environment = EnvironmentSection(reward="hostile_rewards:misbehave", score_timeout_s=30, score_memory_mib=256)
+    async with scoring(environment) as scorer:
+        failure = await failure_of(scorer, "eat_memory")
+        assert failure.reason == RewardFailure.RAISED
+        assert "MemoryError" in str(failure)
+        assert scorer.replacements == 1
+        assert await scorer.score(TASK, ["abc"]) == [3.0]
+
+
+@pytest.mark.asyncio
+async def test_f19_a_process_with_too_many_children_is_replaced_but_its_rewards_count() -> None:
+    async with scoring(section()) as scorer:
+        assert await scorer.score(TASK, ["leave_children"]) == [1.0]
+        assert scorer.replacements == 1
+        assert await scorer.score(TASK, ["abc"]) == [3.0]
+
+
+@pytest.mark.asyncio
+async def test_f19_a_process_that_died_idle_is_replaced_without_a_failure() -> None:
+    async with scoring(section()) as scorer:
+        [pid] = scorer.pids
+        os.kill(pid, signal.SIGKILL)
+        assert_gone(pid)
+        assert await scorer.score(TASK, ["abc"]) == [3.0]
+        assert scorer.replacements == 1
+
+
+@pytest.mark.asyncio
+async def test_a_hanging_group_holds_up_one_process_of_several() -> None:
+    environment = EnvironmentSection(reward="hostile_rewards:misbehave", score_timeout_s=60, score_workers=2)
+    async with scoring(environment) as scorer:
+        assert len(set(scorer.pids)) == 2
+        hanging = asyncio.ensure_future(scorer.score(TASK, ["hang"]))
+        scores = await asyncio.gather(*(scorer.score(TASK, ["x" * n]) for n in range(20)))
+        assert scores == [[float(n)] for n in range(20)]
+        assert not hanging.done()
+        await scorer.close()
+        with pytest.raises(InfraError, match=str(closed())):
+            await hanging
+
+
+@pytest.mark.asyncio
+async def test_close_ends_the_processes_and_whoever_scores_or_waits_in_line_is_told() -> None:
+    async with scoring(section(timeout_s=60)) as scorer:
+        [pid] = scorer.pids
+        waiting = [asyncio.ensure_future(scorer.score(TASK, [text])) for text in ("hang", "abc", "abc")]
+        await asyncio.wait(waiting, timeout=0.01)  # let them get in line
+        await scorer.close()
+        assert_gone(pid)
+        for future in waiting:
+            with pytest.raises(InfraError) as caught:
+                await future
+            assert caught.value.reason == "scorer_closed"
+        with pytest.raises(InfraError):
+            await scorer.score(TASK, ["abc"])
+        await scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("hostile_rewards:lenght", "did you mean 'length'"),
+        ("no_such_module:reward", "no module 'no_such_module'"),
+        ("hostile_rewards:NOT_CALLABLE", "not a callable"),
+        ("exact_macth", "did you mean 'exact_match'"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_f28_a_reward_that_does_not_exist_is_a_config_error_at_start(reward: str, message: str) -> None:
+    scorer = Scorer(section(reward))
+    with pytest.raises(ConfigError, match=message) as caught:
+        await scorer.start()
+    assert caught.value.key == "environment.reward"
+    assert scorer.pids == []
+    await scorer.close()
+
+
+@pytest.mark.asyncio
+async def test_the_environments_own_scoring_is_used_without_a_reward() -> None:
+    environment = EnvironmentSection(name="reasoning_gym", options={"task": "spell_backward"})
+    async with scoring(environment) as scorer:
+        task = Task(question="q", prompt="q", answer="cba", metadata={"word": "abc"})
+        assert await scorer.score(task, ["cba", " cba\n", "cbb", ""]) == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_f19_a_scoring_process_dies_with_its_parent_in_the_middle_of_a_hang() -> None:
+    program = """
+import asyncio
+from asyncrl.config.schema import EnvironmentSection
+from asyncrl.data.prompts import Task
+from asyncrl.environments.scoring import Scorer
+
+async def main():
+    scorer = Scorer(EnvironmentSection(reward="hostile_rewards:misbehave", score_timeout_s=600))
+    await scorer.start()
+    print(*scorer.pids, flush=True)
+    await scorer.score(Task(question="", prompt="", answer=""), ["hang_in_c"])
+
+asyncio.run(main())
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        assert_gone(pid)

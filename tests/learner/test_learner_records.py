@@ -1,0 +1,167 @@
+"""The summary of a run, by hand-worked numbers, and reading records back."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.errors import RunError
+from asyncrl.learner.records import (
+    EvalRecord,
+    RunTotals,
+    StepRecord,
+    Summary,
+    build_summary,
+    edge_window,
+    read_lines,
+    state_shares,
+)
+
+TOTALS = RunTotals(
+    wall_s=50.0,
+    generated_tokens=9000,
+    groups_discarded=0,
+    ledger_closed=True,
+    weight_updates=12,
+    mid_sequence_updates=7,
+    probe_parity_max_nats=2e-6,
+)
+
+
+def step(number: int, **changed: Any) -> StepRecord:
+    """A step every 2 s from second 10 on: of each 2 s the learner waits 0.5 and computes 1.4, the rest is `other`."""
+    fields: dict[str, Any] = {
+        "step": number,
+        "wall_s": 10.0 + 2 * number,
+        "duration_s": 1.5,
+        "trained": True,
+        "reward_mean": 0.0,
+        "loss": 0.01,
+        "grad_norm": 0.5,
+        "entropy_nats": 0.8,
+        "ess_ratio": 0.95,
+        "learning_rate": 1e-3,
+        "parity_nats": 1e-6,
+        "group_staleness": {0: 16},
+        "token_staleness": {0: 600},
+        "trained_samples": 128,
+        "trained_tokens": 600,
+        "generated_samples": 128,
+        "generated_tokens": 600,
+        "learner_state_s": {
+            "waiting_for_groups": 3 + 0.5 * number,
+            "forward_backward": 1.2 * number,
+            "publish": 0.2 * number,
+            "other": 7 + 0.1 * number,
+        },
+        "generator_state_s": {"generating": 1 + 1.5 * number, "idle": 9 + 0.5 * number},
+        "buffer_groups": {},
+        "ledger_groups": {},
+        "published_version": number + 1,
+        "oldest_replica_version": number,
+        "weight_updates": number,
+        "mid_sequence_updates": 0,
+    }
+    return StepRecord(**(fields | changed))
+
+
+def test_the_summary_has_exactly_the_promised_keys() -> None:
+    summary = build_summary([step(0)], [], TOTALS, staleness_limit=2)
+    assert set(json.loads(msgspec.json.encode(summary))) == {
+        "steps", "wall_s", "time_to_first_step_s", "samples_per_s", "reward_first", "reward_last", "heldout_first",
+        "heldout_last", "staleness_limit", "max_group_staleness", "max_token_staleness", "groups_discarded",
+        "ledger_closed", "weight_updates", "mid_sequence_updates", "parity_max_nats", "generator_busy_ratio",
+        "learner_busy_ratio", "generated_tokens", "trained_tokens",
+    }  # fmt: skip
+
+
+def test_the_summary_of_a_run_by_hand() -> None:
+    steps = [
+        step(number, reward_mean=float(number), group_staleness={0: 15, number % 3: 1}, token_staleness={0: 590, 1: 10})
+        for number in range(40)
+    ]
+    evals = [EvalRecord(version=v, wall_s=9, prompts=128, reward_mean=r) for v, r in ((0, 0.4), (20, 0.7), (40, 0.9))]
+    summary = build_summary(steps, evals, TOTALS, staleness_limit=2)
+    assert summary.steps == 40
+    assert summary.wall_s == 50.0
+    assert summary.time_to_first_step_s == 10.0
+    assert summary.samples_per_s == pytest.approx(39 * 128 / 78)
+    assert (summary.reward_first, summary.reward_last) == (0.5, 38.5), "5 % of 40 steps are 2"
+    assert (summary.heldout_first, summary.heldout_last) == (0.4, 0.9)
+    assert (summary.staleness_limit, summary.max_group_staleness, summary.max_token_staleness) == (2, 2, 1)
+    assert summary.learner_busy_ratio == pytest.approx(1.4 / 2.0), "start-up, waiting and other are not busy"
+    assert summary.generator_busy_ratio == pytest.approx(1.5 / 2.0)
+    assert (summary.generated_tokens, summary.trained_tokens) == (9000, 40 * 600)
+    assert summary.parity_max_nats == 2e-6, "the probe was the worst"
+    assert (summary.weight_updates, summary.mid_sequence_updates) == (12, 7)
+    assert (summary.groups_discarded, summary.ledger_closed) == (0, True)
+
+
+@pytest.mark.parametrize(("steps", "window"), [(1, 1), (19, 1), (20, 1), (40, 2), (200, 10), (100_000, 10)])
+def test_first_and_last_are_five_percent_of_steps_at_least_one_at_most_ten(steps: int, window: int) -> None:
+    assert edge_window(steps) == window
+
+
+def test_skipped_steps_are_no_steps_and_their_missing_numbers_are_left_out() -> None:
+    skipped = step(1, trained=False, reward_mean=math.nan, parity_nats=None, trained_samples=0, trained_tokens=0)
+    steps = [step(0, reward_mean=0.25, parity_nats=5e-6), skipped, step(1, reward_mean=0.75)]
+    summary = build_summary(steps, [], TOTALS, staleness_limit=2)
+    assert summary.steps == 2
+    assert summary.trained_tokens == 1200
+    assert (summary.reward_first, summary.reward_last) == (0.25, 0.75)
+    assert summary.parity_max_nats == 5e-6
+    assert (summary.heldout_first, summary.heldout_last) == (None, None)
+
+
+def test_a_run_of_one_step_counts_from_the_start() -> None:
+    summary = build_summary([step(0)], [], TOTALS, staleness_limit=0)
+    assert summary.samples_per_s == pytest.approx(128 / 10)
+    assert summary.generator_busy_ratio == pytest.approx(1 / 10)
+
+
+def test_no_step_no_summary() -> None:
+    with pytest.raises(RunError, match="no step"):
+        build_summary([], [], TOTALS, staleness_limit=2)
+
+
+def test_state_shares_add_up_to_one_or_there_are_none() -> None:
+    shares = state_shares([step(0), step(7)], "learner_state_s")
+    assert sum(shares.values()) == pytest.approx(1)
+    assert state_shares([step(3), step(3)], "learner_state_s") == {}
+
+
+def test_records_read_back_equal_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    records = [step(0), step(1, loss=math.nan, grad_norm=math.inf)]
+    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    first, second = read_lines(path, StepRecord)
+    assert first == records[0], "histograms keep their integer keys"
+    assert (second.loss, second.grad_norm) == (None, None)
+
+
+def test_the_torn_last_line_of_a_killed_writer_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    whole = msgspec.json.encode(step(0)) + b"\n"
+    path.write_bytes(whole + whole[:100])
+    assert read_lines(path, StepRecord) == [step(0)]
+    path.write_bytes(whole[:100])
+    assert read_lines(path, StepRecord) == []
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(msgspec.json.encode(step(0)) + b'\n{"step": 1}\n' + msgspec.json.encode(step(2)) + b"\n")
+    with pytest.raises(RunError, match=r"steps\.jsonl, line 2 is no StepRecord"):
+        read_lines(path, StepRecord)
+
+
+def test_no_file_is_no_record(tmp_path: Path) -> None:
+    assert read_lines(tmp_path / "evals.jsonl", EvalRecord) == []
+
+
+def test_a_summary_reads_back_equal() -> None:
+    summary = build_summary([step(0)], [], TOTALS, staleness_limit=2)
+    assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary

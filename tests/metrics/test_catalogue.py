@@ -1,0 +1,67 @@
+"""The catalogue keeps the naming rules, agrees with the types of other layers, and docs/metrics.md follows it."""
+
+import re
+
+import pytest
+
+from asyncrl.buffer.ledger import OPEN_FATES, Fate
+from asyncrl.buffer.records import CommitOutcome
+from asyncrl.errors import FailureClass
+from asyncrl.metrics import docs
+from asyncrl.metrics.catalogue import (
+    BUFFER_STATES,
+    CATALOGUE,
+    FAILURE_CLASSES,
+    FINAL_FATES,
+    SAMPLE_OUTCOMES,
+    Feed,
+    Kind,
+    Metric,
+)
+
+
+@pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
+def test_a_declaration_keeps_the_naming_rules(metric: Metric) -> None:
+    assert re.fullmatch(r"asyncrl_[a-z0-9_]+", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+    assert (len(metric.buckets) > 0) == (metric.kind is Kind.HISTOGRAM)
+    assert list(metric.buckets) == sorted(set(metric.buckets))
+    assert metric.help.endswith(".")
+    assert metric.roles
+    assert not {"run", "role", "replica"} & set(metric.labels), "these come from service discovery"
+
+
+def test_names_are_unique() -> None:
+    names = [metric.name for metric in CATALOGUE]
+    assert len(set(names)) == len(names)
+
+
+def test_units_in_names_are_those_declared() -> None:
+    for metric in CATALOGUE:
+        for suffix in ("seconds", "bytes", "versions", "nats", "ratio"):
+            if metric.name.removesuffix("_total").endswith(f"_{suffix}"):
+                assert metric.unit.endswith(suffix), metric.name
+
+
+def test_scraped_metrics_are_counters_with_one_closed_label() -> None:
+    for metric in CATALOGUE:
+        if metric.feed is Feed.SCRAPE:
+            assert metric.kind is Kind.COUNTER
+            (values,) = metric.labels.values()
+            assert values
+
+
+def test_label_values_are_those_of_the_layers_that_record_them() -> None:
+    assert set(SAMPLE_OUTCOMES) == {*CommitOutcome, "failed"}
+    assert set(FAILURE_CLASSES) == set(FailureClass)
+    assert {*FINAL_FATES, *BUFFER_STATES} == set(Fate)
+    assert set(BUFFER_STATES) == OPEN_FATES
+
+
+def test_docs_are_current() -> None:
+    assert docs.main(["--check"]) == 0
+
+
+def test_docs_name_every_metric() -> None:
+    page = docs.markdown()
+    assert all(f"`{metric.name}`" in page for metric in CATALOGUE)

@@ -1,0 +1,195 @@
+"""Recording: every declared metric has a method that sets it, and no method ever raises."""
+
+import inspect
+import logging
+from collections.abc import Callable
+
+import pytest
+from prometheus_client import generate_latest
+
+from asyncrl.metrics.catalogue import CATALOGUE, MAX_OPEN_VALUES
+from asyncrl.metrics.recorders import BufferMetrics, GeneratorMetrics, LearnerMetrics, ProcessMetrics
+
+
+def learner() -> LearnerMetrics:
+    metrics = LearnerMetrics()
+    metrics.run_info(version="0.1.0", model="tiny", environment="reasoning_gym", loss="tis")
+    metrics.heartbeat(unix_time_s=1.7e9)
+    metrics.states_from(lambda: {"forward_backward": 2.5})
+    metrics.step(outcome="trained", duration_s=0.3, tokens=640)
+    metrics.diagnostics(
+        reward_mean=0.5,
+        loss=0.1,
+        grad_norm=0.7,
+        entropy_nats=0.6,
+        ess_ratio=0.95,
+        importance_weight_mean=1.01,
+        importance_weight_max=3.0,
+        clipped_ratio=0.02,
+        gated_ratio=0.03,
+        kl_to_behaviour_nats=0.001,
+        learning_rate=1e-3,
+        zero_variance_ratio=0.25,
+    )
+    metrics.staleness(groups={0: 10, 2: 6}, tokens={0: 500, 1: 100, 2: 40}, in_flight={1: 6}, in_buffer={0: 12, 1: 4})
+    metrics.length_ratio(0.98)
+    metrics.heldout(0.41)
+    metrics.parity(3e-6)
+    metrics.versions(learner=12, published=11)
+    metrics.published(bytes=2_400_000, phase_seconds={"snapshot": 0.02, "deliver": 0.1})
+    return metrics
+
+
+def generator() -> GeneratorMetrics:
+    metrics = GeneratorMetrics(environment="reasoning_gym")
+    metrics.run_info(version="0.1.0", model="tiny", environment="reasoning_gym", loss="tis")
+    metrics.heartbeat(unix_time_s=1.7e9)
+    metrics.states_from(lambda: {"generating": 7.0, "idle": 1.0})
+    metrics.inflight(5)
+    metrics.policy_version(11)
+    metrics.rollout(duration_s=0.4, prompt_tokens=6, completion_tokens=(4, 5, 9))
+    metrics.samples(8, outcome="accepted")
+    metrics.rollout_failed(failure_class="data", reason="reward_raised")
+    metrics.rewards((0.0, 1.0, 1.0))
+    metrics.reward_failed(reason="reward_timeout", samples=3)
+    metrics.weight_update(outcome="applied", phase_seconds={"fetch": 0.01, "apply": 0.05})
+    metrics.parity(7e-7)
+    return metrics
+
+
+def buffer() -> BufferMetrics:
+    metrics = BufferMetrics()
+    metrics.run_info(version="0.1.0", model="tiny", environment="reasoning_gym", loss="tis")
+    metrics.heartbeat(unix_time_s=1.7e9)
+    metrics.limits(max_staleness_versions=2, capacity_groups=48, capacity_bytes=2**30)
+    metrics.fill(reserved=16, ready=8, leased=16, bytes=4096, oldest_group_age_s=1.5)
+    metrics.events({"expired": 2, "duplicate": 1})
+    metrics.ledger(issued_groups=44, groups={"reserved": 40, "trained": 3, "failed": 1}, tokens={"trained": 900})
+    metrics.reserve_waited(0.01)
+    metrics.lease_waited(0.2)
+    return metrics
+
+
+RECORDED = {"learner": learner, "generator": generator, "buffer": buffer}
+
+
+def value(metrics: ProcessMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+@pytest.mark.parametrize("role", RECORDED)
+def test_every_metric_of_a_process_has_a_method_that_sets_it(role: str, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = RECORDED[role]()
+    assert not caplog.records, "a method failed"
+    nonzero = {
+        family.name
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.value and not sample.name.endswith("_created")
+    }
+    declared = {metric.name.removesuffix("_total") for metric in CATALOGUE if role in metric.roles}
+    assert nonzero == declared
+
+
+@pytest.mark.parametrize("kind", [LearnerMetrics, GeneratorMetrics, BufferMetrics])
+def test_every_public_method_is_guarded(kind: type[ProcessMetrics]) -> None:
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if not name.startswith("_") and name != "failed":
+            assert hasattr(method, "__wrapped__"), name
+
+
+def test_values_arrive_under_their_names_and_labels() -> None:
+    recorded = generator()
+    assert value(recorded, "asyncrl_generator_tokens_total", kind="prompt") == 6
+    assert value(recorded, "asyncrl_generator_tokens_total", kind="completion") == 18
+    assert value(recorded, "asyncrl_completion_tokens_count", environment="reasoning_gym") == 3
+    assert value(recorded, "asyncrl_generator_samples_total", outcome="accepted") == 8
+    assert value(recorded, "asyncrl_generator_samples_total", outcome="failed") == 0, "present before the first one"
+    assert value(recorded, "asyncrl_rollout_failures_total", **{"class": "data", "reason": "reward_raised"}) == 1
+    assert value(buffer(), "asyncrl_buffer_groups", state="leased") == 16
+
+
+def test_a_counted_histogram_is_what_one_by_one_would_give() -> None:
+    recorded = learner()
+    name = "asyncrl_token_staleness_versions"
+    assert value(recorded, f"{name}_count") == 640
+    assert value(recorded, f"{name}_sum") == 100 * 1 + 40 * 2
+    assert value(recorded, f"{name}_bucket", le="0.0") == 500
+    assert value(recorded, f"{name}_bucket", le="1.0") == 600
+    assert value(recorded, f"{name}_bucket", le="+Inf") == 640
+    recorded.staleness(groups={}, tokens={1000: 5}, in_flight={}, in_buffer={})
+    assert value(recorded, f"{name}_bucket", le="64.0") == 640
+    assert value(recorded, f"{name}_bucket", le="+Inf") == 645
+    text = generate_latest(recorded.registry).decode()
+    assert "# TYPE asyncrl_token_staleness_versions histogram" in text
+
+
+def test_state_seconds_are_read_at_the_scrape_so_that_a_wait_shows_while_it_lasts() -> None:
+    seconds = {"waiting_for_groups": 1.0}
+    recorded = LearnerMetrics()
+    recorded.states_from(lambda: seconds)
+    name = "asyncrl_learner_state_seconds_total"
+    assert value(recorded, name, state="waiting_for_groups") == 1.0
+    seconds["waiting_for_groups"] = 61.0
+    assert value(recorded, name, state="waiting_for_groups") == 61.0
+    assert value(recorded, name, state="publish") == 0.0
+
+
+def test_a_scrape_survives_a_reader_that_raises_and_counters_never_fall() -> None:
+    recorded = LearnerMetrics()
+    recorded.states_from(lambda: {"publish": 4.0})
+    assert value(recorded, "asyncrl_learner_state_seconds_total", state="publish") == 4.0
+    recorded.states_from(lambda: {}["no such state"])
+    assert value(recorded, "asyncrl_learner_state_seconds_total", state="publish") == 4.0
+
+
+def test_totals_are_raised_to_and_a_smaller_total_is_a_new_start() -> None:
+    recorded = BufferMetrics()
+    for total in (3, 3, 7, 2):
+        recorded.events({"expired": total})
+    assert value(recorded, "asyncrl_buffer_events_total", event="expired") == 7 + 2
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda m: m.samples(1, outcome="no such outcome"),
+        lambda m: m.samples(float("nan"), outcome="accepted"),
+        lambda m: m.samples(-1, outcome="accepted"),
+        lambda m: m.rewards((float("inf"),)),
+        lambda m: m.rewards(None),
+        lambda m: m.policy_version("not a number"),
+        lambda m: m.parity(),
+    ],
+)
+def test_recording_nonsense_never_raises_logs_once_and_leaves_the_metric_usable(
+    record: Callable[[GeneratorMetrics], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = GeneratorMetrics(environment="math")
+    with caplog.at_level(logging.WARNING):
+        record(metrics)
+        record(metrics)
+    assert len(caplog.records) == 1
+    metrics.samples(2, outcome="accepted")
+    assert value(metrics, "asyncrl_generator_samples_total", outcome="accepted") == 2
+
+
+def test_a_nan_gauge_is_shown_as_such() -> None:
+    metrics = LearnerMetrics()
+    metrics.parity(float("nan"))
+    assert b"asyncrl_weight_parity_nats NaN" in generate_latest(metrics.registry)
+
+
+def test_an_open_label_is_capped() -> None:
+    metrics = GeneratorMetrics(environment="math")
+    for number in range(3 * MAX_OPEN_VALUES):
+        metrics.reward_failed(reason=f"reason {number}", samples=1)
+    metrics.reward_failed(reason="reason 0", samples=1)
+    assert value(metrics, "asyncrl_reward_failures_total", reason="reason 0") == 2
+    assert value(metrics, "asyncrl_reward_failures_total", reason="other") == 2 * MAX_OPEN_VALUES
+
+
+def test_two_processes_worth_of_metrics_live_side_by_side() -> None:
+    first, second = LearnerMetrics(), LearnerMetrics()
+    first.parity(1.0)
+    assert value(second, "asyncrl_weight_parity_nats") == 0.0

@@ -1,0 +1,105 @@
+"""The endpoint: both registries over real HTTP, and none of F31's troubles reaches the process."""
+
+import logging
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
+
+from asyncrl.errors import ConfigError
+from asyncrl.metrics import server as server_module
+from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.metrics.server import MetricsServer
+
+DEADLINE_S = 20.0
+
+
+def scrape(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
+        return str(response.read().decode())
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    metrics = LearnerMetrics()
+    metrics.versions(learner=7, published=6)
+    with MetricsServer(metrics.registry, host="127.0.0.1", port=0) as running:
+        yield running
+
+
+def test_it_serves_our_registry_and_the_default_one(server: MetricsServer) -> None:
+    engine_metric = Gauge("vllm:num_requests_running", "As vLLM declares it.")
+    try:
+        engine_metric.set(3)
+        text = scrape(server.url)
+    finally:
+        REGISTRY.unregister(engine_metric)
+    assert "asyncrl_learner_policy_version 7.0" in text
+    assert "vllm:num_requests_running 3.0" in text
+
+
+def test_the_port_is_chosen_and_the_address_is_loopback(server: MetricsServer) -> None:
+    assert server.port > 0
+    assert server.address == f"127.0.0.1:{server.port}"
+
+
+def test_ipv6_addresses_are_written_with_brackets() -> None:
+    try:
+        running = MetricsServer(CollectorRegistry(), host="::1", port=0)
+    except ConfigError:
+        pytest.skip("no IPv6 here")
+    with running:
+        assert running.address.startswith("[::1]:")
+        scrape(running.url)
+
+
+def test_f31_a_taken_port_becomes_a_free_one_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, caplog.at_level(logging.WARNING):
+        port = taken.getsockname()[1]
+        with MetricsServer(LearnerMetrics().registry, host="127.0.0.1", port=port) as running:
+            assert running.port != port
+            assert "asyncrl_learner_policy_version" in scrape(running.url)
+    (record,) = caplog.records
+    assert str(port) in record.getMessage()
+    assert str(running.port) in record.getMessage()
+
+
+def test_f31_scrapers_that_say_nothing_or_do_not_read_hold_up_nobody(server: MetricsServer) -> None:
+    address = ("127.0.0.1", server.port)
+    with socket.create_connection(address, DEADLINE_S), socket.create_connection(address, DEADLINE_S) as deaf:
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+        for _ in range(3):
+            assert "asyncrl_learner_policy_version 7.0" in scrape(server.url)
+
+
+def test_f31_a_silent_scraper_is_dropped(monkeypatch: pytest.MonkeyPatch, server: MetricsServer) -> None:
+    assert server_module._Handler.timeout == server_module.SCRAPE_TIMEOUT_S
+    monkeypatch.setattr(server_module._Handler, "timeout", 0.05)
+    with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as silent:
+        assert silent.recv(1) == b"", "the server hangs up"
+
+
+def test_f31_a_broken_request_leaves_the_server_running(server: MetricsServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as garbage:
+        garbage.sendall(b"\x00\xff" * 100 + b"\r\n\r\n")
+        garbage.recv(1024)
+    assert "asyncrl_learner_policy_version" in scrape(server.url)
+
+
+def test_an_address_of_another_machine_is_refused_by_key() -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.host.*192\.0\.2\.1") as refused:
+        MetricsServer(CollectorRegistry(), host="192.0.2.1", port=0)
+    assert refused.value.key == "metrics.host"
+
+
+def test_close_frees_the_port_and_may_be_called_twice() -> None:
+    running = MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0)
+    running.close()
+    running.close()
+    with pytest.raises(urllib.error.URLError):
+        scrape(running.url)
+    with MetricsServer(CollectorRegistry(), host="127.0.0.1", port=running.port) as again:
+        assert again.port == running.port

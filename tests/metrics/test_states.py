@@ -1,0 +1,147 @@
+"""Seconds split by state add up to wall time, whatever happens in between."""
+
+import doctest
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.metrics import states
+from asyncrl.metrics.states import SlotStates, StateClock
+
+NAMES = ("idle", "generating", "blocked")
+
+# Multiples of 1/1024 s: sums of them are exact in floats, so that "adds up" can be asserted with ==.
+ticks = st.integers(min_value=0, max_value=2**20).map(lambda ticks: ticks / 1024)
+
+
+class FakeClock:
+    def __init__(self, start: float = 0.0) -> None:
+        self.now = start
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(start=ticks, history=st.lists(st.tuples(ticks, st.sampled_from(NAMES))), rest=ticks)
+def test_a_state_clocks_seconds_add_up_to_wall_time_and_belong_to_their_states(
+    start: float, history: list[tuple[float, str]], rest: float
+) -> None:
+    now = FakeClock(start)
+    clock = StateClock(states=NAMES, initial="idle", clock=now)
+    expected = dict.fromkeys(NAMES, 0.0)
+    state = "idle"
+    for elapsed, target in history:
+        now.now += elapsed
+        expected[state] += elapsed
+        clock.enter(target)
+        state = target
+        assert clock.state == target
+    now.now += rest
+    expected[state] += rest
+    assert clock.seconds() == expected
+    assert clock.seconds() == expected, "reading changes nothing"
+    assert sum(expected.values()) == now.now - start
+
+
+@given(
+    slots=st.integers(min_value=1, max_value=64),
+    history=st.lists(
+        st.tuples(
+            ticks, st.sampled_from(NAMES), st.sampled_from(NAMES), st.floats(min_value=0, max_value=1), st.booleans()
+        )
+    ),
+)
+def test_slot_seconds_over_slots_add_up_to_wall_time(
+    slots: int, history: list[tuple[float, str, str, float, bool]]
+) -> None:
+    now = FakeClock(5.0)
+    pool = SlotStates(slots, states=NAMES, initial="idle", clock=now)
+    expected = dict.fromkeys(NAMES, Fraction(0))
+    for elapsed, source, target, share, by_counts in history:
+        now.now += elapsed
+        for state, count in pool.counts().items():
+            expected[state] += Fraction(elapsed) * count
+        count = int(share * pool.counts()[source])
+        if by_counts:
+            counts = pool.counts()
+            counts[source] -= count
+            counts[target] += count
+            pool.set(counts)
+        else:
+            pool.move(source, target, count=count)
+        assert sum(pool.counts().values()) == slots
+    seconds = pool.seconds()
+    assert seconds == {state: float(total) / slots for state, total in expected.items()}
+    assert sum(seconds.values()) == pytest.approx(now.now - 5.0, rel=1e-12)
+
+
+def test_within_returns_to_the_state_before_even_after_an_error() -> None:
+    now = FakeClock()
+    clock = StateClock(states=NAMES, initial="idle", clock=now)
+
+    def fail_after_two_seconds() -> None:
+        with clock.within("generating"):
+            now.now = 2.0
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_after_two_seconds()
+    now.now = 5.0
+    assert clock.seconds() == {"idle": 3.0, "generating": 2.0, "blocked": 0.0}
+
+
+def test_refused_moves_change_nothing() -> None:
+    now = FakeClock()
+    pool = SlotStates(4, states=NAMES, initial="idle", clock=now)
+    for refused in (
+        lambda: pool.move("generating", "idle"),
+        lambda: pool.move("idle", "generating", count=5),
+        lambda: pool.move("idle", "generating", count=-1),
+        lambda: pool.move("idle", "sleeping"),
+        lambda: pool.set({"idle": 3}),
+        lambda: pool.set({"idle": 5, "generating": -1}),
+        lambda: pool.set({"sleeping": 4}),
+    ):
+        with pytest.raises(ValueError, match=r"slots|state"):
+            refused()
+    now.now = 1.0
+    assert pool.counts() == {"idle": 4, "generating": 0, "blocked": 0}
+    assert pool.seconds() == {"idle": 1.0, "generating": 0.0, "blocked": 0.0}
+
+
+def test_set_leaves_unnamed_states_empty() -> None:
+    pool = SlotStates(4, states=NAMES, initial="idle", clock=FakeClock())
+    pool.set({"generating": 1, "blocked": 3})
+    pool.set({"generating": 4})
+    assert pool.counts() == {"idle": 0, "generating": 4, "blocked": 0}
+
+
+@pytest.mark.parametrize(("slots", "initial"), [(0, "idle"), (1, "sleeping")])
+def test_impossible_slots_are_refused(slots: int, initial: str) -> None:
+    with pytest.raises(ValueError, match=r"slots|initial"):
+        SlotStates(slots, states=NAMES, initial=initial)
+
+
+def test_doctests() -> None:
+    # The examples advance `now` by assignment, which the lambda sees because they share one namespace.
+    assert doctest.testmod(states).failed == 0
+
+
+@given(spent=st.integers(min_value=0, max_value=1000), first=st.integers(0, 1000), second=st.integers(0, 1000))
+def test_reattributed_seconds_still_add_up_and_no_more_can_be_moved_than_were_spent(
+    spent: int, first: int, second: int
+) -> None:
+    now = FakeClock()
+    clock = StateClock(states=NAMES, initial="idle", clock=now)
+    now.now = float(spent)
+    clock.enter("generating")
+    parts = {"generating": float(first), "blocked": float(second)}
+    if first + second > spent:
+        with pytest.raises(ValueError, match="cannot move"):
+            clock.reattribute("idle", parts)
+        assert clock.seconds()["idle"] == spent
+    else:
+        clock.reattribute("idle", parts)
+        assert clock.seconds() == {"idle": spent - first - second} | parts

@@ -1,0 +1,104 @@
+"""What each rank of a test does: every scenario on a fresh worker, results to a file. Runs in spawned processes."""
+
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_groups import STEP, make_config, make_group, make_groups
+from torch.distributed import FileStore
+
+from asyncrl.algorithms.interfaces import LossInputType, LossType
+from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.presets import PRESETS
+from asyncrl.policy.interfaces import TrainGroup, deal_groups
+from asyncrl.policy.worker import PolicyWorker
+
+PROBE = ([1, 2, 3, 4, 5, 6, 7], [9, 8], [30, 31, 32, 33])
+
+
+def with_rows(group: TrainGroup, **columns: np.ndarray) -> TrainGroup:
+    return dataclasses.replace(group, rows={**group.rows, **columns})
+
+
+def poisoned_groups() -> list[TrainGroup]:
+    """The second of four groups, which goes to the second of two ranks, has an infinite log-prob."""
+    groups = make_groups()
+    logprobs = groups[1].rows["logprobs"].copy()
+    logprobs[0] = np.nan
+    return [groups[0], with_rows(groups[1], logprobs=logprobs), *groups[2:]]
+
+
+def untrained_groups() -> list[TrainGroup]:
+    return [make_group(0, sample_mask=(0.0, 0.0, 0.0)), make_group(1, lengths=(0, 0))]
+
+
+class LogitLoss:
+    """The default objective as a user's loss that asks for logits."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGIT
+
+    def __call__(self, next_token_logits: torch.Tensor, data: Any, *counts: Any, **named: Any) -> Any:
+        loss, _ = ObjectiveLoss(PRESETS["decoupled_icepop"])(next_token_logits, data, *counts, **named)
+        return loss, {"longest_max": float(data["input_lengths"].max()), "rows": data.size}
+
+
+TRAINING: dict[str, tuple[dict[str, Any], Any]] = {
+    "micro_batch_1": ({"micro_batch_size": 1}, make_groups),
+    "micro_batch_3": ({"micro_batch_size": 3}, make_groups),
+    "micro_batch_all": ({}, make_groups),
+    "own_loss": ({"micro_batch_size": 5}, make_groups),
+    "two_updates": ({"updates_per_step": 2}, make_groups),
+    "one_group": ({"micro_batch_size": 2}, lambda: [make_group(4)]),
+    "nonfinite": ({}, poisoned_groups),
+    "untrained": ({}, untrained_groups),
+}
+
+
+def run_rank(rank: int, world_size: int, folder: Path) -> None:
+    results: dict[str, Any] = {}
+
+    def worker(name: str, **learner: Any) -> PolicyWorker:
+        store = FileStore(str(folder / f"store-{world_size}-{name}"), world_size)
+        return PolicyWorker(
+            model_path=str(folder / "model"),
+            config=make_config(loss=f"{__name__}:LogitLoss" if name == "own_loss" else "decoupled_icepop", **learner),
+            rank=rank,
+            world_size=world_size,
+            store=store,
+        )
+
+    for name, (learner, groups) in TRAINING.items():
+        policy = worker(name, **learner)
+        share = deal_groups(groups(), ranks=world_size, updates=learner.get("updates_per_step", 1))[rank]
+        report = policy.train_step(share, step=STEP)
+        after = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
+        results[name] = {"report": report, "weights": after}
+        policy.close()
+    results["weights"] = _weights_scenario(worker("weights"), folder / f"saved-{world_size}", rank=rank)
+    (folder / f"results-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))
+
+
+def _weights_scenario(policy: PolicyWorker, saved: Path, *, rank: int) -> dict[str, Any]:
+    before = dict(policy.gather_weights())
+    kept = {name: tensor.clone() for name, tensor in before.items()}
+    found = {
+        "specs": policy.weights_metadata(),
+        "probe": policy.probe(PROBE),
+        # rank 0 scores two sequences, rank 1 none: the ranks still run the same collectives
+        "logprobs": policy.logprobs(PROBE[:2] if rank == 0 else []),
+        "gathered": {name: tensor.numpy() for name, tensor in kept.items()},
+        "after_probe": all(torch.equal(tensor, kept[name]) for name, tensor in policy.gather_weights()),
+        "types": {type(parameter).__name__ for parameter in policy._model.parameters()},
+    }
+    shares = deal_groups(make_groups(), ranks=policy.world_size, updates=1)
+    found["trained"] = policy.train_step(shares[rank], step=STEP)
+    found["snapshot_unchanged"] = all(torch.equal(before[name], kept[name]) for name in kept)
+    found["moved"] = any(not torch.equal(tensor, kept[name]) for name, tensor in policy.gather_weights())
+    policy.save_hf(saved)
+    found["saved"] = {name: tensor.numpy() for name, tensor in policy.gather_weights()}
+    policy.close()
+    return found

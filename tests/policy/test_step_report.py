@@ -1,0 +1,92 @@
+"""A step's account: sums before quotients, skipped only when nothing was applied, and doctests of the policy."""
+
+import doctest
+
+import pytest
+
+from asyncrl.algorithms import advantages, presets
+from asyncrl.algorithms.diagnostics import OffPolicySums
+from asyncrl.algorithms.interfaces import MetricNormalization
+from asyncrl.config.schema import OptimizerSection
+from asyncrl.policy import interfaces, schedule
+from asyncrl.policy.interfaces import StepReport
+from asyncrl.policy.schedule import learning_rate
+from asyncrl.policy.step_report import RankRecord, UpdateOutcome, UpdatePlan, global_plan, step_report
+
+
+@pytest.mark.parametrize("module", [advantages, presets, interfaces, schedule])
+def test_examples_in_docstrings_are_true(module: object) -> None:
+    results = doctest.testmod(module)  # type: ignore[arg-type]
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def outcome(*, loss: float = 0.0, grad_norm: float = 1.0, finite: bool = True, tokens: int = 0) -> UpdateOutcome:
+    sums = OffPolicySums(tokens=tokens, weight=2.0 * tokens, weight_squared=4.0 * tokens, entropy_nats=0.5 * tokens)
+    return UpdateOutcome(
+        loss=loss,
+        grad_norm=grad_norm,
+        finite=finite,
+        sums=sums,
+        loss_metrics={"share": 3.0, "per_sample": 4.0, "own": 5.0},
+    )
+
+
+def report(ranks: list[list[UpdateOutcome]], plans: list[UpdatePlan]) -> StepReport:
+    return step_report(
+        [RankRecord(outcomes=tuple(outcomes), staleness=({0: 2, 3: rank + 1},)) for rank, outcomes in enumerate(ranks)],
+        plans=plans,
+        normalizations={"share": MetricNormalization.TOKENS, "per_sample": MetricNormalization.SEQUENCES},
+        learning_rate=0.1,
+        seconds={"optimizer": 1.0},
+    )
+
+
+def test_losses_add_over_ranks_and_average_over_updates() -> None:
+    plans = [UpdatePlan(tokens=3, samples=1, micro_batches=1), UpdatePlan(tokens=7, samples=4, micro_batches=2)]
+    found = report(
+        [[outcome(loss=1.0), outcome(loss=2.0, grad_norm=3.0)], [outcome(loss=4.0), outcome(loss=1.0, grad_norm=3.0)]],
+        plans,
+    )
+    assert (found.loss, found.grad_norm, found.updates_applied) == (4.0, 2.0, 2)
+    assert (found.trained_tokens, found.trained_samples) == (10, 5)
+    # four outcomes of 3, 4 and 5
+    assert found.loss_metrics == {"share": 1.2, "per_sample": 3.2, "own": 20.0}
+    assert found.token_staleness == (4, 0, 0, 3)
+
+
+def test_means_weigh_ranks_by_their_tokens() -> None:
+    found = report([[outcome(tokens=1)], [outcome(tokens=3)]], [UpdatePlan(tokens=4, samples=1, micro_batches=1)])
+    assert (found.entropy_nats, found.importance_weight_mean, found.ess) == (0.5, 2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("finite", "skipped", "applied"),
+    [([True], False, 1), ([False], True, 0), ([False, True], False, 1), ([], False, 0)],
+)
+def test_f21_a_step_is_skipped_when_no_update_was_applied(finite: list[bool], skipped: bool, applied: int) -> None:
+    found = report([[outcome(finite=each) for each in finite]], [])
+    assert (found.skipped, found.updates_applied, found.updates_nonfinite) == (skipped, applied, finite.count(False))
+
+
+def test_the_slowest_rank_sets_the_number_of_micro_batches() -> None:
+    plans = [UpdatePlan(tokens=3, samples=1, micro_batches=1), UpdatePlan(tokens=7, samples=4, micro_batches=2)]
+    assert global_plan(plans) == UpdatePlan(tokens=10, samples=5, micro_batches=2)
+
+
+@pytest.mark.parametrize("schedule_name", ["constant", "linear", "cosine"])
+def test_the_schedule_starts_at_the_peak_and_ends_at_its_fraction(schedule_name: str) -> None:
+    section = OptimizerSection.model_validate(
+        {"learning_rate": 2.0, "schedule": schedule_name, "final_fraction": 0.25, "warmup_steps": 4}
+    )
+    rates = [learning_rate(section, step=step, total_steps=20) for step in range(20)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert rates[4] == 2.0
+    assert rates[-1] == pytest.approx(2.0 if schedule_name == "constant" else 0.5)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+@pytest.mark.parametrize("schedule_name", ["constant", "linear", "cosine"])
+def test_a_run_of_one_step_has_a_rate(schedule_name: str) -> None:
+    section = OptimizerSection.model_validate({"learning_rate": 2.0, "schedule": schedule_name})
+    assert learning_rate(section, step=0, total_steps=1) == 2.0

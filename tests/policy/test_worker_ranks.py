@@ -1,0 +1,200 @@
+"""A step and its weights are the same for one rank and for two, and equal a plain loop without FSDP (spawned, gloo)."""
+
+import math
+import multiprocessing
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_scenarios import PROBE, run_rank
+from tiny_groups import TEMPERATURE, make_groups, make_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs every scenario on one rank and on two, at the same time."""
+    folder = tmp_path_factory.mktemp("ranks")
+    make_model(folder / "model")
+    # one process pays for the imports, the ranks are forked from it
+    multiprocessing.set_forkserver_preload(["asyncrl.policy.worker"])
+    contexts = [
+        torch.multiprocessing.start_processes(
+            _start, args=(world_size, folder), nprocs=world_size, join=False, start_method="forkserver"
+        )
+        for world_size in (1, 2)
+    ]
+    for context in contexts:
+        while not context.join():
+            pass
+    return folder
+
+
+def _start(rank: int, world_size: int, folder: Path) -> None:
+    run_rank(rank, world_size, folder)
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
+    """By (world size, rank)."""
+    return {
+        (world, rank): pickle.loads((folder / f"results-{world}-{rank}.pkl").read_bytes())
+        for world, rank in ((1, 0), (2, 0), (2, 1))
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> tuple[float, float, int]:
+    """(loss, gradient norm, tokens) of the default objective by a loop over unpadded samples: no FSDP, no batches."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    losses, tokens = [], 0
+    for group in make_groups():
+        starts = np.concatenate([[0], group.rows["output_lengths"].cumsum()])
+        for i, advantage in enumerate(group.advantages_G.tolist()):
+            completion = slice(starts[i], starts[i + 1])
+            output = group.rows["output_ids"][completion]
+            if group.sample_mask_G[i] == 0 or len(output) == 0:
+                continue
+            ids = torch.tensor(np.concatenate([group.rows["prompt_ids"], output]), dtype=torch.long)
+            logits = model(input_ids=ids[None]).logits[0].double() / TEMPERATURE
+            logprobs = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]][-len(output) :]
+            for logprob, behaviour in zip(logprobs, group.rows["logprobs"][completion].tolist(), strict=True):
+                rho = math.exp(float(logprob.detach()) - behaviour)
+                # u = 1 with one update a step: the surrogate's gradient is REINFORCE's
+                surrogate = -advantage * (logprob - logprob.detach()).exp()
+                losses.append((rho if 0.5 <= rho <= 5 else 0.0) * surrogate)
+                tokens += 1
+    loss = torch.stack(losses).sum() / tokens
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    return float(loss.detach()), float(norm), tokens
+
+
+@pytest.mark.parametrize("scenario", ["micro_batch_1", "micro_batch_3", "micro_batch_all"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_any_split_into_ranks_and_micro_batches_gives_the_plain_loops_loss_and_gradient(
+    results: Any, plain: Any, world_size: int, scenario: str
+) -> None:
+    report = results[world_size, 0][scenario]["report"]
+    loss, grad_norm, tokens = plain
+    assert report.loss == pytest.approx(loss, rel=1e-5)
+    assert report.grad_norm == pytest.approx(grad_norm, rel=1e-5)
+    assert report.trained_tokens == tokens == sum(report.token_staleness)
+    assert 0.1 < report.loss_metrics["gated_ratio"] < 0.9, "the case must have tokens inside and outside the band"
+    assert report.updates_applied == 1
+    assert not report.skipped
+
+
+@pytest.mark.parametrize("scenario", ["micro_batch_1", "two_updates", "one_group"])
+def test_two_ranks_report_what_one_rank_reports(results: Any, scenario: str) -> None:
+    one, two = results[1, 0][scenario]["report"], results[2, 0][scenario]["report"]
+    for name in ("loss", "grad_norm", "entropy_nats", "ess", "importance_weight_mean", "importance_weight_max"):
+        assert getattr(two, name) == pytest.approx(getattr(one, name), rel=1e-5), name
+    for name in ("trained_tokens", "trained_samples", "on_policy_tokens", "token_staleness", "updates_applied"):
+        assert getattr(two, name) == getattr(one, name), name
+    assert two.on_policy_parity_max_nats == pytest.approx(one.on_policy_parity_max_nats, rel=1e-5)
+    assert two.loss_metrics == pytest.approx(one.loss_metrics)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_user_s_loss_that_asks_for_logits_gets_them_and_its_metrics_add_up(
+    results: Any, plain: Any, world_size: int
+) -> None:
+    report = results[world_size, 0]["own_loss"]["report"]
+    assert (report.loss, report.grad_norm) == pytest.approx(plain[:2], rel=1e-5)
+    assert report.loss_metrics == {"longest_max": 13.0, "rows": 12.0}
+
+
+def test_both_ranks_give_the_same_report(results: Any) -> None:
+    first, second = results[2, 0]["micro_batch_3"]["report"], results[2, 1]["micro_batch_3"]["report"]
+    assert (first.loss, first.grad_norm, first.ess) == (second.loss, second.grad_norm, second.ess)
+
+
+def test_two_updates_move_the_weights_twice_and_keep_the_step_s_proximal_policy(results: Any) -> None:
+    report = results[1, 0]["two_updates"]["report"]
+    assert report.updates_applied == 2
+    assert report.seconds["log_probs"] > 0
+    # the proximal policy is that of the step's start for both updates, so what depends on it alone is unchanged
+    assert report.ess == pytest.approx(results[1, 0]["micro_batch_all"]["report"].ess, rel=1e-5)
+    assert report.kl_behaviour_k3_nats == pytest.approx(
+        results[1, 0]["micro_batch_all"]["report"].kl_behaviour_k3_nats, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("key", [(1, 0), (2, 0), (2, 1)])
+def test_f21_all_ranks_skip_the_update_when_one_rank_is_not_finite(results: Any, key: Any) -> None:
+    outcome, original = results[key]["nonfinite"], results[key]["weights"]["gathered"]
+    assert outcome["report"].skipped
+    assert outcome["report"].updates_applied == 0
+    assert outcome["report"].updates_nonfinite == 1
+    assert all(np.array_equal(outcome["weights"][name], original[name]) for name in original)
+
+
+@pytest.mark.parametrize("key", [(1, 0), (2, 0)])
+def test_f24_a_step_without_a_trained_token_changes_nothing_and_divides_by_nothing(results: Any, key: Any) -> None:
+    outcome, original = results[key]["untrained"], results[key]["weights"]["gathered"]
+    report = outcome["report"]
+    assert (report.trained_tokens, report.updates_applied, report.skipped) == (0, 0, False)
+    assert (report.loss, report.grad_norm, report.entropy_nats, report.ess) == (0.0, 0.0, 0.0, 1.0)
+    assert report.token_staleness == ()
+    assert all(np.array_equal(outcome["weights"][name], original[name]) for name in original)
+
+
+@pytest.mark.parametrize("key", [(1, 0), (2, 0), (2, 1)])
+def test_gathered_weights_are_the_loaded_ones_on_every_rank_and_a_snapshot(
+    results: Any, folder: Path, key: Any
+) -> None:
+    found = results[key]["weights"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    expected = {name: p.detach().numpy() for name, p in model.named_parameters(remove_duplicate=False)}
+    assert found["types"] == {"DTensor"}, "the model is not sharded by FSDP2"
+    assert list(found["gathered"]) == list(expected) == [spec.name for spec in found["specs"]]
+    assert all(np.array_equal(found["gathered"][name], expected[name]) for name in expected)
+    assert found["after_probe"]
+    assert found["moved"]
+    assert found["snapshot_unchanged"]
+    for spec in found["specs"]:
+        array = found["gathered"][spec.name]
+        assert (spec.shape, spec.dtype, spec.nbytes) == (array.shape, str(array.dtype), array.nbytes)
+
+
+def test_a_tied_head_is_sent_under_both_names(results: Any) -> None:
+    gathered = results[2, 0]["weights"]["gathered"]
+    assert np.array_equal(gathered["lm_head.weight"], gathered["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("key", [(1, 0), (2, 0), (2, 1)])
+def test_probe_is_at_temperature_1_and_logprobs_at_the_sampler_s(results: Any, folder: Path, key: Any) -> None:
+    found = results[key]["weights"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+
+    def expected(tokens: list[int], temperature: float) -> np.ndarray:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1] / temperature
+        return logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]].numpy()
+
+    for tokens, scored in zip(PROBE, found["probe"], strict=True):
+        np.testing.assert_allclose(scored, expected(tokens, 1.0), atol=2e-6)
+    own = PROBE[:2] if key[1] == 0 else []
+    for tokens, scored in zip(own, found["logprobs"], strict=True):
+        assert scored[0] == 0.0
+        np.testing.assert_allclose(scored[1:], expected(tokens, TEMPERATURE), atol=2e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_saved_model_loads_with_its_own_class_and_the_trained_weights(
+    results: Any, folder: Path, world_size: int
+) -> None:
+    path = folder / f"saved-{world_size}"
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
+    saved = results[world_size, 0]["weights"]["saved"]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert np.array_equal(parameter.detach().numpy(), saved[name]), name
+    assert AutoTokenizer.from_pretrained(path).pad_token == "t0"

@@ -1,0 +1,167 @@
+"""What the package never does, read from its syntax trees: run foreign bytes or text as code, or listen to everyone.
+
+The patterns stand in `violations`; the snippets below hold the patterns to what they must and must not find.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "asyncrl"
+
+# Dotted names that may not even be mentioned: each turns bytes or text into running code.
+_FORBIDDEN_NAMES = frozenset(
+    {
+        "pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads", "dill.load",
+        "dill.loads", "marshal.load", "marshal.loads", "shelve.open", "ray.cloudpickle.load", "ray.cloudpickle.loads",
+        "yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load", "yaml.Loader", "yaml.UnsafeLoader",
+        "eval", "exec", "builtins.eval", "builtins.exec", "os.system", "os.popen", "subprocess.getoutput",
+        "subprocess.getstatusoutput",
+    }
+)  # fmt: skip
+_FORBIDDEN_TEXTS = frozenset({"0.0.0.0", "VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION"})
+_FORBIDDEN_SWITCHES = frozenset({"trust_remote_code", "shell"})
+
+
+def violations(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, what) of everything in `tree` that the package may not contain."""
+    origins = _imported_names(tree)
+    safe_loads = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _loads_weights_only(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+            name = _dotted(node, origins)
+            if name in _FORBIDDEN_NAMES or (name == "torch.load" and id(node) not in safe_loads):
+                yield node.lineno, name
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if f"{node.module}.{alias.name}" in _FORBIDDEN_NAMES:
+                    yield node.lineno, f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Constant) and node.value in _FORBIDDEN_TEXTS:
+            yield node.lineno, repr(node.value)
+        for name, value in _settings(node):
+            if name in _FORBIDDEN_SWITCHES and not (isinstance(value, ast.Constant) and value.value is False):
+                yield value.lineno, f"{name} that is not False"
+
+
+def _imported_names(tree: ast.AST) -> dict[str, str]:
+    """Local name to the dotted name that it was imported from."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update({alias.asname: alias.name for alias in node.names if alias.asname})
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    return names
+
+
+def _dotted(node: ast.expr, origins: dict[str, str]) -> str:
+    """`a.b.c` with `a` resolved through the imports; empty for anything that is not a chain of names."""
+    if isinstance(node, ast.Name):
+        return origins.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        before = _dotted(node.value, origins)
+        return f"{before}.{node.attr}" if before else ""
+    return ""
+
+
+def _loads_weights_only(call: ast.Call) -> bool:
+    return any(
+        keyword.arg == "weights_only" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+        for keyword in call.keywords
+    )
+
+
+def _settings(node: ast.AST) -> Iterator[tuple[str | None, ast.expr]]:
+    """Names that `node` gives a value: keyword arguments, dictionary keys, variables, parameters' defaults."""
+    if isinstance(node, ast.keyword):
+        yield node.arg, node.value
+    elif isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield key.value, value
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+        yield node.target.id, node.value
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                yield target.id, node.value
+    elif isinstance(node, ast.arguments):
+        positional = [*node.posonlyargs, *node.args]
+        for argument, default in zip(positional[len(positional) - len(node.defaults) :], node.defaults, strict=True):
+            yield argument.arg, default
+        for argument, keyword_default in zip(node.kwonlyargs, node.kw_defaults, strict=True):
+            if keyword_default is not None:
+                yield argument.arg, keyword_default
+
+
+def test_the_package_runs_no_foreign_code_and_listens_to_nobody_by_default() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert files, f"no Python files under {PACKAGE}: the check would check nothing"
+    found = [
+        f"{file.relative_to(PACKAGE.parent)}:{line}: {what}"
+        for file in files
+        for line, what in violations(ast.parse(file.read_text(encoding="utf-8"), filename=str(file)))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "import pickle\npickle.loads(b)",
+        "import pickle as p\np.loads(b)",
+        "from pickle import loads",
+        "from pickle import loads as harmless\nharmless(b)",
+        "import pickle\nload = pickle.loads",
+        "import pickle\nmap(pickle.loads, frames)",
+        "from ray import cloudpickle\ncloudpickle.loads(b)",
+        "import torch\ntorch.load(f)",
+        "import torch\ntorch.load(f, weights_only=False)",
+        "import torch\ntorch.load(f, weights_only=flag)",
+        "from torch import load\nload(f)",
+        "import torch\nread = torch.load",
+        "import yaml\nyaml.load(t, Loader=yaml.SafeLoader)",
+        "import yaml\nyaml.unsafe_load(t)",
+        "eval(t)",
+        "exec(t)",
+        "import builtins\nbuiltins.exec(t)",
+        "import os\nos.system(t)",
+        "import subprocess\nsubprocess.run(t, shell=True)",
+        "import subprocess\nsubprocess.run(t, shell=flag)",
+        "Model.from_pretrained(path, trust_remote_code=True)",
+        "options = {'trust_remote_code': True}",
+        "def load(path, trust_remote_code=True): ...",
+        "def load(path, *, trust_remote_code=True): ...",
+        "class C:\n    trust_remote_code: bool = True",
+        "host: str = '0.0.0.0'",
+        "def serve(host='0.0.0.0'): ...",
+        "serve(host='0.0.0.0')",
+        "environment['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'",
+        "environment = {'VLLM_SERVER_DEV_MODE': '1'}",
+    ],
+)
+def test_forbidden_snippets_are_found(snippet: str) -> None:
+    assert list(violations(ast.parse(snippet)))
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "import torch\ntorch.load(f, weights_only=True, mmap=True)",
+        "import yaml\nyaml.safe_load(t)",
+        "model.eval()",
+        "class Config:\n    eval: EvalSection = EvalSection()",
+        "import ast\nast.literal_eval(t)",
+        "Model.from_pretrained(path, trust_remote_code=False)",
+        "import subprocess\nsubprocess.run([program, argument], shell=False)",
+        "host = '127.0.0.1'",
+        '"""Never bind 0.0.0.0, never pickle.loads."""',
+        "import json\njson.loads(t)",
+        "import pickle\npickle.dumps(value)",
+        "from safetensors.torch import load\nload(b)",
+    ],
+)
+def test_harmless_snippets_pass(snippet: str) -> None:
+    assert not list(violations(ast.parse(snippet)))

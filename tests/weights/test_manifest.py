@@ -1,0 +1,98 @@
+"""A manifest refuses whatever is not exactly what was published, and names it."""
+
+import math
+
+import pytest
+
+from asyncrl.buffer.records import Version
+from asyncrl.errors import ManifestMismatch, VersionRegression
+from asyncrl.weights.manifest import (
+    ALIGNMENT_BYTES,
+    Bucket,
+    Manifest,
+    Probe,
+    check_bucket,
+    check_parameters,
+    checksum,
+    is_news,
+    layout,
+)
+
+PARAMETERS = [("a.weight", (2, 3), "float32", 24), ("b.weight", (5,), "float32", 20), ("c.weight", (64,), "bfloat16", 128)]
+EXPECTED = {name: (shape, dtype) for name, shape, dtype, _ in PARAMETERS}
+
+
+def manifest_of(parameters: list[tuple[str, tuple[int, ...], str, int]], data: bytes = b"bytes") -> Manifest:
+    return Manifest(
+        version=Version(1, 3),
+        previous=Version(1, 2),
+        tensors=layout(parameters, 2**20),
+        buckets=(Bucket(nbytes=len(data), checksum=checksum(memoryview(data))),),
+        probe=Probe(tokens=(), logprobs=()),
+    )
+
+
+def test_layout_aligns_tensors_and_never_overlaps_them() -> None:
+    entries = layout(PARAMETERS, 2**20)
+    assert [entry.offset % ALIGNMENT_BYTES for entry in entries] == [0, 0, 0]
+    for before, after in zip(entries, entries[1:], strict=False):
+        assert before.offset + before.nbytes <= after.offset
+
+
+def test_layout_gives_an_oversize_tensor_a_bucket_of_its_own() -> None:
+    entries = layout([("a", (4,), "float32", 16), ("big", (64,), "float32", 256), ("c", (4,), "float32", 16)], 128)
+    assert [(entry.name, entry.bucket, entry.offset) for entry in entries] == [("a", 0, 0), ("big", 1, 0), ("c", 2, 0)]
+
+
+def test_f12_the_expected_parameters_pass() -> None:
+    check_parameters(manifest_of(PARAMETERS), EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        (PARAMETERS[:2], "c.weight is missing"),
+        ([*PARAMETERS, ("d.weight", (1,), "float32", 4)], "d.weight is unknown"),
+        ([("a.weight", (3, 2), "float32", 24), *PARAMETERS[1:]], r"a.weight is float32\[3, 2\]"),
+        ([("a.weight", (2, 3), "bfloat16", 12), *PARAMETERS[1:]], r"a.weight is bfloat16\[2, 3\]"),
+        ([*PARAMETERS, PARAMETERS[0]], "appears twice"),
+    ],
+)
+def test_f12_a_wrong_name_shape_or_dtype_is_refused_and_named(
+    parameters: list[tuple[str, tuple[int, ...], str, int]], named: str
+) -> None:
+    with pytest.raises(ManifestMismatch, match=named):
+        check_parameters(manifest_of(parameters), EXPECTED)
+
+
+def test_f12_a_flipped_bit_or_a_missing_byte_is_refused() -> None:
+    manifest = manifest_of(PARAMETERS, b"bytes")
+    check_bucket(manifest, 0, memoryview(b"bytes"))
+    with pytest.raises(ManifestMismatch, match="checksum of bucket 0"):
+        check_bucket(manifest, 0, memoryview(b"bytez"))
+    with pytest.raises(ManifestMismatch, match="4 bytes"):
+        check_bucket(manifest, 0, memoryview(b"byte"))
+
+
+def test_f13_a_repeated_version_is_no_news_and_an_older_one_is_a_regression() -> None:
+    assert is_news(Version(1, 3), None)
+    assert is_news(Version(1, 4), Version(1, 3))
+    assert is_news(Version(2, 0), Version(1, 9))
+    assert not is_news(Version(1, 3), Version(1, 3))
+    for older in (Version(1, 2), Version(0, 9)):
+        with pytest.raises(VersionRegression):
+            is_news(older, Version(1, 3))
+
+
+def test_the_probe_shows_the_worst_token_and_never_swallows_a_nan() -> None:
+    probe = Probe(tokens=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.0), (-3.0,)))
+    assert probe.max_difference_nats([[-1.0, -2.5], [-3.25]]) == 0.5
+    assert math.isnan(probe.max_difference_nats([[math.nan, -2.0], [-3.0]]))
+    assert math.isnan(probe.max_difference_nats([[-1.0, -2.0], [math.nan]]))
+
+
+def test_a_version_label_that_does_not_parse_is_an_error() -> None:
+    assert Version.parse("2.140") == Version(2, 140)
+    for label in ("default", "2", "2.", ".4", "2.x", "-1.2"):
+        with pytest.raises(ValueError, match="weight version"):
+            Version.parse(label)

@@ -1,0 +1,59 @@
+"""The weight store keeps the newest two versions and wakes whoever waits for a newer one."""
+
+import asyncio
+
+import pytest
+
+from asyncrl.buffer.records import Version
+from asyncrl.errors import VersionRegression
+from asyncrl.weights.manifest import Manifest, Probe
+from asyncrl.weights.store import WeightStore
+
+FAR_S = 60.0
+
+
+def manifest(step: int) -> Manifest:
+    return Manifest(
+        version=Version(1, step), previous=None, tensors=(), buckets=(), probe=Probe(tokens=(), logprobs=())
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_waiter_gets_the_version_that_is_published_while_it_waits() -> None:
+    store = WeightStore()
+    waiting = asyncio.create_task(store.newer_than(None, FAR_S))
+    await asyncio.sleep(0)
+    await store.publish(manifest(0), ["handle"])
+    publication = await waiting
+    assert publication is not None
+    assert (publication.manifest.version, publication.handles, publication.serial) == (Version(1, 0), ["handle"], 1)
+
+
+@pytest.mark.asyncio
+async def test_a_slow_replica_gets_the_newest_and_skips_what_lies_between() -> None:
+    store = WeightStore()
+    for step in range(5):
+        await store.publish(manifest(step), [])
+    publication = await store.newer_than(Version(1, 1), FAR_S)
+    assert publication is not None
+    assert publication.manifest.version == Version(1, 4)
+    assert len(store._publications) == 2
+
+
+@pytest.mark.asyncio
+async def test_without_news_the_wait_ends_at_its_deadline() -> None:
+    store = WeightStore()
+    await store.publish(manifest(3), [])
+    assert await store.newer_than(Version(1, 3), 0.0) is None
+
+
+@pytest.mark.asyncio
+async def test_f13_a_repeated_publication_changes_nothing_and_an_older_one_is_refused() -> None:
+    store = WeightStore()
+    await store.publish(manifest(3), ["first"])
+    assert await store.publish(manifest(3), ["second"]) == 1
+    newest = await store.newer_than(None, FAR_S)
+    assert newest is not None
+    assert newest.handles == ["first"]
+    with pytest.raises(VersionRegression):
+        await store.publish(manifest(2), [])
