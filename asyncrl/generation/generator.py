@@ -343,7 +343,7 @@ class Generator:
         self._verified.set()
         self._metrics.policy_version(manifest.version.step)
         self._metrics.weight_update(
-            outcome="loaded",
+            outcome="applied",
             phase_seconds={
                 "fetch": fetched_s - started_s,
                 "pause": times.pause_s,

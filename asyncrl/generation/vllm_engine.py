@@ -23,6 +23,7 @@ from asyncrl.weights.manifest import Manifest
 
 GIB = 2**30
 ENGINE_EXIT_S = 3.0
+MIN_BATCHED_TOKENS = 4096
 
 
 def prepare_environment(config: Config) -> None:
@@ -61,6 +62,7 @@ class VLLMEngine:
         self._segments = segments_of(self._processes)
         self._requests = itertools.count()
         self._running: set[str] = set()
+        self._aborts = 0
         self._version: Version | None = None
         self._session_open = False
 
@@ -77,11 +79,12 @@ class VLLMEngine:
         vllm_plugin.register()
         generator = config.generator
         on_cpu = generator.gpus == 0
+        sequences = generator.max_concurrent_groups * config.learner.group_size
         arguments: dict[str, Any] = {
             "model": model_path,
             "dtype": config.model.dtype,
             "max_model_len": config.model.max_length,
-            "max_num_seqs": generator.max_concurrent_groups * config.learner.group_size,
+            "max_num_seqs": sequences,
             "enforce_eager": generator.enforce_eager,
             "logprobs_mode": "processed_logprobs",
             "tensor_parallel_size": generator.tensor_parallel_size,
@@ -90,6 +93,10 @@ class VLLMEngine:
         }
         if on_cpu:
             arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_gib * GIB)
+            # A seeded request whose prefill is cut in two kills vLLM's CPU worker ("CPU Generator does not use
+            # offset"), and an update that recomputes every running sequence at once cuts many.
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, config.model.max_length, sequences)
         else:
             arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -170,6 +177,7 @@ class VLLMEngine:
         return LoadTimes(pause_s=paused - started, load_s=loaded - paused, resume_s=time.monotonic() - loaded)
 
     async def abort(self) -> None:
+        self._aborts += 1
         if self._running:
             await self._llm.abort(list(self._running))
 
@@ -195,6 +203,7 @@ class VLLMEngine:
             # A prefix that another version computed must never serve a new request.
             prompt["cache_salt"] = str(self._version)
         self._running.add(request_id)
+        aborts = self._aborts
         final = None
         try:
             async for output in self._llm.generate(prompt, parameters, request_id):
@@ -207,6 +216,8 @@ class VLLMEngine:
             raise InfraError(f"the engine failed: {type(error).__name__}: {error}", reason="engine") from error
         finally:
             self._running.discard(request_id)
+        if aborts != self._aborts:  # vLLM overlooks an abort of a request that it is just adding
+            raise InfraError("the request was aborted", reason="aborted")
         if final is None or not final.finished:
             raise InfraError("the engine ended a request without an answer", reason="engine")
         return final

@@ -3,7 +3,8 @@
 The bound is checked once more here: a group whose oldest token is beyond the η of its ticket is our bug.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 
 from asyncrl.algorithms.advantages import Estimator, compute_advantages
 from asyncrl.buffer.records import Lease, LeasedGroup
+from asyncrl.data_plane.object_store import Rows
 from asyncrl.errors import StalenessViolation
+from asyncrl.learner.records import SampleRecord
 from asyncrl.policy.interfaces import TrainGroup
 
 
@@ -68,3 +71,21 @@ def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
             histogram = histograms[name]
             histogram[versions] = histogram.get(versions, 0) + 1
     return histograms
+
+
+def sample_record(
+    leased: LeasedGroup, group: TrainGroup, rows: Rows, *, sample: int, decode: Callable[[Sequence[int]], str]
+) -> SampleRecord:
+    """One rollout of a group in full."""
+    start = int(rows["output_lengths"][:sample].sum())
+    cut = slice(start, start + int(rows["output_lengths"][sample]))
+    return SampleRecord(
+        group=leased.meta.group,
+        prompt=leased.task.prompt,
+        completion=decode(rows["output_ids"][cut].tolist()),
+        answer=leased.task.answer,
+        reward=leased.meta.rewards[sample],
+        advantage=float(group.advantages_G[sample]),
+        version_spans=tuple(sorted(Counter(rows["weight_versions"][cut].tolist()).items())),
+        truncated=leased.meta.truncated[sample],
+    )

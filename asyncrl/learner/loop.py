@@ -8,7 +8,6 @@ state-seconds.
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,6 +28,7 @@ from asyncrl.learner.batch import (
     check_staleness,
     counts_by_staleness,
     group_advantages,
+    sample_record,
     train_groups,
     zero_variance_share,
 )
@@ -168,6 +168,7 @@ class LearnerLoop:
         report = await self._train(groups, step=lease.step)
         version = Version(lease.incarnation, lease.step)
         if report.rows_lost:
+            await self._buffer.call("give_back", lease.incarnation, lease.step)
             await self._buffer.call("rows_lost", list(report.lost_keys))
             return version
         self._check_parity(report, step=lease.step)
@@ -360,28 +361,17 @@ class LearnerLoop:
         await self._write_samples(lease, groups)
 
     async def _write_samples(self, lease: Lease, groups: Sequence[TrainGroup]) -> None:
-        """The first sample of the first groups, in full."""
-        count = min(self._config.learner.samples_logged, len(groups))
-        if count == 0:
-            return
-        samples = []
-        for leased, group in zip(lease.groups[:count], groups[:count], strict=True):
-            rows = await group.rows
-            length = int(rows["output_lengths"][0])
-            spans = Counter(rows["weight_versions"][:length].tolist())
-            samples.append(
-                SampleRecord(
-                    group=leased.meta.group,
-                    prompt=leased.task.prompt,
-                    completion=self._decode(rows["output_ids"][:length].tolist()),
-                    answer=leased.task.answer,
-                    reward=leased.meta.rewards[0],
-                    advantage=float(group.advantages_G[0]),
-                    version_spans=tuple(sorted(spans.items())),
-                    truncated=leased.meta.truncated[0],
-                )
-            )
-        self._log.write_samples(lease.step, samples)
+        """The first `learner.samples_logged` rollouts in full: one of each group before a second of any."""
+        pairs = [(index, sample) for sample in range(self._config.learner.group_size) for index in range(len(groups))]
+        pairs = pairs[: self._config.learner.samples_logged]
+        rows = {index: await groups[index].rows for index in sorted({index for index, _ in pairs})}
+        self._log.write_samples(
+            lease.step,
+            [
+                sample_record(lease.groups[index], groups[index], rows[index], sample=sample, decode=self._decode)
+                for index, sample in pairs
+            ],
+        )
 
     def _run_totals(self, status: RunStatus) -> RunTotals:
         fates = status.account.fates

@@ -71,7 +71,7 @@ class LMPolicy:
         if not learner.gpus:
             # torch's CUDA build would otherwise make its default device mesh of GPUs that were not asked for
             env["CUDA_VISIBLE_DEVICES"] = ""
-        actor = ray.remote(concurrency_groups={BESIDE: 1})(RankActor)
+        actor = ray.remote(concurrency_groups={BESIDE: 1})(RankActor)  # type: ignore[call-overload]
         self._ranks = [
             actor.options(
                 num_cpus=learner.cpus,

@@ -75,12 +75,13 @@ def build_tiny_model(
     """
     if path.exists() and not (path / RECIPE_FILE).is_file():
         raise ConfigError(f"model.path: {path} exists and is no tiny model; name another path", key="model.path")
+    _check([*tasks, *heldout], max_length=max_length)
     tokenizer = build_tokenizer(max_length=max_length)
     with _deterministic(section.seed):
         config = _model_config(section, tokenizer=tokenizer, max_length=max_length)
         model = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
         report(f"tiny model: {model.num_parameters() / 1e6:.2f}M parameters, {len(tasks)} training tasks")
-        warm_up(model, tokenizer, section=section, tasks=tasks, heldout=heldout, max_length=max_length, report=report)
+        warm_up(model, tokenizer, section=section, tasks=tasks, heldout=heldout, report=report)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
         built = Path(scratch, "model")
@@ -131,7 +132,6 @@ def warm_up(
     section: TinyModelSection,
     tasks: Sequence[Task],
     heldout: Sequence[Task],
-    max_length: int,
     report: Report,
 ) -> None:
     """AdamW steps of cross-entropy on the answers of random tasks, until `warmup_accuracy` or `warmup_steps`.
@@ -147,7 +147,7 @@ def warm_up(
     model.train()
     for step in range(1, section.warmup_steps + 1):
         drawn = draw.choices(tasks, k=section.warmup_batch_size)
-        examples = [_encode(tokenizer, task, max_length=max_length) for task in drawn]
+        examples = [_encode(tokenizer, task) for task in drawn]
         tokens_BS, labels_BS = _batch(examples, pad_id=_id(tokenizer, PAD))
         logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=_IGNORED)
@@ -167,22 +167,18 @@ def warm_up(
             break
     model.train(False)
     if heldout:
-        accuracy = greedy_accuracy(model, tokenizer, tasks=heldout[:_HELDOUT_TASKS], max_length=max_length)
+        accuracy = greedy_accuracy(model, tokenizer, tasks=heldout[:_HELDOUT_TASKS])
         report(f"tiny model: held-out accuracy {accuracy:.3f} (greedy, exact match)")
 
 
 @torch.inference_mode()
-def greedy_accuracy(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, tasks: Sequence[Task], max_length: int
-) -> float:
+def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, tasks: Sequence[Task]) -> float:
     """Share of `tasks` whose greedy completion is the answer to the letter, end-of-sequence included."""
-    pad, eos = _id(tokenizer, PAD), _id(tokenizer, EOS)
-    prompts = [tokenizer.encode(task.prompt) for task in tasks]
-    answers = [[*tokenizer.encode(task.answer), eos] for task in tasks]
-    examples = list(zip(prompts, answers, strict=True))
+    pad_id = _id(tokenizer, PAD)
+    examples = [_encode(tokenizer, task) for task in tasks]
     correct = 0
     for start in range(0, len(examples), 64):
-        tokens_BS, labels_BS = _batch(examples[start : start + 64], pad_id=pad)
+        tokens_BS, labels_BS = _batch(examples[start : start + 64], pad_id=pad_id)
         logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits[:, :-1]
         correct += int(_exact_B(logits_BSV, labels_BS).sum())
     return correct / len(tasks)
@@ -210,17 +206,22 @@ Example = tuple[list[int], list[int]]
 """Token ids of a prompt, and of its answer with the end-of-sequence token."""
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, task: Task, *, max_length: int) -> Example:
-    unknown = sorted(set(task.prompt + task.answer) - set(CHARACTERS))
-    if unknown:
-        raise DatasetError(f"task {task.question[:80]!r} has characters that the tiny model lacks: {unknown[:8]}")
-    prompt, answer = tokenizer.encode(task.prompt), [*tokenizer.encode(task.answer), _id(tokenizer, EOS)]
-    if len(prompt) + len(answer) > max_length:
-        raise DatasetError(
-            f"task {task.question[:80]!r} has {len(prompt)} + {len(answer)} tokens with its answer and the end; "
-            f"raise model.max_length = {max_length}"
-        )
-    return prompt, answer
+def _check(tasks: Sequence[Task], *, max_length: int) -> None:
+    """DatasetError for a task that the tokenizer cannot encode or the model cannot hold; a token is a character."""
+    for task in tasks:
+        unknown = sorted(set(task.prompt + task.answer) - set(CHARACTERS))
+        if unknown:
+            raise DatasetError(f"task {task.question[:80]!r} has characters that the tiny model lacks: {unknown[:8]}")
+        tokens = len(task.prompt) + len(task.answer) + 1
+        if tokens > max_length:
+            raise DatasetError(
+                f"task {task.question[:80]!r} has {tokens} tokens with its answer and the end of sequence; "
+                f"raise model.max_length = {max_length}"
+            )
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, task: Task) -> Example:
+    return tokenizer.encode(task.prompt), [*tokenizer.encode(task.answer), _id(tokenizer, EOS)]
 
 
 def _batch(examples: Sequence[Example], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:

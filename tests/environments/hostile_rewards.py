@@ -79,8 +79,10 @@ def _leave_children(task: Task) -> float:
 
 
 def _die_with_a_child_that_holds_the_socket(task: Task) -> None:
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         threading.Event().wait()
+    Path(task.metadata["pids_file"]).write_text(str(child))
     os._exit(3)
 
 

@@ -1,5 +1,6 @@
 """A manifest refuses whatever is not exactly what was published, and names it."""
 
+import itertools
 import math
 
 import pytest
@@ -18,7 +19,11 @@ from asyncrl.weights.manifest import (
     layout,
 )
 
-PARAMETERS = [("a.weight", (2, 3), "float32", 24), ("b.weight", (5,), "float32", 20), ("c.weight", (64,), "bfloat16", 128)]
+PARAMETERS = [
+    ("a.weight", (2, 3), "float32", 24),
+    ("b.weight", (5,), "float32", 20),
+    ("c.weight", (64,), "bfloat16", 128),
+]
 EXPECTED = {name: (shape, dtype) for name, shape, dtype, _ in PARAMETERS}
 
 
@@ -35,7 +40,7 @@ def manifest_of(parameters: list[tuple[str, tuple[int, ...], str, int]], data: b
 def test_layout_aligns_tensors_and_never_overlaps_them() -> None:
     entries = layout(PARAMETERS, 2**20)
     assert [entry.offset % ALIGNMENT_BYTES for entry in entries] == [0, 0, 0]
-    for before, after in zip(entries, entries[1:], strict=False):
+    for before, after in itertools.pairwise(entries):
         assert before.offset + before.nbytes <= after.offset
 
 

@@ -1,0 +1,306 @@
+"""A model of the replay buffer, and every call with what it must answer.
+
+The model is a plain dictionary from ticket to state, kept from the answers alone. Each call is made to the real buffer
+and checked against it; `check_*` compare the whole, write the rules out from their definitions, and let a copy of the
+buffer run on to see that it can.
+"""
+
+import copy
+
+from buffer_scenes import Clock, NumberedPrompts, finished, limits
+
+from asyncrl.buffer.ledger import Amount, Fate
+from asyncrl.buffer.records import CommitOutcome, Lease, LeaseWait, Refusal, Ticket, Version
+from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.errors import FailureClass
+
+TIMEOUT_S = 10.0
+MAX_ATTEMPTS = 3
+
+
+class BufferModel:
+    def __init__(
+        self,
+        *,
+        eta: int,
+        per_step: int,
+        spare_groups: int,
+        spare_bytes: int,
+        prompts: int | None,
+        total_steps: int,
+        drop_last: bool,
+    ) -> None:
+        self.limits = limits(
+            eta=eta,
+            per_step=per_step,
+            capacity_groups=per_step + spare_groups,
+            capacity_bytes=per_step * 100 + spare_bytes,
+            total_steps=total_steps,
+            max_attempts=MAX_ATTEMPTS,
+            heartbeat_timeout_s=TIMEOUT_S,
+        )
+        self.clock = Clock()
+        self.buffer = ReplayBuffer(
+            limits=self.limits, prompts=NumberedPrompts(prompts), clock=self.clock.read, drop_last=drop_last
+        )
+        self.v = 0
+        self.published = 0
+        self.loaded = {"a": 0, "b": 0, "c": 0}
+        self.tickets: dict[str, Ticket] = {}  # every ticket that was ever given out
+        self.state: dict[str, str] = {}  # reserved, ready, leased, over
+        self.committed: set[str] = set()
+        self.lost: set[str] = set()
+        self.booked_bytes: dict[str, int] = {}
+        self.waiting: set[int] = set()  # groups whose prompt stands at the front
+        self.heard_at_s: dict[str, float] = {}
+        self.known: dict[str, set[str]] = {"a": set(), "b": set(), "c": set()}  # what each replica works on
+        self.lease: Lease | None = None
+        self.fates = dict.fromkeys(Fate, 0)
+
+    # What the model says.
+
+    def having(self, *states: str) -> list[str]:
+        return [key for key, state in self.state.items() if state in states]
+
+    def slots(self) -> int:
+        return len(self.having("reserved", "ready", "leased"))
+
+    def due(self, deadline: int, *states: str) -> int:
+        return sum(self.tickets[key].deadline <= deadline for key in self.having(*states))
+
+    def over(self, key: str, fate: Fate | None = None) -> None:
+        self.state[key] = "over"
+        if fate is not None:
+            self.fates[fate] += 1
+
+    def attempt_over(self, key: str) -> None:
+        """Without a result: the prompt waits for its next attempt, unless this was its last."""
+        last = self.tickets[key].attempt + 1 >= MAX_ATTEMPTS
+        self.over(key, Fate.FAILED if last else None)
+        if not last:
+            self.waiting.add(self.tickets[key].group)
+
+    # Generators.
+
+    def reserve(self, replica: str, count: int, *, reply_lost: bool = False) -> None:
+        r, per_step = self.loaded[replica], self.limits.groups_per_step
+        before, fronts = self.slots(), sorted(self.waiting)
+        answer = self.buffer.reserve(replica, version=Version(1, r), count=count)
+        for n, ticket in enumerate(answer.tickets):
+            assert before + n + (self.v - r) * per_step < (self.limits.max_staleness_versions + 1) * per_step  # (1)
+            assert self.v * per_step + before + n < self.limits.total_steps * per_step
+            assert ticket.group == fronts[n] if n < len(fronts) else ticket.attempt == 0, "the front goes first"
+            self.waiting.discard(ticket.group)
+            assert ticket.seed == ticket.group * self.limits.group_size
+            assert ticket.key not in self.tickets
+            self.tickets[ticket.key] = ticket
+            self.state[ticket.key] = "reserved"
+            self.booked_bytes[ticket.key] = self.limits.worst_group_bytes
+            self.heard_at_s[ticket.key] = self.clock.now_s
+            if not reply_lost:
+                self.known[replica].add(ticket.key)
+        assert (answer.refusal is None) == (len(answer.tickets) == count)
+        if answer.refusal is Refusal.STALENESS:
+            assert self.slots() + (self.v - r) * per_step >= (self.limits.max_staleness_versions + 1) * per_step
+
+    def heartbeat(self, replica: str) -> None:
+        held = set(self.known[replica])
+        self.buffer.heartbeat(replica, version=Version(1, self.loaded[replica]), free_slots=1, busy_slots=0, held=held)
+        for key in held:
+            self.heard_at_s[key] = self.clock.now_s
+
+    def crash(self, replica: str) -> None:
+        """Nobody is told, and it comes back at once without what it had."""
+        self.known[replica].clear()
+
+    def load(self, replica: str) -> None:
+        self.loaded[replica] = self.published
+
+    def commit(self, pick: int) -> None:
+        """One that is held, in any order."""
+        if held := self.having("reserved"):
+            self.commit_one(held[pick % len(held)], row_bytes=pick % 101)
+
+    def commit_anything(self, pick: int) -> None:
+        """Any ticket that was ever given out: delayed, repeated, or by a zombie."""
+        if self.tickets:
+            self.commit_one(sorted(self.tickets)[pick % len(self.tickets)], row_bytes=10)
+
+    def commit_one(self, key: str, *, row_bytes: int) -> None:
+        outcome = self.buffer.commit(finished(self.tickets[key], newest=self.v, row_bytes=row_bytes))
+        if self.state[key] == "reserved":
+            assert outcome is CommitOutcome.ACCEPTED
+            self.state[key] = "ready"
+            self.booked_bytes[key] = row_bytes
+            self.committed.add(key)
+        elif key in self.committed - self.lost:
+            assert outcome is CommitOutcome.DUPLICATE
+        else:
+            assert outcome is CommitOutcome.LATE
+
+    def fail(self, pick: int) -> None:
+        if not self.tickets:
+            return
+        key = sorted(self.tickets)[pick % len(self.tickets)]
+        failure_class = FailureClass.DATA if pick % 3 == 0 else FailureClass.INFRA
+        held = self.buffer.fail(key, incarnation=1, failure_class=failure_class, reason="test")
+        assert held == (self.state[key] == "reserved")
+        if held and failure_class is FailureClass.DATA:
+            self.over(key, Fate.FAILED)
+        elif held:
+            self.attempt_over(key)
+
+    def leave(self, replica: str) -> None:
+        theirs = {key for key in self.having("reserved") if self.tickets[key].replica == replica}
+        assert set(self.buffer.leave(replica)) == theirs
+        for key in theirs:
+            self.attempt_over(key)
+        self.known[replica].clear()
+
+    def time_passes(self, passed_s: float) -> None:
+        self.clock.now_s += passed_s
+        silent = {key for key in self.having("reserved") if self.clock.now_s - self.heard_at_s[key] > TIMEOUT_S}
+        assert set(self.buffer.expire()) == silent
+        for key in silent:
+            self.attempt_over(key)
+
+    # The learner.
+
+    def start_step(self) -> None:
+        answer = self.buffer.lease()
+        if self.lease is not None:
+            assert answer == self.lease
+            return
+        if not isinstance(answer, Lease):
+            self.waits(answer)
+            return
+        keys = [leased.meta.key for leased in answer.groups]
+        assert answer.step == self.v
+        in_order = sorted(self.having("ready"), key=lambda key: (self.tickets[key].deadline, self.tickets[key].group))
+        assert keys == in_order[: self.limits.groups_per_step]
+        assert len(keys) == self.limits.groups_per_step or not self.having("reserved")
+        assert all(
+            leased.deadline >= self.v and leased.meta.oldest >= self.v - leased.max_staleness_versions
+            for leased in answer.groups
+        )
+        for key in keys:
+            self.state[key] = "leased"
+        self.lease = answer
+
+    def waits(self, answer: LeaseWait) -> None:
+        ready = self.having("ready")
+        if answer is LeaseWait.FINISHED and self.v < self.limits.total_steps:
+            assert not self.having("reserved")
+            for key in ready:
+                self.over(key, Fate.DROPPED)
+        elif answer is LeaseWait.NOT_ENOUGH_READY:
+            assert len(ready) < self.limits.groups_per_step
+        elif answer is LeaseWait.STRAGGLER:
+            assert len(ready) >= self.limits.groups_per_step
+            assert self.having("reserved"), "only a straggler blocks a step"
+
+    def end_step(self, end: str) -> None:
+        if self.lease is None:
+            return
+        keys = tuple(leased.meta.key for leased in self.lease.groups)
+        answer = getattr(self.buffer, end)(1, self.lease.step)
+        assert answer == (True if end == "give_back" else keys)
+        for key in keys:
+            if end == "give_back":
+                self.state[key] = "ready"
+            else:
+                self.over(key, Fate.TRAINED if end == "ack" else Fate.SKIPPED)
+        self.v += end == "ack"
+        self.lease = None
+
+    def end_another_step(self, pick: int) -> None:
+        """A repeated, late or foreign call: the checks see whether anything moved."""
+        end = ("ack", "skip", "give_back")[pick % 3]
+        for incarnation, step in ((1, self.v - 1), (1, self.v + 1), (0, self.v)):
+            getattr(self.buffer, end)(incarnation, step)
+
+    def publish(self) -> None:
+        self.buffer.publish(Version(1, self.v))
+        self.published = self.v
+
+    def lose_rows(self, pick: int) -> None:
+        """Of one group in whatever state, and of one that is ready."""
+        if not self.tickets:
+            return
+        keys = {sorted(self.tickets)[pick % len(self.tickets)], *self.having("ready")[:1]}
+        lost = {key for key in keys if self.state[key] == "ready"}
+        assert set(self.buffer.rows_lost(keys)) == lost
+        for key in lost:
+            self.over(key, Fate.ROWS_LOST)
+            self.lost.add(key)
+            self.waiting.add(self.tickets[key].group)
+
+    def is_refused_while_paused(self, replica: str) -> None:
+        self.buffer.pause()
+        answer = self.buffer.reserve(replica, version=Version(1, self.loaded[replica]), count=3)
+        assert (answer.tickets, answer.refusal) == ((), Refusal.PAUSED)
+        self.buffer.resume()
+
+    # What must hold after every call, written out from the definitions.
+
+    def check_slots(self) -> None:
+        counts = self.buffer.counts()
+        assert counts.reserved == len(self.having("reserved"))
+        assert counts.ready == len(self.having("ready"))
+        assert counts.leased == len(self.having("leased"))
+        assert self.slots() <= (self.limits.max_staleness_versions + 1) * self.limits.groups_per_step
+        assert self.slots() <= self.limits.capacity_groups
+        assert counts.booked_bytes == sum(self.booked_bytes[key] for key in self.having("reserved", "ready", "leased"))
+        assert counts.booked_bytes <= self.limits.capacity_bytes
+        assert counts.waiting == len(self.waiting)
+        assert self.buffer.version == Version(1, self.v)
+
+    def check_deadlines(self) -> None:
+        """The claim's invariant, and with a lease rule (2): what remains fits the steps that remain."""
+        per_step = self.limits.groups_per_step
+        for deadline in range(self.v - 1, self.v + self.limits.max_staleness_versions + 1):
+            assert self.due(deadline, "reserved", "ready", "leased") <= max(0, deadline - self.v + 1) * per_step
+            if self.lease is not None:
+                assert self.due(deadline, "reserved", "ready") <= max(0, deadline - self.v) * per_step
+
+    def check_ledger(self) -> None:
+        account = self.buffer.ledger
+        assert account.closed
+        counts = self.buffer.counts()
+        assert account.fates[Fate.READY].groups == counts.ready
+        assert account.fates[Fate.LEASED].groups == counts.leased
+        for fate in (Fate.TRAINED, Fate.SKIPPED, Fate.DROPPED, Fate.FAILED, Fate.ROWS_LOST):
+            tokens = 0 if fate is Fate.FAILED else 3 * self.fates[fate]  # `finished` gives 1 + 2 tokens
+            assert account.fates[fate] == Amount(self.fates[fate], 2 * self.fates[fate], tokens)
+
+    def check_progress(self, *, holders_survive: bool) -> None:
+        """From here, a fair continuation trains another step: with those who hold tickets, or when they are gone."""
+        buffer, clock, lease = copy.deepcopy((self.buffer, self.clock, self.lease))
+        held = [self.tickets[key] for key in self.having("reserved")]
+        if not holders_survive:
+            clock.now_s += 2 * TIMEOUT_S
+            assert len(buffer.expire()) == len(held)
+            held = []
+        self.continue_fairly(buffer, lease=lease, held=held)
+
+    def continue_fairly(self, buffer: ReplayBuffer, *, lease: Lease | None, held: list[Ticket]) -> None:
+        """Somebody publishes, loads, generates what is admitted and trains what is leased."""
+        for _ in range(60):
+            answer = lease or buffer.lease()
+            if isinstance(answer, Lease):
+                buffer.ack(1, answer.step)
+                assert buffer.version.step == self.v + 1
+                return
+            if answer is LeaseWait.FINISHED:
+                return
+            buffer.publish(buffer.version)
+            if not held:
+                asked = buffer.reserve("fresh", version=buffer.version, count=2)
+                held = list(asked.tickets)
+                # The buffer learns only by asking that prompts have run out: then the last step may start.
+                assert held or asked.refusal is Refusal.NO_PROMPTS, f"nobody can start, and the learner waits: {answer}"
+                if not held:
+                    continue
+            ticket = held.pop()
+            assert buffer.commit(finished(ticket, newest=self.v)) is CommitOutcome.ACCEPTED
+        raise AssertionError("no step after 60 commits")

@@ -1,0 +1,100 @@
+"""What every `InferenceEngine` must hold: run on the fake in unit tests and on vLLM in integration tests."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from asyncrl.buffer.records import Version
+from asyncrl.generation.interfaces import Completion, InferenceEngine
+
+PROMPT = [40, 41, 42, 43]
+MAX_TOKENS = 12
+Load = Callable[[int], Awaitable[None]]
+"""Loads weights that differ from all earlier ones as the given step."""
+
+
+async def sample(engine: InferenceEngine, *, n: int, seed: int | None, temperature: float = 1.0) -> list[Completion]:
+    return await engine.generate(PROMPT, n=n, seed=seed, temperature=temperature, max_tokens=MAX_TOKENS)
+
+
+async def every_token_has_a_log_prob_and_the_version_that_sampled_it(engine: InferenceEngine, load: Load) -> None:
+    await load(3)
+    for completion in await sample(engine, n=4, seed=8):
+        assert 0 < len(completion.token_ids) <= MAX_TOKENS
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert completion.versions == [Version(1, 3)] * len(completion.token_ids)
+        assert all(logprob <= 0.0 for logprob in completion.logprobs)
+
+
+async def child_i_samples_with_seed_plus_i(engine: InferenceEngine, load: Load) -> None:
+    await load(4)
+    together = await sample(engine, n=3, seed=16)
+    alone = [(await sample(engine, n=1, seed=16 + child))[0] for child in range(3)]
+    assert together == alone
+    assert len({tuple(completion.token_ids) for completion in together}) > 1
+
+
+async def greedy_answers_repeat(engine: InferenceEngine, load: Load) -> None:
+    await load(5)
+    first, second = [await sample(engine, n=1, seed=None, temperature=0.0) for _ in range(2)]
+    assert first == second
+
+
+async def truncated_says_that_the_length_limit_ended_it(engine: InferenceEngine, load: Load) -> None:
+    await load(6)
+    completions = [c for seed in range(0, 64, 8) for c in await sample(engine, n=8, seed=seed)]
+    for completion in completions:
+        assert completion.truncated is (len(completion.token_ids) == MAX_TOKENS and completion.token_ids[-1] != 1)
+
+
+async def score_gives_one_log_prob_for_every_token_but_the_first(engine: InferenceEngine, load: Load) -> None:
+    await load(7)
+    scores = await engine.score(PROMPT)
+    assert len(scores) == len(PROMPT) - 1
+    assert all(score < 0.0 for score in scores)
+
+
+async def sampled_log_probs_are_those_that_score_gives(engine: InferenceEngine, load: Load) -> None:
+    await load(8)
+    for completion in await sample(engine, n=2, seed=24):
+        scores = await engine.score(PROMPT + completion.token_ids)
+        differences = [abs(a - b) for a, b in zip(scores[len(PROMPT) - 1 :], completion.logprobs, strict=True)]
+        assert max(differences) < 1e-5
+
+
+async def f14_f15_an_update_in_the_middle_of_sequences_splits_their_versions(
+    engine: InferenceEngine, load: Load
+) -> None:
+    await load(10)
+    pending = asyncio.gather(*[sample(engine, n=8, seed=8 * index) for index in range(16)])
+    for step in range(11, 15):
+        await load(step)
+    completions = [completion for group in await pending for completion in group]
+    assert any(len(set(completion.versions)) > 1 for completion in completions), "no update met a running sequence"
+    for completion in completions:
+        steps = [version.step for version in completion.versions]
+        assert steps == sorted(steps)
+        assert set(steps) <= set(range(10, 15))
+    last = await sample(engine, n=2, seed=8)
+    assert {version.step for completion in last for version in completion.versions} == {14}
+
+
+async def aborted_requests_fail_and_leave_the_engine_usable(engine: InferenceEngine, load: Load) -> None:
+    await load(20)
+    pending = [asyncio.create_task(sample(engine, n=8, seed=8 * index)) for index in range(8)]
+    while not getattr(engine, "running", True):
+        await asyncio.sleep(0)
+    await engine.abort()
+    await asyncio.gather(*pending, return_exceptions=True)
+    assert len(await sample(engine, n=1, seed=0)) == 1
+
+
+CONTRACT = [
+    every_token_has_a_log_prob_and_the_version_that_sampled_it,
+    child_i_samples_with_seed_plus_i,
+    greedy_answers_repeat,
+    truncated_says_that_the_length_limit_ended_it,
+    score_gives_one_log_prob_for_every_token_but_the_first,
+    sampled_log_probs_are_those_that_score_gives,
+    f14_f15_an_update_in_the_middle_of_sequences_splits_their_versions,
+    aborted_requests_fail_and_leave_the_engine_usable,
+]

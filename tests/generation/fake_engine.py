@@ -1,0 +1,96 @@
+"""An inference engine without a model, for tests of what surrounds one. It passes `engine_contract.py` like vLLM does.
+
+A token is a function of seed, prefix and weights' version; generation waits at `gate` before every token, so that a
+test decides what happens in the middle of a sequence. `log_prob_of` is what `score` and the probe see.
+"""
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+
+from asyncrl.buffer.records import Version
+from asyncrl.errors import InfraError, TornReplica
+from asyncrl.generation.interfaces import Completion, LoadTimes
+from asyncrl.weights.manifest import Manifest
+
+EOS = 1
+LETTERS = 26
+
+
+def log_prob_of(token: int, version: Version | None) -> float:
+    """Any fixed function of token and version."""
+    step = -1 if version is None else version.step
+    return -1.0 - zlib.crc32(f"{token},{step}".encode()) % 1000 / 1000
+
+
+class FakeEngine:
+    """Implements `InferenceEngine`."""
+
+    def __init__(self) -> None:
+        self.version: Version | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.running = 0
+        self.loads: list[Version] = []
+        self.fail_next_load: Exception | None = None
+        self.score_error_nats = 0.0
+        self._paused = asyncio.Event()
+        self._paused.set()
+        self._aborted = 0
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, n: int, seed: int | None, temperature: float, max_tokens: int
+    ) -> list[Completion]:
+        seeds = [0 if temperature == 0.0 else (seed or 0) + child for child in range(n)]
+        return list(await asyncio.gather(*[self._sample(list(prompt_ids), s, max_tokens) for s in seeds]))
+
+    async def _sample(self, prompt: list[int], seed: int, max_tokens: int) -> Completion:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[Version] = []
+        aborted = self._aborted
+        self.running += 1
+        try:
+            while len(tokens) < max_tokens and (not tokens or tokens[-1] != EOS):
+                await self.gate.wait()
+                await self._paused.wait()
+                await asyncio.sleep(0)
+                if aborted != self._aborted:
+                    raise InfraError("the request was aborted", reason="aborted")
+                assert self.version is not None, "no request before the first version"
+                draw = zlib.crc32(repr((seed, prompt, tokens, self.version.step)).encode())
+                token = EOS if draw % 5 == 0 else 2 + draw % LETTERS
+                tokens.append(token)
+                logprobs.append(log_prob_of(token, self.version))
+                versions.append(self.version)
+        finally:
+            self.running -= 1
+        return Completion(
+            token_ids=tokens,
+            logprobs=logprobs,
+            versions=versions,
+            text="".join(chr(ord("a") + token - 2) for token in tokens if token != EOS),
+            truncated=tokens[-1] != EOS,
+        )
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        return [log_prob_of(token, self.version) + self.score_error_nats for token in tokens[1:]]
+
+    async def load(self, manifest: Manifest, buckets: Sequence[memoryview]) -> LoadTimes:
+        self._paused.clear()
+        await asyncio.sleep(0)
+        if self.fail_next_load is not None:
+            error, self.fail_next_load = self.fail_next_load, None
+            raise TornReplica(str(error)) from error
+        self.version = manifest.version
+        self.loads.append(manifest.version)
+        self._paused.set()
+        return LoadTimes(pause_s=0.0, load_s=0.0, resume_s=0.0)
+
+    async def abort(self) -> None:
+        self._aborted += 1
+        self._paused.set()
+        await asyncio.sleep(0)
+
+    async def shutdown(self) -> None:
+        await self.abort()

@@ -1,0 +1,179 @@
+"""A generator pool in one process and without Ray: real buffer, real weight store, real generators, fake engines."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from fake_engine import FakeEngine, log_prob_of
+
+from asyncrl.buffer.actor import BufferActor
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Reservation, Version
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task
+from asyncrl.data_plane.object_store import Rows
+from asyncrl.errors import DataError, ManifestVoid
+from asyncrl.generation.generator import Generator
+from asyncrl.generation.rollout import Rollouts
+from asyncrl.metrics.recorders import GeneratorMetrics
+from asyncrl.weights.manifest import Manifest, Probe, layout
+from asyncrl.weights.store import Publication, WeightStore
+
+PROBE = (5, 6, 7)
+PARAMETERS = {"w": ((2,), "float32")}
+TASKS = [Task(question=f"q{index}", prompt=f"q{index}", answer="a") for index in range(200)]
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class MemoryRows:
+    """Row stores as dictionaries."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Rows] = {}
+
+    async def put(self, store: str, key: str, rows: Rows) -> None:
+        self.kept[key] = rows
+
+    async def clear(self, store: str, keys: list[str]) -> None:
+        for key in keys:
+            self.kept.pop(key, None)
+
+
+class LocalBuffer:
+    """`BufferClient` without Ray."""
+
+    def __init__(self, actor: BufferActor) -> None:
+        self._actor = actor
+
+    async def call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+        return await getattr(self._actor, method)(*arguments)
+
+    async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation:
+        return await self._actor.reserve(replica, version, count, wait_s)
+
+    async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
+        return await self._actor.commit(metas)
+
+
+class LocalWeights:
+    """`WeightClient` without Ray."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+
+    async def newer_than(self, version: Version | None, *, wait_s: float) -> Publication | None:
+        return await self._store.newer_than(version, wait_s)
+
+
+class Wire:
+    """A transport whose handles are the bytes themselves; None stands for bytes whose owner died."""
+
+    async def receive(self, handles: list[Any], *, timeout_s: float) -> list[memoryview]:
+        if any(handle is None for handle in handles):
+            raise ManifestVoid("the publishing rank is gone")
+        return [memoryview(handle) for handle in handles]
+
+
+class Tokenizer:
+    chat_template = None
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [2 + ord(letter) % 26 for letter in text]}
+
+
+class LengthScorer:
+    """The reward is the completion's length; `fail` makes it raise."""
+
+    def __init__(self) -> None:
+        self.fail = False
+
+    async def score(self, task: Task, completions: Sequence[str]) -> list[float]:
+        if self.fail:
+            raise DataError("the reward raised", reason="reward_raised")
+        return [float(len(completion)) for completion in completions]
+
+
+class Pool:
+    """One buffer, one weight store, any number of generators."""
+
+    def __init__(self, **overrides: Any) -> None:
+        settings: dict[str, Any] = {
+            "learner": {"groups_per_step": 4, "group_size": 2, "total_steps": 50},
+            "generator": {"max_concurrent_groups": 3, "max_completion_tokens": 6, "max_starts_per_s": 10_000.0},
+            "staleness": {"max_versions": 1},
+        }
+        for section, values in overrides.items():
+            settings[section] = settings.get(section, {}) | values
+        self.config = Config.model_validate(settings)
+        self.clock = Clock()
+        self.rows = MemoryRows()
+        self.buffer = BufferActor(
+            config=self.config,
+            tasks=TASKS,
+            nonce="n",
+            rows=self.rows,  # type: ignore[arg-type]
+            clock=self.clock,
+        )
+        self.store = WeightStore()
+        self.engines: dict[str, FakeEngine] = {}
+        self.scorer = LengthScorer()
+        self.running: dict[str, asyncio.Task[None]] = {}
+        self.generators: dict[str, Generator] = {}
+
+    def add(self, name: str) -> FakeEngine:
+        engine = FakeEngine()
+        rollouts = Rollouts(
+            config=self.config, engine=engine, tokenizer=Tokenizer(), scorer=self.scorer, replica=name, store="rows"
+        )
+        self.generators[name] = Generator(
+            config=self.config,
+            name=name,
+            deployment="d",
+            engine=engine,
+            rollouts=rollouts,
+            buffer=LocalBuffer(self.buffer),
+            rows=self.rows,
+            store="rows",
+            weights=LocalWeights(self.store),
+            transport=Wire(),
+            parameters=PARAMETERS,
+            metrics=GeneratorMetrics(environment="test"),
+        )
+        self.engines[name] = engine
+        self.running[name] = asyncio.create_task(self.generators[name].run())
+        return engine
+
+    async def publish(self, step: int, *, parameters: Any = None, handles: list[Any] | None = None) -> None:
+        version = Version(1, step)
+        shapes = PARAMETERS if parameters is None else parameters
+        probe = Probe(tokens=(PROBE,), logprobs=(tuple(log_prob_of(token, version) for token in PROBE[1:]),))
+        tensors = layout(((name, shape, dtype, 8) for name, (shape, dtype) in shapes.items()), 2**20)
+        manifest = Manifest(version=version, previous=None, tensors=tensors, buckets=(), probe=probe)
+        await self.buffer.published(version)
+        await self.store.publish(manifest, handles or [])
+
+    async def step(self) -> Lease:
+        """Leases, trains and acks one step; publishes the next version."""
+        lease = await self.buffer.lease(60.0)
+        assert isinstance(lease, Lease)
+        status = await self.buffer.ack(lease.incarnation, lease.step)
+        await self.publish(status.version.step)
+        return lease
+
+    async def until(self, condition: Any) -> None:
+        """Lets everything else run until `condition()`; fails when that is never."""
+        for _ in range(20_000):
+            if condition():
+                return
+            await asyncio.sleep(0)
+        raise AssertionError("it never came to that")
+
+    async def close(self) -> None:
+        for task in self.running.values():
+            task.cancel()
+        await asyncio.gather(*self.running.values(), return_exceptions=True)

@@ -1,0 +1,24 @@
+"""The fake engine keeps the contract that vLLM keeps."""
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+from engine_contract import CONTRACT
+from fake_engine import FakeEngine
+
+from asyncrl.buffer.records import Version
+from asyncrl.weights.manifest import Manifest, Probe
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("holds", CONTRACT, ids=lambda holds: holds.__name__)
+async def test_the_fake_engine_keeps_the_contract(holds: Callable[..., Awaitable[None]]) -> None:
+    engine = FakeEngine()
+
+    async def load(step: int) -> None:
+        manifest = Manifest(
+            version=Version(1, step), previous=None, tensors=(), buckets=(), probe=Probe(tokens=(), logprobs=())
+        )
+        await engine.load(manifest, [])
+
+    await holds(engine, load)

@@ -1,0 +1,122 @@
+"""What the integration tests share: a tiny model, one vLLM engine, and ways to run and end the real commands."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
+
+REPOSITORY = Path(__file__).parents[2]
+QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"
+SMALL = [
+    "learner.groups_per_step=4",
+    "learner.group_size=4",
+    "generator.max_concurrent_groups=8",
+    "generator.max_completion_tokens=10",
+    "eval.prompts=16",
+]
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The quickstart's model after a short warm-up, built once a session."""
+    from asyncrl.policy.tiny_model import ensure_model
+
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    return ensure_model(small_config(str(path)))
+
+
+def small_overrides(model_path: str) -> list[str]:
+    return [*SMALL, f"model.path={model_path}", "model.tiny.warmup_steps=40"]
+
+
+def small_config(model_path: str, *overrides: str) -> Config:
+    return load_config([QUICKSTART], [*small_overrides(model_path), *overrides])
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engine(model_path: str) -> AsyncIterator[VLLMEngine]:
+    """The session's one vLLM engine."""
+    config = small_config(model_path, "generator.max_concurrent_groups=64")
+    prepare_environment(config)
+    engine = await VLLMEngine.start(config, model_path=model_path)
+    yield engine
+    pids = engine.pids()
+    await engine.shutdown()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)], "the engine left processes behind"
+
+
+class Command:
+    """One `asyncrl` command as a process of its own, in a session of its own; its output goes to a file."""
+
+    def __init__(self, arguments: list[str], *, log: Path, environment: dict[str, str]) -> None:
+        self.log = log
+        self._file = log.open("wb")
+        self.process = psutil.Popen(
+            [sys.executable, "-m", "asyncrl", *arguments],
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            cwd=REPOSITORY,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, timeout_s: float) -> int:
+        """Exit code; fails with the output when it takes longer."""
+        try:
+            return int(self.process.wait(timeout_s))
+        except psutil.TimeoutExpired:
+            pytest.fail(f"still running after {timeout_s} s:\n{self.output()[-4000:]}")
+
+    def wait_for(self, condition: Callable[[], object], *, timeout_s: float, what: str) -> None:
+        """Polls until `condition()`; fails with the output when the process ends or time runs out first."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.poll() is not None:
+                pytest.fail(f"ended with {self.process.returncode} before {what}:\n{self.output()[-4000:]}")
+            if time.monotonic() > deadline_s:
+                pytest.fail(f"no {what} within {timeout_s} s:\n{self.output()[-4000:]}")
+            time.sleep(0.2)  # polling another process
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Ends the process and whatever it started, and nothing else."""
+        if self.process.poll() is None:
+            family = [*self.process.children(recursive=True), self.process]
+            for process in family:
+                process.kill()
+            psutil.wait_procs(family, timeout=10)
+        self._file.close()
+
+
+Run = Callable[..., Command]
+
+
+@pytest.fixture
+def run_command(tmp_path: Path) -> Iterator[Run]:
+    """Starts commands; what still runs at the end of the test is ended."""
+    commands: list[Command] = []
+
+    def run(*arguments: str, **environment: str) -> Command:
+        log = tmp_path / f"command-{len(commands)}.log"
+        commands.append(Command(list(arguments), log=log, environment=environment))
+        return commands[-1]
+
+    yield run
+    for command in commands:
+        command.end()

@@ -1,0 +1,137 @@
+"""Two terminals and a Ray head: either side may start first, generators come and go, SIGTERM leaves nothing behind."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import QUICKSTART, REPOSITORY, Command, Run, small_overrides
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+READY_S = 150
+
+
+@pytest.fixture(scope="module")
+def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a Ray head that this module alone uses."""
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    folder = tmp_path_factory.mktemp("ray", numbered=False)
+    options = ["--num-cpus=4", "--port=0", "--include-dashboard=false", "--disable-usage-stats"]
+    started = subprocess.run(
+        [*ray, "start", "--head", *options, "--node-ip-address=127.0.0.1", f"--temp-dir={folder}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert started.returncode == 0, started.stdout + started.stderr
+    found = re.search(r"--address='([0-9.]+:\d+)'", started.stdout)
+    assert found, started.stdout
+    head = [p for p in psutil.process_iter(["cmdline"]) if "gcs_server" in " ".join(p.info["cmdline"] or [])]
+    before = {process.pid for process in head}
+    yield found[1]
+    del before
+    subprocess.run([*ray, "stop", "--force"], capture_output=True, timeout=60, check=False)
+
+
+def deployment(run_command: Run, command: str, address: str, model_path: str, tmp_path: Path) -> Command:
+    return run_command(
+        command,
+        "--address",
+        address,
+        "-c",
+        str(QUICKSTART),
+        f"run.dir={tmp_path}",
+        "run.name=two-terminals",
+        *small_overrides(model_path),
+        "learner.total_steps=100000",
+        "eval.prompts=4",
+    )
+
+
+def status(address: str) -> dict[str, Any]:
+    answer = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "status", "two-terminals", "--address", address, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=REPOSITORY,
+        check=False,
+    )
+    if answer.returncode != 0:
+        return {}
+    loaded: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return loaded
+
+
+def steps_of(tmp_path: Path) -> int:
+    path = tmp_path / "two-terminals" / "steps.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def engines() -> set[int]:
+    return {process.pid for process in psutil.process_iter() if process.name().startswith("VLLM")}
+
+
+def test_learner_first_then_generators_that_join_and_leave(
+    run_command: Run, ray_head: str, model_path: str, tmp_path: Path
+) -> None:
+    others = engines()
+    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path)
+    learner.wait_for(lambda: "waiting for a generator" in learner.output(), timeout_s=READY_S, what="a waiting learner")
+    first = deployment(run_command, "generator", ray_head, model_path, tmp_path)
+    learner.wait_for(lambda: steps_of(tmp_path) >= 3, timeout_s=READY_S, what="steps")
+
+    second = deployment(run_command, "generator", ray_head, model_path, tmp_path)
+    second.wait_for(lambda: len(status(ray_head).get("replicas", [])) == 2, timeout_s=READY_S, what="a second replica")
+    joined = status(ray_head)
+    assert steps_of(tmp_path) > 3
+    for replica in joined["replicas"]:
+        if replica["busy_slots"]:
+            assert replica["version"] is not None, "tickets before a version was loaded"
+
+    first.terminate()
+    assert first.wait(90) == 0, first.output()[-3000:]
+    reached = steps_of(tmp_path)
+    learner.wait_for(lambda: steps_of(tmp_path) > reached + 3, timeout_s=60, what="steps without the first generator")
+
+    learner.terminate()
+    assert learner.wait(90) == 0, learner.output()[-3000:]
+    assert second.wait(90) == 0, second.output()[-3000:]
+    assert engines() <= others, "an engine outlived its deployment"
+    summary = json.loads((tmp_path / "two-terminals" / "summary.json").read_bytes())
+    assert summary["ledger_closed"] is True
+    assert summary["max_token_staleness"] <= 2
+    assert status(ray_head) == {}, "the run's actors outlived the last deployment"
+
+
+def test_generator_first_and_a_stop_before_any_learner_came(
+    run_command: Run, ray_head: str, model_path: str, tmp_path: Path
+) -> None:
+    others = engines()
+    generator = deployment(run_command, "generator", ray_head, model_path, tmp_path)
+    generator.wait_for(
+        lambda: len(status(ray_head).get("replicas", [])) == 1, timeout_s=READY_S, what="a replica without a learner"
+    )
+    wrong = run_command(
+        "learner", "--address", ray_head, "-c", str(QUICKSTART), f"run.dir={tmp_path}", "run.name=two-terminals",
+        *small_overrides(model_path), "learner.total_steps=7",
+    )  # fmt: skip
+    assert wrong.wait(90) == 1
+    assert "learner.total_steps" in wrong.output()
+
+    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path)
+    learner.wait_for(lambda: steps_of(tmp_path) >= 2, timeout_s=READY_S, what="steps")
+    generator.terminate()
+    assert generator.wait(90) == 0, generator.output()[-3000:]
+    learner.terminate()
+    assert learner.wait(90) == 0, learner.output()[-3000:]
+    assert engines() <= others
+    assert os.path.isdir(tmp_path / "two-terminals")

@@ -1,0 +1,69 @@
+"""`asyncrl up` for real: Ray, vLLM, FSDP2, and the promises that every run must keep."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import QUICKSTART, Run, small_overrides
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
+
+
+def run_up(run_command: Run, model_path: str, tmp_path: Path, *overrides: str) -> Path:
+    """Runs to the end; the run's directory."""
+    command = run_command(
+        "up", "-c", str(QUICKSTART), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path), *overrides
+    )
+    assert command.wait(240) == 0, command.output()[-4000:]
+    return tmp_path / "test"
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((run / "summary.json").read_bytes())
+    return loaded
+
+
+def test_an_asynchronous_run_keeps_its_promises(run_command: Run, model_path: str, tmp_path: Path) -> None:
+    run = run_up(run_command, model_path, tmp_path, "learner.total_steps=25", "staleness.max_versions=2")
+    summary = summary_of(run)
+    assert summary["steps"] == 25
+    assert summary["ledger_closed"] is True
+    assert summary["groups_discarded"] == 0
+    assert summary["trained_tokens"] == summary["generated_tokens"] > 0
+    assert summary["max_group_staleness"] <= 2
+    assert summary["max_token_staleness"] <= summary["max_group_staleness"]
+    assert summary["parity_max_nats"] <= 1e-4
+    assert summary["mid_sequence_updates"] > 0
+    assert summary["weight_updates"] >= 2
+    assert summary["heldout_first"] is not None
+    assert summary["heldout_last"] is not None
+    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    for record in steps:
+        assert sum(record["learner_state_s"].values()) == pytest.approx(record["wall_s"], rel=0.5)
+    first, last = steps[0], steps[-1]
+    for side in ("learner_state_s", "generator_state_s"):
+        spent = sum(last[side].values()) - sum(first[side].values())
+        assert spent == pytest.approx(last["wall_s"] - first["wall_s"], abs=2.0), side
+    assert json.loads((run / "run.json").read_bytes())["state"] == "finished"
+    assert "<html" in (run / "report.html").read_text()
+    targets = json.loads((run / "metrics" / "targets.json").read_bytes())
+    assert {target["labels"]["role"] for target in targets} == {"buffer", "generator", "learner"}
+    exported = run / "checkpoints" / "step-25" / "hf"
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
+    left = [process.name() for process in psutil.process_iter() if process.name().startswith("VLLM")]
+    assert len(left) <= 2, f"more engine processes than this session's own: {left}"
+
+
+def test_f35_a_second_run_on_the_same_directory_is_refused_at_once(
+    run_command: Run, model_path: str, tmp_path: Path
+) -> None:
+    arguments = ["up", "-c", str(QUICKSTART), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path)]
+    first = run_command(*arguments)
+    first.wait_for((tmp_path / "test" / "run.json").exists, timeout_s=60, what="the run's directory")
+    second = run_command(*arguments)
+    assert second.wait(30) == 1
+    assert f"pid {first.process.pid}" in second.output()
+    first.terminate()
+    first.wait(60)

@@ -1,0 +1,155 @@
+"""vLLM keeps the engine's contract, loads weights exactly, and survives an update that stopped half way."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.buffer.records import Version
+from asyncrl.errors import InfraError, TornReplica
+from asyncrl.generation.actor import expected_parameters
+from asyncrl.generation.vllm_engine import VLLMEngine
+from asyncrl.weights.manifest import Manifest, Probe, check_parameters, layout
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "generation"))
+from engine_contract import CONTRACT, MAX_TOKENS, PROMPT
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+SMALL_BUCKETS = 2**18
+
+
+class Trainer:
+    """The learner's copy of the model, changed a little before every publication."""
+
+    def __init__(self, model_path: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        self._generator = torch.Generator().manual_seed(7)
+
+    @torch.no_grad()
+    def change(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=self._generator) * 0.02)
+
+    @torch.no_grad()
+    def log_probs(self, tokens: list[int]) -> list[float]:
+        logits = self.model(input_ids=torch.tensor([tokens])).logits[0, :-1]
+        picked = torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(tokens[1:])[:, None])
+        return [float(value) for value in picked[:, 0]]
+
+    def publication(self, step: int) -> tuple[Manifest, list[memoryview]]:
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        specs = [(name, tuple(p.shape), "float32", p.numel() * 4) for name, p in parameters.items()]
+        entries = layout(specs, SMALL_BUCKETS)
+        sizes: dict[int, int] = {}
+        for entry in entries:
+            sizes[entry.bucket] = max(sizes.get(entry.bucket, 0), entry.offset + entry.nbytes)
+        buckets = [np.zeros(sizes[index], dtype=np.uint8) for index in range(len(sizes))]
+        for entry in entries:
+            flat = parameters[entry.name].detach().contiguous().view(-1).view(torch.uint8).numpy()
+            buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes] = flat
+        manifest = Manifest(
+            version=Version(1, step), previous=None, tensors=entries, buckets=(), probe=Probe(tokens=(), logprobs=())
+        )
+        return manifest, [memoryview(bucket) for bucket in buckets]
+
+
+@pytest.fixture(scope="module")
+def trainer(model_path: str) -> Trainer:
+    return Trainer(model_path)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("holds", CONTRACT, ids=lambda holds: holds.__name__)
+async def test_vllm_keeps_the_contract(
+    holds: Callable[..., Awaitable[None]], engine: VLLMEngine, trainer: Trainer
+) -> None:
+    async def load(step: int) -> None:
+        trainer.change()
+        await engine.load(*trainer.publication(step))
+
+    await holds(engine, load)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_after_an_update_engine_and_trainer_agree_on_every_token(engine: VLLMEngine, trainer: Trainer) -> None:
+    for step in (30, 31):
+        trainer.change()
+        await engine.load(*trainer.publication(step))
+        [completion] = await engine.generate(PROMPT, n=1, seed=step, temperature=1.0, max_tokens=MAX_TOKENS)
+        tokens = PROMPT + completion.token_ids
+        expected = trainer.log_probs(tokens)
+        assert max(abs(a - b) for a, b in zip(await engine.score(tokens), expected, strict=True)) < 1e-5
+        sampled = zip(completion.logprobs, expected[len(PROMPT) - 1 :], strict=True)
+        assert max(abs(a - b) for a, b in sampled) < 1e-5
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_seeded_sequences_survive_being_recomputed_all_at_once(engine: VLLMEngine, trainer: Trainer) -> None:
+    """More running tokens than one batch holds: a prefill cut in two would end vLLM's CPU worker."""
+    await engine.load(*trainer.publication(40))
+    prompt = PROMPT * 4
+    pending = asyncio.gather(
+        *[engine.generate(prompt, n=4, seed=4 * i, temperature=1.0, max_tokens=14) for i in range(64)]
+    )
+    for step in range(41, 45):
+        await asyncio.sleep(0.05)  # let the real engine decode a little
+        await engine.load(*trainer.publication(step))
+    groups = await pending
+    assert len([completion for group in groups for completion in group]) == 256
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_f11_half_an_update_leaves_the_engine_paused_until_a_whole_one(
+    engine: VLLMEngine, trainer: Trainer
+) -> None:
+    trainer.change()
+    await engine.load(*trainer.publication(50))
+    trainer.change()
+    manifest, buckets = trainer.publication(51)
+    assert len(buckets) > 2
+    pending = asyncio.create_task(engine.generate(PROMPT, n=4, seed=0, temperature=1.0, max_tokens=MAX_TOKENS))
+    with pytest.raises(TornReplica, match="51 failed half way"):
+        await engine.load(manifest, [*buckets[:1], memoryview(b"x" * 8)])
+    late = asyncio.create_task(engine.generate(PROMPT, n=1, seed=9, temperature=1.0, max_tokens=4))
+    done, _ = await asyncio.wait([late], timeout=1.0)
+    assert not done, "a torn engine generated"
+    await engine.load(manifest, buckets)
+    for completion in [*await pending, *await late]:
+        assert len(completion.token_ids) == len(completion.versions)
+    scores = await engine.score(PROMPT)
+    assert max(abs(a - b) for a, b in zip(scores, trainer.log_probs(PROMPT), strict=True)) < 1e-5
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_f11_an_update_with_too_few_tensors_is_torn_although_vllm_would_finish_it(
+    engine: VLLMEngine, trainer: Trainer
+) -> None:
+    manifest, buckets = trainer.publication(60)
+    with pytest.raises(TornReplica, match="tensors"):
+        await engine.load(manifest, buckets[:-1])
+    await engine.load(manifest, buckets)
+    scores = await engine.score(PROMPT)
+    assert max(abs(a - b) for a, b in zip(scores, trainer.log_probs(PROMPT), strict=True)) < 1e-5
+
+
+def test_f12_the_models_own_config_tells_what_a_manifest_must_hold(model_path: str, trainer: Trainer) -> None:
+    expected = expected_parameters(model_path, dtype="float32")
+    check_parameters(trainer.publication(0)[0], expected)
+    assert "lm_head.weight" in expected
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_an_aborted_request_is_an_infra_failure(engine: VLLMEngine, trainer: Trainer) -> None:
+    await engine.load(*trainer.publication(70))
+    pending = asyncio.create_task(engine.generate(PROMPT * 5, n=8, seed=0, temperature=1.0, max_tokens=10))
+    while not engine._running:
+        await asyncio.sleep(0)
+    await engine.abort()
+    with pytest.raises(InfraError, match="aborted"):
+        await pending
