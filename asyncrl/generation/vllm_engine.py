@@ -96,6 +96,9 @@ class VLLMEngine:
             # A seeded request whose prefill is cut in two kills vLLM's CPU worker ("CPU Generator does not use
             # offset"), and an update that recomputes every running sequence at once cuts many.
             arguments["enable_chunked_prefill"] = False
+            # One process less to import vLLM (20 s of start-up) and to reach at every decoding step; by its full name,
+            # because vLLM replaces "uni" on CPUs, where it cannot bind threads: we ask for none to be bound.
+            arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
             arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, config.model.max_length, sequences)
         else:
             arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import xxhash
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.schema import Config, TinyModelSection
 from asyncrl.data.prompts import Task, fingerprint
@@ -85,7 +86,8 @@ def build_tiny_model(
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
         built = Path(scratch, "model")
-        model.save_pretrained(built)
+        with _no_progress_bar():
+            model.save_pretrained(built)
         tokenizer.save_pretrained(built)
         recipe = recipe_fingerprint(section, tasks=tasks, max_length=max_length)
         (built / RECIPE_FILE).write_text(json.dumps({"fingerprint": recipe}) + "\n")
@@ -259,6 +261,19 @@ def _recipe_of(path: Path) -> str | None:
     except (OSError, ValueError):
         return None
     return recipe.get("fingerprint") if isinstance(recipe, dict) else None
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws a bar for the one file that it writes."""
+    if not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, TinyModelSection
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ConfigError, DatasetError
@@ -241,19 +242,9 @@ def test_of_two_builders_the_later_finds_the_earliers_equal_model_and_keeps_it(
 
 @pytest.mark.integration
 @pytest.mark.timeout(240)
-def test_the_quickstarts_recipe_leaves_reinforcement_learning_a_third_done(tmp_path: Path) -> None:
-    quickstart = {
-        "model": {"path": str(tmp_path / "m"), "max_length": 32, "tiny": {}},
-        "environment": {
-            "options": {
-                "task": "spell_backward",
-                "size": 20000,
-                "task_options": {"min_word_len": 3, "max_word_len": 6},
-            }
-        },
-        "data": {"prompt_template": "{word}>"},
-    }
+def test_the_quickstarts_recipe_leaves_reinforcement_learning_more_than_half_to_do(tmp_path: Path) -> None:
     lines: list[str] = []
-    ensure_model(Config.model_validate(quickstart), report=lines.append)
+    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    ensure_model(load_config([quickstart], [f"model.path={tmp_path / 'm'}"]), report=lines.append)
     [accuracy] = [float(line.split("accuracy ")[1].split()[0]) for line in lines if "held-out" in line]
-    assert 0.25 <= accuracy <= 0.5
+    assert 0.2 <= accuracy <= 0.5
