@@ -34,13 +34,13 @@ def generator(files: ConfigFiles, overrides: Overrides, address: Address = None)
     from asyncrl.deployment.launch import load_prompts, log_to, ready_model, run_until_done
 
     with log_to(None):
-        prompts = load_prompts(config)
         from asyncrl.deployment.cluster import join
         from asyncrl.deployment.generators import GeneratorDeployment
 
         async def main(stop: asyncio.Event) -> None:
-            model = asyncio.create_task(asyncio.to_thread(ready_model, config, report=typer.echo))
-            await GeneratorDeployment(config, model_path=model, tasks=prompts.train).run(stop)
+            prompts = asyncio.create_task(load_prompts(config))
+            model = asyncio.create_task(ready_model(config, prompts, report=typer.echo))
+            await GeneratorDeployment(config, model_path=model, prompts=prompts).run(stop)
 
         where = ray_address(config, address)
         join(where, namespace=config.run.name)

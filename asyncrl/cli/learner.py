@@ -43,19 +43,18 @@ def learner(files: ConfigFiles, overrides: Overrides, address: Address = None) -
         from asyncrl.deployment.live import LiveDisplay
         from asyncrl.learner.records import Summary
 
-        prompts = load_prompts(config)
         where = ray_address(config, address)
         join(where, namespace=config.run.name)
         run_dir.started_ray(where)
         console = Console()
 
         async def main(stop: asyncio.Event) -> Summary | None:
+            prompts = asyncio.create_task(load_prompts(config))
             deployment = LearnerDeployment(
                 config,
                 run_dir=run_dir,
-                model_path=asyncio.create_task(asyncio.to_thread(ready_model, config, report=console.print)),
-                tasks=prompts.train,
-                heldout=prompts.heldout,
+                model_path=asyncio.create_task(ready_model(config, prompts, report=console.print)),
+                prompts=prompts,
                 started_s=monotonic_at_process_start(),
                 show=display.update,
             )

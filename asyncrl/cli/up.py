@@ -22,7 +22,7 @@ def up(files: ConfigFiles, overrides: Overrides) -> None:
     config, warnings = checked_config(files, overrides)
     print_warnings(warnings)
 
-    from asyncrl.deployment.launch import load_prompts, log_to, monotonic_at_process_start, run_until_done
+    from asyncrl.deployment.launch import log_to, monotonic_at_process_start, run_until_done
     from asyncrl.deployment.run_dir import RunDir
 
     with RunDir.create(config) as run_dir, log_to(run_dir.log_path("up", 0)):
@@ -36,7 +36,6 @@ def up(files: ConfigFiles, overrides: Overrides) -> None:
             run = Up(
                 config,
                 run_dir=run_dir,
-                prompts=load_prompts(config),
                 started_s=monotonic_at_process_start(),
                 show=display.update,
                 report=console.print,

@@ -79,7 +79,12 @@ class RunHandles:
     nonce: str
 
 
-async def enter_run(config: Config, *, role: Role, tasks: Sequence[Task]) -> RunHandles:
+def deployment_id(role: Role) -> str:
+    """A name of its own for a deployment."""
+    return f"{role.value}-{secrets.token_hex(3)}"
+
+
+async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Sequence[Task]) -> RunHandles:
     """Makes or finds the run's actors and attaches to it.
 
     RunMismatch names the config key that differs from the run's; RunLocked the learner that is there already.
@@ -95,13 +100,11 @@ async def enter_run(config: Config, *, role: Role, tasks: Sequence[Task]) -> Run
     )
     weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
     buffer = BufferClient(buffer_handle, timeout_s=timeout_s)
-    deployment = Deployment(
-        id=f"{role.value}-{secrets.token_hex(3)}", role=role, host=socket.gethostname(), pid=os.getpid()
-    )
+    member = Deployment(id=deployment, role=role, host=socket.gethostname(), pid=os.getpid())
     nonce = await placed(buffer_handle.start.remote(), config=config, what="the buffer", cpus=0)
-    await buffer.call("attach", deployment, shared_config(config))
+    await buffer.call("attach", member, shared_config(config))
     return RunHandles(
-        deployment=deployment,
+        deployment=member,
         buffer=buffer,
         weights=WeightClient(weights_handle, timeout_s=timeout_s),
         rows=rows,

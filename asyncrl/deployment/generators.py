@@ -16,9 +16,9 @@ import ray
 
 from asyncrl.buffer.membership import Role, RunState
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished
-from asyncrl.deployment.cluster import RunHandles, enter_run, leave_run, placed
+from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, leave_run, placed
+from asyncrl.deployment.launch import Prompts
 from asyncrl.errors import GeneratorPoolExhausted, StallError
 from asyncrl.generation.actor import GeneratorActor, ReplicaProcesses
 from asyncrl.generation.shared_memory import sweep_shared_memory
@@ -43,36 +43,46 @@ class _Replica:
 class GeneratorDeployment:
     """`run` starts the replicas and returns when the run is finished or `stop` is set."""
 
-    def __init__(self, config: Config, *, model_path: Awaitable[str], tasks: Sequence[Task]) -> None:
+    def __init__(self, config: Config, *, model_path: Awaitable[str], prompts: Awaitable[Prompts]) -> None:
         self._config = config
         self._model_path = model_path
-        self._tasks = tasks
+        self._prompts = prompts
+        self._id = deployment_id(Role.GENERATOR)
         self.phase = "starting"
 
     async def run(self, stop: asyncio.Event) -> None:
-        handles = await enter_run(self._config, role=Role.GENERATOR, tasks=self._tasks)
-        replicas = [self._make(handles) for _ in range(self._config.generator.replicas)]
+        # Replicas import vLLM, the longest part of a start, while prompts and the run's actors come to be.
+        replicas = [self._make() for _ in range(self._config.generator.replicas)]
+        handles: RunHandles | None = None
         try:
+            tasks = (await self._prompts).train
+            handles = await enter_run(self._config, role=Role.GENERATOR, deployment=self._id, tasks=tasks)
             self.phase = "starting engines"
-            starting = asyncio.create_task(self._start_all(replicas))
-            stopping = asyncio.create_task(stop.wait())
-            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            if not starting.done():
-                starting.cancel()
-                return
-            await starting
-            self.phase = "generating"
-            for replica in replicas:
-                replica.running = asyncio.create_task(self._run(replica), name=replica.name)
-            await self._watch(replicas, handles, stop)
+            if await self._started(replicas, stop):
+                self.phase = "generating"
+                for replica in replicas:
+                    replica.running = asyncio.create_task(self._run(replica), name=replica.name)
+                await self._watch(replicas, handles, stop)
         finally:
             self.phase = "closing"
             await self._end(replicas)
-            with contextlib.suppress(Exception):
-                await leave_run(handles, namespace=self._config.run.name)
+            if handles is not None:
+                with contextlib.suppress(Exception):
+                    await leave_run(handles, namespace=self._config.run.name)
 
-    def _make(self, handles: RunHandles) -> _Replica:
+    async def _started(self, replicas: Sequence[_Replica], stop: asyncio.Event) -> bool:
+        """Whether all replicas started before `stop`."""
+        starting = asyncio.create_task(self._start_all(replicas))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not starting.done():
+            starting.cancel()
+            return False
+        await starting
+        return True
+
+    def _make(self) -> _Replica:
         generator = self._config.generator
         name = f"generator-{secrets.token_hex(3)}"
         handle = (
@@ -85,7 +95,7 @@ class GeneratorDeployment:
                 max_restarts=0,
                 max_concurrency=ACTOR_CONCURRENCY,
             )
-            .remote(config=self._config, name=name, deployment=handles.deployment.id)
+            .remote(config=self._config, name=name, deployment=self._id)
         )
         return _Replica(name, handle)
 

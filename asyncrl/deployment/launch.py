@@ -33,21 +33,30 @@ class Prompts:
     heldout: Sequence[Task]
 
 
-def load_prompts(config: Config) -> Prompts:
-    """Tasks as the config says; the same in every deployment of a run."""
-    from asyncrl.environments.interfaces import build_tasks
+async def load_prompts(config: Config) -> Prompts:
+    """Tasks as the config says, made in a thread; the same in every deployment of a run."""
 
-    train, heldout = build_tasks(config)
-    return Prompts(train=train, heldout=heldout)
+    def build() -> Prompts:
+        from asyncrl.environments.interfaces import build_tasks
+
+        train, heldout = build_tasks(config)
+        return Prompts(train=train, heldout=heldout)
+
+    return await asyncio.to_thread(build)
 
 
-def ready_model(config: Config, *, report: Callable[[str], None]) -> str:
+async def ready_model(config: Config, prompts: "asyncio.Task[Prompts]", *, report: Callable[[str], None]) -> str:
     """Path of the model, built first when the config describes a tiny one that is missing."""
     if config.model.tiny is None:
         return config.model.path
-    from asyncrl.policy.tiny_model import ensure_model
+    tasks = await prompts
 
-    return ensure_model(config, report=report)
+    def build() -> str:
+        from asyncrl.policy.tiny_model import ensure_model
+
+        return ensure_model(config, tasks=(tasks.train, tasks.heldout), report=report)
+
+    return await asyncio.to_thread(build)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ from asyncrl.buffer.membership import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, tokenizer_fingerprint
-from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run
+from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run
+from asyncrl.deployment.launch import Prompts
 from asyncrl.deployment.live import LiveView
 from asyncrl.deployment.report import write_report
 from asyncrl.deployment.run_dir import RunDir
@@ -43,16 +44,14 @@ class LearnerDeployment:
         *,
         run_dir: RunDir,
         model_path: Awaitable[str],
-        tasks: Sequence[Task],
-        heldout: Sequence[Task],
+        prompts: Awaitable[Prompts],
         started_s: float,
         show: Callable[[LiveView], None],
     ) -> None:
         self._config = config
         self._run_dir = run_dir
         self._model_path = model_path
-        self._tasks = tasks
-        self._heldout = heldout
+        self._prompts = prompts
         self._started_s = started_s
         self._show = show
         self._steps: list[StepRecord] = []
@@ -67,7 +66,10 @@ class LearnerDeployment:
 
     async def run(self, stop: asyncio.Event) -> Summary | None:
         config = self._config
-        handles = await enter_run(config, role=Role.LEARNER, tasks=self._tasks)
+        prompts = await self._prompts
+        handles = await enter_run(
+            config, role=Role.LEARNER, deployment=deployment_id(Role.LEARNER), tasks=prompts.train
+        )
         metrics = LearnerMetrics()
         server = MetricsServer(metrics.registry, host=config.metrics.host, port=config.metrics.learner_port)
         metrics.run_info(
@@ -88,7 +90,7 @@ class LearnerDeployment:
             self._phase = "preparing the model"
             model_path = await self._model_path
             policy = LMPolicy(config, model_path=model_path)
-            totals = await self._train(handles, policy, model_path, metrics, stop)
+            totals = await self._train(handles, policy, model_path, prompts, metrics, stop)
             return await self._close_books(policy, totals)
         except BaseException as error:
             failure = f"{type(error).__name__}: {error}"
@@ -112,6 +114,7 @@ class LearnerDeployment:
         handles: RunHandles,
         policy: LMPolicy,
         model_path: str,
+        prompts: Prompts,
         metrics: LearnerMetrics,
         stop: asyncio.Event,
     ) -> RunTotals:
@@ -128,7 +131,7 @@ class LearnerDeployment:
         publisher = Publisher(
             ranks=policy,
             entries=layout(policy.weights_metadata(), config.weights.bucket_bytes),
-            probe_tokens=probe_sequences(tokenizer, self._tasks, max_length=config.model.max_length),
+            probe_tokens=probe_sequences(tokenizer, prompts.train, max_length=config.model.max_length),
             transport=ObjectStoreTransport(),
             announce=lambda version: handles.buffer.call("published", version),
             offer=handles.weights.publish,
@@ -142,7 +145,7 @@ class LearnerDeployment:
             rows=handles.rows,
             log=self,
             metrics=metrics,
-            heldout=self._heldout,
+            heldout=prompts.heldout,
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
             started_s=self._started_s,
         )

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import join, start_local
 from asyncrl.deployment.generators import GeneratorDeployment
-from asyncrl.deployment.launch import Prompts, ready_model
+from asyncrl.deployment.launch import load_prompts, ready_model
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.live import LiveView
 from asyncrl.deployment.run_dir import RunDir
@@ -21,14 +22,12 @@ class Up:
         config: Config,
         *,
         run_dir: RunDir,
-        prompts: Prompts,
         started_s: float,
         show: Callable[[LiveView], None],
         report: Callable[[str], None],
     ) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._prompts = prompts
         self._started_s = started_s
         self._show = show
         self._report = report
@@ -36,20 +35,21 @@ class Up:
     async def run(self, stop: asyncio.Event) -> Summary | None:
         """The run's summary. Whichever pool fails first ends the other; its error is raised."""
         config = self._config
-        # Imports, Ray and the tiny model cost seconds each: they start at the same time.
-        model = asyncio.create_task(asyncio.to_thread(ready_model, config, report=self._report), name="model")
+        # Prompts, the model and Ray cost seconds each: they start at the same time.
+        prompts = asyncio.create_task(load_prompts(config), name="prompts")
+        model = asyncio.create_task(ready_model(config, prompts, report=self._report), name="model")
+        await asyncio.sleep(0)
         if config.ray.address is None:
             self._run_dir.started_ray(start_local(config))
         else:
             join(config.ray.address, namespace=config.run.name)
             self._run_dir.started_ray(config.ray.address)
-        generator_deployment = GeneratorDeployment(config, model_path=model, tasks=self._prompts.train)
+        generator_deployment = GeneratorDeployment(config, model_path=model, prompts=prompts)
         learner_deployment = LearnerDeployment(
             config,
             run_dir=self._run_dir,
             model_path=model,
-            tasks=self._prompts.train,
-            heldout=self._prompts.heldout,
+            prompts=prompts,
             started_s=self._started_s,
             show=self._show,
         )
@@ -67,6 +67,7 @@ class Up:
             await generators
             return await learner
         finally:
-            for task in (learner, generators, stopping, model):
+            beside: list[asyncio.Task[Any]] = [learner, generators, stopping, model, prompts]
+            for task in beside:
                 task.cancel()
-            await asyncio.gather(learner, generators, stopping, model, return_exceptions=True)
+            await asyncio.gather(*beside, return_exceptions=True)

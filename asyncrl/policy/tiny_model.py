@@ -42,16 +42,19 @@ _IGNORED = -100
 Report = Callable[[str], None]
 
 
-def ensure_model(config: Config, *, report: Report = print) -> str:
+def ensure_model(
+    config: Config, *, tasks: tuple[Sequence[Task], Sequence[Task]] | None = None, report: Report = print
+) -> str:
     """`config.model.path`, after building the tiny model there when `model.tiny` asks for it and it is not there yet.
 
     Built anew when its recipe or its training tasks have changed; a directory that this module did not write is used
-    as it is. Without `model.tiny`, the path is returned untouched: it may be a hub id.
+    as it is. Without `model.tiny`, the path is returned untouched: it may be a hub id. `tasks`: what `build_tasks`
+    gave, for a caller that has it.
     """
     section, path = config.model.tiny, Path(config.model.path)
     if section is None or (path.exists() and not (path / RECIPE_FILE).is_file()):
         return config.model.path
-    train, heldout = build_tasks(config)
+    train, heldout = tasks or build_tasks(config)
     recipe = recipe_fingerprint(section, tasks=train, max_length=config.model.max_length)
     if _recipe_of(path) != recipe:
         build_tiny_model(
