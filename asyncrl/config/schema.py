@@ -97,7 +97,7 @@ class DataSection(Section):
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """What a blank, malformed, huge or duplicate row does: refuse the dataset, or be skipped and counted."""
     max_prompt_tokens: PositiveInt = 48
-    """Longest prompt, tokens; a longer one is a bad row."""
+    """Longest prompt, tokens; a longer or empty one is a DATA failure when its turn comes."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of questions, chosen by a hash, that are never issued and serve held-out evaluation."""
     epochs: PositiveInt | None = None

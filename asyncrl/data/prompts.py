@@ -9,7 +9,7 @@ counted by reason: never silently.
 import difflib
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,29 +134,6 @@ def format_prompt(template: str, task: Task) -> str:
 def apply_template(template: str, tasks: Sequence[Task]) -> list[Task]:
     """The same tasks with their prompts made by `format_prompt`."""
     return [msgspec.structs.replace(task, prompt=format_prompt(template, task)) for task in tasks]
-
-
-def drop_long_prompts(
-    tasks: Sequence[Task], *, count_tokens: Callable[[str], int], max_prompt_tokens: int, on_bad_row: OnBadRow
-) -> tuple[list[Task], Counter[str]]:
-    """Tasks whose prompts have 1 to `max_prompt_tokens` tokens; others are refused, or counted (`too_long`, `empty`).
-
-    An empty prompt gives a model nothing to condition on, and engines refuse it.
-    """
-    kept: list[Task] = []
-    skipped: Counter[str] = Counter()
-    for number, task in enumerate(tasks, start=1):
-        tokens = count_tokens(task.prompt)
-        if 0 < tokens <= max_prompt_tokens:
-            kept.append(task)
-            continue
-        if on_bad_row == "refuse":
-            raise DatasetError(
-                f"task {number}: its prompt {task.prompt[:80]!r} has {tokens} tokens, allowed are 1 to "
-                f"data.max_prompt_tokens = {max_prompt_tokens}; raise that, or set data.on_bad_row: skip"
-            )
-        skipped["too_long" if tokens else "empty"] += 1
-    return kept, skipped
 
 
 def split(tasks: Sequence[Task], heldout_fraction: float) -> tuple[list[Task], list[Task]]:

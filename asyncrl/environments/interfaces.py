@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from asyncrl.config.import_path import call_with_options, is_import_path, resolve, suggest
 from asyncrl.config.schema import Config, EnvironmentSection
-from asyncrl.data.prompts import Task, apply_template, drop_long_prompts, read_jsonl, split
+from asyncrl.data.prompts import Task, apply_template, read_jsonl, split
 from asyncrl.errors import ConfigError, DatasetError
 
 _log = logging.getLogger(__name__)
@@ -80,11 +80,10 @@ def build_reward(section: EnvironmentSection) -> Reward:
             )
 
 
-def build_tasks(config: Config, *, count_tokens: Callable[[str], int] | None = None) -> tuple[list[Task], list[Task]]:
+def build_tasks(config: Config) -> tuple[list[Task], list[Task]]:
     """(training, held-out) tasks with their prompts made by `data.prompt_template`.
 
-    With `count_tokens` (a tokenizer's), prompts beyond `data.max_prompt_tokens` are bad rows. Skipped rows are
-    logged with their counts. ConfigError or DatasetError.
+    Skipped rows are logged with their counts. ConfigError or DatasetError.
     """
     data = config.data
     match data.dataset:
@@ -107,11 +106,6 @@ def build_tasks(config: Config, *, count_tokens: Callable[[str], int] | None = N
                 f"data.dataset: {name!r} is neither environment, jsonl nor an import path{hint}", key="data.dataset"
             )
     tasks = apply_template(data.prompt_template, tasks)
-    if count_tokens is not None:
-        tasks, skipped = drop_long_prompts(
-            tasks, count_tokens=count_tokens, max_prompt_tokens=data.max_prompt_tokens, on_bad_row=data.on_bad_row
-        )
-        _report_skipped(skipped, source=f"data.dataset = {data.dataset}")
     train, heldout = split(tasks, data.heldout_fraction)
     if not train:
         raise DatasetError(

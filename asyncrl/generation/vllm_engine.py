@@ -118,11 +118,13 @@ class VLLMEngine:
             temperature=temperature,
             max_tokens=max_tokens,
             logprobs=0,
+            flat_logprobs=True,
             stop=self._stop or None,
+            detokenize=bool(self._stop),  # token by token, to find stop strings; else once, at the end
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._request(list(prompt_ids), parameters)
-        return [_completion(child) for child in sorted(output.outputs, key=lambda child: child.index)]
+        return [self._completion(child) for child in sorted(output.outputs, key=lambda child: child.index)]
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         from vllm import SamplingParams
@@ -199,6 +201,31 @@ class VLLMEngine:
             process.kill()
         sweep_shared_memory(self._segments)
 
+    def _completion(self, child: Any) -> Completion:
+        if child.finish_reason == "abort":
+            raise InfraError("the request was aborted", reason="aborted")
+        token_ids = list(child.token_ids)
+        # `logprobs=0` gives the sampled token's alone, so the flat list has one a token
+        logprobs = list(child.logprobs.logprobs)
+        if child.logprobs.token_ids != token_ids:
+            raise DataError("vLLM's log-probs are not those of the sampled tokens", reason="logprobs")
+        versions: list[Version] = []
+        for span in child.weight_versions or []:
+            versions += [Version.parse(span.version)] * (span.end - span.start)
+        if len(versions) != len(token_ids):
+            raise DataError(
+                f"vLLM labelled {len(versions)} of {len(token_ids)} tokens with a weight version",
+                reason="version_spans",
+            )
+        text = child.text if self._stop else self._llm.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Completion(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=versions,
+            text=text,
+            truncated=child.finish_reason == "length",
+        )
+
     async def _request(self, tokens: list[int], parameters: Any) -> Any:
         request_id = f"asyncrl-{next(self._requests)}"
         prompt: dict[str, Any] = {"prompt_token_ids": tokens}
@@ -244,24 +271,3 @@ class _MemoryFile:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
-
-
-def _completion(child: Any) -> Completion:
-    if child.finish_reason == "abort":
-        raise InfraError("the request was aborted", reason="aborted")
-    token_ids = list(child.token_ids)
-    logprobs = [entry[token].logprob for entry, token in zip(child.logprobs, token_ids, strict=True)]
-    versions: list[Version] = []
-    for span in child.weight_versions or []:
-        versions += [Version.parse(span.version)] * (span.end - span.start)
-    if len(versions) != len(token_ids):
-        raise DataError(
-            f"vLLM labelled {len(versions)} of {len(token_ids)} tokens with a weight version", reason="version_spans"
-        )
-    return Completion(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        versions=versions,
-        text=child.text,
-        truncated=child.finish_reason == "length",
-    )

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from asyncrl.cli.main import app
 from asyncrl.config.load import load_config
 
+ON_POLICY = ["staleness.max_versions=0", "weights.publish_every_steps=1"]
 runner = CliRunner()
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -48,9 +49,7 @@ def test_f28_check_refuses_an_uncorrected_objective_when_data_may_be_old() -> No
     result = runner.invoke(app, ["config", "check", "-c", str(QUICKSTART), "algorithm.loss=dapo"])
     assert result.exit_code == 2
     assert "algorithm.loss = dapo has no off-policy correction" in result.stderr
-    result = runner.invoke(
-        app, ["config", "check", "-c", str(QUICKSTART), "algorithm.loss=dapo", "staleness.max_versions=0"]
-    )
+    result = runner.invoke(app, ["config", "check", "-c", str(QUICKSTART), "algorithm.loss=dapo", *ON_POLICY])
     assert result.exit_code == 0
 
 

@@ -10,7 +10,6 @@ from asyncrl.data.prompts import (
     PromptSource,
     Task,
     apply_template,
-    drop_long_prompts,
     format_prompt,
     read_jsonl,
     split,
@@ -104,15 +103,6 @@ def test_template_that_cannot_be_filled_names_the_field_and_the_key(template: st
     with pytest.raises(ConfigError, match=message) as caught:
         apply_template(template, [task])
     assert caught.value.key == "data.prompt_template"
-
-
-def test_f24_a_prompt_beyond_the_limit_or_empty_is_refused_or_counted() -> None:
-    tasks = [Task(question=q, prompt=q, answer="") for q in ("", "abc", "abcd")]
-    kept, skipped = drop_long_prompts(tasks, count_tokens=len, max_prompt_tokens=3, on_bad_row="skip")
-    assert [task.prompt for task in kept] == ["abc"]
-    assert skipped == {"too_long": 1, "empty": 1}
-    with pytest.raises(DatasetError, match=r"task 2: .*4 tokens.*data\.max_prompt_tokens = 3"):
-        drop_long_prompts(tasks[1:], count_tokens=len, max_prompt_tokens=3, on_bad_row="refuse")
 
 
 def test_split_keeps_each_question_once_and_on_one_side() -> None:

@@ -113,11 +113,10 @@ def test_f33_jsonl_rows_are_skipped_by_config_and_the_log_counts_them(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "12345", "answer": "x"}\n\n{"prompt": "12", "answer": "y"}\nnope\n')
-    data = {"dataset": "jsonl", "path": path, "on_bad_row": "skip", "heldout_fraction": 0, "max_prompt_tokens": 3}
-    train, _ = build_tasks(config(data=data), count_tokens=len)
-    assert [task.answer for task in train] == ["y"]
+    data = {"dataset": "jsonl", "path": path, "on_bad_row": "skip", "heldout_fraction": 0}
+    train, _ = build_tasks(config(data=data))
+    assert [task.answer for task in train] == ["x", "y"]
     assert "skipped 2 rows (1 bad_json, 1 blank)" in caplog.text
-    assert "skipped 1 rows (1 too_long)" in caplog.text
     with pytest.raises(DatasetError, match="row 2"):
         build_tasks(config(data=data | {"on_bad_row": "refuse"}))
 

@@ -24,6 +24,8 @@ SMALL = [
     "generator.max_concurrent_groups=8",
     "generator.max_completion_tokens=10",
     "eval.prompts=16",
+    "staleness.max_versions=2",
+    "weights.publish_every_steps=1",
 ]
 
 

@@ -23,7 +23,12 @@ from asyncrl.weights.publisher import take_snapshot
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 STEPS = 3
-OVERRIDES = [f"learner.total_steps={STEPS}", "staleness.max_versions=0", "learner.samples_logged=1000"]
+OVERRIDES = [
+    f"learner.total_steps={STEPS}",
+    "staleness.max_versions=0",
+    "weights.publish_every_steps=1",
+    "learner.samples_logged=1000",
+]
 
 
 @pytest.mark.asyncio(loop_scope="session")
