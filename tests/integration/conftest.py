@@ -19,6 +19,7 @@ from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"
 SMALL = [
+    "model.max_length=64",
     "learner.groups_per_step=4",
     "learner.group_size=4",
     "generator.max_concurrent_groups=8",
@@ -26,6 +27,7 @@ SMALL = [
     "eval.prompts=16",
     "staleness.max_versions=2",
     "weights.publish_every_steps=1",
+    "learner.optimizer.warmup_steps=0",
 ]
 
 

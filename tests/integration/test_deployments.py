@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,25 +21,27 @@ READY_S = 150
 
 @pytest.fixture(scope="module")
 def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a Ray head that this module alone uses."""
-    ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    folder = tmp_path_factory.mktemp("ray", numbered=False)
-    options = ["--num-cpus=4", "--port=0", "--include-dashboard=false", "--disable-usage-stats"]
-    started = subprocess.run(
-        [*ray, "start", "--head", *options, "--node-ip-address=127.0.0.1", f"--temp-dir={folder}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert started.returncode == 0, started.stdout + started.stderr
-    found = re.search(r"--address='([0-9.]+:\d+)'", started.stdout)
-    assert found, started.stdout
-    head = [p for p in psutil.process_iter(["cmdline"]) if "gcs_server" in " ".join(p.info["cmdline"] or [])]
-    before = {process.pid for process in head}
+    """Address of a Ray head that this module alone uses; it ends with its own foreground process."""
+    log = tmp_path_factory.mktemp("ray") / "head.log"
+    options = ["--num-cpus=4", "--port=0", "--include-dashboard=false", "--disable-usage-stats", "--block"]
+    with log.open("wb") as file:
+        head = psutil.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *options],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline_s = time.monotonic() + 120
+    while not (found := re.search(r"--address='([0-9.]+:\d+)'", log.read_text())):
+        assert head.poll() is None, log.read_text()
+        assert time.monotonic() < deadline_s, log.read_text()
+        time.sleep(0.2)  # polling another process
     yield found[1]
-    del before
-    subprocess.run([*ray, "stop", "--force"], capture_output=True, timeout=60, check=False)
+    family = head.children(recursive=True)
+    head.terminate()
+    _, alive = psutil.wait_procs([head, *family], timeout=30)
+    for process in alive:
+        process.kill()
 
 
 def deployment(run_command: Run, command: str, address: str, model_path: str, tmp_path: Path) -> Command:

@@ -40,8 +40,6 @@ def test_an_asynchronous_run_keeps_its_promises(run_command: Run, model_path: st
     assert summary["heldout_first"] is not None
     assert summary["heldout_last"] is not None
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
-    for record in steps:
-        assert sum(record["learner_state_s"].values()) == pytest.approx(record["wall_s"], rel=0.5)
     first, last = steps[0], steps[-1]
     for side in ("learner_state_s", "generator_state_s"):
         spent = sum(last[side].values()) - sum(first[side].values())
