@@ -18,6 +18,9 @@ def down(
 
     For what a killed deployment left behind; a run whose deployments end by themselves needs no `down`.
     """
+    from asyncrl.deployment.launch import use_ray_token
+
+    use_ray_token()
     from asyncrl.deployment.cluster import end_actors, join
 
     join(address or "auto", namespace=run)

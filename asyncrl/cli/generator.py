@@ -31,9 +31,10 @@ def generator(files: ConfigFiles, overrides: Overrides, address: Address = None)
     config, warnings = checked_config(files, overrides)
     print_warnings(warnings)
 
-    from asyncrl.deployment.launch import load_prompts, log_to, ready_model, run_until_done
+    from asyncrl.deployment.launch import load_prompts, log_to, ready_model, run_until_done, use_ray_token
 
     with log_to(None):
+        use_ray_token()
         from asyncrl.deployment.cluster import join
         from asyncrl.deployment.generators import GeneratorDeployment
 

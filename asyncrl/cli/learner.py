@@ -32,12 +32,14 @@ def learner(files: ConfigFiles, overrides: Overrides, address: Address = None) -
         monotonic_at_process_start,
         ready_model,
         run_until_done,
+        use_ray_token,
     )
     from asyncrl.deployment.run_dir import RunDir
 
     with RunDir.create(config) as run_dir, log_to(run_dir.log_path("learner", 0)):
         from rich.console import Console
 
+        use_ray_token()
         from asyncrl.deployment.cluster import join
         from asyncrl.deployment.learner import LearnerDeployment
         from asyncrl.deployment.live import LiveDisplay

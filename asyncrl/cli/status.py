@@ -20,6 +20,9 @@ def status(
 
     import msgspec
 
+    from asyncrl.deployment.launch import use_ray_token
+
+    use_ray_token()
     from asyncrl.deployment.cluster import find_run, join
     from asyncrl.deployment.status import status_lines
 

@@ -22,11 +22,14 @@ def up(files: ConfigFiles, overrides: Overrides) -> None:
     config, warnings = checked_config(files, overrides)
     print_warnings(warnings)
 
-    from asyncrl.deployment.launch import log_to, monotonic_at_process_start, run_until_done
+    from asyncrl.deployment.launch import log_to, monotonic_at_process_start, run_until_done, use_ray_token
     from asyncrl.deployment.run_dir import RunDir
 
     with RunDir.create(config) as run_dir, log_to(run_dir.log_path("up", 0)):
         from rich.console import Console
+
+        if config.ray.address is not None:
+            use_ray_token()
 
         from asyncrl.deployment.live import LiveDisplay
         from asyncrl.deployment.up import Up

@@ -39,6 +39,7 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     logical_cpus = generators * config.generator.replicas * config.generator.cpus
     logical_cpus += config.learner.ranks * config.learner.cpus
     context: Any = ray.init(
+        address="local",  # never whatever cluster happens to run here
         num_cpus=max(1, round(logical_cpus + 0.5)),
         include_dashboard=False,
         namespace=config.run.name,

@@ -79,6 +79,17 @@ def log_to(path: Path | None) -> Iterator[None]:
             handler.close()
 
 
+def use_ray_token() -> None:
+    """Joins clusters with the user's Ray token, where there is one; call it before ray is imported.
+
+    Ray does so by itself for `auto` and for clusters that it starts, but not for an address.
+    """
+    default = Path.home() / ".ray" / "auth_token"
+    known = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if known or default.is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
 def run_until_done(main: Callable[[asyncio.Event], Awaitable[Result]]) -> Result:
     """Runs `main(stop)` with `stop` set by the first SIGTERM or SIGINT."""
 

@@ -279,8 +279,8 @@ class Generator:
             try:
                 await self._load(publication)
             except (ManifestMismatch, ManifestVoid) as error:
-                if self._version is None:
-                    raise
+                if self._version is None and isinstance(error, ManifestMismatch):
+                    raise  # there will never be one that fits
                 self._metrics.weight_update(outcome="refused", phase_seconds={})
                 logger.error("replica %s keeps weights %s: %s", self._name, self._version, error)
                 continue

@@ -251,9 +251,10 @@ class LearnerLoop:
         await self._publisher.settle()
         if not self._heldout:
             return
-        self.phase = f"evaluating version {version}"
         await self._buffer.call("pause")
+        self.phase = f"waiting for a generator at version {version}"
         actor = await self._replica_at(version)
+        self.phase = f"evaluating version {version}"
         handle = ray.get_actor(actor, namespace=self._config.run.name)
         at, rewards = await finished(
             handle.evaluate.remote(self._heldout), timeout_s=self._config.eval.timeout_s, what="held-out evaluation"

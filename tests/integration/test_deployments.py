@@ -52,16 +52,16 @@ def deployment(run_command: Run, command: str, address: str, model_path: str, tm
         "-c",
         str(QUICKSTART),
         f"run.dir={tmp_path}",
-        "run.name=two-terminals",
+        f"run.name={tmp_path.name}",
         *small_overrides(model_path),
         "learner.total_steps=100000",
         "eval.prompts=4",
     )
 
 
-def status(address: str) -> dict[str, Any]:
+def status(address: str, run: str) -> dict[str, Any]:
     answer = subprocess.run(
-        [sys.executable, "-m", "asyncrl", "status", "two-terminals", "--address", address, "--json"],
+        [sys.executable, "-m", "asyncrl", "status", run, "--address", address, "--json"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -74,8 +74,12 @@ def status(address: str) -> dict[str, Any]:
     return loaded
 
 
+def replicas(address: str, run: str) -> int:
+    return len(status(address, run).get("replicas", []))
+
+
 def steps_of(tmp_path: Path) -> int:
-    path = tmp_path / "two-terminals" / "steps.jsonl"
+    path = tmp_path / tmp_path.name / "steps.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
@@ -93,8 +97,12 @@ def test_learner_first_then_generators_that_join_and_leave(
     learner.wait_for(lambda: steps_of(tmp_path) >= 3, timeout_s=READY_S, what="steps")
 
     second = deployment(run_command, "generator", ray_head, model_path, tmp_path)
-    second.wait_for(lambda: len(status(ray_head).get("replicas", [])) == 2, timeout_s=READY_S, what="a second replica")
-    joined = status(ray_head)
+    second.wait_for(
+        lambda: replicas(ray_head, tmp_path.name) == 2,
+        timeout_s=READY_S,
+        what="a second replica",
+    )
+    joined = status(ray_head, tmp_path.name)
     assert steps_of(tmp_path) > 3
     for replica in joined["replicas"]:
         if replica["busy_slots"]:
@@ -109,26 +117,28 @@ def test_learner_first_then_generators_that_join_and_leave(
     assert learner.wait(90) == 0, learner.output()[-3000:]
     assert second.wait(90) == 0, second.output()[-3000:]
     assert engines() <= others, "an engine outlived its deployment"
-    summary = json.loads((tmp_path / "two-terminals" / "summary.json").read_bytes())
+    summary = json.loads((tmp_path / tmp_path.name / "summary.json").read_bytes())
     assert summary["ledger_closed"] is True
     assert summary["max_token_staleness"] <= 2
-    assert status(ray_head) == {}, "the run's actors outlived the last deployment"
+    assert status(ray_head, tmp_path.name) == {}, "the run's actors outlived the last deployment"
 
 
-def test_generator_first_and_a_stop_before_any_learner_came(
+def test_generator_first_and_a_learner_with_another_config_is_refused(
     run_command: Run, ray_head: str, model_path: str, tmp_path: Path
 ) -> None:
     others = engines()
     generator = deployment(run_command, "generator", ray_head, model_path, tmp_path)
     generator.wait_for(
-        lambda: len(status(ray_head).get("replicas", [])) == 1, timeout_s=READY_S, what="a replica without a learner"
+        lambda: replicas(ray_head, tmp_path.name) == 1,
+        timeout_s=READY_S,
+        what="a replica without a learner",
     )
     wrong = run_command(
-        "learner", "--address", ray_head, "-c", str(QUICKSTART), f"run.dir={tmp_path}", "run.name=two-terminals",
-        *small_overrides(model_path), "learner.total_steps=7",
+        "learner", "--address", ray_head, "-c", str(QUICKSTART), f"run.dir={tmp_path}", f"run.name={tmp_path.name}",
+        *small_overrides(model_path), "learner.total_steps=100000",
     )  # fmt: skip
     assert wrong.wait(90) == 1
-    assert "learner.total_steps" in wrong.output()
+    assert "eval.prompts = 16, but the run was started with 4" in wrong.output()
 
     learner = deployment(run_command, "learner", ray_head, model_path, tmp_path)
     learner.wait_for(lambda: steps_of(tmp_path) >= 2, timeout_s=READY_S, what="steps")
@@ -137,4 +147,4 @@ def test_generator_first_and_a_stop_before_any_learner_came(
     learner.terminate()
     assert learner.wait(90) == 0, learner.output()[-3000:]
     assert engines() <= others
-    assert os.path.isdir(tmp_path / "two-terminals")
+    assert os.path.isdir(tmp_path / tmp_path.name)
