@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -21,7 +22,8 @@ READY_S = 150
 
 @pytest.fixture(scope="module")
 def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a Ray head that this module alone uses; it ends with its own foreground process."""
+    """Address of a Ray head that this module alone uses, with a token of its own; it ends with its process."""
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     log = tmp_path_factory.mktemp("ray") / "head.log"
     options = ["--num-cpus=4", "--port=0", "--include-dashboard=false", "--disable-usage-stats", "--block"]
     with log.open("wb") as file:
@@ -37,6 +39,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert time.monotonic() < deadline_s, log.read_text()
         time.sleep(0.2)  # polling another process
     yield found[1]
+    del os.environ["RAY_AUTH_TOKEN"]
     family = head.children(recursive=True)
     head.terminate()
     _, alive = psutil.wait_procs([head, *family], timeout=30)
