@@ -198,8 +198,8 @@ class LearnerLoop:
         return [found[group.meta.key] for group in groups]
 
     async def _train(self, groups: Sequence[TrainGroup], *, step: int) -> StepReport:
-        started_s = self._clock()
         self._states.enter("forward_backward")
+        started_s = self._clock()
         report = await self._policy.train_step(groups, step=step)
         # The ranks know best: what the call took beyond their own stages is `other`.
         elsewhere = {name: report.seconds.get(name, 0.0) for name in ("log_probs", "optimizer")}
@@ -244,7 +244,6 @@ class LearnerLoop:
     async def _publish(self, version: Version) -> None:
         with self._states.within("publish"):
             await self._publisher.publish(version)
-        self._metrics.versions(learner=version.step, published=version.step)
 
     async def _evaluate(self, version: Version) -> None:
         """Greedy held-out reward of `version`, by whichever replica has loaded it first."""
@@ -299,6 +298,7 @@ class LearnerLoop:
         reward_mean = sum(rewards) / max(len(rewards), 1)
         published = self._publisher.published
         self._metrics.heartbeat(unix_time_s=time.time())
+        self._metrics.versions(learner=status.version.step, published=published.step if published is not None else 0)
         self._metrics.step(outcome="trained", duration_s=duration_s, tokens=report.trained_tokens)
         self._metrics.staleness(
             groups=histograms["groups"],
