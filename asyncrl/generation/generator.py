@@ -237,7 +237,10 @@ class Generator:
     async def _fail(self, key: str, incarnation: int, error: RolloutError) -> None:
         logger.warning("group %s failed (%s, %s): %s", key, error.failure_class, error.reason, error)
         self._metrics.rollout_failed(failure_class=error.failure_class, reason=error.reason)
-        self._metrics.samples(self._config.learner.group_size, outcome="failed")
+        group_size = self._config.learner.group_size
+        self._metrics.samples(group_size, outcome="failed")
+        if error.reason.startswith("reward_"):
+            self._metrics.reward_failed(reason=error.reason, samples=group_size)
         failure = Failure(key=key, incarnation=incarnation, failure_class=error.failure_class, reason=error.reason)
         await self._buffer.call("fail", [failure])
         self._settle(key)

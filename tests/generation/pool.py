@@ -124,6 +124,7 @@ class Pool:
         self.scorer = LengthScorer()
         self.running: dict[str, asyncio.Task[None]] = {}
         self.generators: dict[str, Generator] = {}
+        self.metrics: dict[str, GeneratorMetrics] = {}
 
     def add(self, name: str) -> FakeEngine:
         engine = FakeEngine()
@@ -142,7 +143,7 @@ class Pool:
             weights=LocalWeights(self.store),
             transport=Wire(),
             parameters=PARAMETERS,
-            metrics=GeneratorMetrics(environment="test"),
+            metrics=self.metrics.setdefault(name, GeneratorMetrics(environment="test")),
         )
         self.engines[name] = engine
         self.running[name] = asyncio.create_task(self.generators[name].run())

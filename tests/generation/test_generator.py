@@ -217,6 +217,8 @@ async def test_a_failing_reward_is_a_data_failure_and_the_prompt_is_replaced(mak
     await pool.step()
     status = await pool.buffer.status()
     assert status.account.failures["data/reward_raised"] >= 5
+    exported = pool.metrics["a"].registry.get_sample_value("asyncrl_reward_failures_total", {"reason": "reward_raised"})
+    assert exported == 2 * status.account.failures["data/reward_raised"], "two samples a group"
     assert status.account.closed
 
 
