@@ -31,14 +31,14 @@ def server() -> Iterator[MetricsServer]:
 
 
 def test_it_serves_our_registry_and_the_default_one(server: MetricsServer) -> None:
-    engine_metric = Gauge("vllm:num_requests_running", "As vLLM declares it.")
+    engine_metric = Gauge("vllm:a_gauge_of_this_test", "Declared in the default registry, where vLLM declares its own.")
     try:
         engine_metric.set(3)
         text = scrape(server.url)
     finally:
         REGISTRY.unregister(engine_metric)
     assert "asyncrl_learner_policy_version 7.0" in text
-    assert "vllm:num_requests_running 3.0" in text
+    assert "vllm:a_gauge_of_this_test 3.0" in text
 
 
 def test_the_port_is_chosen_and_the_address_is_loopback(server: MetricsServer) -> None:

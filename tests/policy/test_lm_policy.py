@@ -31,7 +31,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster() -> Iterator[None]:
     # the ranks cannot import a test module
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
+    ray.init(
+        address="local",  # never whatever cluster another test left word of
+        num_cpus=2,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 * 2**20,
+    )
     yield
     ray.shutdown()
 
