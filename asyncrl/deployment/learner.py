@@ -18,6 +18,7 @@ from asyncrl.deployment.live import LiveView
 from asyncrl.deployment.report import write_report
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.view import live_view
+from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publication import Publisher
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, Summary, build_summary
@@ -137,15 +138,24 @@ class LearnerDeployment:
             offer=handles.weights.publish,
             delivered=delivered,
         )
+        heldout = HeldoutEvaluation(
+            config=config,
+            tasks=prompts.heldout,
+            buffer=handles.buffer,
+            replicas=ReplicaClient(namespace=config.run.name, timeout_s=config.eval.timeout_s),
+            log=self,
+            metrics=metrics,
+            started_s=self._started_s,
+        )
         self._loop = LearnerLoop(
             config=config,
             policy=policy,
             publisher=publisher,
             buffer=handles.buffer,
             rows=handles.rows,
+            heldout=heldout,
             log=self,
             metrics=metrics,
-            heldout=prompts.heldout,
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
             started_s=self._started_s,
         )
@@ -153,9 +163,9 @@ class LearnerDeployment:
 
     async def _close_books(self, policy: LMPolicy, totals: RunTotals) -> Summary | None:
         """Final weights, summary and report."""
-        if not self._steps:
+        if not any(record.trained for record in self._steps):
             return None
-        await policy.save_hf(self._run_dir.path / "checkpoints" / f"step-{self._steps[-1].step + 1}" / "hf")
+        await policy.save_hf(self._run_dir.path / "checkpoints" / f"step-{self._steps[-1].version_after}" / "hf")
         summary = build_summary(self._steps, self._evals, totals, staleness_limit=self._config.staleness.max_versions)
         self._run_dir.write_summary(summary)
         write_report(self._run_dir.path)

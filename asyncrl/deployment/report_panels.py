@@ -137,8 +137,7 @@ def staleness(steps: Steps, *, limit: int) -> str:
         return Series(name=name, ys=[read(chunk) for chunk in bins], color=color)
 
     def lag(read: Callable[[StepRecord], int]) -> Callable[[Steps], float | None]:
-        # The record of step s is written at version s + 1, or still at s when the step was skipped.
-        return lambda chunk: mean([float(record.step + record.trained - read(record)) for record in chunk])
+        return lambda chunk: mean([float(record.version_after - read(record)) for record in chunk])
 
     figures = [
         version_bars(
@@ -153,7 +152,7 @@ def staleness(steps: Steps, *, limit: int) -> str:
             "Age of tokens",
             xs,
             [
-                curve("oldest", "amber", lambda chunk: max(max(r.token_staleness, default=0) for r in chunk)),
+                curve("oldest", "amber", lambda chunk: largest([age for r in chunk for age in r.token_staleness])),
                 curve("mean", "blue", lambda chunk: histogram_mean(added([r.token_staleness for r in chunk]))),
             ],
             unit="versions",

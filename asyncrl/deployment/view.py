@@ -13,7 +13,7 @@ RECENT_STEPS = 20
 def live_view(
     config: Config, *, phase: str, elapsed_s: float, steps: Sequence[StepRecord], evals: Sequence[EvalRecord]
 ) -> LiveView:
-    """The run now; speeds and shares are those of the last steps."""
+    """The run now; speeds and shares are those of the last steps, the skipped ones included: they take their time."""
     start = LiveView(
         name=config.run.name,
         phase=phase,
@@ -25,18 +25,19 @@ def live_view(
         return start
     recent, last = steps[-RECENT_STEPS:], steps[-1]
     span_s = recent[-1].wall_s - recent[0].wall_s
-    done = len(recent) - 1
+    done = last.version_after - recent[0].version_after
+    trained = next((record for record in reversed(steps) if record.trained), None)
     return LiveView(
         name=start.name,
         phase=phase,
         elapsed_s=elapsed_s,
         total_steps=start.total_steps,
         staleness_limit=start.staleness_limit,
-        step=last.step + 1,
-        eta_s=(start.total_steps - last.step - 1) * span_s / done if done else None,
+        step=last.version_after,
+        eta_s=(start.total_steps - last.version_after) * span_s / done if done else None,
         rewards=[record.reward_mean for record in steps if record.reward_mean is not None],
         heldout=[record.reward_mean for record in evals if record.reward_mean is not None],
-        oldest_token_versions=max(last.token_staleness, default=0),
+        oldest_token_versions=max(trained.token_staleness, default=0) if trained is not None else None,
         ess_ratio=last.ess_ratio,
         samples_per_s=sum(record.trained_samples for record in recent[1:]) / span_s if done else None,
         tokens_per_s=sum(record.trained_tokens for record in recent[1:]) / span_s if done else None,

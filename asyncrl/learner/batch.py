@@ -54,6 +54,14 @@ def train_groups(
     ]
 
 
+def keys_by_store(groups: Sequence[LeasedGroup]) -> dict[str, list[str]]:
+    """Keys of the groups' rows by the row store that keeps them."""
+    keys: dict[str, list[str]] = {}
+    for group in groups:
+        keys.setdefault(group.meta.store, []).append(group.meta.key)
+    return keys
+
+
 def zero_variance_share(groups: Sequence[LeasedGroup]) -> float:
     """Share of groups whose rewards are all equal: they teach nothing to a group-relative advantage."""
     return sum(len(set(group.meta.rewards)) == 1 for group in groups) / max(len(groups), 1)

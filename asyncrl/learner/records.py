@@ -16,11 +16,15 @@ from asyncrl.errors import RunError
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One step, right after its ack (or after it was skipped: `trained` is false and `trained_tokens` 0).
+    """One step, right after its ack, or after it was skipped because a loss or a gradient was not finite.
 
-    Histograms map a number of versions to so many groups or tokens. State seconds are totals since the process's
-    start, a generator's averaged over the replicas; so are `generated_samples`, `generated_tokens`, `weight_updates`
-    and `mid_sequence_updates`, which are sums over the replicas. `ledger_groups` has every fate's groups.
+    A skipped step (`trained` is false) changed no weights: nothing of it counts as trained, its histograms are empty,
+    and what was measured of it is null where it was not finite. The next record has the same `step`.
+
+    Histograms map a number of versions to so many trained groups or tokens. State seconds are totals since the
+    process's start, a generator's averaged over the replicas; so are `generated_samples`, `generated_tokens`,
+    `weight_updates` and `mid_sequence_updates`, which are sums over the replicas. `ledger_groups` has every fate's
+    groups.
     """
 
     step: int
@@ -48,6 +52,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     oldest_replica_version: int
     weight_updates: int
     mid_sequence_updates: int
+
+    @property
+    def version_after(self) -> int:
+        """The learner's version when this was written: a skipped step leaves it where it was."""
+        return self.step + self.trained
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +94,7 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in twenty numbers: `summary.json`.
+    """A run in twenty numbers: `summary.json`. Steps are trained steps: a skipped one is nothing but time lost.
 
     `reward_first` and `reward_last` are means over the first and last 5 % of steps, at least 1 and at most 10.
     `samples_per_s` counts trained samples between the first and the last step's end, as do the busy ratios: the
@@ -116,16 +125,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_summary(
-    steps: Sequence[StepRecord], evals: Sequence[EvalRecord], totals: RunTotals, *, staleness_limit: int
+    records: Sequence[StepRecord], evals: Sequence[EvalRecord], totals: RunTotals, *, staleness_limit: int
 ) -> Summary:
-    """The run's summary. RunError when no step was recorded: there is nothing to sum up."""
+    """The run's summary. RunError when no step was trained: there is nothing to sum up."""
+    steps = [record for record in records if record.trained]
     if not steps:
-        raise RunError("no step was recorded, so there is no summary; look at the run's logs for what stopped it")
+        raise RunError("no step was trained, so there is no summary; look at the run's logs for what stopped it")
     window = edge_window(len(steps))
     parities = [totals.probe_parity_max_nats, *(record.parity_nats for record in steps)]
     learner_shares = state_shares(steps, "learner_state_s")
     return Summary(
-        steps=sum(record.trained for record in steps),
+        steps=len(steps),
         wall_s=totals.wall_s,
         time_to_first_step_s=steps[0].wall_s,
         samples_per_s=_samples_per_s(steps),

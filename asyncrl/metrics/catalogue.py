@@ -340,7 +340,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             H,
             "asyncrl_learner_step_duration_seconds",
-            "Time of a step from lease to ack.",
+            "Time of a step from lease to ack or skip.",
             "seconds",
             LEARNER,
             buckets=SECONDS,

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.report import app
 from asyncrl.config.schema import Config
+from asyncrl.deployment import report_panels
+from asyncrl.deployment.charts import Series
 from asyncrl.deployment.report import read_run, report_html, write_report
 from asyncrl.deployment.report_panels import GENERATOR_COLORS, LEARNER_COLORS, bins_of, smooth, windows_of
 from asyncrl.deployment.run_dir import RunDir
@@ -147,7 +149,29 @@ def test_steps_without_numbers_leave_gaps(tmp_path: Path, step_record: MakeStep)
         "generator_state_s": {}, "buffer_groups": {}, "ledger_groups": {}, "trained": False,
     }  # fmt: skip
     Page(report_html(read_run(write_run(tmp_path / "some", [step_record(0), step_record(1, **empty), step_record(1)]))))
-    Page(report_html(read_run(write_run(tmp_path / "all", [step_record(0, **empty)]))))
+    none_trained = write_run(tmp_path / "none", [step_record(0, **empty)], finish=False)
+    assert "steps skipped 1" in " ".join(Page(report_html(read_run(none_trained))).text.split())
+
+
+def test_f21_a_skipped_step_has_no_age_and_lags_behind_the_version_that_it_left(
+    step_record: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, list[float | None]] = {}
+
+    def capture(title: str, xs: Sequence[float], series: Sequence[Series], **_: object) -> str:
+        drawn.update({f"{title}: {each.name}": list(each.ys) for each in series})
+        return ""
+
+    monkeypatch.setattr(report_panels, "line_chart", capture)
+    report_panels.staleness(
+        [
+            step_record(0, published_version=1),
+            step_record(1, published_version=1, trained=False, group_staleness={}, token_staleness={}),
+        ],
+        limit=2,
+    )
+    assert drawn["Age of tokens: oldest"] == [1, None]
+    assert drawn["Lag behind the learner: published"] == [0, 0]
 
 
 def test_a_long_run_is_drawn_with_few_points(tmp_path: Path, step_record: MakeStep) -> None:

@@ -122,9 +122,18 @@ def test_a_run_of_one_step_counts_from_the_start() -> None:
     assert summary.generator_busy_ratio == pytest.approx(1 / 10)
 
 
-def test_no_step_no_summary() -> None:
-    with pytest.raises(RunError, match="no step"):
-        build_summary([], [], TOTALS, staleness_limit=2)
+@pytest.mark.parametrize("records", [[], [step(0, trained=False)]], ids=["no record", "skipped steps only"])
+def test_no_trained_step_no_summary(records: list[StepRecord]) -> None:
+    with pytest.raises(RunError, match="no step was trained"):
+        build_summary(records, [], TOTALS, staleness_limit=2)
+
+
+def test_skipped_steps_at_either_end_move_no_edge_of_the_summary() -> None:
+    idle: dict[str, Any] = {"trained": False, "trained_samples": 0, "trained_tokens": 0}
+    trained = [step(number) for number in range(3)]
+    bare = build_summary(trained, [], TOTALS, staleness_limit=2)
+    around = [step(0, wall_s=5.0, reward_mean=9.0, **idle), *trained, step(3, reward_mean=9.0, **idle)]
+    assert build_summary(around, [], TOTALS, staleness_limit=2) == bare
 
 
 def test_state_shares_add_up_to_one_or_there_are_none() -> None:

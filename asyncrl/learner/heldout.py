@@ -1,0 +1,112 @@
+"""Held-out evaluation: the greedy reward of one version on questions that are never issued.
+
+Any live replica that has loaded the version answers. The caller pauses admission first, so that the replica has
+nothing newer to do; rewards count only when the replica still stands at that version afterwards.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import ray
+
+from asyncrl.buffer.records import Version
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task
+from asyncrl.data_plane.calls import finished
+from asyncrl.errors import RunError, StallError
+from asyncrl.learner.interfaces import Buffer, RunLog
+from asyncrl.learner.progress import replicas_in_words
+from asyncrl.learner.records import EvalRecord
+from asyncrl.metrics.recorders import LearnerMetrics
+
+logger = logging.getLogger(__name__)
+
+REPLICA_POLL_S = 0.1
+
+
+class Replicas(Protocol):
+    """Generators, by the name of their actor."""
+
+    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float]]:
+        """Greedy rewards, and the version that the replica stands at after them."""
+        ...
+
+
+class ReplicaClient:
+    """The generators of a run."""
+
+    def __init__(self, *, namespace: str, timeout_s: float) -> None:
+        self._namespace = namespace
+        self._timeout_s = timeout_s
+
+    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float]]:
+        handle = ray.get_actor(actor, namespace=self._namespace)
+        answer: tuple[Version | None, list[float]] = await finished(
+            handle.evaluate.remote(list(tasks)), timeout_s=self._timeout_s, what="held-out evaluation"
+        )
+        return answer
+
+
+class HeldoutEvaluation:
+    """Evaluates versions on the first `eval.prompts` of `tasks`. `started_s` is the run's start on `clock`."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        tasks: Sequence[Task],
+        buffer: Buffer,
+        replicas: Replicas,
+        log: RunLog,
+        metrics: LearnerMetrics,
+        started_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tasks = list(tasks[: config.eval.prompts])
+        self._buffer = buffer
+        self._replicas = replicas
+        self._log = log
+        self._metrics = metrics
+        self._stall_timeout_s = config.run.stall_timeout_s
+        self._started_s = started_s
+        self._clock = clock
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to ask."""
+        return bool(self._tasks)
+
+    async def replica_at(self, version: Version) -> str:
+        """Actor of a live replica that has loaded `version`. StallError when there is none in time."""
+        deadline_s = self._clock() + self._stall_timeout_s
+        while True:
+            status = await self._buffer.status()
+            for view in status.replicas:
+                if view.live and view.version == version and view.replica in status.reports:
+                    return status.reports[view.replica].actor
+            if self._clock() > deadline_s:
+                raise StallError(
+                    f"no replica has loaded version {version} within run.stall_timeout_s = "
+                    f"{self._stall_timeout_s:g}; {replicas_in_words(status)}"
+                )
+            await asyncio.sleep(REPLICA_POLL_S)
+
+    async def evaluate(self, version: Version, *, actor: str) -> None:
+        """Has `actor` answer the held-out questions, and records the mean reward as that of `version`."""
+        at, rewards = await self._replicas.evaluate(actor, self._tasks)
+        if at != version:
+            raise RunError(f"replica {actor} evaluated version {at} instead of {version}")
+        mean = sum(rewards) / len(rewards)
+        self._metrics.heldout(mean)
+        self._log.append_eval(
+            EvalRecord(
+                version=version.step,
+                wall_s=self._clock() - self._started_s,
+                prompts=len(rewards),
+                reward_mean=mean,
+            )
+        )
+        logger.info("held-out reward of version %s over %d prompts: %.3f", version, len(rewards), mean)

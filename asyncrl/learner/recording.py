@@ -1,0 +1,206 @@
+"""What is recorded of a step that ended, trained or skipped: metrics, its record, some samples; the run's totals.
+
+A step whose rows were lost did not end: its lease was given back, what is left of it is leased again, and the ledger
+counts the lost groups.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from asyncrl.buffer.actor import RunStatus
+from asyncrl.buffer.ledger import Fate
+from asyncrl.buffer.records import Lease, Version
+from asyncrl.learner.batch import counts_by_staleness, sample_record, zero_variance_share
+from asyncrl.learner.interfaces import RunLog
+from asyncrl.learner.records import RunTotals, StepRecord
+from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.policy.interfaces import StepReport, TrainGroup
+
+DISCARDED_FATES = (Fate.DROPPED, Fate.FILTERED, Fate.SKIPPED, Fate.ROWS_LOST, Fate.FAILED, Fate.RETURNED_ON_RESUME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedStep:
+    """A step and its end: `status` is the buffer right after the ack or skip, `published` the newest version whose
+    weights were copied, `duration_s` the time from the lease on."""
+
+    lease: Lease
+    groups: Sequence[TrainGroup]
+    report: StepReport
+    status: RunStatus
+    published: Version | None
+    duration_s: float
+
+
+class StepRecorder:
+    """Records steps one after the other and adds up what only the learner knows.
+
+    `elapsed_s` is the time since the run's start, `state_seconds` the learner's seconds by state; `samples_logged`
+    rollouts of a trained step are written in full.
+    """
+
+    def __init__(
+        self,
+        *,
+        log: RunLog,
+        metrics: LearnerMetrics,
+        samples_logged: int,
+        decode: Callable[[Sequence[int]], str],
+        elapsed_s: Callable[[], float],
+        state_seconds: Callable[[], dict[str, float]],
+    ) -> None:
+        self._log = log
+        self._metrics = metrics
+        self._samples_logged = samples_logged
+        self._decode = decode
+        self._elapsed_s = elapsed_s
+        self._state_seconds = state_seconds
+        self._mid_sequence_updates = 0
+
+    async def trained(self, step: EndedStep) -> None:
+        """The step was acked; its rows are still there."""
+        self._mid_sequence_updates += sum(group.meta.mid_sequence_updates for group in step.lease.groups)
+        self._show(step, outcome="trained", tokens=step.report.trained_tokens)
+        self._show_trained(step)
+        self._log.append_step(self._record(step))
+        await self._write_samples(step)
+
+    def skipped(self, step: EndedStep) -> None:
+        """The step changed nothing, for a loss or a gradient was not finite."""
+        self._show(step, outcome="skipped", tokens=0)
+        self._log.append_step(self._record(step))
+
+    def run_totals(self, status: RunStatus) -> RunTotals:
+        """What the run's end adds to its steps."""
+        fates = status.account.fates
+        return RunTotals(
+            wall_s=self._elapsed_s(),
+            generated_tokens=status.account.issued.tokens,
+            groups_discarded=sum(fates[fate].groups for fate in DISCARDED_FATES),
+            ledger_closed=status.account.closed,
+            weight_updates=sum(report.weight_updates for report in status.reports.values()),
+            mid_sequence_updates=self._mid_sequence_updates,
+            probe_parity_max_nats=max((report.parity_max_nats for report in status.reports.values()), default=None),
+        )
+
+    # --- metrics ------------------------------------------------------------------------------------------------
+
+    def _show(self, step: EndedStep, *, outcome: str, tokens: int) -> None:
+        self._metrics.heartbeat(unix_time_s=time.time())
+        self._metrics.versions(learner=step.status.version.step, published=_step_of(step.published))
+        self._metrics.step(outcome=outcome, duration_s=step.duration_s, tokens=tokens)
+
+    def _show_trained(self, step: EndedStep) -> None:
+        report, histograms = step.report, counts_by_staleness(step.lease)
+        self._metrics.staleness(
+            groups=histograms["groups"],
+            tokens=_tokens_by_staleness(report),
+            in_flight=histograms["in_flight"],
+            in_buffer=histograms["in_buffer"],
+        )
+        self._metrics.diagnostics(
+            reward_mean=_reward_mean(step.lease),
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            entropy_nats=report.entropy_nats,
+            ess_ratio=report.ess,
+            importance_weight_mean=report.importance_weight_mean,
+            importance_weight_max=report.importance_weight_max,
+            clipped_ratio=report.loss_metrics.get("clipped_ratio", 0.0),
+            gated_ratio=report.loss_metrics.get("gated_ratio", 0.0),
+            kl_to_behaviour_nats=report.kl_behaviour_k3_nats,
+            learning_rate=report.learning_rate,
+            zero_variance_ratio=zero_variance_share(step.lease.groups),
+        )
+        ratio = _length_ratio(step.status)
+        if ratio is not None:
+            self._metrics.length_ratio(ratio)
+
+    # --- records ------------------------------------------------------------------------------------------------
+
+    def _record(self, step: EndedStep) -> StepRecord:
+        report, status = step.report, step.status
+        trained = not report.skipped
+        return StepRecord(
+            step=step.lease.step,
+            wall_s=self._elapsed_s(),
+            duration_s=step.duration_s,
+            trained=trained,
+            reward_mean=_reward_mean(step.lease),
+            loss=_finite(report.loss),
+            grad_norm=_finite(report.grad_norm),
+            entropy_nats=_finite(report.entropy_nats),
+            ess_ratio=_finite(report.ess),
+            learning_rate=report.learning_rate,
+            parity_nats=_finite(report.on_policy_parity_max_nats),
+            group_staleness=counts_by_staleness(step.lease)["groups"] if trained else {},
+            token_staleness=_tokens_by_staleness(report) if trained else {},
+            trained_samples=report.trained_samples if trained else 0,
+            trained_tokens=report.trained_tokens if trained else 0,
+            generated_samples=sum(entry.samples for entry in status.reports.values()),
+            generated_tokens=status.account.issued.tokens,
+            learner_state_s=self._state_seconds(),
+            generator_state_s=_mean_states(status),
+            buffer_groups={
+                "reserved": status.counts.reserved,
+                "ready": status.counts.ready,
+                "leased": status.counts.leased,
+            },
+            ledger_groups={fate.value: amount.groups for fate, amount in status.account.fates.items()},
+            published_version=_step_of(step.published),
+            oldest_replica_version=min(
+                (view.version.step for view in status.replicas if view.version is not None), default=0
+            ),
+            weight_updates=sum(entry.weight_updates for entry in status.reports.values()),
+            mid_sequence_updates=self._mid_sequence_updates,
+        )
+
+    async def _write_samples(self, step: EndedStep) -> None:
+        """The first `samples_logged` rollouts in full: one of each group before a second of any."""
+        leased, groups = step.lease.groups, step.groups
+        size = max(len(group.meta.rewards) for group in leased)
+        pairs = [(index, sample) for sample in range(size) for index in range(len(groups))][: self._samples_logged]
+        rows = {index: await groups[index].rows for index in sorted({index for index, _ in pairs})}
+        self._log.write_samples(
+            step.lease.step,
+            [
+                sample_record(leased[index], groups[index], rows[index], sample=sample, decode=self._decode)
+                for index, sample in pairs
+            ],
+        )
+
+
+def _reward_mean(lease: Lease) -> float:
+    rewards = [reward for group in lease.groups for reward in group.meta.rewards]
+    return sum(rewards) / len(rewards)
+
+
+def _tokens_by_staleness(report: StepReport) -> dict[int, int]:
+    return {age: count for age, count in enumerate(report.token_staleness) if count}
+
+
+def _length_ratio(status: RunStatus) -> float | None:
+    """Mean completion length of trained groups ÷ that of all finished ones; None before there are any."""
+    trained, issued = status.account.fates[Fate.TRAINED], status.account.issued
+    finished_samples = issued.samples - status.account.fates[Fate.RESERVED].samples
+    if not (trained.samples and finished_samples and issued.tokens):
+        return None
+    return (trained.tokens / trained.samples) / (issued.tokens / finished_samples)
+
+
+def _mean_states(status: RunStatus) -> dict[str, float]:
+    """State-seconds averaged over the replicas that ever reported."""
+    reports = list(status.reports.values())
+    states = {state for report in reports for state in report.state_seconds}
+    return {state: sum(r.state_seconds.get(state, 0.0) for r in reports) / len(reports) for state in sorted(states)}
+
+
+def _finite(value: float) -> float | None:
+    """What is not finite was not measured."""
+    return value if math.isfinite(value) else None
+
+
+def _step_of(version: Version | None) -> int:
+    return version.step if version is not None else 0

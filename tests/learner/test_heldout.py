@@ -1,0 +1,41 @@
+"""Held-out rewards belong to the version that they are recorded for, and the wait for a replica ends."""
+
+import pytest
+from learner_scenes import Scene
+
+from asyncrl.buffer.actor import RunStatus
+from asyncrl.buffer.records import Version
+from asyncrl.errors import RunError, StallError
+
+
+@pytest.mark.asyncio
+async def test_rewards_of_another_version_are_refused() -> None:
+    scene = Scene()
+    await scene.deliver(Version(1, 0))
+    with pytest.raises(RunError, match=r"generator-a evaluated version 1\.0 instead of 1\.1"):
+        await scene.heldout.evaluate(Version(1, 1), actor="generator-a")
+    assert scene.log.evals == []
+
+
+@pytest.mark.asyncio
+async def test_only_a_replica_that_has_loaded_the_version_is_asked() -> None:
+    scene = Scene(run={"stall_timeout_s": 60.0})
+    await scene.deliver(Version(1, 0))
+    assert await scene.heldout.replica_at(Version(1, 0)) == "generator-a"
+
+    async def status_after_a_while() -> RunStatus:
+        scene.clock.now_s += 61.0
+        return await scene.actor.status()
+
+    scene.buffer.status = status_after_a_while  # type: ignore[method-assign]
+    with pytest.raises(StallError, match=r"no replica has loaded version 1\.1 within.*= 60; .*a at 1\.0.*silent"):
+        await scene.heldout.replica_at(Version(1, 1))
+
+
+@pytest.mark.asyncio
+async def test_without_heldout_prompts_nothing_is_asked_and_nothing_recorded() -> None:
+    scene = Scene(eval={"prompts": 0})
+    await scene.run()
+    assert scene.asked == []
+    assert scene.log.evals == []
+    assert len(scene.log.steps) == 3

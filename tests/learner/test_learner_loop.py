@@ -1,0 +1,234 @@
+"""A lease always ends, what cannot go on stops with the reason, and a run ends with its last version out and judged."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import pytest
+from learner_scenes import GROUPS_PER_STEP, Scene, skipped, trained
+
+from asyncrl.buffer.ledger import Event, Fate
+from asyncrl.buffer.membership import RunState
+from asyncrl.buffer.records import Version
+from asyncrl.errors import NonFiniteError, ParityError, RunError, StallError
+from asyncrl.policy.interfaces import StepReport, TrainGroup
+
+
+async def groups_by_fate(scene: Scene) -> dict[Fate, int]:
+    account = (await scene.status()).account
+    assert account.closed
+    return {fate: amount.groups for fate, amount in account.fates.items() if amount.groups}
+
+
+@pytest.mark.asyncio
+async def test_a_run_trains_its_steps_and_accounts_for_every_group() -> None:
+    scene = Scene()
+    totals = await scene.run()
+    assert [step for step, _ in scene.trainer.asked] == [0, 1, 2]
+    keys = [key for _, keys in scene.trainer.asked for key in keys]
+    assert len(set(keys)) == len(keys) == 3 * GROUPS_PER_STEP
+    fates = await groups_by_fate(scene)
+    assert fates[Fate.TRAINED] == 3 * GROUPS_PER_STEP
+    assert Fate.LEASED not in fates
+    assert not set(keys) & set(scene.rows.kept), "rows of what was trained are dropped"
+    assert (totals.ledger_closed, totals.groups_discarded) == (True, 0)
+    assert totals.mid_sequence_updates == 3 * GROUPS_PER_STEP
+    assert [record.step for record in scene.log.steps if record.trained] == [0, 1, 2]
+    status = await scene.status()
+    assert status.state is RunState.RUNNING
+    assert status.account.events[Event.LEASE_GIVEN_BACK] == status.account.events[Event.LEASE_CALL_REFUSED] == 0
+
+
+@pytest.mark.asyncio
+async def test_seconds_of_the_loop_add_up_and_the_ranks_own_stages_are_theirs() -> None:
+    scene = Scene()
+    await scene.run()
+    seconds = scene.log.steps[-1].learner_state_s
+    assert seconds["forward_backward"] == pytest.approx(3 * 0.5)
+    assert seconds["optimizer"] == pytest.approx(3 * 0.25)
+    assert sum(seconds.values()) == pytest.approx(scene.clock.now_s)
+
+
+@pytest.mark.asyncio
+async def test_the_last_version_is_published_and_evaluated_before_the_run_ends() -> None:
+    scene = Scene(weights={"publish_every_steps": 2})
+    await scene.run()
+    assert scene.publisher.history[0] == Version(1, 0)
+    assert scene.publisher.history[-1] == Version(1, 3) == scene.loaded
+    assert scene.publisher.history == sorted(set(scene.publisher.history)), "none twice, none backwards"
+    assert [(record.version, record.prompts, record.reward_mean) for record in scene.log.evals] == [
+        (0, 4, 0.25),
+        (3, 4, 0.25),
+    ]
+    assert scene.asked == [(Version(1, 0), 4), (Version(1, 3), 4)]
+
+
+@pytest.mark.asyncio
+async def test_a_stopped_run_ends_after_its_step_without_another_version() -> None:
+    scene = Scene(learner={"total_steps": 50})
+
+    async def stop_now(groups: Sequence[TrainGroup]) -> StepReport:
+        scene.stop.set()
+        return trained()
+
+    scene.trainer.answers = [trained(), stop_now]
+    await scene.run()
+    fates = await groups_by_fate(scene)
+    assert fates[Fate.TRAINED] == 2 * GROUPS_PER_STEP, "the step under way was finished"
+    assert Fate.LEASED not in fates
+    assert [record.version for record in scene.log.evals] == [0]
+
+
+@pytest.mark.asyncio
+async def test_a_lease_is_given_back_when_the_trainer_raises() -> None:
+    scene = Scene()
+    scene.trainer.answers = [RuntimeError("rank 1 died")]
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        await scene.run()
+    fates = await groups_by_fate(scene)
+    assert fates[Fate.READY] >= GROUPS_PER_STEP
+    assert Fate.LEASED not in fates
+    assert Fate.TRAINED not in fates
+    assert set(scene.trainer.asked[0][1]) <= set(scene.rows.kept), "the next lease needs these rows"
+    assert scene.log.steps == []
+
+
+@pytest.mark.asyncio
+async def test_a_lease_is_given_back_when_the_loop_is_cancelled_in_a_step() -> None:
+    scene = Scene()
+    training = asyncio.Event()
+
+    async def never(groups: Sequence[TrainGroup]) -> StepReport:
+        training.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    scene.trainer.answers = [never]
+    run = asyncio.create_task(scene.run())
+    await training.wait()
+    assert (await groups_by_fate(scene))[Fate.LEASED] == GROUPS_PER_STEP
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    fates = await groups_by_fate(scene)
+    assert Fate.LEASED not in fates
+    assert fates[Fate.READY] >= GROUPS_PER_STEP
+
+
+@pytest.mark.asyncio
+async def test_what_fails_after_the_ack_leaves_the_groups_trained() -> None:
+    scene = Scene()
+    scene.publisher.fails_at = 1
+    with pytest.raises(OSError, match=r"version 1\.1"):
+        await scene.run()
+    fates = await groups_by_fate(scene)
+    assert fates[Fate.TRAINED] == GROUPS_PER_STEP
+    assert Fate.LEASED not in fates
+    status = await scene.status()
+    assert status.version == Version(1, 1)
+    assert status.account.events[Event.LEASE_GIVEN_BACK] == 0
+
+
+@pytest.mark.asyncio
+async def test_f37_lost_rows_give_the_lease_back_and_the_step_is_trained_with_what_replaces_them() -> None:
+    scene = Scene()
+
+    async def lose_one(groups: Sequence[TrainGroup]) -> StepReport:
+        return StepReport(rows_lost=True, lost_keys=(groups[0].key,))
+
+    scene.trainer.answers = [lose_one]
+    await scene.run()
+    (first, before), (again, after) = scene.trainer.asked[:2]
+    assert (first, again) == (0, 0)
+    assert before[0] not in after, "it is gone"
+    fates = await groups_by_fate(scene)
+    assert fates[Fate.ROWS_LOST] == 1
+    assert fates[Fate.TRAINED] == 3 * GROUPS_PER_STEP
+    assert [(record.step, record.trained) for record in scene.log.steps] == [(0, True), (1, True), (2, True)]
+    assert scene.metrics.registry.get_sample_value("asyncrl_learner_steps_total", {"outcome": "skipped"}) == 0
+
+
+@pytest.mark.asyncio
+async def test_f21_a_skipped_step_ends_its_lease_by_skip_and_leaves_the_version() -> None:
+    scene = Scene()
+    scene.trainer.answers = [trained(), skipped()]
+    await scene.run()
+    assert [step for step, _ in scene.trainer.asked] == [0, 1, 1, 2]
+    assert not set(scene.trainer.asked[1][1]) & set(scene.trainer.asked[2][1]), "other prompts took their places"
+    assert not set(scene.trainer.asked[1][1]) & set(scene.rows.kept)
+    fates = await groups_by_fate(scene)
+    assert (fates[Fate.SKIPPED], fates[Fate.TRAINED]) == (GROUPS_PER_STEP, 3 * GROUPS_PER_STEP)
+    assert Version(1, 1) in scene.publisher.history
+    assert scene.publisher.history == sorted(set(scene.publisher.history)), "nothing new was published for it"
+
+
+@pytest.mark.asyncio
+async def test_f21_so_many_skipped_steps_in_a_row_stop_the_run_and_name_their_groups() -> None:
+    scene = Scene(learner={"max_nonfinite_steps": 3})
+    scene.trainer.answers = [trained(), skipped(), skipped(), skipped()]
+    with pytest.raises(NonFiniteError, match=r"3 steps in a row.*learner\.max_nonfinite_steps") as stopped:
+        await scene.run()
+    for key in scene.trainer.asked[-1][1]:
+        assert key in str(stopped.value)
+    fates = await groups_by_fate(scene)
+    assert fates[Fate.SKIPPED] == 3 * GROUPS_PER_STEP
+    assert Fate.LEASED not in fates
+    assert [record.trained for record in scene.log.steps] == [True, False, False, False], "the last one is recorded"
+
+
+@pytest.mark.asyncio
+async def test_f21_a_trained_step_starts_the_count_of_skipped_ones_anew() -> None:
+    scene = Scene(learner={"max_nonfinite_steps": 2})
+    scene.trainer.answers = [skipped(), trained(), skipped(), trained(), skipped(), trained()]
+    await scene.run()
+    assert [record.trained for record in scene.log.steps] == [False, True] * 3
+
+
+@pytest.mark.asyncio
+async def test_tokens_beyond_the_parity_tolerance_stop_the_run_before_the_ack() -> None:
+    scene = Scene(weights={"on_parity_failure": "stop"})
+    scene.trainer.answers = [trained(on_policy_parity_max_nats=0.5)]
+    with pytest.raises(ParityError, match=r"step 0.*0\.5 nats.*weights\.parity_tolerance_nats = 0\.0001"):
+        await scene.run()
+    fates = await groups_by_fate(scene)
+    assert Fate.TRAINED not in fates
+    assert Fate.LEASED not in fates
+    assert (await scene.status()).version == Version(1, 0)
+    assert scene.publisher.history == [Version(1, 0)]
+
+
+@pytest.mark.asyncio
+async def test_an_alarm_about_parity_is_logged_and_shown_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene(weights={"on_parity_failure": "alarm"})
+    scene.trainer.answers = [trained(), trained(), trained(on_policy_parity_max_nats=0.5)]
+    with caplog.at_level(logging.ERROR, logger="asyncrl.learner.loop"):
+        await scene.run()
+    assert [record for record in caplog.messages if "0.5 nats" in record]
+    assert scene.metrics.registry.get_sample_value("asyncrl_weight_parity_nats") == 0.5
+    assert (await groups_by_fate(scene))[Fate.TRAINED] == 3 * GROUPS_PER_STEP
+
+
+@pytest.mark.asyncio
+async def test_f5_a_run_that_stands_still_stops_and_names_both_sides() -> None:
+    scene = Scene(run={"stall_timeout_s": 60.0})
+    scene.buffer.waiting = scene.hang
+    with pytest.raises(StallError, match=r"stall_timeout_s = 60\).*learner waits \(not_enough_ready\); .*a at 1\.0"):
+        await scene.run()
+    assert 60.0 < scene.clock.now_s < 70.0
+
+
+@pytest.mark.asyncio
+async def test_f5_without_any_generator_the_error_says_how_to_start_one() -> None:
+    scene = Scene(eval={"prompts": 0})
+    scene.buffer.waiting = scene.hang
+    scene.publisher._delivered = scene.actor.published
+    with pytest.raises(StallError, match=r"no generator has joined: start one with `asyncrl generator`"):
+        await scene.run()
+
+
+@pytest.mark.asyncio
+async def test_prompts_that_nobody_can_answer_stop_the_run_and_name_the_reason() -> None:
+    scene = Scene(generator={"max_data_failures": 3})
+    scene.buffer.waiting = scene.fail
+    with pytest.raises(RunError, match=r"in a row failed.*data/too_long.*generator\.max_data_failures"):
+        await scene.run()

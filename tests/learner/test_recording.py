@@ -1,0 +1,109 @@
+"""What is recorded of trained and of skipped steps, as the report, the summary and the live view read it."""
+
+import re
+from pathlib import Path
+
+import pytest
+from learner_scenes import Scene, skipped, trained
+
+from asyncrl.config.schema import Config
+from asyncrl.deployment.report import read_run, write_report
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.view import live_view
+from asyncrl.learner.records import build_summary
+
+
+@pytest.mark.asyncio
+async def test_a_trained_step_is_recorded_with_what_it_trained() -> None:
+    scene = Scene()
+    await scene.run()
+    first, last = scene.log.steps[0], scene.log.steps[-1]
+    assert (first.step, first.version_after, first.duration_s) == (0, 1, 1.0)
+    assert (first.loss, first.grad_norm, first.learning_rate, first.parity_nats) == (0.5, 2.0, 1e-3, 1e-6)
+    assert first.reward_mean == 0.5, "rewards of a group are 0 and 1"
+    assert (first.trained_samples, first.trained_tokens) == (4, 6)
+    assert first.group_staleness == {0: 2}
+    assert first.token_staleness == {0: 4, 1: 2}
+    assert first.ledger_groups["trained"] == 2
+    assert (last.published_version, last.mid_sequence_updates) == (3, 6)
+    read = scene.metrics.registry.get_sample_value
+    assert read("asyncrl_learner_steps_total", {"outcome": "trained"}) == 3
+    assert read("asyncrl_learner_policy_version") == 3
+    assert read("asyncrl_learner_loss") == 0.5
+
+
+@pytest.mark.asyncio
+async def test_samples_are_one_of_each_group_before_a_second_of_any() -> None:
+    scene = Scene(learner={"samples_logged": 3})
+    await scene.run()
+    groups = [int(key.split(".")[0]) for key in scene.trainer.asked[0][1]]
+    logged = scene.log.samples[0]
+    assert [(sample.group, sample.completion, sample.reward) for sample in logged] == [
+        (groups[0], "0", 0.0),
+        (groups[1], "0", 0.0),
+        (groups[0], "1 2", 1.0),
+    ]
+    assert logged[2].version_spans == ((0, 2),)
+
+
+@pytest.mark.asyncio
+async def test_f21_a_skipped_step_is_recorded_without_anything_trained() -> None:
+    scene = Scene()
+    scene.trainer.answers = [trained(), skipped()]
+    await scene.run()
+    record = scene.log.steps[1]
+    assert (record.trained, record.step, record.version_after) == (False, 1, 1)
+    assert (record.trained_samples, record.trained_tokens) == (0, 0)
+    assert (record.group_staleness, record.token_staleness) == ({}, {})
+    assert (record.loss, record.grad_norm) == (0.25, None), "what was measured stays, what is not finite is missing"
+    assert record.ledger_groups["skipped"] == 2
+    assert record.published_version == 1
+    assert record.duration_s == 1.0
+    assert scene.log.steps[2].mid_sequence_updates == 4, "a skipped step's updates trained nothing"
+    read = scene.metrics.registry.get_sample_value
+    assert read("asyncrl_learner_steps_total", {"outcome": "skipped"}) == 1
+    assert read("asyncrl_learner_step_duration_seconds_sum") == 4.0
+    assert read("asyncrl_learner_tokens_total") == 18
+
+
+@pytest.mark.asyncio
+async def test_f21_skipped_steps_are_counted_by_the_report_and_are_no_steps_of_the_summary(tmp_path: Path) -> None:
+    run = RunDir.create(Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}}))
+    scene = Scene(log=run)
+    scene.trainer.answers = [skipped(), trained(), skipped(), trained(), trained()]
+    totals = await scene.run()
+    records = read_run(run.path)
+    assert [(record.step, record.trained) for record in records.steps] == [
+        (0, False), (0, True), (1, False), (1, True), (2, True),
+    ]  # fmt: skip
+    summary = build_summary(records.steps, records.evals, totals, staleness_limit=1)
+    assert (summary.steps, summary.trained_tokens) == (3, 18)
+    assert summary.groups_discarded == 4, "the groups of two skipped steps"
+    assert summary.time_to_first_step_s == 2.0, "the first step that was trained"
+    assert summary.samples_per_s == pytest.approx(2 * 4 / 3.0), "a skipped step is time lost"
+    assert summary.max_token_staleness == 1
+    run.write_summary(summary)
+    page = write_report(run.path).read_text()
+    run.close(state="finished", reason="done")
+    words = re.sub(r"<[^>]*>", " ", page).split()
+    totals_in_words = " ".join(words[words.index("Totals") :])
+    assert "steps skipped 2" in totals_in_words
+    assert "samples trained 12" in totals_in_words
+
+
+@pytest.mark.asyncio
+async def test_f21_the_live_view_counts_versions_and_not_records() -> None:
+    scene = Scene(learner={"total_steps": 4})
+    scene.trainer.answers = [skipped(), trained(), trained(), skipped(), skipped()]
+    await scene.run()
+
+    def view_after(records: int) -> tuple[int, int | None]:
+        view = live_view(scene.config, phase="training", elapsed_s=9, steps=scene.log.steps[:records], evals=[])
+        return view.step, view.oldest_token_versions
+
+    assert view_after(1) == (0, None), "nothing was trained yet"
+    assert view_after(2) == (1, 1)
+    assert view_after(4) == (2, 1), "the age of what was trained last"
+    late = live_view(scene.config, phase="training", elapsed_s=9, steps=scene.log.steps[:4], evals=[])
+    assert late.eta_s == pytest.approx(2 * 3.0 / 2), "two versions took three seconds"
+    assert late.samples_per_s == pytest.approx(8 / 3.0)
