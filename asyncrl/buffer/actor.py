@@ -137,17 +137,18 @@ class BufferActor:
         self._targets: dict[str, str] = {}
         self._changed = asyncio.Condition()
         self._metrics = BufferMetrics()
+        self._metrics.run_info(config)
+        self._metrics.limits(
+            max_staleness_versions=self._limits.max_staleness_versions,
+            capacity_groups=self._limits.capacity_groups,
+            capacity_bytes=self._limits.capacity_bytes,
+        )
         self._server: MetricsServer | None = None
         self._expiry: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Starts the expiry clock and the metrics endpoint; the run's nonce. May be called again."""
         if self._expiry is None:
-            self._metrics.limits(
-                max_staleness_versions=self._limits.max_staleness_versions,
-                capacity_groups=self._limits.capacity_groups,
-                capacity_bytes=self._limits.capacity_bytes,
-            )
             self._server = MetricsServer(self._metrics.registry, host=self._config.metrics.host, port=0)
             self._targets["buffer"] = self._server.address
             self._expiry = asyncio.create_task(self._expire_regularly(), name="expiry")

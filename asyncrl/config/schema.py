@@ -95,9 +95,11 @@ class DataSection(Section):
     prompt_template: str = "{question}"
     """Python format string that makes the prompt; it sees `question` and the task's metadata."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """What a blank, malformed, huge or duplicate row does: refuse the dataset, or be skipped and counted."""
+    """What a blank, malformed, huge or duplicate row, or one of too many tokens does: refuse the dataset, or be
+    skipped and counted."""
     max_prompt_tokens: PositiveInt = 48
-    """Longest prompt, tokens; a longer or empty one is a DATA failure when its turn comes."""
+    """Longest prompt, tokens. A longer or empty one is a bad row; where `data.on_bad_row` skips those, it is a DATA
+    failure when its turn comes, and replaced."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of questions, chosen by a hash, that are never issued and serve held-out evaluation."""
     epochs: PositiveInt | None = None

@@ -25,12 +25,16 @@ MAX_ROW_BYTES = 2**20
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One question. `prompt` is the text given to the model, `answer` the reference, `metadata` what scoring needs."""
+    """One question. `prompt` is the text given to the model, `answer` the reference, `metadata` what scoring needs.
+
+    `row` is its number in the dataset it comes from, from 1: what an error names. 0: it comes from none.
+    """
 
     question: str
     prompt: str
     answer: str
     metadata: dict[str, Any] = {}
+    row: int = 0
 
 
 class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +64,7 @@ def read_jsonl(
     with file:
         for number, line in enumerate(iter(lambda: file.readline(max_row_bytes + 2), b""), start=1):
             try:
-                task = _parse_row(line, max_row_bytes=max_row_bytes)
+                task = _parse_row(line, number=number, max_row_bytes=max_row_bytes)
                 if task.question in seen:
                     raise _BadRow("duplicate", "has the prompt of an earlier row")
             except _BadRow as bad:
@@ -83,7 +87,7 @@ class _BadRow(Exception):
         self.reason = reason
 
 
-def _parse_row(line: bytes, *, max_row_bytes: int) -> Task:
+def _parse_row(line: bytes, *, number: int, max_row_bytes: int) -> Task:
     if len(line.rstrip(b"\r\n")) > max_row_bytes:
         raise _BadRow("too_large", f"is longer than {max_row_bytes} bytes")
     if not line.strip():
@@ -102,7 +106,7 @@ def _parse_row(line: bytes, *, max_row_bytes: int) -> Task:
     if not row["prompt"].strip():
         raise _BadRow("blank", "has a blank prompt")
     metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
-    return Task(question=row["prompt"], prompt=row["prompt"], answer=row["answer"], metadata=metadata)
+    return Task(question=row["prompt"], prompt=row["prompt"], answer=row["answer"], metadata=metadata, row=number)
 
 
 def format_prompt(template: str, task: Task) -> str:
@@ -129,6 +133,13 @@ def format_prompt(template: str, task: Task) -> str:
         return template.format_map(fields)
     except (ValueError, LookupError, AttributeError) as error:
         raise ConfigError(f"{key}: {template!r} cannot format {fields} ({error})", key=key) from None
+
+
+def numbered(tasks: Sequence[Task]) -> list[Task]:
+    """The same tasks, each with its place as its row, unless it knows its row already."""
+    return [
+        task if task.row else msgspec.structs.replace(task, row=number) for number, task in enumerate(tasks, start=1)
+    ]
 
 
 def apply_template(template: str, tasks: Sequence[Task]) -> list[Task]:

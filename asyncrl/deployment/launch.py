@@ -12,10 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
+from asyncrl.environments.prompt_lengths import fitting
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,16 @@ async def load_prompts(config: Config) -> Prompts:
         return Prompts(train=train, heldout=heldout)
 
     return await asyncio.to_thread(build)
+
+
+async def fitting_prompts(config: Config, prompts: Prompts, *, tokenizer: Any) -> Prompts:
+    """The prompts that the model can take, looked at in a thread. DatasetError as `data.on_bad_row` says."""
+
+    def look() -> Prompts:
+        train = fitting(prompts.train, config=config, tokenizer=tokenizer)
+        return Prompts(train=train, heldout=fitting(prompts.heldout, config=config, tokenizer=tokenizer))
+
+    return await asyncio.to_thread(look)
 
 
 async def ready_model(config: Config, prompts: "asyncio.Task[Prompts]", *, report: Callable[[str], None]) -> str:

@@ -6,14 +6,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from asyncrl import __version__
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.membership import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, tokenizer_fingerprint
 from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run
-from asyncrl.deployment.launch import Prompts
+from asyncrl.deployment.launch import Prompts, fitting_prompts
 from asyncrl.deployment.live import LiveView
 from asyncrl.deployment.report import write_report
 from asyncrl.deployment.run_dir import RunDir
@@ -73,12 +72,7 @@ class LearnerDeployment:
         )
         metrics = LearnerMetrics()
         server = MetricsServer(metrics.registry, host=config.metrics.host, port=config.metrics.learner_port)
-        metrics.run_info(
-            version=__version__,
-            model=config.model.path,
-            environment=config.environment.name,
-            loss=config.algorithm.loss,
-        )
+        metrics.run_info(config)
         beside = [
             asyncio.create_task(keep_attached(handles, every_s=config.buffer.heartbeat_timeout_s / 5)),
             asyncio.create_task(self._discover(handles)),
@@ -123,6 +117,8 @@ class LearnerDeployment:
         self._phase = "loading the model"
         tokenizer = load_tokenizer(model_path)
         await handles.buffer.call("handshake", "the learner", tokenizer_fingerprint(tokenizer))
+        # The buffer has all the prompts already; what does not fit may still come up there, and fails as DATA.
+        prompts = await fitting_prompts(config, prompts, tokenizer=tokenizer)
         await policy.start()
         self._phase = "waiting for a generator"
 

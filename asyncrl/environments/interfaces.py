@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from asyncrl.config.import_path import call_with_options, is_import_path, resolve, suggest
 from asyncrl.config.schema import Config, EnvironmentSection
-from asyncrl.data.prompts import Task, apply_template, read_jsonl, split
+from asyncrl.data.prompts import Task, apply_template, numbered, read_jsonl, split
 from asyncrl.errors import ConfigError, DatasetError
 
 _log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def build_tasks(config: Config) -> tuple[list[Task], list[Task]]:
             raise ConfigError(
                 f"data.dataset: {name!r} is neither environment, jsonl nor an import path{hint}", key="data.dataset"
             )
-    tasks = apply_template(data.prompt_template, tasks)
+    tasks = apply_template(data.prompt_template, numbered(tasks))
     train, heldout = split(tasks, data.heldout_fraction)
     if not train:
         raise DatasetError(

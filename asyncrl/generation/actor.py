@@ -20,6 +20,7 @@ from asyncrl.environments.scoring import Scorer
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.rollout import Rollouts
 from asyncrl.generation.vllm_engine import VLLMEngine, preload, prepare_environment
+from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.weights.store import WeightClient
@@ -72,18 +73,24 @@ class GeneratorActor:
             replica=self._name,
             store=store,
         )
+        updates = WeightUpdates(
+            config=config,
+            name=self._name,
+            engine=self._engine,
+            source=WeightClient(ray.get_actor("weights", namespace=namespace), timeout_s=timeout_s),
+            transport=ObjectStoreTransport(),
+            parameters=expected_parameters(model_path, dtype=config.model.dtype),
+            metrics=metrics,
+        )
         self._generator = Generator(
             config=config,
             name=self._name,
             deployment=self._deployment,
-            engine=self._engine,
             rollouts=self._rollouts,
             buffer=buffer,
             rows=RowClient(namespace=namespace, timeout_s=timeout_s),
             store=store,
-            weights=WeightClient(ray.get_actor("weights", namespace=namespace), timeout_s=timeout_s),
-            transport=ObjectStoreTransport(),
-            parameters=expected_parameters(model_path, dtype=config.model.dtype),
+            weights=updates,
             metrics=metrics,
             metrics_address=self._server.address,
         )

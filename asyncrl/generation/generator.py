@@ -1,6 +1,6 @@
-"""One member of the generator pool: an engine, its rollouts, its weights, its word to the buffer.
+"""One member of the generator pool: its rollouts, its word to the buffer, and the loop that updates its weights.
 
-Four loops: admission (reserve and start), delivery (rows first, then commit), weights (load and verify), heartbeat.
+Four loops: admission (reserve and start), delivery (rows first, then commit), heartbeat, and `weight_updates.py`.
 What must hold: no ticket is asked for before a version is loaded; a commit waits for the verdict of the parity probe
 of the last update; every ticket ends as a commit, a failure or, when this process dies, by expiry.
 """
@@ -19,24 +19,12 @@ from asyncrl.buffer.records import CommitOutcome, GroupMeta, Refusal, Reservatio
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.object_store import Rows
-from asyncrl.errors import (
-    DataError,
-    InfraError,
-    ManifestMismatch,
-    ManifestVoid,
-    ParityError,
-    RolloutError,
-    TornReplica,
-    WeightError,
-)
-from asyncrl.generation.interfaces import InferenceEngine
+from asyncrl.errors import DataError, InfraError, RolloutError
 from asyncrl.generation.rollout import FinishedGroup, Rollouts
+from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.catalogue import GENERATOR_STATES
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.states import SlotStates
-from asyncrl.weights.manifest import Manifest, check_bucket, check_parameters, is_news
-from asyncrl.weights.parity import parity_tolerance_nats
-from asyncrl.weights.store import Publication
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +34,7 @@ REFUSED_STATE = {
     Refusal.NO_PROMPTS: "starved_of_prompts",
 }
 RESERVE_WAIT_S = 20.0
-WEIGHTS_WAIT_S = 20.0
 HEARTBEATS_PER_TIMEOUT = 5
-RETRY_PAUSE_S = 1.0
 
 
 class Buffer(Protocol):
@@ -66,18 +52,6 @@ class RowSink(Protocol):
     async def clear(self, store: str, keys: list[str]) -> None: ...
 
 
-class WeightSource(Protocol):
-    """Where new versions come from."""
-
-    async def newer_than(self, version: Version | None, *, wait_s: float) -> Publication | None: ...
-
-
-class BucketReceiver(Protocol):
-    """The transport's receiving side."""
-
-    async def receive(self, handles: list[Any], *, timeout_s: float) -> list[memoryview]: ...
-
-
 class Generator:
     """Runs until `drain`; `run` raises when the replica cannot go on."""
 
@@ -87,14 +61,11 @@ class Generator:
         config: Config,
         name: str,
         deployment: str,
-        engine: InferenceEngine,
         rollouts: Rollouts,
         buffer: Buffer,
         rows: RowSink,
         store: str,
-        weights: WeightSource,
-        transport: BucketReceiver,
-        parameters: dict[str, tuple[tuple[int, ...], str]],
+        weights: WeightUpdates,
         metrics: GeneratorMetrics,
         metrics_address: str = "",
         clock: Callable[[], float] = time.monotonic,
@@ -102,46 +73,46 @@ class Generator:
         self._config = config
         self._name = name
         self._deployment = deployment
-        self._engine = engine
         self._rollouts = rollouts
         self._buffer = buffer
         self._rows = rows
         self._store = store
         self._weights = weights
-        self._transport = transport
-        self._parameters = parameters
         self._metrics = metrics
         self._clock = clock
         self._throttle = Throttler(rate_limit=max(1, round(config.generator.max_starts_per_s)), period=1.0)
 
         self._slots = config.generator.max_concurrent_groups
         self._states = SlotStates(self._slots, states=GENERATOR_STATES, initial="idle", clock=clock)
+        metrics.run_info(config)
         metrics.states_from(self._states.seconds)
         self._free_state = "idle"
         self._loading = False
         self._running: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
-        self._finished: asyncio.Queue[FinishedGroup] = asyncio.Queue()
-        self._version: Version | None = None
-        self._serial = 0
-        self._may_start = asyncio.Event()
-        self._verified = asyncio.Event()
+        self._finished: list[FinishedGroup] = []
+        self._something_finished = asyncio.Event()
+        self._spoiled: dict[str, InfraError] = {}
         self._slot_freed = asyncio.Event()
         self._settled = asyncio.Event()
         self._draining = asyncio.Event()
-        self._samples = self._tokens = self._updates = 0
-        self._parity_max_nats = 0.0
+        self._samples = self._tokens = 0
         self._metrics_address = metrics_address
 
     @property
     def version(self) -> Version | None:
         """The weights that are loaded and verified."""
-        return self._version
+        return self._weights.version
 
     async def run(self) -> None:
         """Generates until `drain` is called; then returns once every held ticket is settled."""
-        loops = [self._admit, self._deliver, self._update_weights, self._heartbeat]
-        tasks = [asyncio.create_task(loop(), name=loop.__name__) for loop in loops]
+        loops = {
+            "admission": self._admit(),
+            "delivery": self._deliver(),
+            "weights": self._weights.run(self),
+            "heartbeat": self._heartbeat(),
+        }
+        tasks = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
         drained = asyncio.create_task(self._drained(), name="drained")
         try:
             ended: set[asyncio.Task[None]] = set()
@@ -180,14 +151,13 @@ class Generator:
     async def _admit(self) -> None:
         wait_s = 0.0
         while not self._draining.is_set():
-            await self._may_start.wait()
+            version = await self._weights.startable()
             free = self._slots - len(self._running)
             if free == 0:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
                 continue
-            assert self._version is not None
-            reservation = await self._buffer.reserve(self._name, self._version, free, wait_s=wait_s)
+            reservation = await self._buffer.reserve(self._name, version, free, wait_s=wait_s)
             # The first ask returns at once with the reason; only then is it worth waiting for a change.
             wait_s = 0.0 if reservation.refusal is None else RESERVE_WAIT_S
             self._set_free_state(REFUSED_STATE.get(reservation.refusal, "idle") if reservation.refusal else "idle")
@@ -210,6 +180,8 @@ class Generator:
                 async with asyncio.timeout(self._config.generator.rollout_timeout_s):
                     group = await self._rollouts.run(ticket)
                     await self._rows.put(self._store, ticket.key, group.rows)
+                    if ticket.key in self._spoiled:
+                        raise self._spoiled[ticket.key]
             except TimeoutError:
                 limit_s = self._config.generator.rollout_timeout_s
                 raise InfraError(
@@ -225,11 +197,13 @@ class Generator:
                 prompt_tokens=group.meta.prompt_tokens,
                 completion_tokens=group.meta.completion_tokens,
             )
-            self._finished.put_nowait(group)
+            self._finished.append(group)
+            self._something_finished.set()
         except RolloutError as error:
             await self._fail(ticket.key, ticket.version.incarnation, error)
         finally:
             self._running.pop(ticket.key, None)
+            self._spoiled.pop(ticket.key, None)
             self._show_states()
             self._metrics.inflight(len(self._running))
             self._slot_freed.set()
@@ -243,16 +217,18 @@ class Generator:
             self._metrics.reward_failed(reason=error.reason, samples=group_size)
         failure = Failure(key=key, incarnation=incarnation, failure_class=error.failure_class, reason=error.reason)
         await self._buffer.call("fail", [failure])
+        await self._rows.clear(self._store, [key])
         self._settle(key)
 
     # --- delivery -----------------------------------------------------------------------------------------------
 
     async def _deliver(self) -> None:
         while True:
-            groups = [await self._finished.get()]
-            await self._verified.wait()
-            while not self._finished.empty():
-                groups.append(self._finished.get_nowait())
+            await self._something_finished.wait()
+            # Nothing is taken before the verdict, or a failed probe would not find it.
+            await self._weights.verdict()
+            groups, self._finished = self._finished, []
+            self._something_finished.clear()
             outcomes = await self._buffer.commit([group.meta for group in groups])
             refused: list[str] = []
             for group, outcome in zip(groups, outcomes, strict=True):
@@ -267,119 +243,19 @@ class Generator:
             if refused:
                 await self._rows.clear(self._store, refused)
 
-    # --- weights ------------------------------------------------------------------------------------------------
+    # --- what a weight update asks of its replica ----------------------------------------------------------------
 
-    async def _update_weights(self) -> None:
-        newest = None
-        torn_since_s: float | None = None
-        while True:
-            publication = await self._weights.newer_than(newest, wait_s=WEIGHTS_WAIT_S)
-            if publication is None:
-                continue
-            newest = publication.manifest.version
-            if self._version is None or publication.serial - self._serial > self._config.weights.max_lag_publications:
-                self._may_start.clear()
-            try:
-                await self._load(publication)
-            except (ManifestMismatch, ManifestVoid) as error:
-                if self._version is None and isinstance(error, ManifestMismatch):
-                    raise  # there will never be one that fits
-                self._metrics.weight_update(outcome="refused", phase_seconds={})
-                logger.error("replica %s keeps weights %s: %s", self._name, self._version, error)
-                continue
-            except (TornReplica, ParityError) as error:
-                self._metrics.weight_update(outcome="torn", phase_seconds={})
-                logger.error("replica %s is torn: %s", self._name, error)
-                await self._tear(error)
-                # Only a whole update mends a torn replica: the same version again, or a newer one.
-                torn_since_s = torn_since_s or self._clock()
-                if self._clock() - torn_since_s > self._config.weights.load_timeout_s:
-                    raise
-                newest = None
-                await asyncio.sleep(RETRY_PAUSE_S)
-                continue
-            torn_since_s = None
-            self._serial = publication.serial
-            self._may_start.set()
-
-    async def _tear(self, error: WeightError) -> None:
-        """Carry no version and start nothing; what bad weights produced is failed as INFRA."""
-        self._version = None
-        self._may_start.clear()
-        if isinstance(error, ParityError):
-            await self._engine.abort()
-            while not self._finished.empty():
-                meta = self._finished.get_nowait().meta
-                await self._fail(meta.key, meta.incarnation, InfraError(str(error), reason="parity"))
-
-    async def _load(self, publication: Publication) -> None:
-        manifest = publication.manifest
-        if not is_news(manifest.version, self._version):
-            return
-        timeout_s = self._config.weights.load_timeout_s
-        check_parameters(manifest, self._parameters)
-        started_s = self._clock()
-        buckets = await self._transport.receive(publication.handles, timeout_s=timeout_s)
-        for index, data in enumerate(buckets):
-            check_bucket(manifest, index, data)
-        fetched_s = self._clock()
-        # From here to the probe's verdict nothing that these weights produced may be committed.
-        self._verified.clear()
-        self._loading = True
+    def show_loading(self, loading: bool) -> None:
+        self._loading = loading
         self._show_states()
-        try:
-            async with asyncio.timeout(timeout_s):
-                times = await self._engine.load(manifest, buckets)
-        except TimeoutError:
-            raise WeightError(
-                f"loading weights {manifest.version} took longer than weights.load_timeout_s = {timeout_s:g} s; the "
-                "engine is ended"
-            ) from None
-        finally:
-            self._loading = False
-            self._show_states()
-        self._updates += 1
-        probed_s = self._clock()
-        if self._updates % self._config.weights.probe_every_updates == 0 or self._version is None:
-            await self._probe(manifest)
-        self._version = manifest.version
-        self._verified.set()
-        self._metrics.policy_version(manifest.version.step)
-        self._metrics.weight_update(
-            outcome="applied",
-            phase_seconds={
-                "fetch": fetched_s - started_s,
-                "pause": times.pause_s,
-                "load": times.load_s,
-                "resume": times.resume_s,
-                "probe": self._clock() - probed_s,
-            },
-        )
-        await self._report()
 
-    async def _probe(self, manifest: Manifest) -> None:
-        probe = manifest.probe
-        scores = await asyncio.gather(*[self._engine.score(tokens) for tokens in probe.tokens])
-        difference = probe.max_difference_nats(scores)
-        self._metrics.parity(difference)
-        tolerance = parity_tolerance_nats(self._config)
-        if not difference <= tolerance:
-            raise ParityError(
-                f"replica {self._name}: after loading {manifest.version} the engine's log-probs differ from the "
-                f"learner's by {difference:.3g} nats, weights.parity_tolerance_nats is {tolerance:g}"
-            )
-        self._parity_max_nats = max(self._parity_max_nats, difference)
+    async def fail_unverified(self, error: InfraError) -> None:
+        self._spoiled |= dict.fromkeys(self._running, error)
+        groups, self._finished = self._finished, []
+        for group in groups:
+            await self._fail(group.meta.key, group.meta.incarnation, error)
 
-    # --- heartbeat ----------------------------------------------------------------------------------------------
-
-    async def _heartbeat(self) -> None:
-        interval_s = self._config.buffer.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
-        while True:
-            await self._report()
-            self._metrics.heartbeat(unix_time_s=time.time())
-            await asyncio.sleep(min(1.0, interval_s))
-
-    async def _report(self) -> None:
+    async def report(self) -> None:
         busy = len(self._running)
         report = ReplicaReport(
             actor=self._name,
@@ -389,12 +265,21 @@ class Generator:
             state_seconds=self._states.seconds(),
             samples=self._samples,
             completion_tokens=self._tokens,
-            weight_updates=self._updates,
-            parity_max_nats=self._parity_max_nats,
+            weight_updates=self._weights.updates,
+            parity_max_nats=self._weights.parity_max_nats,
         )
         await self._buffer.call(
-            "heartbeat", self._name, self._version, self._slots - busy, busy, list(self._held), report
+            "heartbeat", self._name, self._weights.version, self._slots - busy, busy, list(self._held), report
         )
+
+    # --- heartbeat ----------------------------------------------------------------------------------------------
+
+    async def _heartbeat(self) -> None:
+        interval_s = self._config.buffer.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
+        while True:
+            await self.report()
+            self._metrics.heartbeat(unix_time_s=time.time())
+            await asyncio.sleep(min(1.0, interval_s))
 
     # --- inside -------------------------------------------------------------------------------------------------
 

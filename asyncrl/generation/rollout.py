@@ -14,6 +14,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.data_plane.object_store import Rows, row_bytes
+from asyncrl.environments.prompt_lengths import longest_prompt_tokens
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion, InferenceEngine
 
@@ -77,7 +78,7 @@ class Rollouts:
 
     def _prompt(self, task: Task) -> tuple[list[int], int]:
         ids = encode_prompt(self._tokenizer, task.prompt)
-        limit = min(self._config.data.max_prompt_tokens, self._config.model.max_length - 1)
+        limit = longest_prompt_tokens(self._config)
         if not 0 < len(ids) <= limit:
             raise DataError(
                 f"the prompt {task.prompt[:40]!r} has {len(ids)} tokens; 1 to {limit} fit (data.max_prompt_tokens, "

@@ -1,8 +1,8 @@
 """What a process calls to record: `LearnerMetrics`, `GeneratorMetrics`, `BufferMetrics`.
 
-Every method takes plain strings, ints and floats, and never raises: an error is logged once a method and the value is
-lost. A metric that nobody records is deleted from the catalogue: tests/metrics/test_recorders.py calls every method
-and finds a value for every metric.
+Every method takes plain strings, ints and floats, `run_info` the config that has them, and never raises: an error is
+logged once a method and the value is lost. A metric that nobody records is deleted from the catalogue:
+tests/metrics/test_recorders.py calls every method and finds a value for every metric.
 """
 
 import functools
@@ -12,6 +12,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from asyncrl import __version__
+from asyncrl.config.schema import Config
 from asyncrl.metrics.catalogue import BUFFER_STATES, Role
 from asyncrl.metrics.instruments import Instruments, Totals
 
@@ -54,9 +56,16 @@ class ProcessMetrics:
             logger.warning("a metric was not recorded: %s.%s", type(self).__name__, method, exc_info=True)
 
     @recording
-    def run_info(self, *, version: str, model: str, environment: str, loss: str) -> None:
-        """Once, at the start. `version` is the package's."""
-        self._instruments.set("asyncrl_run_info", 1, version=version, model=model, environment=environment, loss=loss)
+    def run_info(self, config: Config) -> None:
+        """Once, at the start of every process: what runs here, and the package's version."""
+        self._instruments.set(
+            "asyncrl_run_info",
+            1,
+            version=__version__,
+            model=config.model.path,
+            environment=config.environment.name,
+            loss=config.algorithm.loss,
+        )
 
     @recording
     def heartbeat(self, *, unix_time_s: float) -> None:

@@ -101,6 +101,7 @@ def test_tasks_of_an_import_path_get_their_options() -> None:
     data = {"dataset": f"{HERE}:listed", "options": {"words": words}, "heldout_fraction": 0.0}
     train, heldout = build_tasks(config(data=data))
     assert ([task.question for task in train], heldout) == (words, [])
+    assert [task.row for task in train] == list(range(1, 11))
 
 
 def test_f33_an_item_that_is_no_task_is_refused_with_its_number() -> None:

@@ -1,19 +1,21 @@
 """A generator pool in one process and without Ray: real buffer, real weight store, real generators, fake engines."""
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fake_engine import FakeEngine, log_prob_of
 
 from asyncrl.buffer.actor import BufferActor
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Reservation, Version
+from asyncrl.buffer.records import CommitOutcome, Counts, GroupMeta, Lease, Reservation, Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.object_store import Rows
 from asyncrl.errors import DataError, ManifestVoid
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.rollout import Rollouts
+from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.weights.manifest import Manifest, Probe, layout
 from asyncrl.weights.store import Publication, WeightStore
@@ -82,8 +84,8 @@ class Wire:
 class Tokenizer:
     chat_template = None
 
-    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [2 + ord(letter) % 26 for letter in text]}
+    def __call__(self, texts: Sequence[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[2 + ord(letter) % 26 for letter in text] for text in texts]}
 
 
 class LengthScorer:
@@ -131,50 +133,97 @@ class Pool:
         rollouts = Rollouts(
             config=self.config, engine=engine, tokenizer=Tokenizer(), scorer=self.scorer, replica=name, store="rows"
         )
+        metrics = self.metrics[name] = GeneratorMetrics(environment="test")
+        updates = WeightUpdates(
+            config=self.config,
+            name=name,
+            engine=engine,
+            source=LocalWeights(self.store),
+            transport=Wire(),
+            parameters=PARAMETERS,
+            metrics=metrics,
+        )
         self.generators[name] = Generator(
             config=self.config,
             name=name,
             deployment="d",
-            engine=engine,
             rollouts=rollouts,
             buffer=LocalBuffer(self.buffer),
             rows=self.rows,
             store="rows",
-            weights=LocalWeights(self.store),
-            transport=Wire(),
-            parameters=PARAMETERS,
-            metrics=self.metrics.setdefault(name, GeneratorMetrics(environment="test")),
+            weights=updates,
+            metrics=metrics,
         )
         self.engines[name] = engine
         self.running[name] = asyncio.create_task(self.generators[name].run())
         return engine
 
     async def publish(self, step: int, *, parameters: Any = None, handles: list[Any] | None = None) -> None:
-        version = Version(1, step)
-        shapes = PARAMETERS if parameters is None else parameters
-        probe = Probe(tokens=(PROBE,), logprobs=(tuple(log_prob_of(token, version) for token in PROBE[1:]),))
-        tensors = layout(((name, shape, dtype, 8) for name, (shape, dtype) in shapes.items()), 2**20)
-        manifest = Manifest(version=version, previous=None, tensors=tensors, buckets=(), probe=probe)
-        await self.buffer.published(version)
+        manifest = manifest_of(step, parameters=parameters)
+        await self.buffer.published(manifest.version)
         await self.store.publish(manifest, handles or [])
 
-    async def step(self) -> Lease:
-        """Leases, trains and acks one step; publishes the next version."""
+    async def train(self) -> Lease:
+        """Leases and acks one step."""
         lease = await self.buffer.lease(60.0)
         assert isinstance(lease, Lease)
-        status = await self.buffer.ack(lease.incarnation, lease.step)
-        await self.publish(status.version.step)
+        await self.buffer.ack(lease.incarnation, lease.step)
         return lease
 
-    async def until(self, condition: Any) -> None:
-        """Lets everything else run until `condition()`; fails when that is never."""
-        for _ in range(20_000):
-            if condition():
-                return
-            await asyncio.sleep(0)
-        raise AssertionError("it never came to that")
+    async def step(self) -> Lease:
+        """Trains one step and publishes the next version."""
+        lease = await self.train()
+        await self.publish(lease.step + 1)
+        return lease
+
+    @property
+    def counts(self) -> Counts:
+        return self.buffer._buffer.counts()
 
     async def close(self) -> None:
         for task in self.running.values():
             task.cancel()
         await asyncio.gather(*self.running.values(), return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def empty_pool(**overrides: Any) -> AsyncIterator[Pool]:
+    """A pool without replicas; ends whatever joins it."""
+    pool = Pool(**overrides)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+@contextlib.asynccontextmanager
+async def started_pool(**overrides: Any) -> AsyncIterator[tuple[Pool, FakeEngine]]:
+    """A pool with one replica, `a`, and version 0 published; the replica's engine beside it."""
+    async with empty_pool(**overrides) as pool:
+        engine = pool.add("a")
+        await pool.publish(0)
+        yield pool, engine
+
+
+def manifest_of(step: int, *, parameters: Any = None) -> Manifest:
+    """Version `step` with the probe that a `FakeEngine` passes."""
+    version = Version(1, step)
+    shapes = PARAMETERS if parameters is None else parameters
+    probe = Probe(tokens=(PROBE,), logprobs=(tuple(log_prob_of(token, version) for token in PROBE[1:]),))
+    tensors = layout(((name, shape, dtype, 8) for name, (shape, dtype) in shapes.items()), 2**20)
+    return Manifest(version=version, previous=None, tensors=tensors, buckets=(), probe=probe)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Lets everything else run until `condition()`; fails when that is never."""
+    for _ in range(20_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to that")
+
+
+async def everything_else_runs() -> None:
+    """Enough turns of the loop for whatever can happen now."""
+    for _ in range(200):
+        await asyncio.sleep(0)

@@ -7,13 +7,17 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import generate_latest
 
+from asyncrl import __version__
+from asyncrl.config.schema import Config
 from asyncrl.metrics.catalogue import CATALOGUE, MAX_OPEN_VALUES
 from asyncrl.metrics.recorders import BufferMetrics, GeneratorMetrics, LearnerMetrics, ProcessMetrics
+
+CONFIG = Config.model_validate({"model": {"path": "models/tiny"}, "algorithm": {"loss": "tis"}})
 
 
 def learner() -> LearnerMetrics:
     metrics = LearnerMetrics()
-    metrics.run_info(version="0.1.0", model="tiny", environment="reasoning_gym", loss="tis")
+    metrics.run_info(CONFIG)
     metrics.heartbeat(unix_time_s=1.7e9)
     metrics.states_from(lambda: {"forward_backward": 2.5})
     metrics.step(outcome="trained", duration_s=0.3, tokens=640)
@@ -42,7 +46,7 @@ def learner() -> LearnerMetrics:
 
 def generator() -> GeneratorMetrics:
     metrics = GeneratorMetrics(environment="reasoning_gym")
-    metrics.run_info(version="0.1.0", model="tiny", environment="reasoning_gym", loss="tis")
+    metrics.run_info(CONFIG)
     metrics.heartbeat(unix_time_s=1.7e9)
     metrics.states_from(lambda: {"generating": 7.0, "idle": 1.0})
     metrics.inflight(5)
@@ -59,7 +63,7 @@ def generator() -> GeneratorMetrics:
 
 def buffer() -> BufferMetrics:
     metrics = BufferMetrics()
-    metrics.run_info(version="0.1.0", model="tiny", environment="reasoning_gym", loss="tis")
+    metrics.run_info(CONFIG)
     metrics.heartbeat(unix_time_s=1.7e9)
     metrics.limits(max_staleness_versions=2, capacity_groups=48, capacity_bytes=2**30)
     metrics.fill(reserved=16, ready=8, leased=16, bytes=4096, oldest_group_age_s=1.5)
@@ -96,6 +100,12 @@ def test_every_public_method_is_guarded(kind: type[ProcessMetrics]) -> None:
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and name != "failed":
             assert hasattr(method, "__wrapped__"), name
+
+
+@pytest.mark.parametrize("role", RECORDED)
+def test_the_run_is_described_alike_by_every_process(role: str) -> None:
+    labels = {"version": __version__, "model": "models/tiny", "environment": "reasoning_gym", "loss": "tis"}
+    assert value(RECORDED[role](), "asyncrl_run_info", **labels) == 1
 
 
 def test_values_arrive_under_their_names_and_labels() -> None:

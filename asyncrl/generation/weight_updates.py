@@ -1,0 +1,207 @@
+"""A replica's weights: waits for new versions, checks and loads them, and proves what was loaded by a probe.
+
+What must hold: rollouts start only on a version that is loaded whole; from the first byte that the engine loads to the
+verdict of the probe nothing may be committed; a torn replica, half loaded or failing its probe, carries no version and
+starts nothing until a whole update mends it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from asyncrl.buffer.records import Version
+from asyncrl.config.schema import Config
+from asyncrl.errors import InfraError, ManifestMismatch, ManifestVoid, ParityError, TornReplica, WeightError
+from asyncrl.generation.interfaces import InferenceEngine
+from asyncrl.metrics.recorders import GeneratorMetrics
+from asyncrl.weights.manifest import Manifest, check_bucket, check_parameters, is_news
+from asyncrl.weights.parity import parity_tolerance_nats
+from asyncrl.weights.store import Publication
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_WAIT_S = 20.0
+RETRY_PAUSE_S = 1.0
+
+
+class WeightSource(Protocol):
+    """Where new versions come from."""
+
+    async def newer_than(self, version: Version | None, *, wait_s: float) -> Publication | None: ...
+
+
+class BucketReceiver(Protocol):
+    """The transport's receiving side."""
+
+    async def receive(self, handles: list[Any], *, timeout_s: float) -> list[memoryview]: ...
+
+
+class Replica(Protocol):
+    """The replica whose weights change, as far as an update concerns it."""
+
+    def show_loading(self, loading: bool) -> None:
+        """Generation stands still for an update, or goes on."""
+        ...
+
+    async def fail_unverified(self, error: InfraError) -> None:
+        """Fails what is running, or finished and waiting for a verdict: bad weights may have produced it."""
+        ...
+
+    async def report(self) -> None:
+        """Tells the buffer at once which version is loaded."""
+        ...
+
+
+class WeightUpdates:
+    """Keeps one engine at the newest version. `run` never returns; it raises when the replica cannot go on."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        name: str,
+        engine: InferenceEngine,
+        source: WeightSource,
+        transport: BucketReceiver,
+        parameters: Mapping[str, tuple[tuple[int, ...], str]],
+        metrics: GeneratorMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = config.weights
+        self._tolerance_nats = parity_tolerance_nats(config)
+        self._name = name
+        self._engine = engine
+        self._source = source
+        self._transport = transport
+        self._parameters = parameters
+        self._metrics = metrics
+        self._clock = clock
+
+        self._version: Version | None = None
+        self._serial = 0
+        self._updates = 0
+        self._parity_max_nats = 0.0
+        self._may_start = asyncio.Event()
+        self._verified = asyncio.Event()
+
+    @property
+    def version(self) -> Version | None:
+        """The weights that are loaded and verified."""
+        return self._version
+
+    @property
+    def updates(self) -> int:
+        """Versions that the engine has loaded whole."""
+        return self._updates
+
+    @property
+    def parity_max_nats(self) -> float:
+        """Largest difference that any passed probe has shown."""
+        return self._parity_max_nats
+
+    async def startable(self) -> Version:
+        """Waits until rollouts may start; the version that they start with."""
+        await self._may_start.wait()
+        assert self._version is not None
+        return self._version
+
+    async def verdict(self) -> None:
+        """Waits until the last update is verified: then what is finished may be committed."""
+        await self._verified.wait()
+
+    async def run(self, replica: Replica) -> None:
+        """Loads version after version into the engine of `replica`."""
+        newest = None
+        torn_since_s: float | None = None
+        while True:
+            publication = await self._source.newer_than(newest, wait_s=WEIGHTS_WAIT_S)
+            if publication is None:
+                continue
+            newest = publication.manifest.version
+            if self._version is None or publication.serial - self._serial > self._limits.max_lag_publications:
+                self._may_start.clear()
+            try:
+                await self._update(publication, replica)
+            except (ManifestMismatch, ManifestVoid) as error:
+                if self._version is None and isinstance(error, ManifestMismatch):
+                    raise  # there will never be one that fits
+                self._metrics.weight_update(outcome="refused", phase_seconds={})
+                logger.error("replica %s keeps weights %s: %s", self._name, self._version, error)
+                continue
+            except (TornReplica, ParityError) as error:
+                self._metrics.weight_update(outcome="torn", phase_seconds={})
+                logger.error("replica %s is torn: %s", self._name, error)
+                await self._tear(error, replica)
+                # Only a whole update mends a torn replica: the same version again, or a newer one.
+                torn_since_s = torn_since_s or self._clock()
+                if self._clock() - torn_since_s > self._limits.load_timeout_s:
+                    raise
+                newest = None
+                await asyncio.sleep(RETRY_PAUSE_S)
+                continue
+            torn_since_s = None
+            self._serial = publication.serial
+            self._may_start.set()
+
+    async def _tear(self, error: WeightError, replica: Replica) -> None:
+        """Carry no version and start nothing; what bad weights produced is failed as INFRA."""
+        self._version = None
+        self._may_start.clear()
+        if isinstance(error, ParityError):
+            await self._engine.abort()
+            await replica.fail_unverified(InfraError(str(error), reason="parity"))
+
+    async def _update(self, publication: Publication, replica: Replica) -> None:
+        manifest = publication.manifest
+        if not is_news(manifest.version, self._version):
+            return
+        check_parameters(manifest, self._parameters)
+        seconds = {}
+        started_s = self._clock()
+        buckets = await self._transport.receive(publication.handles, timeout_s=self._limits.load_timeout_s)
+        for index, data in enumerate(buckets):
+            check_bucket(manifest, index, data)
+        seconds["fetch"] = self._clock() - started_s
+        # From here to the probe's verdict nothing that these weights produced may be committed.
+        self._verified.clear()
+        seconds |= await self._load(manifest, buckets, replica)
+        self._updates += 1
+        started_s = self._clock()
+        if self._updates % self._limits.probe_every_updates == 0 or self._version is None:
+            await self._probe(manifest)
+        seconds["probe"] = self._clock() - started_s
+        self._version = manifest.version
+        self._verified.set()
+        self._metrics.policy_version(manifest.version.step)
+        self._metrics.weight_update(outcome="applied", phase_seconds=seconds)
+        await replica.report()
+
+    async def _load(self, manifest: Manifest, buckets: list[memoryview], replica: Replica) -> dict[str, float]:
+        """Seconds by phase."""
+        timeout_s = self._limits.load_timeout_s
+        replica.show_loading(True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                times = await self._engine.load(manifest, buckets)
+        except TimeoutError:
+            raise WeightError(
+                f"loading weights {manifest.version} took longer than weights.load_timeout_s = {timeout_s:g} s; the "
+                "engine is ended"
+            ) from None
+        finally:
+            replica.show_loading(False)
+        return {"pause": times.pause_s, "load": times.load_s, "resume": times.resume_s}
+
+    async def _probe(self, manifest: Manifest) -> None:
+        probe = manifest.probe
+        scores = await asyncio.gather(*[self._engine.score(tokens) for tokens in probe.tokens])
+        difference = probe.max_difference_nats(scores)
+        self._metrics.parity(difference)
+        if not difference <= self._tolerance_nats:
+            raise ParityError(
+                f"replica {self._name}: after loading {manifest.version} the engine's log-probs differ from the "
+                f"learner's by {difference:.3g} nats, weights.parity_tolerance_nats is {self._tolerance_nats:g}"
+            )
+        self._parity_max_nats = max(self._parity_max_nats, difference)

@@ -1,0 +1,57 @@
+"""The learner deployment looks at every prompt before it trains or publishes anything."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task, numbered
+from asyncrl.deployment.launch import Prompts
+from asyncrl.deployment.learner import LearnerDeployment
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.errors import DatasetError
+from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.policy.tiny_model import build_tokenizer
+
+
+class UnusedPolicy:
+    async def start(self) -> None:
+        raise AssertionError("the policy was started")
+
+
+async def accept(*_: Any) -> None:
+    """A buffer that agrees to everything."""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("side", ["train", "heldout"])
+async def test_f33_a_prompt_that_is_too_long_ends_the_run_before_anything_is_published(
+    tmp_path: Path, side: str
+) -> None:
+    config = Config.model_validate(
+        {"run": {"dir": str(tmp_path)}, "model": {"max_length": 16}, "data": {"max_prompt_tokens": 4}}
+    )
+    build_tokenizer(max_length=16).save_pretrained(tmp_path / "model")
+    sides = {name: numbered([Task(question="ab", prompt="ab>", answer="ba")]) for name in ("train", "heldout")}
+    sides[side] = numbered([*sides[side], Task(question="abcd", prompt="abcd>", answer="dcba")])
+    with RunDir.create(config) as run_dir:
+        deployment = LearnerDeployment(
+            config,
+            run_dir=run_dir,
+            model_path=asyncio.sleep(0, str(tmp_path / "model")),
+            prompts=asyncio.sleep(0, Prompts(**sides)),
+            started_s=0.0,
+            show=lambda view: None,
+        )
+        with pytest.raises(DatasetError, match=r"row 2: the prompt 'abcd>' has 5 tokens, and 1 to 4 fit"):
+            await deployment._train(
+                SimpleNamespace(buffer=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
+                UnusedPolicy(),  # type: ignore[arg-type]
+                await deployment._model_path,
+                await deployment._prompts,
+                LearnerMetrics(),
+                asyncio.Event(),
+            )

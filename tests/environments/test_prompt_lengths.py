@@ -1,0 +1,87 @@
+"""Every prompt is measured once, by its tokens; one that does not fit is named by its row, or skipped and counted."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task, numbered
+from asyncrl.environments import prompt_lengths
+from asyncrl.environments.prompt_lengths import fitting, longest_prompt_tokens
+from asyncrl.errors import DatasetError
+
+
+class LetterTokenizer:
+    """A letter is a token; with a chat template, a prompt has two tokens more."""
+
+    def __init__(self, *, chat_template: str | None = None) -> None:
+        self.chat_template = chat_template
+
+    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+
+    def apply_chat_template(self, conversations: list[list[dict[str, str]]], **_: bool) -> list[list[int]]:
+        return [[0, *(ord(letter) for letter in turns[0]["content"]), 1] for turns in conversations]
+
+
+def tasks_of(*prompts: str) -> list[Task]:
+    return numbered([Task(question=prompt, prompt=prompt, answer="") for prompt in prompts])
+
+
+def settings(**data: Any) -> Config:
+    return Config.model_validate({"data": {"max_prompt_tokens": 4} | data, "model": {"max_length": 16}})
+
+
+def test_the_longest_prompt_leaves_room_for_one_token() -> None:
+    assert longest_prompt_tokens(settings(max_prompt_tokens=15)) == 15
+    assert longest_prompt_tokens(settings(max_prompt_tokens=16)) == 15
+
+
+def test_prompts_that_all_fit_are_kept_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_lengths, "ENCODED_AT_ONCE", 2)
+    tasks = tasks_of("a", "abcd", "ab", "abc", "b")
+    assert fitting(tasks, config=settings(), tokenizer=LetterTokenizer()) == tasks
+    assert fitting([], config=settings(), tokenizer=LetterTokenizer()) == []
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [("abcde", 5), ("", 0)])
+def test_f33_a_prompt_of_too_many_tokens_or_none_is_refused_with_row_limit_and_knob(
+    prompt: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_lengths, "ENCODED_AT_ONCE", 2)
+    tasks = tasks_of("a", "ab", "abc", prompt, "b", "abcdefgh")
+    message = (
+        rf"environment, row 4: the prompt '{prompt}' has {tokens} tokens, and 1 to 4 fit "
+        r"\(data\.max_prompt_tokens = 4, model\.max_length = 16\); it is the first of 2 among "
+        r"6 prompts; .*data\.on_bad_row: skip"
+    )
+    with pytest.raises(DatasetError, match=message):
+        fitting(tasks, config=settings(), tokenizer=LetterTokenizer())
+
+
+def test_f33_a_jsonl_prompt_is_refused_with_its_file() -> None:
+    config = settings(dataset="jsonl", path="rows.jsonl")
+    with pytest.raises(DatasetError, match=r"rows\.jsonl, row 1: "):
+        fitting(tasks_of("abcde"), config=config, tokenizer=LetterTokenizer())
+
+
+def test_f33_prompts_that_do_not_fit_are_skipped_by_config_and_the_log_counts_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tasks = tasks_of("abcde", "ab", "abcdef")
+    with caplog.at_level(logging.WARNING):
+        assert fitting(tasks, config=settings(on_bad_row="skip"), tokenizer=LetterTokenizer()) == [tasks[1]]
+    assert "first of 2 among 3 prompts" in caplog.text
+
+
+def test_f33_a_dataset_without_a_prompt_that_fits_is_refused_whatever_the_config_says() -> None:
+    with pytest.raises(DatasetError, match="none fits"):
+        fitting(tasks_of("abcde"), config=settings(on_bad_row="skip"), tokenizer=LetterTokenizer())
+
+
+def test_what_the_chat_template_adds_is_counted() -> None:
+    chat = LetterTokenizer(chat_template="…")
+    assert fitting(tasks_of("ab"), config=settings(), tokenizer=chat) == tasks_of("ab")
+    with pytest.raises(DatasetError, match="has 5 tokens"):
+        fitting(tasks_of("abc"), config=settings(), tokenizer=chat)

@@ -1,0 +1,305 @@
+"""A replica loads whole, fitting, verified versions or none; what bad weights produced is never committed."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from fake_engine import FakeEngine
+from pool import Pool, empty_pool, everything_else_runs, started_pool, until
+from update_scene import Scene, waits
+
+from asyncrl.buffer.ledger import Fate
+from asyncrl.buffer.records import Version
+from asyncrl.data.prompts import Task
+from asyncrl.errors import ManifestMismatch, ParityError, TornReplica, WeightError
+from asyncrl.generation.interfaces import LoadTimes
+from asyncrl.weights.manifest import Manifest
+
+pytestmark = pytest.mark.timeout(60)
+
+MakeScene = Callable[..., Scene]
+
+OTHER_MODEL = {"w": ((3,), "float32")}
+
+
+@pytest.fixture(autouse=True)
+def _no_pause_before_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.generation.weight_updates.RETRY_PAUSE_S", 0.0)
+
+
+# --- in a pool ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_f15_an_update_in_the_middle_of_a_sequence_is_recorded_token_by_token() -> None:
+    async with started_pool(generator={"max_concurrent_groups": 8, "max_completion_tokens": 30}) as (pool, engine):
+        leases = [await pool.step() for _ in range(3)]
+        await until(lambda: engine.running > 0)
+        leases += [await pool.step() for _ in range(12)]
+        groups = [group.meta for lease in leases for group in lease.groups]
+        mixed = [meta for meta in groups if meta.newest > meta.oldest]
+        assert mixed, "no update met a running sequence"
+        for meta in mixed:
+            steps = pool.rows.kept[meta.key]["weight_versions"]
+            assert (meta.oldest, meta.newest) == (steps.min(), steps.max())
+
+
+@pytest.mark.asyncio
+async def test_f12_a_manifest_of_another_model_changes_nothing() -> None:
+    async with started_pool() as (pool, engine):
+        await pool.step()
+        await until(lambda: engine.version == Version(1, 1))
+        await pool.train()
+        await pool.publish(2, parameters=OTHER_MODEL)
+        await until(lambda: pool.counts.ready >= 4)
+        assert engine.version == Version(1, 1)
+        assert pool.generators["a"].version == Version(1, 1)
+
+
+@pytest.mark.asyncio
+async def test_f25_a_first_manifest_of_another_model_ends_the_replica() -> None:
+    async with empty_pool() as pool:
+        pool.add("a")
+        await pool.publish(0, parameters=OTHER_MODEL)
+        with pytest.raises(ManifestMismatch, match=r"w is float32\[3\]"):
+            await pool.running["a"]
+
+
+@pytest.mark.asyncio
+async def test_f38_a_void_manifest_leaves_the_replica_at_its_version() -> None:
+    async with started_pool() as (pool, engine):
+        await pool.train()
+        await pool.publish(1, handles=[None])
+        await until(lambda: pool.counts.ready >= 1)
+        assert engine.loads == [Version(1, 0)]
+
+
+@pytest.mark.asyncio
+async def test_f11_a_torn_replica_stays_paused_until_a_whole_update() -> None:
+    async with started_pool() as (pool, engine):
+        await until(lambda: pool.counts.ready >= 4)
+        engine.fail_next_load = OSError("the sender died half way")
+        torn = versions_at_each_load(pool, engine)
+        await pool.step()
+        await until(lambda: len(torn) == 2)
+        assert torn == [Version(1, 0), None], "a torn replica carries no version"
+        await until(lambda: pool.generators["a"].version == Version(1, 1))
+        for _ in range(3):
+            await pool.step()
+        assert (await pool.buffer.status()).account.closed
+
+
+def versions_at_each_load(pool: Pool, engine: FakeEngine) -> list[Version | None]:
+    """The version that replica `a` carries whenever its engine is asked to load, from now on."""
+    seen: list[Version | None] = []
+    load = engine.load
+
+    async def observed(manifest: Manifest, buckets: Any) -> LoadTimes:
+        seen.append(pool.generators["a"].version)
+        return await load(manifest, buckets)
+
+    engine.load = observed  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_committed_from_weights_that_fail_the_probe() -> None:
+    async with started_pool() as (pool, engine):
+        await until(lambda: pool.counts.ready >= 4)
+        engine.score_error_nats = 0.5
+        await pool.step()
+        await until(lambda: pool.generators["a"].version is None)
+        committed = (await pool.buffer.status()).account.issued.tokens
+        await everything_else_runs()
+        status = await pool.buffer.status()
+        assert status.account.issued.tokens == committed, "a commit passed without a verdict"
+        assert sum(count for label, count in status.account.failures.items() if label.startswith("infra/")) > 0
+        engine.score_error_nats = 0.0
+        for _ in range(4):
+            await pool.step()
+        status = await pool.buffer.status()
+        assert status.account.closed
+        assert status.account.fates[Fate.FAILED].groups == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("held_back", ["by the verdict", "by its reward"])
+async def test_a_group_of_weights_that_fail_the_probe_is_not_committed_after_the_next_whole_update(
+    held_back: str,
+) -> None:
+    async with started_pool() as (pool, engine):
+        await until(lambda: pool.counts.ready >= 4)
+        may_probe, may_score, score, reward = asyncio.Event(), asyncio.Event(), engine.score, pool.scorer.score
+
+        async def probed(tokens: Sequence[int]) -> list[float]:
+            await may_probe.wait()
+            return await score(tokens)
+
+        async def scored(task: Task, completions: Sequence[str]) -> list[float]:
+            await may_score.wait()
+            return await reward(task, completions)
+
+        engine.score = probed  # type: ignore[method-assign]
+        pool.scorer.score = scored  # type: ignore[method-assign]
+        engine.score_error_nats = 0.5
+        generator = pool.generators["a"]
+        await pool.step()
+        await until(lambda: engine.version == Version(1, 1))
+        await until(lambda: generator._held and not engine.running)
+        if held_back == "by the verdict":
+            may_score.set()
+            await everything_else_runs()
+        spoiled = set(generator._held)
+        may_probe.set()
+        await until(lambda: generator.version is None)
+        may_score.set()
+        engine.score_error_nats = 0.0
+        leases = [await pool.step() for _ in range(4)]
+        trained = {group.meta.key for lease in leases for group in lease.groups}
+        assert not spoiled & (trained | set(pool.rows.kept))
+        assert (await pool.buffer.status()).account.fates[Fate.FAILED].groups == 0
+
+
+# --- alone --------------------------------------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture
+async def make_scene() -> AsyncIterator[MakeScene]:
+    scenes: list[Scene] = []
+
+    def make(**weights: Any) -> Scene:
+        scenes.append(Scene(**weights))
+        return scenes[-1]
+
+    yield make
+    for scene in scenes:
+        scene.running.cancel()
+    await asyncio.gather(*[scene.running for scene in scenes], return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_nothing_starts_and_nothing_may_be_committed_before_the_first_verdict(
+    make_scene: MakeScene,
+) -> None:
+    scene = make_scene()
+    scene.may_load.clear()
+    scene.source.offer(3, serial=1)
+    assert await waits(scene.updates.startable())
+    assert await waits(scene.updates.verdict())
+    assert scene.loading == [True], "the replica stands still"
+    scene.may_load.set()
+    assert await scene.updates.startable() == Version(1, 3)
+    await scene.updates.verdict()
+    assert scene.loading == [True, False]
+    assert scene.reported == [Version(1, 3)], "the buffer hears of it at once"
+    assert (scene.updates.updates, scene.outcomes("applied")) == (1, 1)
+
+
+@pytest.mark.asyncio
+async def test_during_an_update_rollouts_start_and_no_commit_passes(make_scene: MakeScene) -> None:
+    scene = make_scene(max_lag_publications=1)
+    scene.source.offer(0, serial=1)
+    await scene.updates.startable()
+    scene.may_load.clear()
+    scene.source.offer(1, serial=2)
+    await until(lambda: scene.loading[-1])
+    assert await scene.updates.startable() == Version(1, 0), "until the verdict, the old version"
+    assert await waits(scene.updates.verdict())
+    scene.may_load.set()
+    await scene.updates.verdict()
+    assert scene.updates.version == Version(1, 1)
+
+
+@pytest.mark.asyncio
+async def test_a_replica_that_lags_too_many_publications_starts_nothing_until_it_has_loaded(
+    make_scene: MakeScene,
+) -> None:
+    scene = make_scene(max_lag_publications=1)
+    scene.source.offer(0, serial=1)
+    await scene.updates.startable()
+    scene.may_load.clear()
+    scene.source.offer(2, serial=3)
+    await until(lambda: scene.loading[-1])
+    assert await waits(scene.updates.startable())
+    scene.may_load.set()
+    assert await scene.updates.startable() == Version(1, 2)
+
+
+@pytest.mark.asyncio
+async def test_f11_a_probe_that_fails_ends_what_runs_and_fails_what_is_finished(
+    make_scene: MakeScene,
+) -> None:
+    scene = make_scene()
+    scene.source.offer(0, serial=1)
+    await scene.updates.startable()
+    scene.engine.score_error_nats = 0.5
+    scene.source.offer(1, serial=2)
+    await until(lambda: scene.failed)
+    assert scene.updates.version is None
+    assert scene.engine._aborted == 1
+    [error] = scene.failed
+    assert error.reason == "parity"
+    assert "0.5 nats, weights.parity_tolerance_nats is 0.0001" in str(error)
+    assert await waits(scene.updates.startable())
+    assert await waits(scene.updates.verdict())
+    scene.engine.score_error_nats = 0.0
+    scene.source.offer(1, serial=2)
+    assert await scene.updates.startable() == Version(1, 1), "a whole update of the same version mends it"
+    assert (scene.outcomes("torn"), scene.outcomes("applied")) == (1, 2)
+    assert scene.updates.parity_max_nats == 0.0, "a failed probe is no parity of trained tokens"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("tear", [TornReplica, ParityError])
+async def test_f11_a_replica_that_stays_torn_beyond_the_deadline_ends(
+    make_scene: MakeScene, tear: type[WeightError]
+) -> None:
+    scene = make_scene(load_timeout_s=60.0)
+    scene.clock.now_s = 10.0
+
+    async def tear_again() -> None:
+        if tear is TornReplica:
+            scene.engine.fail_next_load = OSError("again")
+        else:
+            scene.engine.score_error_nats = 0.5
+        scene.source.offer(0, serial=1)
+        await everything_else_runs()
+
+    await tear_again()
+    scene.clock.now_s += 60.0
+    await tear_again()
+    assert not scene.running.done(), "within the deadline"
+    assert scene.outcomes("torn") == 2
+    scene.clock.now_s += 1.0
+    await tear_again()
+    with pytest.raises(tear):
+        await scene.running
+
+
+@pytest.mark.asyncio
+async def test_f11_a_load_that_hangs_ends_the_replica_and_names_the_knob(make_scene: MakeScene) -> None:
+    scene = make_scene(load_timeout_s=0.001)
+    scene.may_load.clear()
+    scene.source.offer(0, serial=1)
+    with pytest.raises(WeightError, match=r"1\.0 took longer than weights\.load_timeout_s = 0\.001 s"):
+        await scene.running
+    assert scene.loading == [True, False], "the display does not stay at paused"
+
+
+@pytest.mark.asyncio
+async def test_every_nth_update_is_probed_and_always_the_first(make_scene: MakeScene) -> None:
+    scene = make_scene(probe_every_updates=3)
+    probed: list[Version | None] = []
+    score = scene.engine.score
+
+    async def observed(tokens: Any) -> list[float]:
+        probed.append(scene.engine.version)
+        return await score(tokens)
+
+    scene.engine.score = observed  # type: ignore[method-assign]
+    for step in range(7):
+        scene.source.offer(step, serial=step + 1)
+    await until(lambda: scene.updates.updates == 7)
+    assert probed == [Version(1, 0), Version(1, 2), Version(1, 5)]

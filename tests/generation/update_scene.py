@@ -1,0 +1,82 @@
+"""`WeightUpdates` without a generator: a fake engine whose loads wait for the test, and a replica that takes notes."""
+
+import asyncio
+from typing import Any
+
+from fake_engine import FakeEngine
+from pool import PARAMETERS, Clock, Wire, everything_else_runs, manifest_of
+
+from asyncrl.buffer.records import Version
+from asyncrl.config.schema import Config
+from asyncrl.errors import InfraError
+from asyncrl.generation.interfaces import LoadTimes
+from asyncrl.generation.weight_updates import WeightUpdates
+from asyncrl.metrics.recorders import GeneratorMetrics
+from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.store import Publication
+
+
+class ScriptedSource:
+    """Gives what is put into it; never asks what the replica has."""
+
+    def __init__(self) -> None:
+        self.offered: asyncio.Queue[Publication] = asyncio.Queue()
+
+    async def newer_than(self, version: Version | None, *, wait_s: float) -> Publication | None:
+        return await self.offered.get()
+
+    def offer(self, step: int, *, serial: int) -> None:
+        self.offered.put_nowait(Publication(serial=serial, manifest=manifest_of(step), handles=[]))
+
+
+class Scene:
+    """One `WeightUpdates` on a fake engine whose loads wait at `may_load`, and the replica that it reports to."""
+
+    def __init__(self, **weights: Any) -> None:
+        self.engine = FakeEngine()
+        self.source = ScriptedSource()
+        self.clock = Clock()
+        self.metrics = GeneratorMetrics(environment="test")
+        self.loading: list[bool] = []
+        self.failed: list[InfraError] = []
+        self.reported: list[Version | None] = []
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self._load, self.engine.load = self.engine.load, self._gated_load  # type: ignore[method-assign]
+        self.updates = WeightUpdates(
+            config=Config.model_validate({"weights": weights}),
+            name="a",
+            engine=self.engine,
+            source=self.source,
+            transport=Wire(),
+            parameters=PARAMETERS,
+            metrics=self.metrics,
+            clock=self.clock,
+        )
+        self.running = asyncio.create_task(self.updates.run(self))
+
+    async def _gated_load(self, manifest: Manifest, buckets: Any) -> LoadTimes:
+        await self.may_load.wait()
+        return await self._load(manifest, buckets)
+
+    def show_loading(self, loading: bool) -> None:
+        self.loading.append(loading)
+
+    async def fail_unverified(self, error: InfraError) -> None:
+        self.failed.append(error)
+
+    async def report(self) -> None:
+        self.reported.append(self.updates.version)
+
+    def outcomes(self, outcome: str) -> float | None:
+        return self.metrics.registry.get_sample_value("asyncrl_weight_updates_total", {"outcome": outcome})
+
+
+async def waits(wait: Any) -> bool:
+    """Whether `wait` is still waiting when everything else has run."""
+    waiting = asyncio.ensure_future(wait)
+    await everything_else_runs()
+    is_waiting = not waiting.done()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    return is_waiting
