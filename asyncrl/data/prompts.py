@@ -151,6 +151,7 @@ def split(tasks: Sequence[Task], heldout_fraction: float) -> tuple[list[Task], l
     """(training, held-out) tasks, each question once (its first task), in the order given.
 
     A question's side depends on nothing but its text, so that every seed and every draw agree on what is held out.
+    A training task whose prompt is also a held-out one's (a template may tell two questions alike) is left out.
     """
     threshold = round(heldout_fraction * 2**64)
     first_of: dict[str, Task] = {}
@@ -161,7 +162,8 @@ def split(tasks: Sequence[Task], heldout_fraction: float) -> tuple[list[Task], l
     for task in first_of.values():
         side = heldout if xxhash.xxh3_64_intdigest(task.question.encode()) < threshold else train
         side.append(task)
-    return train, heldout
+    kept_back = {task.prompt for task in heldout}
+    return [task for task in train if task.prompt not in kept_back], heldout
 
 
 class PromptSource:

@@ -184,8 +184,13 @@ def _reap(processes: ReplicaProcesses | None) -> None:
     """
     if processes is None:
         return
-    alive = [psutil.Process(pid) for pid in processes.pids if psutil.pid_exists(pid)]
-    ours = [process for process in alive if process.name().startswith("VLLM")]
+    ours = []
+    for pid in processes.pids:
+        with contextlib.suppress(psutil.NoSuchProcess):  # an engine that lost its replica ends at any moment
+            process = psutil.Process(pid)
+            if process.name().startswith("VLLM"):
+                ours.append(process)
     for process in psutil.wait_procs(ours, timeout=EXIT_S)[1]:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     sweep_shared_memory(processes.shared_memory)

@@ -2,16 +2,18 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import join, start_local
 from asyncrl.deployment.generators import GeneratorDeployment
-from asyncrl.deployment.launch import load_prompts, ready_model
-from asyncrl.deployment.learner import LearnerDeployment
+from asyncrl.deployment.launch import Prompts, load_prompts, ready_model
 from asyncrl.deployment.live import LiveView
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import Summary
+
+if TYPE_CHECKING:
+    from asyncrl.deployment.learner import LearnerDeployment
 
 
 class Up:
@@ -35,27 +37,21 @@ class Up:
     async def run(self, stop: asyncio.Event) -> Summary | None:
         """The run's summary. Whichever pool fails first ends the other; its error is raised."""
         config = self._config
-        # Prompts, the model and Ray cost seconds each: they start at the same time.
-        prompts = asyncio.create_task(load_prompts(config), name="prompts")
-        model = asyncio.create_task(ready_model(config, prompts, report=self._report), name="model")
-        await asyncio.sleep(0)
+        # Ray first: its own start is three times as long beside a busy interpreter, and replicas, whose import of vLLM
+        # is the longest part of a start, need it. Prompts, torch and the model come while they import.
         if config.ray.address is None:
             self._run_dir.started_ray(start_local(config))
         else:
             join(config.ray.address, namespace=config.run.name)
             self._run_dir.started_ray(config.ray.address)
+        prompts = asyncio.create_task(load_prompts(config), name="prompts")
+        model = asyncio.create_task(ready_model(config, prompts, report=self._report), name="model")
         generator_deployment = GeneratorDeployment(config, model_path=model, prompts=prompts)
-        learner_deployment = LearnerDeployment(
-            config,
-            run_dir=self._run_dir,
-            model_path=model,
-            prompts=prompts,
-            started_s=self._started_s,
-            show=self._show,
-        )
         end = asyncio.Event()
-        learner = asyncio.create_task(learner_deployment.run(stop), name="learner")
         generators = asyncio.create_task(generator_deployment.run(end), name="generators")
+        await asyncio.sleep(0)  # the replicas are on their way
+        learner_deployment = self._learner(model, prompts)
+        learner = asyncio.create_task(learner_deployment.run(stop), name="learner")
         stopping = asyncio.create_task(stop.wait(), name="stopping")
         try:
             await asyncio.wait([learner, generators, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -71,3 +67,15 @@ class Up:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
+
+    def _learner(self, model_path: "asyncio.Task[str]", prompts: "asyncio.Task[Prompts]") -> "LearnerDeployment":
+        from asyncrl.deployment.learner import LearnerDeployment
+
+        return LearnerDeployment(
+            self._config,
+            run_dir=self._run_dir,
+            model_path=model_path,
+            prompts=prompts,
+            started_s=self._started_s,
+            show=self._show,
+        )

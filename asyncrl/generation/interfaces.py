@@ -1,6 +1,6 @@
 """What a rollout needs from an inference engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,9 +44,12 @@ class InferenceEngine(Protocol):
         """Temperature-1 log-probs of tokens[1:] given their prefixes, from the current weights alone."""
         ...
 
-    async def load(self, manifest: Manifest, buckets: Sequence[memoryview]) -> LoadTimes:
+    async def load(
+        self, manifest: Manifest, buckets: Sequence[memoryview], *, on_paused: Callable[[], None] | None = None
+    ) -> LoadTimes:
         """Applies a whole version between decoding steps and labels every later token with it.
 
+        Calls `on_paused` when the decoding step in progress has ended and generation stands still.
         TornReplica when it failed half way: the engine stays paused until a later `load` succeeds.
         """
         ...

@@ -181,10 +181,9 @@ class WeightUpdates:
     async def _load(self, manifest: Manifest, buckets: list[memoryview], replica: Replica) -> dict[str, float]:
         """Seconds by phase."""
         timeout_s = self._limits.load_timeout_s
-        replica.show_loading(True)
         try:
             async with asyncio.timeout(timeout_s):
-                times = await self._engine.load(manifest, buckets)
+                times = await self._engine.load(manifest, buckets, on_paused=lambda: replica.show_loading(True))
         except TimeoutError:
             raise WeightError(
                 f"loading weights {manifest.version} took longer than weights.load_timeout_s = {timeout_s:g} s; the "

@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from asyncrl.buffer.records import Version
-from asyncrl.errors import ManifestMismatch, VersionRegression
+from asyncrl.errors import HandshakeError, ManifestMismatch, VersionRegression
 
 ALIGNMENT_BYTES = 64  # tensors are viewed in place: every dtype's alignment divides it
 
@@ -44,7 +44,16 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[tuple[float, ...], ...]
 
     def max_difference_nats(self, engine_logprobs: Sequence[Sequence[float]]) -> float:
-        """Largest absolute difference over all tokens. NaN when either side has one, so that it fails any limit."""
+        """Largest absolute difference over all tokens. NaN when either side has one, so that it fails any limit.
+
+        HandshakeError when the engine's log-probs are not as many as the learner's: the pools do not fit together.
+        """
+        ours_by_row, theirs_by_row = list(map(len, self.logprobs)), list(map(len, engine_logprobs))
+        if ours_by_row != theirs_by_row:
+            raise HandshakeError(
+                f"the engine scored the probe's sequences with {theirs_by_row} log-probs, the learner with "
+                f"{ours_by_row}: do both pools read the same `model.path`?"
+            )
         differences = [
             abs(ours - theirs)
             for our_row, their_row in zip(self.logprobs, engine_logprobs, strict=True)

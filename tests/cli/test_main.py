@@ -41,6 +41,23 @@ def test_light_commands_import_no_framework(arguments: list[str]) -> None:
     assert _heavy_after(f"{call}    assert not end.code") == []
 
 
+@pytest.mark.parametrize(
+    ("command", "mistake"),
+    [
+        ("up", "generator.replcas=2"),
+        ("learner", "algorithm.loss=dapo"),
+        ("generator", "weights.publish_every_steps=9"),
+    ],
+)
+def test_f28_a_run_that_cannot_be_is_refused_before_anything_heavy_is_imported_or_made(
+    command: str, mistake: str, tmp_path: Path
+) -> None:
+    arguments = [command, "-c", "configs/quickstart.yaml", f"run.dir={tmp_path}", mistake]
+    call = f"from asyncrl.cli.main import app\ntry:\n    app({arguments!r})\nexcept SystemExit as end:\n"
+    assert _heavy_after(f"{call}    assert end.code == 2") == []
+    assert not list(tmp_path.iterdir())
+
+
 def test_help_imports_no_command() -> None:
     code = "from asyncrl.cli.main import app\ntry:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
     code += "import sys\nassert not {'asyncrl.cli.config', 'asyncrl.cli.doctor', 'pydantic'} & sys.modules.keys()"

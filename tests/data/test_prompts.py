@@ -67,6 +67,28 @@ def test_f33_bad_utf8_and_deep_nesting_are_bad_json(tmp_path: Path) -> None:
     assert skipped == {"bad_json": 2}
 
 
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (b"", "blank"),
+        (b"\r", "blank"),
+        (b'{"prompt": " \\n ", "answer": "2"}', "blank"),
+        (b'{"prompt": "\\ud800", "answer": "2"}', "bad_json"),
+        (b'{"prompt": "x", "answer": "2", "level": NaN}', "bad_json"),
+        (b'{"prompt": "x", "answer": "2", "level": ' + b"9" * 5000 + b"}", "bad_json"),
+        (b'{"prompt": "x", "answer": "2"} {}', "bad_json"),
+        (b"null", "not_an_object"),
+        (b'{"prompt": null, "answer": "2"}', "wrong_type"),
+        (b'{"answer": "two", "level": 4, "prompt": "1\\u002b1"}', "duplicate"),
+    ],
+)
+def test_f33_a_row_that_is_bad_in_a_subtler_way_is_refused_with_its_number_too(
+    tmp_path: Path, row: bytes, reason: str
+) -> None:
+    with pytest.raises(DatasetError, match=rf"row 3: .*\({reason}\)"):
+        read_jsonl(write(tmp_path, GOOD, b'{"prompt": "2+2", "answer": "4"}', row))
+
+
 def test_f33_a_row_at_the_limit_passes_and_the_last_row_needs_no_newline(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD)
@@ -117,6 +139,14 @@ def test_split_depends_on_the_question_alone() -> None:
     heldout = {task.question for task in split(tasks, 0.2)[1]}
     elsewhere = [Task(question=t.question, prompt="other", answer="other") for t in reversed(tasks[100:])]
     assert {task.question for task in split(elsewhere, 0.2)[1]} == heldout & {task.question for task in elsewhere}
+
+
+def test_a_prompt_that_is_held_out_for_one_question_is_not_issued_for_another() -> None:
+    tasks = [Task(question=f"q{i}", prompt=f"{i % 50}>", answer="") for i in range(200)]
+    train, heldout = split(tasks, 0.2)
+    assert train
+    assert heldout
+    assert not {task.prompt for task in train} & {task.prompt for task in heldout}
 
 
 def test_split_keeps_the_order_and_the_first_of_equal_questions() -> None:

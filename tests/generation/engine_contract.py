@@ -1,15 +1,20 @@
 """What every `InferenceEngine` must hold: run on the fake in unit tests and on vLLM in integration tests."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import Protocol
 
 from asyncrl.buffer.records import Version
 from asyncrl.generation.interfaces import Completion, InferenceEngine
 
 PROMPT = [40, 41, 42, 43]
 MAX_TOKENS = 12
-Load = Callable[[int], Awaitable[None]]
-"""Loads weights that differ from all earlier ones as the given step."""
+
+
+class Load(Protocol):
+    """Loads weights that differ from all earlier ones as the given step."""
+
+    async def __call__(self, step: int, *, on_paused: Callable[[], None] | None = None) -> None: ...
 
 
 async def sample(engine: InferenceEngine, *, n: int, seed: int | None, temperature: float = 1.0) -> list[Completion]:
@@ -78,6 +83,16 @@ async def f14_f15_an_update_in_the_middle_of_sequences_splits_their_versions(
     assert {version.step for completion in last for version in completion.versions} == {14}
 
 
+async def a_load_says_once_that_generation_stands_still(engine: InferenceEngine, load: Load) -> None:
+    await load(15)
+    pending = asyncio.gather(*[sample(engine, n=4, seed=4 * index) for index in range(4)])
+    paused: list[int] = []
+    for step in range(16, 19):
+        await load(step, on_paused=lambda step=step: paused.append(step))  # type: ignore[misc]
+    await pending
+    assert paused == [16, 17, 18]
+
+
 async def aborted_requests_fail_and_leave_the_engine_usable(engine: InferenceEngine, load: Load) -> None:
     await load(20)
     pending = [asyncio.create_task(sample(engine, n=8, seed=8 * index)) for index in range(8)]
@@ -96,5 +111,6 @@ CONTRACT = [
     score_gives_one_log_prob_for_every_token_but_the_first,
     sampled_log_probs_are_those_that_score_gives,
     f14_f15_an_update_in_the_middle_of_sequences_splits_their_versions,
+    a_load_says_once_that_generation_stands_still,
     aborted_requests_fail_and_leave_the_engine_usable,
 ]

@@ -6,7 +6,7 @@ test decides what happens in the middle of a sequence. `log_prob_of` is what `sc
 
 import asyncio
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asyncrl.buffer.records import Version
 from asyncrl.errors import InfraError, TornReplica
@@ -76,9 +76,13 @@ class FakeEngine:
     async def score(self, tokens: Sequence[int]) -> list[float]:
         return [log_prob_of(token, self.version) + self.score_error_nats for token in tokens[1:]]
 
-    async def load(self, manifest: Manifest, buckets: Sequence[memoryview]) -> LoadTimes:
+    async def load(
+        self, manifest: Manifest, buckets: Sequence[memoryview], *, on_paused: Callable[[], None] | None = None
+    ) -> LoadTimes:
         self._paused.clear()
         await asyncio.sleep(0)
+        if on_paused is not None:
+            on_paused()
         if self.fail_next_load is not None:
             error, self.fail_next_load = self.fail_next_load, None
             raise TornReplica(str(error)) from error

@@ -15,10 +15,10 @@ from asyncrl.weights.manifest import Manifest, Probe
 async def test_the_fake_engine_keeps_the_contract(holds: Callable[..., Awaitable[None]]) -> None:
     engine = FakeEngine()
 
-    async def load(step: int) -> None:
+    async def load(step: int, *, on_paused: Callable[[], None] | None = None) -> None:
         manifest = Manifest(
             version=Version(1, step), previous=None, tensors=(), buckets=(), probe=Probe(tokens=(), logprobs=())
         )
-        await engine.load(manifest, [])
+        await engine.load(manifest, [], on_paused=on_paused)
 
     await holds(engine, load)

@@ -149,3 +149,21 @@ async def test_generator_and_buffer_say_in_their_metrics_which_run_they_are_of()
         labels = {"version": __version__, "model": "models/m", "environment": "reasoning_gym", "loss": "tis"}
         for metrics in (pool.metrics["a"], pool.buffer._metrics):
             assert metrics.registry.get_sample_value("asyncrl_run_info", labels) == 1
+
+
+@pytest.mark.asyncio
+async def test_f40_a_replica_that_was_declared_dead_clears_the_rows_that_it_comes_back_with() -> None:
+    async with started_pool() as (pool, engine):
+        engine.gate.clear()
+        await until(lambda: engine.running > 0)
+        buffer = pool.buffer._buffer
+        mine = {key for key, slot in buffer._groups.reserved.items() if slot.ticket.replica == "a"}
+        await pool.buffer.pause()
+        buffer.leave("a")  # declared dead, while it only slept
+        engine.gate.set()
+        await until(lambda: buffer.ledger.events[Event.COMMIT_LATE] == len(mine))
+        await until(lambda: not mine & pool.rows.kept.keys())
+        await pool.buffer.resume()
+        leases = [await pool.step() for _ in range(3)]
+        assert not mine & {group.meta.key for lease in leases for group in lease.groups}
+        assert (await pool.buffer.status()).account.closed

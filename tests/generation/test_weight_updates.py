@@ -96,9 +96,9 @@ def versions_at_each_load(pool: Pool, engine: FakeEngine) -> list[Version | None
     seen: list[Version | None] = []
     load = engine.load
 
-    async def observed(manifest: Manifest, buckets: Any) -> LoadTimes:
+    async def observed(manifest: Manifest, buckets: Any, **options: Any) -> LoadTimes:
         seen.append(pool.generators["a"].version)
-        return await load(manifest, buckets)
+        return await load(manifest, buckets, **options)
 
     engine.load = observed  # type: ignore[method-assign]
     return seen

@@ -1,6 +1,7 @@
 """`WeightUpdates` without a generator: a fake engine whose loads wait for the test, and a replica that takes notes."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from fake_engine import FakeEngine
@@ -55,7 +56,8 @@ class Scene:
         )
         self.running = asyncio.create_task(self.updates.run(self))
 
-    async def _gated_load(self, manifest: Manifest, buckets: Any) -> LoadTimes:
+    async def _gated_load(self, manifest: Manifest, buckets: Any, *, on_paused: Callable[[], None]) -> LoadTimes:
+        on_paused()
         await self.may_load.wait()
         return await self._load(manifest, buckets)
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -47,7 +48,9 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.kill()
 
 
-def deployment(run_command: Run, command: str, address: str, model_path: str, tmp_path: Path) -> Command:
+def deployment(
+    run_command: Run, command: str, address: str, model_path: str, tmp_path: Path, *overrides: str
+) -> Command:
     return run_command(
         command,
         "--address",
@@ -59,6 +62,7 @@ def deployment(run_command: Run, command: str, address: str, model_path: str, tm
         *small_overrides(model_path),
         "learner.total_steps=100000",
         "eval.prompts=4",
+        *overrides,
     )
 
 
@@ -151,3 +155,79 @@ def test_generator_first_and_a_learner_with_another_config_is_refused(
     assert learner.wait(90) == 0, learner.output()[-3000:]
     assert engines() <= others
     assert os.path.isdir(tmp_path / tmp_path.name)
+
+
+def test_f2_a_generator_killed_in_the_middle_of_rollouts_costs_no_group(
+    run_command: Run, ray_head: str, model_path: str, tmp_path: Path
+) -> None:
+    others, steps, name = engines(), 60, tmp_path.name
+    overrides = [
+        f"learner.total_steps={steps}",
+        "learner.samples_logged=4",  # one of each group of a step
+        "generator.replicas=2",
+        "generator.min_replicas=1",
+        "generator.max_starts_per_s=3",  # a replica holds tickets that it has not started yet: none is ever idle
+    ]
+    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path, *overrides)
+    pool = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
+    learner.wait_for(lambda: steps_of(tmp_path) >= 3, timeout_s=READY_S, what="steps")
+
+    seen: list[dict[str, Any]] = [{}]
+
+    def both_generate() -> bool:
+        seen.append(status(ray_head, name))
+        views = seen[-1].get("replicas", [])
+        return len(views) == 2 and all(view["busy_slots"] for view in views)
+
+    learner.wait_for(both_generate, timeout_s=60, what="two replicas in the middle of rollouts")
+    # An engine's parent is its replica's process.
+    workers = {psutil.Process(engine).ppid() for engine in engines() - others}
+    assert len(workers) == 2
+    os.kill(min(workers), signal.SIGKILL)
+    killed_at = steps_of(tmp_path)
+    assert killed_at < steps - 30, "too late to show that the run goes on"
+
+    def one_is_forgotten() -> bool:
+        now = status(ray_head, name)
+        if now:  # the run's actors end with the run
+            seen.append(now)
+        return len(seen[-1]["replicas"]) == 1 and seen[-1]["account"]["events"]["ticket_expired"] > 0
+
+    learner.wait_for(one_is_forgotten, timeout_s=90, what="expired tickets")
+    assert learner.wait(200) == 0, learner.output()[-3000:]
+    assert pool.wait(90) == 0, pool.output()[-3000:]
+    assert "is lost: " in pool.output()
+    assert engines() <= others, "the killed replica's engine outlived it"
+
+    events = seen[-1]["account"]["events"]
+    assert events["replica_lost"] >= 1
+    assert events["retry"] >= events["ticket_expired"]
+    assert not [event for event in events if event.startswith("commit_") and events[event]], "a commit was refused"
+    run = tmp_path / name
+    summary = json.loads((run / "summary.json").read_bytes())
+    assert summary["steps"] == steps
+    assert summary["ledger_closed"] is True
+    assert summary["groups_discarded"] == 0
+    assert summary["max_token_staleness"] <= summary["max_group_staleness"] <= 2
+    fates = json.loads((run / "steps.jsonl").read_text().splitlines()[-1])["ledger_groups"]
+    assert {fate: groups for fate, groups in fates.items() if groups} == {"trained": 4 * steps}
+    # Groups are numbered as they are issued: each was trained once, those of the killed replica as well.
+    samples = [line for file in (run / "samples").glob("step-*.jsonl") for line in file.read_text().splitlines()]
+    assert sorted(json.loads(line)["group"] for line in samples) == list(range(4 * steps))
+
+
+def test_down_ends_what_a_killed_deployment_left(
+    run_command: Run, ray_head: str, model_path: str, tmp_path: Path
+) -> None:
+    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path)
+    learner.wait_for(lambda: "waiting for a generator" in learner.output(), timeout_s=READY_S, what="a waiting learner")
+    learner.process.kill()
+    learner.process.wait(30)
+    assert status(ray_head, tmp_path.name), "the buffer outlives a killed deployment"
+    down = run_command("down", tmp_path.name, "--address", ray_head)
+    assert down.wait(60) == 0, down.output()
+    assert {"buffer", "weights"} <= set(re.findall(r"\w+", down.output()))
+    assert status(ray_head, tmp_path.name) == {}
+    again = run_command("down", tmp_path.name, "--address", ray_head)
+    assert again.wait(60) == 0, again.output()
+    assert f"nothing of run {tmp_path.name} was there" in again.output()

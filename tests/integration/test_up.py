@@ -8,6 +8,9 @@ import psutil
 import pytest
 from conftest import QUICKSTART, Run, small_overrides
 
+from asyncrl.config.load import load_config
+from asyncrl.environments.interfaces import build_tasks
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 
 
@@ -25,8 +28,18 @@ def summary_of(run: Path) -> dict[str, Any]:
     return loaded
 
 
+def issued_prompts(run: Path) -> list[str]:
+    """The prompt of every group that was trained; `learner.samples_logged` must be at least the groups of a step."""
+    lines = [line for file in (run / "samples").glob("step-*.jsonl") for line in file.read_text().splitlines()]
+    prompts = {record["group"]: record["prompt"] for record in map(json.loads, lines)}
+    return list(prompts.values())
+
+
 def test_an_asynchronous_run_keeps_its_promises(run_command: Run, model_path: str, tmp_path: Path) -> None:
-    run = run_up(run_command, model_path, tmp_path, "learner.total_steps=25", "staleness.max_versions=2")
+    run = run_up(
+        run_command, model_path, tmp_path,
+        "learner.total_steps=25", "staleness.max_versions=2", "learner.samples_logged=4",
+    )  # fmt: skip
     summary = summary_of(run)
     assert summary["steps"] == 25
     assert summary["ledger_closed"] is True
@@ -41,6 +54,12 @@ def test_an_asynchronous_run_keeps_its_promises(run_command: Run, model_path: st
     assert summary["heldout_last"] is not None
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
     first, last = steps[0], steps[-1]
+    train, heldout = build_tasks(load_config([run / "config.yaml"], []))
+    issued = issued_prompts(run)
+    assert len(issued) == last["ledger_groups"]["trained"] == 100, "the samples show every group that was issued"
+    assert set(issued) <= {task.prompt for task in train}
+    assert heldout
+    assert not set(issued) & {task.prompt for task in heldout}
     for side in ("learner_state_s", "generator_state_s"):
         spent = sum(last[side].values()) - sum(first[side].values())
         assert spent == pytest.approx(last["wall_s"] - first["wall_s"], abs=2.0), side

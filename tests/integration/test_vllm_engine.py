@@ -69,9 +69,9 @@ def trainer(model_path: str) -> Trainer:
 async def test_vllm_keeps_the_contract(
     holds: Callable[..., Awaitable[None]], engine: VLLMEngine, trainer: Trainer
 ) -> None:
-    async def load(step: int) -> None:
+    async def load(step: int, *, on_paused: Callable[[], None] | None = None) -> None:
         trainer.change()
-        await engine.load(*trainer.publication(step))
+        await engine.load(*trainer.publication(step), on_paused=on_paused)
 
     await holds(engine, load)
 

@@ -2,11 +2,12 @@
 
 import itertools
 import math
+import re
 
 import pytest
 
 from asyncrl.buffer.records import Version
-from asyncrl.errors import ManifestMismatch, VersionRegression
+from asyncrl.errors import HandshakeError, ManifestMismatch, VersionRegression
 from asyncrl.weights.manifest import (
     ALIGNMENT_BYTES,
     Bucket,
@@ -94,6 +95,14 @@ def test_the_probe_shows_the_worst_token_and_never_swallows_a_nan() -> None:
     assert probe.max_difference_nats([[-1.0, -2.5], [-3.25]]) == 0.5
     assert math.isnan(probe.max_difference_nats([[math.nan, -2.0], [-3.0]]))
     assert math.isnan(probe.max_difference_nats([[-1.0, -2.0], [math.nan]]))
+
+
+@pytest.mark.parametrize("scores", [[[-1.0], [-3.0]], [[-1.0, -2.0]], [[-1.0, -2.0], [-3.0], []]])
+def test_f25_log_probs_not_as_many_as_the_probes_tokens_fail_the_handshake(scores: list[list[float]]) -> None:
+    probe = Probe(tokens=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.0), (-3.0,)))
+    counts = re.escape(f"{[len(row) for row in scores]} log-probs, the learner with [2, 1]")
+    with pytest.raises(HandshakeError, match=counts):
+        probe.max_difference_nats(scores)
 
 
 def test_a_version_label_that_does_not_parse_is_an_error() -> None:

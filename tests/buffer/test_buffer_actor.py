@@ -1,0 +1,100 @@
+"""The buffer actor's shell: waits that are given up hold nothing, and rows of tickets that are over are cleared."""
+
+import asyncio
+
+import pytest
+from buffer_scenes import finished
+
+from asyncrl.buffer.actor import BufferActor, Failure, ReplicaReport
+from asyncrl.buffer.records import CommitOutcome, Refusal, Reservation, Version
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task
+from asyncrl.errors import FailureClass
+
+FAR_S = 60.0
+NOW = Version(1, 0)
+
+
+class ClearedRows:
+    """A row client that only notes what it is asked to clear."""
+
+    def __init__(self) -> None:
+        self.cleared: list[tuple[str, list[str]]] = []
+
+    async def clear(self, store: str, keys: list[str]) -> None:
+        self.cleared.append((store, keys))
+
+
+def actor(rows: ClearedRows) -> BufferActor:
+    """Room for two groups: η = 0, two groups a step."""
+    config = Config.model_validate(
+        {"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max_versions": 0}}
+    )
+    tasks = [Task(question=str(i), prompt=str(i), answer="") for i in range(20)]
+    return BufferActor(config=config, tasks=tasks, nonce="n", rows=rows)  # type: ignore[arg-type]
+
+
+async def a_waiting_reserve(buffer: BufferActor) -> asyncio.Task[Reservation]:
+    waiting = asyncio.create_task(buffer.reserve("b", NOW, 2, FAR_S))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done(), "a full buffer gave tickets"
+    return waiting
+
+
+async def free_a_slot(buffer: BufferActor, key: str) -> None:
+    await buffer.fail([Failure(key=key, incarnation=1, failure_class=FailureClass.DATA, reason="x")])
+
+
+@pytest.mark.asyncio
+async def test_f16_a_wait_ends_with_a_ticket_as_soon_as_a_slot_is_free() -> None:
+    buffer = actor(ClearedRows())
+    held = await buffer.reserve("a", NOW, 2, 0.0)
+    waiting = await a_waiting_reserve(buffer)
+    await free_a_slot(buffer, held.tickets[0].key)
+    assert len((await waiting).tickets) == 1
+
+
+@pytest.mark.asyncio
+async def test_f16_a_wait_cancelled_in_the_moment_of_its_ticket_leaks_no_slot() -> None:
+    buffer = actor(ClearedRows())
+    held = await buffer.reserve("a", NOW, 2, 0.0)
+    waiting = await a_waiting_reserve(buffer)
+    await free_a_slot(buffer, held.tickets[0].key)  # wakes the wait, which has not run yet
+    waiting.cancel()
+    assert isinstance((await asyncio.gather(waiting, return_exceptions=True))[0], asyncio.CancelledError)
+    assert buffer._buffer.counts().reserved == 1
+    assert len((await buffer.reserve("c", NOW, 9, 0.0)).tickets) == 1, "the slot went to whoever gave up"
+
+
+@pytest.mark.asyncio
+async def test_f16_a_full_buffer_says_why_when_the_wait_is_over() -> None:
+    buffer = actor(ClearedRows())
+    await buffer.reserve("a", NOW, 2, 0.0)
+    assert await buffer.reserve("b", NOW, 2, 0.0) == Reservation(tickets=(), refusal=Refusal.STALENESS)
+
+
+@pytest.mark.asyncio
+async def test_f40_rows_of_a_generator_that_was_declared_dead_are_cleared_and_its_commit_is_refused() -> None:
+    rows = ClearedRows()
+    buffer = actor(rows)
+    (ticket, other) = (await buffer.reserve("zombie", NOW, 2, 0.0)).tickets
+    report = ReplicaReport(
+        actor="zombie",
+        deployment="d",
+        store="rows-1",
+        metrics_address="",
+        state_seconds={},
+        samples=0,
+        completion_tokens=0,
+        weight_updates=0,
+        parity_max_nats=0.0,
+    )
+    await buffer.heartbeat("zombie", NOW, 0, 2, [ticket.key, other.key], report)
+    await buffer.leave("zombie")
+    await asyncio.gather(*buffer._clearing)
+    assert rows.cleared == [("rows-1", [ticket.key, other.key])]
+    (winner, _) = (await buffer.reserve("b", NOW, 2, 0.0)).tickets
+    assert (winner.group, winner.seed) == (ticket.group, ticket.seed)
+    assert winner.key != ticket.key, "rows of two attempts would meet under one key"
+    assert await buffer.commit([finished(winner), finished(ticket)]) == [CommitOutcome.ACCEPTED, CommitOutcome.LATE]

@@ -1,0 +1,43 @@
+"""The fingerprint that both pools compare at the start: equal ids with equal meaning, or not."""
+
+import dataclasses
+
+import pytest
+
+from asyncrl.data.tokenizer import tokenizer_fingerprint
+
+
+@dataclasses.dataclass
+class Vocabulary:
+    """What the fingerprint reads of a tokenizer."""
+
+    ids: dict[str, int]
+    eos_token_id: int | None = 0
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.ids
+
+
+LETTERS = Vocabulary({"<eos>": 0, "a": 1, "b": 2})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Vocabulary({"<eos>": 0, "a": 2, "b": 1}),
+        Vocabulary({"<eos>": 0, "a": 1, "c": 2}),
+        Vocabulary({"<eos>": 0, "a": 1, "b": 2, "c": 3}),
+        Vocabulary({"<eos>": 0, "a": 1}),
+        dataclasses.replace(LETTERS, eos_token_id=2),
+        dataclasses.replace(LETTERS, eos_token_id=None),
+    ],
+    ids=["swapped ids", "another token", "one more", "one less", "another end", "no end"],
+)
+def test_f25_another_tokenizer_or_vocabulary_has_another_fingerprint(other: Vocabulary) -> None:
+    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(LETTERS)
+
+
+def test_f25_the_same_vocabulary_in_another_order_has_the_same_fingerprint_and_shows_its_size() -> None:
+    reordered = Vocabulary({"b": 2, "<eos>": 0, "a": 1})
+    assert tokenizer_fingerprint(reordered) == tokenizer_fingerprint(LETTERS)
+    assert tokenizer_fingerprint(LETTERS).startswith("3:")

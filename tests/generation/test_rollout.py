@@ -1,0 +1,65 @@
+"""One rollout at its edges: what is empty, what does not fit, what the engine returns with columns missing."""
+
+import pytest
+from pool import LengthScorer, Tokenizer
+
+from asyncrl.buffer.records import Ticket, Version
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task
+from asyncrl.errors import DataError, HandshakeError
+from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.rollout import Rollouts, check_completion, finished_group
+
+TICKET = Ticket(
+    group=3, attempt=1, task=Task(question="q", prompt="q", answer="a"), seed=0, version=Version(1, 7),
+    max_staleness_versions=2, replica="a",
+)  # fmt: skip
+
+
+def completion(*tokens: int, text: str = "") -> Completion:
+    return Completion(
+        token_ids=list(tokens), logprobs=[-1.0] * len(tokens), versions=[Version(1, 8)] * len(tokens), text=text,
+        truncated=False,
+    )  # fmt: skip
+
+
+def test_f24_a_group_of_empty_completions_is_as_old_as_its_ticket_and_has_no_token() -> None:
+    group = finished_group(
+        TICKET, prompt_ids=[4, 5], completions=[completion(), completion()], rewards=[0.0, 0.0], replica="a", store="s"
+    )
+    assert (group.meta.oldest, group.meta.newest, group.meta.generated_tokens) == (7, 7, 0)
+    assert group.rows["output_lengths"].tolist() == [0, 0]
+    assert all(len(group.rows[name]) == 0 for name in ("output_ids", "logprobs", "weight_versions"))
+
+
+def test_f24_a_completion_of_only_the_end_token_is_one_token() -> None:
+    group = finished_group(
+        TICKET, prompt_ids=[4, 5], completions=[completion(1), completion()], rewards=[0.0, 0.0], replica="a", store="s"
+    )
+    assert (group.meta.oldest, group.meta.newest, group.meta.completion_tokens) == (8, 8, (1, 0))
+
+
+@pytest.mark.parametrize("prompt", ["", "abcdefgh"])
+@pytest.mark.asyncio
+async def test_f24_a_prompt_that_leaves_no_room_or_says_nothing_is_a_data_failure(prompt: str) -> None:
+    config = Config.model_validate({"model": {"max_length": 8}, "data": {"max_prompt_tokens": 40}})
+    rollouts = Rollouts(
+        config=config, engine=None, tokenizer=Tokenizer(), scorer=LengthScorer(), replica="a", store="s"
+    )  # type: ignore[arg-type]  # fmt: skip
+    with pytest.raises(DataError, match="1 to 7 fit"):
+        await rollouts.answer(Task(question="q", prompt=prompt, answer=""))
+
+
+@pytest.mark.parametrize("column", ["logprobs", "versions"])
+def test_f25_columns_that_are_not_as_long_as_the_tokens_do_not_pass(column: str) -> None:
+    good = completion(4, 5)
+    check_completion(good)
+    kept = {
+        "token_ids": [4, 5],
+        "logprobs": [-1.0] * 2,
+        "versions": [Version(1, 8)] * 2,
+        "text": "",
+        "truncated": False,
+    }
+    with pytest.raises(HandshakeError, match="returned 2 tokens with"):
+        check_completion(Completion(**(kept | {column: kept[column][:1]})))  # type: ignore[arg-type, index]

@@ -1,0 +1,34 @@
+"""Weights through Ray's object store: what is lost on the way has a name of its own."""
+
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError, OwnerDiedError
+
+from asyncrl.errors import ManifestVoid, WeightError
+from asyncrl.weights.transports import object_store
+from asyncrl.weights.transports.object_store import ObjectStoreTransport
+
+
+def failing_with(error: Exception) -> Any:
+    def get(handles: list[Any], *, timeout: float) -> Any:
+        raise error
+
+    return get
+
+
+@pytest.mark.asyncio
+async def test_f11_a_sender_that_died_before_its_bytes_arrived_voids_the_manifest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    died = OwnerDiedError("00ffffffffffffffffffffff0100000001000000", None, "publisher")  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(object_store.ray, "get", failing_with(died))
+    with pytest.raises(ManifestVoid, match="the process that published these weights is gone"):
+        await ObjectStoreTransport().receive(["handle"], timeout_s=1.0)
+
+
+@pytest.mark.asyncio
+async def test_bytes_that_do_not_arrive_in_time_name_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store.ray, "get", failing_with(GetTimeoutError()))
+    with pytest.raises(WeightError, match=r"weights\.load_timeout_s = 7 s"):
+        await ObjectStoreTransport().receive(["handle"], timeout_s=7.0)
