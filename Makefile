@@ -14,7 +14,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -m "not integration" $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --ignore=tests/integration -m "not integration" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

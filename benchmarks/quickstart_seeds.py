@@ -35,7 +35,7 @@ COLUMNS = {
 def run(seed: int, directory: Path, overrides: list[str]) -> dict[str, Any]:
     """The summary of one run."""
     command = [sys.executable, "-m", "asyncrl", "up", "-c", "configs/quickstart.yaml", f"run.seed={seed}"]
-    command += [f"run.dir={directory}", f"model.path={directory / 'model'}", *overrides]
+    command += [f"model.tiny.seed={seed}", f"run.dir={directory}", f"model.path={directory / 'model'}", *overrides]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=sys.stderr)
     summary: dict[str, Any] = json.loads((directory / "quickstart" / "summary.json").read_bytes())
     return {"seed": seed, **summary}

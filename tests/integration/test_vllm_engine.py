@@ -1,13 +1,12 @@
 """vLLM keeps the engine's contract, loads weights exactly, and survives an update that stopped half way."""
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from engine_contract import CONTRACT, MAX_TOKENS, PROMPT
 from transformers import AutoModelForCausalLM
 
 from asyncrl.buffer.records import Version
@@ -15,9 +14,6 @@ from asyncrl.errors import InfraError, TornReplica
 from asyncrl.generation.actor import expected_parameters
 from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.weights.manifest import Manifest, Probe, check_parameters, layout
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "generation"))
-from engine_contract import CONTRACT, MAX_TOKENS, PROMPT
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
