@@ -10,6 +10,7 @@ AsyncRLError
 │   ├── GeneratorPoolExhausted fewer live replicas than `generator.min_replicas`
 │   ├── StallError             nothing moved within `run.stall_timeout_s` (F5)
 │   ├── PlacementError         Ray has no room for a process within the deadline
+│   ├── ActorGone              the process behind a call has ended
 │   ├── NonFiniteError         too many non-finite steps in a row (F21)
 │   └── StalenessViolation     a token older than the limit reached a batch: our bug
 ├── RolloutError               one rollout failed; every one is INFRA or DATA
@@ -73,6 +74,10 @@ class GeneratorPoolExhausted(RunError):
 
 class StallError(RunError):
     """Nothing moved within `run.stall_timeout_s`."""
+
+
+class ActorGone(RunError):
+    """The process behind a call has ended."""
 
 
 class PlacementError(RunError):

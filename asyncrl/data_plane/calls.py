@@ -6,13 +6,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from asyncrl.errors import AsyncRLError, RunError
+from asyncrl.errors import ActorGone, AsyncRLError
 
 
 async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:
     """Result of an actor call.
 
-    Raises asyncrl's own errors as themselves, RunError when the actor is dead, TimeoutError past the deadline;
+    Raises asyncrl's own errors as themselves, ActorGone when the actor is dead, TimeoutError past the deadline;
     after a timeout or a cancellation the actor is asked to cancel the call.
     """
     try:
@@ -29,4 +29,4 @@ async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:
             raise error.cause from error
         raise
     except RayActorError as error:
-        raise RunError(f"{what}: the process behind it is gone ({error})") from error
+        raise ActorGone(f"{what}: the process behind it is gone ({error})") from error

@@ -21,10 +21,11 @@ class RowStore:
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
 
-    def put(self, key: str, rows: Rows) -> None:
-        """Keeps a group's rows; a repeated put of one key changes nothing."""
-        if key not in self._objects:
-            self._objects[key] = ray.put(rows)
+    def put(self, rows_by_key: dict[str, Rows]) -> None:
+        """Keeps groups' rows, an object each; a repeated put of one key changes nothing."""
+        for key, rows in rows_by_key.items():
+            if key not in self._objects:
+                self._objects[key] = ray.put(rows)
 
     def refs(self, keys: list[str]) -> list[Any]:
         """One reference a key, to be read with `ray.get` where the rows are needed. KeyError names a missing key."""
@@ -47,8 +48,12 @@ class RowClient:
         self._timeout_s = timeout_s
         self._handles: dict[str, Any] = {}
 
-    async def put(self, store: str, key: str, rows: Rows) -> None:
-        await finished(self._handle(store).put.remote(key, rows), timeout_s=self._timeout_s, what=f"storing rows {key}")
+    async def put(self, store: str, rows_by_key: dict[str, Rows]) -> None:
+        await finished(
+            self._handle(store).put.remote(rows_by_key),
+            timeout_s=self._timeout_s,
+            what=f"storing rows of {len(rows_by_key)} groups",
+        )
 
     async def refs(self, store: str, keys: list[str]) -> list[Any]:
         result: list[Any] = await finished(

@@ -19,7 +19,7 @@ from asyncrl.buffer.records import CommitOutcome, GroupMeta, Refusal, Reservatio
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.object_store import Rows
-from asyncrl.errors import DataError, InfraError, RolloutError
+from asyncrl.errors import DataError, InfraError, RolloutError, RunError
 from asyncrl.generation.rollout import FinishedGroup, Rollouts
 from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.catalogue import GENERATOR_STATES
@@ -48,7 +48,7 @@ class Buffer(Protocol):
 class RowSink(Protocol):
     """Where finished rows go."""
 
-    async def put(self, store: str, key: str, rows: Rows) -> None: ...
+    async def put(self, store: str, rows_by_key: dict[str, Rows]) -> None: ...
     async def clear(self, store: str, keys: list[str]) -> None: ...
 
 
@@ -179,7 +179,6 @@ class Generator:
             try:
                 async with asyncio.timeout(self._config.generator.rollout_timeout_s):
                     group = await self._rollouts.run(ticket)
-                    await self._rows.put(self._store, ticket.key, group.rows)
                     if ticket.key in self._spoiled:
                         raise self._spoiled[ticket.key]
             except TimeoutError:
@@ -217,7 +216,6 @@ class Generator:
             self._metrics.reward_failed(reason=error.reason, samples=group_size)
         failure = Failure(key=key, incarnation=incarnation, failure_class=error.failure_class, reason=error.reason)
         await self._buffer.call("fail", [failure])
-        await self._rows.clear(self._store, [key])
         self._settle(key)
 
     # --- delivery -----------------------------------------------------------------------------------------------
@@ -229,6 +227,8 @@ class Generator:
             await self._weights.verdict()
             groups, self._finished = self._finished, []
             self._something_finished.clear()
+            if not await self._stored(groups):
+                continue
             outcomes = await self._buffer.commit([group.meta for group in groups])
             refused: list[str] = []
             for group, outcome in zip(groups, outcomes, strict=True):
@@ -242,6 +242,18 @@ class Generator:
                     refused.append(group.meta.key)
             if refused:
                 await self._rows.clear(self._store, refused)
+
+    async def _stored(self, groups: Sequence[FinishedGroup]) -> bool:
+        """Whether the rows are in the store: metadata must never name rows that are not there."""
+        try:
+            await self._rows.put(self._store, {group.meta.key: group.rows for group in groups})
+        except (RunError, TimeoutError) as error:
+            for group in groups:
+                await self._fail(
+                    group.meta.key, group.meta.incarnation, InfraError(f"rows: {error}", reason="row_store")
+                )
+            return False
+        return True
 
     # --- what a weight update asks of its replica ----------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import InfraError, ManifestMismatch, ManifestVoid, ParityError, TornReplica, WeightError
 from asyncrl.generation.interfaces import InferenceEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
-from asyncrl.weights.manifest import Manifest, check_bucket, check_parameters, is_news
+from asyncrl.weights.manifest import Manifest, check_buckets, check_parameters, is_news
 from asyncrl.weights.parity import parity_tolerance_nats
 from asyncrl.weights.store import Publication
 
@@ -161,8 +161,7 @@ class WeightUpdates:
         seconds = {}
         started_s = self._clock()
         buckets = await self._transport.receive(publication.handles, timeout_s=self._limits.load_timeout_s)
-        for index, data in enumerate(buckets):
-            check_bucket(manifest, index, data)
+        check_buckets(manifest, buckets)
         seconds["fetch"] = self._clock() - started_s
         # From here to the probe's verdict nothing that these weights produced may be committed.
         self._verified.clear()

@@ -16,7 +16,7 @@ from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished
-from asyncrl.errors import RunError, StallError
+from asyncrl.errors import ActorGone, RunError, StallError
 from asyncrl.learner.interfaces import Buffer, RunLog
 from asyncrl.learner.progress import replicas_in_words
 from asyncrl.learner.records import EvalRecord
@@ -31,7 +31,7 @@ class Replicas(Protocol):
     """Generators, by the name of their actor."""
 
     async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float]]:
-        """Greedy rewards, and the version that the replica stands at after them."""
+        """Greedy rewards, and the version that the replica stands at after them. ActorGone when it has ended."""
         ...
 
 
@@ -43,7 +43,10 @@ class ReplicaClient:
         self._timeout_s = timeout_s
 
     async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float]]:
-        handle = ray.get_actor(actor, namespace=self._namespace)
+        try:
+            handle = ray.get_actor(actor, namespace=self._namespace)
+        except ValueError as error:
+            raise ActorGone(f"replica {actor} has ended") from error
         answer: tuple[Version | None, list[float]] = await finished(
             handle.evaluate.remote(list(tasks)), timeout_s=self._timeout_s, what="held-out evaluation"
         )
@@ -73,6 +76,7 @@ class HeldoutEvaluation:
         self._stall_timeout_s = config.run.stall_timeout_s
         self._started_s = started_s
         self._clock = clock
+        self._gone: set[str] = set()
 
     @property
     def wanted(self) -> bool:
@@ -86,7 +90,9 @@ class HeldoutEvaluation:
             status = await self._buffer.status()
             for view in status.replicas:
                 if view.live and view.version == version and view.replica in status.reports:
-                    return status.reports[view.replica].actor
+                    actor = status.reports[view.replica].actor
+                    if actor not in self._gone:
+                        return actor
             if self._clock() > deadline_s:
                 raise StallError(
                     f"no replica has loaded version {version} within run.stall_timeout_s = "
@@ -95,8 +101,18 @@ class HeldoutEvaluation:
             await asyncio.sleep(REPLICA_POLL_S)
 
     async def evaluate(self, version: Version, *, actor: str) -> None:
-        """Has `actor` answer the held-out questions, and records the mean reward as that of `version`."""
-        at, rewards = await self._replicas.evaluate(actor, self._tasks)
+        """Has `actor` answer the held-out questions, and records the mean reward as that of `version`.
+
+        A replica that ends before it has answered is replaced by another one at that version (F2).
+        """
+        while True:
+            try:
+                at, rewards = await self._replicas.evaluate(actor, self._tasks)
+                break
+            except ActorGone as error:
+                logger.warning("held-out evaluation of version %s: %s; another replica is asked", version, error)
+                self._gone.add(actor)
+                actor = await self.replica_at(version)
         if at != version:
             raise RunError(f"replica {actor} evaluated version {at} instead of {version}")
         mean = sum(rewards) / len(rewards)

@@ -1,7 +1,7 @@
 """The manifest of one published version: what its bytes are, how to verify them, and a probe of what they compute.
 
-A replica checks names, shapes and dtypes (`check_parameters`) and every bucket's checksum (`check_bucket`) before it
-applies the first byte: a mismatch is typed and changes nothing.
+A replica checks names, shapes and dtypes (`check_parameters`) and the buckets' number, sizes and checksums
+(`check_buckets`) before it applies the first byte: a mismatch is typed and changes nothing.
 """
 
 import math
@@ -102,22 +102,33 @@ def checksum(data: memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def check_bucket(manifest: Manifest, index: int, data: memoryview) -> None:
-    """Raises ManifestMismatch unless `data` is bucket `index`, byte for byte."""
-    bucket = manifest.buckets[index]
-    nbytes = data.nbytes
-    if nbytes != bucket.nbytes:
+def check_buckets(manifest: Manifest, buckets: Sequence[memoryview]) -> None:
+    """Raises ManifestMismatch unless `buckets` are the manifest's, byte for byte, and every tensor lies within its."""
+    refused = f"weights {manifest.version}: "
+    if len(buckets) != len(manifest.buckets):
         raise ManifestMismatch(
-            f"weights {manifest.version}: bucket {index} has {nbytes} bytes, the manifest says {bucket.nbytes}; "
-            "nothing was applied"
+            f"{refused}{len(buckets)} buckets arrived, the manifest has {len(manifest.buckets)}; nothing was applied"
         )
-    found = checksum(data)
-    if found != bucket.checksum:
-        names = ", ".join(entry.name for entry in manifest.tensors_of(index)[:3])
-        raise ManifestMismatch(
-            f"weights {manifest.version}: checksum of bucket {index} (with {names}) is {found}, the manifest says "
-            f"{bucket.checksum}; nothing was applied"
-        )
+    for entry in manifest.tensors:
+        end = entry.offset + entry.nbytes
+        if entry.bucket >= len(buckets) or end > manifest.buckets[entry.bucket].nbytes:
+            raise ManifestMismatch(
+                f"{refused}{entry.name} ends at byte {end} of bucket {entry.bucket}, which is not there; "
+                "nothing was applied"
+            )
+    for index, (bucket, data) in enumerate(zip(manifest.buckets, buckets, strict=True)):
+        if data.nbytes != bucket.nbytes:
+            raise ManifestMismatch(
+                f"{refused}bucket {index} has {data.nbytes} bytes, the manifest says {bucket.nbytes}; "
+                "nothing was applied"
+            )
+        found = checksum(data)
+        if found != bucket.checksum:
+            names = ", ".join(entry.name for entry in manifest.tensors_of(index)[:3])
+            raise ManifestMismatch(
+                f"{refused}checksum of bucket {index} (with {names}) is {found}, the manifest says "
+                f"{bucket.checksum}; nothing was applied"
+            )
 
 
 def check_parameters(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:

@@ -17,11 +17,12 @@ from asyncrl.generation.generator import Generator
 from asyncrl.generation.rollout import Rollouts
 from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
-from asyncrl.weights.manifest import Manifest, Probe, layout
+from asyncrl.weights.manifest import Bucket, Manifest, Probe, checksum, layout
 from asyncrl.weights.store import Publication, WeightStore
 
 PROBE = (5, 6, 7)
 PARAMETERS = {"w": ((2,), "float32")}
+WEIGHTS = bytes(8)
 TASKS = [Task(question=f"q{index}", prompt=f"q{index}", answer="a") for index in range(200)]
 
 
@@ -38,8 +39,13 @@ class MemoryRows:
     def __init__(self) -> None:
         self.kept: dict[str, Rows] = {}
 
-    async def put(self, store: str, key: str, rows: Rows) -> None:
-        self.kept[key] = rows
+        self.fail_next_put: Exception | None = None
+
+    async def put(self, store: str, rows_by_key: dict[str, Rows]) -> None:
+        if self.fail_next_put is not None:
+            error, self.fail_next_put = self.fail_next_put, None
+            raise error
+        self.kept |= rows_by_key
 
     async def clear(self, store: str, keys: list[str]) -> None:
         for key in keys:
@@ -158,10 +164,10 @@ class Pool:
         self.running[name] = asyncio.create_task(self.generators[name].run())
         return engine
 
-    async def publish(self, step: int, *, parameters: Any = None, handles: list[Any] | None = None) -> None:
+    async def publish(self, step: int, *, parameters: Any = None, handles: Sequence[Any] = (WEIGHTS,)) -> None:
         manifest = manifest_of(step, parameters=parameters)
         await self.buffer.published(manifest.version)
-        await self.store.publish(manifest, handles or [])
+        await self.store.publish(manifest, list(handles))
 
     async def train(self) -> Lease:
         """Leases and acks one step."""
@@ -211,7 +217,8 @@ def manifest_of(step: int, *, parameters: Any = None) -> Manifest:
     shapes = PARAMETERS if parameters is None else parameters
     probe = Probe(tokens=(PROBE,), logprobs=(tuple(log_prob_of(token, version) for token in PROBE[1:]),))
     tensors = layout(((name, shape, dtype, 8) for name, (shape, dtype) in shapes.items()), 2**20)
-    return Manifest(version=version, previous=None, tensors=tensors, buckets=(), probe=probe)
+    bucket = Bucket(nbytes=len(WEIGHTS), checksum=checksum(memoryview(WEIGHTS)))
+    return Manifest(version=version, previous=None, tensors=tensors, buckets=(bucket,), probe=probe)
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -8,6 +8,7 @@ from pool import empty_pool, everything_else_runs, started_pool, until
 from asyncrl import __version__
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.records import Refusal, Version
+from asyncrl.errors import ActorGone
 
 
 @pytest.mark.asyncio
@@ -167,3 +168,17 @@ async def test_f40_a_replica_that_was_declared_dead_clears_the_rows_that_it_come
         leases = [await pool.step() for _ in range(3)]
         assert not mine & {group.meta.key for lease in leases for group in lease.groups}
         assert (await pool.buffer.status()).account.closed
+
+
+@pytest.mark.asyncio
+async def test_f37_groups_whose_rows_could_not_be_stored_are_generated_again() -> None:
+    async with started_pool() as (pool, _):
+        await pool.step()
+        pool.rows.fail_next_put = ActorGone("the process behind it is gone")
+        leases = [await pool.step() for _ in range(4)]
+        assert pool.rows.fail_next_put is None
+        for lease in leases:
+            assert {group.meta.key for group in lease.groups} <= pool.rows.kept.keys()
+        status = await pool.buffer.status()
+        assert status.account.failures["infra/row_store"] > 0
+        assert status.account.closed

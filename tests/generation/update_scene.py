@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fake_engine import FakeEngine
-from pool import PARAMETERS, Clock, Wire, everything_else_runs, manifest_of
+from pool import PARAMETERS, WEIGHTS, Clock, Wire, everything_else_runs, manifest_of
 
 from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
@@ -27,7 +27,7 @@ class ScriptedSource:
         return await self.offered.get()
 
     def offer(self, step: int, *, serial: int) -> None:
-        self.offered.put_nowait(Publication(serial=serial, manifest=manifest_of(step), handles=[]))
+        self.offered.put_nowait(Publication(serial=serial, manifest=manifest_of(step), handles=[WEIGHTS]))
 
 
 class Scene:

@@ -14,7 +14,7 @@ from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, LeaseWait, T
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.object_store import Rows
-from asyncrl.errors import FailureClass
+from asyncrl.errors import ActorGone, FailureClass
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.interfaces import RunLog
 from asyncrl.learner.loop import LearnerLoop
@@ -182,6 +182,7 @@ class Scene:
         self.metrics = LearnerMetrics()
         self.loaded: Version | None = None
         self.asked: list[tuple[Version | None, int]] = []
+        self.ended: set[str] = set()
         self.actor = BufferActor(
             config=self.config,
             tasks=TASKS,
@@ -225,13 +226,15 @@ class Scene:
 
     # The replica.
 
-    async def deliver(self, version: Version) -> None:
+    async def deliver(self, version: Version, *, replica: str = "a") -> None:
         await self.actor.published(version)
         self.loaded = version
-        await self._heartbeat()
+        await self._heartbeat(replica)
 
     async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float]]:
-        assert actor == "generator-a"
+        if actor in self.ended:
+            raise ActorGone(f"replica {actor} has ended")
+        assert actor in ("generator-a", "generator-b")
         self.asked.append((self.loaded, len(tasks)))
         return self.loaded, [0.25] * len(tasks)
 
@@ -255,9 +258,9 @@ class Scene:
     async def _tickets(self) -> tuple[Ticket, ...]:
         return (await self.actor.reserve("a", self.loaded or Version(1, 0), 2 * GROUPS_PER_STEP, 0.0)).tickets
 
-    async def _heartbeat(self) -> None:
+    async def _heartbeat(self, replica: str = "a") -> None:
         report = ReplicaReport(
-            actor="generator-a",
+            actor=f"generator-{replica}",
             deployment="d",
             store="rows",
             metrics_address="",
@@ -267,7 +270,7 @@ class Scene:
             weight_updates=len(self.publisher.history),
             parity_max_nats=2e-6,
         )
-        await self.actor.heartbeat("a", self.loaded, 2 * GROUPS_PER_STEP, 0, (), report)
+        await self.actor.heartbeat(replica, self.loaded, 2 * GROUPS_PER_STEP, 0, (), report)
 
 
 def _rows(ticket: Ticket) -> Rows:

@@ -39,3 +39,14 @@ async def test_without_heldout_prompts_nothing_is_asked_and_nothing_recorded() -
     assert scene.asked == []
     assert scene.log.evals == []
     assert len(scene.log.steps) == 3
+
+
+@pytest.mark.asyncio
+async def test_f2_a_replica_that_ends_before_it_has_answered_is_replaced_by_another() -> None:
+    scene = Scene()
+    await scene.deliver(Version(1, 0))
+    await scene.deliver(Version(1, 0), replica="b")
+    scene.ended = {"generator-a"}
+    await scene.heldout.evaluate(Version(1, 0), actor=await scene.heldout.replica_at(Version(1, 0)))
+    assert [record.reward_mean for record in scene.log.evals] == [0.25]
+    assert await scene.heldout.replica_at(Version(1, 0)) == "generator-b", "an ended replica is not asked again"

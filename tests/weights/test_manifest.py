@@ -13,7 +13,7 @@ from asyncrl.weights.manifest import (
     Bucket,
     Manifest,
     Probe,
-    check_bucket,
+    check_buckets,
     check_parameters,
     checksum,
     is_news,
@@ -71,13 +71,29 @@ def test_f12_a_wrong_name_shape_or_dtype_is_refused_and_named(
         check_parameters(manifest_of(parameters), EXPECTED)
 
 
-def test_f12_a_flipped_bit_or_a_missing_byte_is_refused() -> None:
-    manifest = manifest_of(PARAMETERS, b"bytes")
-    check_bucket(manifest, 0, memoryview(b"bytes"))
-    with pytest.raises(ManifestMismatch, match="checksum of bucket 0"):
-        check_bucket(manifest, 0, memoryview(b"bytez"))
-    with pytest.raises(ManifestMismatch, match="4 bytes"):
-        check_bucket(manifest, 0, memoryview(b"byte"))
+BYTES = b"b" * 256
+
+
+@pytest.mark.parametrize(
+    ("buckets", "named"),
+    [
+        ([b"b" * 255 + b"c"], "checksum of bucket 0 .with a.weight"),
+        ([BYTES[1:]], "255 bytes, the manifest says 256"),
+        ([], "0 buckets arrived, the manifest has 1"),
+        ([BYTES, b""], "2 buckets arrived"),
+    ],
+)
+def test_f12_a_flipped_bit_a_missing_byte_or_a_missing_bucket_is_refused(buckets: list[bytes], named: str) -> None:
+    manifest = manifest_of(PARAMETERS, BYTES)
+    check_buckets(manifest, [memoryview(BYTES)])
+    with pytest.raises(ManifestMismatch, match=named):
+        check_buckets(manifest, [memoryview(data) for data in buckets])
+
+
+def test_f12_a_tensor_beyond_its_bucket_is_refused_and_named() -> None:
+    manifest = manifest_of(PARAMETERS, BYTES[:100])
+    with pytest.raises(ManifestMismatch, match=r"ends at byte .* of bucket 0, which is not there"):
+        check_buckets(manifest, [memoryview(BYTES[:100])])
 
 
 def test_f13_a_repeated_version_is_no_news_and_an_older_one_is_a_regression() -> None:
