@@ -55,13 +55,13 @@ class TinyModelSection(Section):
     """Width of the model."""
     layers: PositiveInt = 3
     """Number of decoder layers."""
-    heads: PositiveInt = 8
+    heads: PositiveInt = 4
     """Number of attention heads; also of key-value heads."""
     head_dim: Annotated[int, Field(ge=32)] = 32
     """Width of an attention head; vLLM on the CPU needs at least 32."""
     warmup_steps: NonNegativeInt = 150
     """Supervised steps, at most, on the environment's own solved examples before reinforcement learning starts."""
-    warmup_accuracy: Fraction = 0.1
+    warmup_accuracy: Fraction = 0.13
     """Once this share of the last 128 or more examples was answered exactly, `warmup_decay_steps` are left: the rest
     is left to reinforcement learning."""
     warmup_decay_steps: PositiveInt = 20
