@@ -28,15 +28,14 @@ def learner(files: ConfigFiles, overrides: Overrides, address: Address = None) -
 
     from asyncrl.deployment.launch import (
         load_prompts,
-        log_to,
         monotonic_at_process_start,
         ready_model,
+        recorded_run,
         run_until_done,
         use_ray_token,
     )
-    from asyncrl.deployment.run_dir import RunDir
 
-    with RunDir.create(config) as run_dir, log_to(run_dir.log_path("learner", 0)):
+    with recorded_run(config, role="learner") as run_dir:
         from rich.console import Console
 
         use_ray_token()
@@ -64,4 +63,4 @@ def learner(files: ConfigFiles, overrides: Overrides, address: Address = None) -
 
         with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
             summary = run_until_done(main)
-        print_outcome(summary, run_dir.path)
+    print_outcome(summary, run_dir.path)

@@ -22,10 +22,9 @@ def up(files: ConfigFiles, overrides: Overrides) -> None:
     config, warnings = checked_config(files, overrides)
     print_warnings(warnings)
 
-    from asyncrl.deployment.launch import log_to, monotonic_at_process_start, run_until_done, use_ray_token
-    from asyncrl.deployment.run_dir import RunDir
+    from asyncrl.deployment.launch import monotonic_at_process_start, recorded_run, run_until_done, use_ray_token
 
-    with RunDir.create(config) as run_dir, log_to(run_dir.log_path("up", 0)):
+    with recorded_run(config, role="up") as run_dir:
         from rich.console import Console
 
         if config.ray.address is not None:
@@ -44,4 +43,4 @@ def up(files: ConfigFiles, overrides: Overrides) -> None:
                 report=console.print,
             )
             summary = run_until_done(run.run)
-        print_outcome(summary, run_dir.path)
+    print_outcome(summary, run_dir.path)

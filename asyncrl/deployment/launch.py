@@ -16,7 +16,10 @@ from typing import Any, TypeVar
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
+from asyncrl.deployment.report import write_report
+from asyncrl.deployment.run_dir import RunDir
 from asyncrl.environments.prompt_lengths import fitting
+from asyncrl.errors import AsyncRLError
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +91,23 @@ def log_to(path: Path | None) -> Iterator[None]:
         for handler in handlers:
             root.removeHandler(handler)
             handler.close()
+
+
+@contextlib.contextmanager
+def recorded_run(config: Config, *, role: str) -> Iterator[RunDir]:
+    """The directory of `config.run` and a log in it, for this process; its report when the run ends, however it ends.
+
+    Raises RunLocked when another process has the directory.
+    """
+    run_dir = RunDir.create(config)
+    try:
+        with run_dir, log_to(run_dir.log_path(role, 0)):
+            yield run_dir
+    finally:
+        try:
+            write_report(run_dir.path)  # once run.json says how the run ended
+        except (AsyncRLError, OSError) as error:
+            logger.error("no report of %s: %s", run_dir.path, error)
 
 
 def use_ray_token() -> None:

@@ -14,7 +14,6 @@ from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, tokenizer_fing
 from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run
 from asyncrl.deployment.launch import Prompts, fitting_prompts
 from asyncrl.deployment.live import LiveView
-from asyncrl.deployment.report import write_report
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.view import live_view
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
@@ -158,13 +157,12 @@ class LearnerDeployment:
         return await self._loop.run(stop)
 
     async def _close_books(self, policy: LMPolicy, totals: RunTotals) -> Summary | None:
-        """Final weights, summary and report."""
+        """Final weights and summary."""
         if not any(record.trained for record in self._steps):
             return None
         await policy.save_hf(self._run_dir.path / "checkpoints" / f"step-{self._steps[-1].version_after}" / "hf")
         summary = build_summary(self._steps, self._evals, totals, staleness_limit=self._config.staleness.max_versions)
         self._run_dir.write_summary(summary)
-        write_report(self._run_dir.path)
         return summary
 
     async def _discover(self, handles: RunHandles) -> None:

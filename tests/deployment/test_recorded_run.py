@@ -1,0 +1,34 @@
+"""However a run ends, its report says how."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.deployment.launch import recorded_run
+from asyncrl.errors import RunError, RunLocked
+
+
+def config_in(path: Path) -> Config:
+    return Config.model_validate({"run": {"name": "quick", "dir": str(path)}})
+
+
+def test_the_report_of_a_finished_run_says_so(tmp_path: Path) -> None:
+    with recorded_run(config_in(tmp_path), role="up") as run_dir:
+        pass
+    assert '<span class="badge finished">' in (run_dir.path / "report.html").read_text()
+
+
+def test_the_report_of_a_failed_run_names_the_cause(tmp_path: Path) -> None:
+    with pytest.raises(RunError), recorded_run(config_in(tmp_path), role="up") as run_dir:
+        raise RunError("the buffer is gone")
+    page = (run_dir.path / "report.html").read_text()
+    assert '<span class="badge failed">' in page
+    assert "the buffer is gone" in page
+
+
+def test_f35_a_run_that_is_refused_leaves_the_other_ones_report_alone(tmp_path: Path) -> None:
+    with recorded_run(config_in(tmp_path), role="up") as run_dir:
+        with pytest.raises(RunLocked), recorded_run(config_in(tmp_path), role="up"):
+            pass
+        assert not (run_dir.path / "report.html").exists()
