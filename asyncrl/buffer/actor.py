@@ -29,7 +29,7 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
-from asyncrl.config.checks import BYTES_PER_TOKEN
+from asyncrl.config.checks import worst_case_group_bytes
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, Task
@@ -95,7 +95,7 @@ def limits_of(config: Config) -> Limits:
         group_size=learner.group_size,
         capacity_groups=config.buffer.capacity_groups or (staleness.max_versions + 1) * learner.groups_per_step,
         capacity_bytes=config.buffer.capacity_bytes,
-        worst_group_bytes=learner.group_size * config.model.max_length * BYTES_PER_TOKEN,
+        worst_group_bytes=worst_case_group_bytes(config),
         total_steps=learner.total_steps,
         max_attempts=config.buffer.max_attempts,
         heartbeat_timeout_s=config.buffer.heartbeat_timeout_s,
@@ -165,10 +165,9 @@ class BufferActor:
         """Refuses a pool whose tokenizer or vocabulary differs from the first one's."""
         self._members.handshake(who=who, fingerprint=fingerprint)
 
-    async def keep(self, deployment_id: str) -> RunState:
-        """A deployment lives; where the run stands."""
+    async def keep(self, deployment_id: str) -> None:
+        """A deployment lives."""
         self._members.keep(deployment_id)
-        return self._state
 
     async def detach(self, deployment_id: str) -> int:
         """A deployment leaves; how many are left."""
@@ -185,6 +184,7 @@ class BufferActor:
         self._targets[name] = address
 
     async def status(self) -> RunStatus:
+        replicas = self._buffer.replicas()
         return RunStatus(
             run=self._config.run.name,
             state=self._state,
@@ -197,13 +197,21 @@ class BufferActor:
             capacity_groups=self._limits.capacity_groups,
             counts=self._buffer.counts(),
             account=self._buffer.ledger,
-            replicas=self._buffer.replicas(),
+            replicas=replicas,
             reports=dict(self._reports),
             deployments=tuple(self._members.live()),
             quiet_s=self._clock() - self._progress_at_s,
-            targets=dict(self._targets)
-            | {name: report.metrics_address for name, report in self._reports.items() if report.metrics_address},
+            targets=dict(self._targets) | self._replica_targets(replicas),
         )
+
+    def _replica_targets(self, replicas: Sequence[ReplicaView]) -> dict[str, str]:
+        """Metrics endpoints of the replicas that are there; reports outlive theirs, for the run's totals."""
+        addresses = {
+            view.replica: self._reports[view.replica].metrics_address
+            for view in replicas
+            if view.replica in self._reports
+        }
+        return {name: address for name, address in addresses.items() if address}
 
     # --- generators ---------------------------------------------------------------------------------------------
 
@@ -245,7 +253,8 @@ class BufferActor:
 
     async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
         outcomes = [self._buffer.commit(meta) for meta in metas]
-        self._progress_at_s = self._clock()
+        if CommitOutcome.ACCEPTED in outcomes:
+            self._progress_at_s = self._clock()
         await self._notify()
         return outcomes
 

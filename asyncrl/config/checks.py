@@ -7,6 +7,7 @@ is the caller's to say.
 
 import ipaddress
 import re
+import socket
 import string
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -178,9 +179,9 @@ def _prompt_template(template: str) -> Iterator[str]:
     except ValueError as error:
         yield f"{shown}: is no format string: {error}; write {{{{ and }}}} for braces"
         return
-    unnamed = [name for name in fields if not name.partition("[")[0].isidentifier()]
+    unnamed = [name for name in fields if not name.isidentifier()]
     if unnamed:
-        yield f"{shown}: {{{unnamed[0]}}} names no field of a task; write e.g. {{question}}"
+        yield f"{shown}: {{{unnamed[0]}}} names no field of a task, only plain ones do; write e.g. {{question}}"
     elif not fields:
         yield f"{shown}: names no field, so that every prompt would be the same; write e.g. {{question}}"
 
@@ -209,10 +210,18 @@ def _addresses(config: Config) -> Iterator[str]:
 
 
 def _is_every_address(host: str) -> bool:
+    if host in ("", "*"):
+        return True
     try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:  # a name, or the spellings of "any" that sockets take and ipaddress does not
-        return host in ("", "0", "*")
+        address = ipaddress.ip_address(host)
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return (mapped or address).is_unspecified
+    except ValueError:
+        pass
+    try:
+        return not any(socket.inet_aton(host))  # what sockets take and ipaddress does not: 0, 0.0, 0x0
+    except OSError:
+        return False  # a name
 
 
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (

@@ -148,7 +148,7 @@ class GeneratorSection(Section):
     stop: list[str] = []
     """Strings that end a completion, besides the end-of-sequence token."""
     rollout_timeout_s: PositiveFloat = 120.0
-    """Seconds that one group may take from its start to its commit; then it fails as INFRA."""
+    """Seconds that generating and scoring one group may take; then it fails as INFRA."""
     max_data_failures: PositiveInt = 16
     """DATA failures in a row, over the pool, that stop the run."""
     startup_timeout_s: PositiveFloat = 300.0

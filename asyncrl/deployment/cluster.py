@@ -5,11 +5,13 @@ placement has a deadline: on a cluster without room Ray would wait for ever with
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,35 +40,49 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     """Starts a Ray of our own in this process's care, sized for the config; its address. Ends with the process."""
     logical_cpus = generators * config.generator.replicas * config.generator.cpus
     logical_cpus += config.learner.ranks * config.learner.cpus
-    context: Any = ray.init(
-        address="local",  # never whatever cluster happens to run here
-        num_cpus=max(1, round(logical_cpus + 0.5)),
-        include_dashboard=False,
-        namespace=config.run.name,
-        object_store_memory=config.ray.object_store_mb * 2**20,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        configure_logging=False,
-        _node_ip_address=LOCALHOST,
-    )
+    with _sigterm_stays_ours():
+        context: Any = ray.init(
+            address="local",  # never whatever cluster happens to run here
+            num_cpus=max(1, round(logical_cpus + 0.5)),
+            include_dashboard=False,
+            namespace=config.run.name,
+            object_store_memory=config.ray.object_store_mb * 2**20,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            configure_logging=False,
+            _node_ip_address=LOCALHOST,
+        )
     return str(context.address_info["address"])
 
 
 def join(address: str, *, namespace: str) -> None:
     """Joins a running cluster. RunError says how to start one."""
     try:
-        ray.init(
-            address=address,
-            namespace=namespace,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            configure_logging=False,
-        )
+        with _sigterm_stays_ours():
+            ray.init(
+                address=address,
+                namespace=namespace,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                configure_logging=False,
+            )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise RunError(
             f"no Ray cluster answers at ray.address = {address!r} ({str(error).splitlines()[0]}); start one with "
             "`ray start --head --num-cpus=4`, or use `asyncrl up`"
         ) from error
+
+
+@contextlib.contextmanager
+def _sigterm_stays_ours() -> Iterator[None]:
+    """`ray.init` installs a SIGTERM handler of its own, which ends all of Ray and then the process: no clean end."""
+    ours = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(ours):  # whoever asked for none keeps Ray's
+            signal.signal(signal.SIGTERM, ours)
+            signal.siginterrupt(signal.SIGTERM, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +146,13 @@ async def leave_run(handles: RunHandles, *, namespace: str) -> None:
 
 
 async def keep_attached(handles: RunHandles, *, every_s: float) -> None:
-    """Tells the buffer that this deployment lives, for ever; RunError when the buffer is gone."""
+    """Tells the buffer that this deployment lives, until cancelled. A call that fails is logged and made again: what a
+    dead buffer means is for those to say who need an answer of it."""
     while True:
-        await handles.buffer.call("keep", handles.deployment.id)
+        try:
+            await handles.buffer.call("keep", handles.deployment.id)
+        except (RunError, TimeoutError) as error:
+            logger.warning("the buffer did not hear that %s lives: %s", handles.deployment.id, error)
         await asyncio.sleep(every_s)
 
 

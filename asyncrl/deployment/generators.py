@@ -17,7 +17,7 @@ import ray
 from asyncrl.buffer.membership import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import finished
-from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, leave_run, placed
+from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run, placed
 from asyncrl.deployment.launch import Prompts
 from asyncrl.errors import GeneratorPoolExhausted, StallError
 from asyncrl.generation.actor import GeneratorActor, ReplicaProcesses
@@ -54,9 +54,13 @@ class GeneratorDeployment:
         # Replicas import vLLM, the longest part of a start, while prompts and the run's actors come to be.
         replicas = [self._make() for _ in range(self._config.generator.replicas)]
         handles: RunHandles | None = None
+        keeping: asyncio.Task[None] | None = None
         try:
             tasks = (await self._prompts).train
             handles = await enter_run(self._config, role=Role.GENERATOR, deployment=self._id, tasks=tasks)
+            # From the first moment on, also while engines start or drain: the last *live* deployment ends the run.
+            every_s = self._config.buffer.heartbeat_timeout_s / 5
+            keeping = asyncio.create_task(keep_attached(handles, every_s=every_s), name="keep attached")
             self.phase = "starting engines"
             if await self._started(replicas, stop):
                 self.phase = "generating"
@@ -66,6 +70,8 @@ class GeneratorDeployment:
         finally:
             self.phase = "closing"
             await self._end(replicas)
+            if keeping is not None:
+                keeping.cancel()
             if handles is not None:
                 with contextlib.suppress(Exception):
                     await leave_run(handles, namespace=self._config.run.name)
@@ -91,7 +97,7 @@ class GeneratorDeployment:
                 name=name,
                 namespace=self._config.run.name,
                 num_cpus=generator.cpus,
-                num_gpus=generator.gpus * generator.tensor_parallel_size,
+                num_gpus=generator.gpus,
                 max_restarts=0,
                 max_concurrency=ACTOR_CONCURRENCY,
             )
@@ -125,11 +131,10 @@ class GeneratorDeployment:
         """Until the run ends, `stop` is set, or fewer than `min_replicas` live."""
         lost: list[str] = []
         while not stop.is_set():
-            state: RunState = await handles.buffer.call("keep", handles.deployment.id)
-            if state in (RunState.FINISHED, RunState.FAILED):
-                logger.info("the run is %s", state)
-                return
             status = await handles.buffer.status()
+            if status.state in (RunState.FINISHED, RunState.FAILED):
+                logger.info("the run is %s", status.state)
+                return
             if status.state is RunState.RUNNING and status.quiet_s > self._config.run.stall_timeout_s:
                 raise StallError(
                     f"nothing was committed or trained for {status.quiet_s:.0f} s (run.stall_timeout_s = "

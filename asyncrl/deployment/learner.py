@@ -16,6 +16,7 @@ from asyncrl.deployment.launch import Prompts, fitting_prompts
 from asyncrl.deployment.live import LiveView
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.view import live_view
+from asyncrl.errors import RunError
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publication import Publisher
@@ -169,14 +170,17 @@ class LearnerDeployment:
         """Keeps Prometheus's target file up to date while replicas come and go."""
         known: dict[str, str] = {}
         while True:
-            status: RunStatus = await handles.buffer.status()
-            if status.targets != known:
-                known = dict(status.targets)
-                targets = [
-                    Target(address=address, role=name.partition("-")[0], replica=name)
-                    for name, address in known.items()
-                ]
-                write_targets(self._run_dir.targets_path, run=self._config.run.name, targets=targets)
+            try:
+                status: RunStatus = await handles.buffer.status()
+                if status.targets != known:
+                    targets = [
+                        Target(address=address, role=name.partition("-")[0], replica=name)
+                        for name, address in status.targets.items()
+                    ]
+                    write_targets(self._run_dir.targets_path, run=self._config.run.name, targets=targets)
+                    known = status.targets
+            except (RunError, TimeoutError, OSError) as error:  # a full disk, too, is mended one day
+                logger.warning("%s is not up to date: %s", self._run_dir.targets_path, error)
             await asyncio.sleep(TARGETS_EVERY_S)
 
     async def _show_regularly(self) -> None:
@@ -203,6 +207,9 @@ class LearnerDeployment:
 
 
 def probe_sequences(tokenizer: object, tasks: Sequence[Task], *, max_length: int) -> list[list[int]]:
-    """Fixed sequences for the parity probe: the first prompts, each with its answer."""
-    sequences = [encode_prompt(tokenizer, task.prompt + task.answer)[:max_length] for task in tasks[:PROBE_TASKS]]
+    """Fixed sequences for the parity probe: the first prompts, each with its answer.
+
+    Below `max_length`: an engine that scores a sequence generates one token more, and refuses what leaves no room.
+    """
+    sequences = [encode_prompt(tokenizer, task.prompt + task.answer)[: max_length - 1] for task in tasks[:PROBE_TASKS]]
     return [sequence for sequence in sequences if len(sequence) > 1]

@@ -110,8 +110,8 @@ class GeneratorActor:
         if self._generator is not None:
             self._generator.drain()
 
-    async def evaluate(self, tasks: Sequence[Task]) -> tuple[Version | None, list[float]]:
-        """Greedy rewards and the version that earned them."""
+    async def evaluate(self, tasks: Sequence[Task]) -> tuple[Version | None, list[float | None]]:
+        """The version afterwards, and a greedy reward a task: None where the rollout failed."""
         assert self._generator is not None, "start comes first"
         rewards = await self._generator.evaluate(tasks)
         return self._generator.version, rewards

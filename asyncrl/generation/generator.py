@@ -80,7 +80,9 @@ class Generator:
         self._weights = weights
         self._metrics = metrics
         self._clock = clock
-        self._throttle = Throttler(rate_limit=max(1, round(config.generator.max_starts_per_s)), period=1.0)
+        starts_per_s = config.generator.max_starts_per_s
+        burst = max(1, round(starts_per_s))
+        self._throttle = Throttler(rate_limit=burst, period=burst / starts_per_s)
 
         self._slots = config.generator.max_concurrent_groups
         self._states = SlotStates(self._slots, states=GENERATOR_STATES, initial="idle", clock=clock)
@@ -135,13 +137,20 @@ class Generator:
         self._draining.set()
         self._slot_freed.set()
 
-    async def evaluate(self, tasks: Sequence[Task]) -> list[float]:
-        """Greedy rewards on tasks that are outside the ledger, at most one concurrency slot's worth at a time."""
+    async def evaluate(self, tasks: Sequence[Task]) -> list[float | None]:
+        """Greedy rewards on tasks that are outside the ledger, as many at a time as all slots have sequences.
+
+        None where the rollout failed: it is logged, and is no reason to give up the others.
+        """
         limit = asyncio.Semaphore(self._slots * self._config.learner.group_size)
 
-        async def one(task: Task) -> float:
+        async def one(task: Task) -> float | None:
             async with limit:
-                reward, _ = await self._rollouts.answer(task)
+                try:
+                    reward, _ = await self._rollouts.answer(task)
+                except RolloutError as error:
+                    logger.warning("held-out question %.40r failed (%s): %s", task.question, error.reason, error)
+                    return None
                 return reward
 
         return list(await asyncio.gather(*[one(task) for task in tasks]))
@@ -165,6 +174,8 @@ class Generator:
                 self._held.add(ticket.key)
             for ticket in reservation.tickets:
                 async with self._throttle:
+                    # The replica may have been torn since it asked, and starts nothing until it is whole again.
+                    await self._weights.startable()
                     self._start(ticket)
 
     def _start(self, ticket: Ticket) -> None:
@@ -215,8 +226,12 @@ class Generator:
         if error.reason.startswith("reward_"):
             self._metrics.reward_failed(reason=error.reason, samples=group_size)
         failure = Failure(key=key, incarnation=incarnation, failure_class=error.failure_class, reason=error.reason)
-        await self._buffer.call("fail", [failure])
-        self._settle(key)
+        try:
+            await self._buffer.call("fail", [failure])
+        except (RunError, TimeoutError) as unheard:
+            logger.warning("the buffer did not hear that group %s failed, its ticket expires: %s", key, unheard)
+        finally:
+            self._settle(key)  # a ticket that heartbeats go on naming would never expire
 
     # --- delivery -----------------------------------------------------------------------------------------------
 

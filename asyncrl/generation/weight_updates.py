@@ -193,8 +193,15 @@ class WeightUpdates:
         return {"pause": times.pause_s, "load": times.load_s, "resume": times.resume_s}
 
     async def _probe(self, manifest: Manifest) -> None:
-        probe = manifest.probe
-        scores = await asyncio.gather(*[self._engine.score(tokens) for tokens in probe.tokens])
+        probe, timeout_s = manifest.probe, self._limits.load_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                scores = await asyncio.gather(*[self._engine.score(tokens) for tokens in probe.tokens])
+        except TimeoutError:
+            raise WeightError(
+                f"probing weights {manifest.version} took longer than weights.load_timeout_s = {timeout_s:g} s; the "
+                "engine is ended"
+            ) from None
         difference = probe.max_difference_nats(scores)
         self._metrics.parity(difference)
         if not difference <= self._tolerance_nats:

@@ -30,8 +30,11 @@ REPLICA_POLL_S = 0.1
 class Replicas(Protocol):
     """Generators, by the name of their actor."""
 
-    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float]]:
-        """Greedy rewards, and the version that the replica stands at after them. ActorGone when it has ended."""
+    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | None]]:
+        """The version that the replica stands at afterwards, and a greedy reward a task: None where the rollout failed.
+
+        ActorGone when the replica has ended.
+        """
         ...
 
 
@@ -42,12 +45,12 @@ class ReplicaClient:
         self._namespace = namespace
         self._timeout_s = timeout_s
 
-    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float]]:
+    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | None]]:
         try:
             handle = ray.get_actor(actor, namespace=self._namespace)
         except ValueError as error:
             raise ActorGone(f"replica {actor} has ended") from error
-        answer: tuple[Version | None, list[float]] = await finished(
+        answer: tuple[Version | None, list[float | None]] = await finished(
             handle.evaluate.remote(list(tasks)), timeout_s=self._timeout_s, what="held-out evaluation"
         )
         return answer
@@ -103,6 +106,7 @@ class HeldoutEvaluation:
     async def evaluate(self, version: Version, *, actor: str) -> None:
         """Has `actor` answer the held-out questions, and records the mean reward as that of `version`.
 
+        A rollout that fails is left out of the mean, as in training: one bad question must not end a run.
         A replica that ends before it has answered is replaced by another one at that version (F2).
         """
         while True:
@@ -115,14 +119,18 @@ class HeldoutEvaluation:
                 actor = await self.replica_at(version)
         if at != version:
             raise RunError(f"replica {actor} evaluated version {at} instead of {version}")
-        mean = sum(rewards) / len(rewards)
+        answered = [reward for reward in rewards if reward is not None]
+        if not answered:
+            logger.error("held-out evaluation of version %s: none of %d rollouts got a reward", version, len(rewards))
+            return
+        mean = sum(answered) / len(answered)
         self._metrics.heldout(mean)
         self._log.append_eval(
             EvalRecord(
                 version=version.step,
                 wall_s=self._clock() - self._started_s,
-                prompts=len(rewards),
+                prompts=len(answered),
                 reward_mean=mean,
             )
         )
-        logger.info("held-out reward of version %s over %d prompts: %.3f", version, len(rewards), mean)
+        logger.info("held-out reward of version %s over %d prompts: %.3f", version, len(answered), mean)

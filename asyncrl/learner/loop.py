@@ -6,6 +6,7 @@ state-seconds.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -80,7 +81,7 @@ class LearnerLoop:
         await self._buffer.call("pause")
         version = (await self._buffer.status()).version
         await self._publish(version)
-        await self._evaluate(version)
+        await self._evaluate(version, stop)
         await self._buffer.call("resume")
         await self._buffer.call("set_state", RunState.RUNNING)
         self.phase = "training"
@@ -91,14 +92,15 @@ class LearnerLoop:
             try:
                 version = await self._step(lease)
             except BaseException:
-                # Refused and counted when the lease has already ended.
-                await self._buffer.call("give_back", lease.incarnation, lease.step)
+                # Refused and counted when the lease has already ended; what is raised is the first cause.
+                with contextlib.suppress(Exception):
+                    await self._buffer.call("give_back", lease.incarnation, lease.step)
                 raise
         self.phase = "closing"
         if not stop.is_set():
             if self._publisher.published != version:
                 await self._publish(version)
-            await self._evaluate(version)
+            await self._evaluate(version, stop)
         await self._publisher.settle()
         return self._recorder.run_totals(await self._buffer.status())
 
@@ -215,12 +217,25 @@ class LearnerLoop:
         with self._states.within("publish"):
             await self._publisher.publish(version)
 
-    async def _evaluate(self, version: Version) -> None:
-        """Greedy held-out reward of `version`, by whichever replica has loaded it first."""
+    async def _evaluate(self, version: Version, stop: asyncio.Event) -> None:
+        """Held-out evaluation of `version`, given up at `stop`: the generators may be on their way out as well."""
         await self._publisher.settle()
         if not self._heldout.wanted:
             return
         await self._buffer.call("pause")
+        evaluation = asyncio.create_task(self._heldout_reward(version), name=f"evaluation of {version}")
+        stopping = asyncio.create_task(stop.wait(), name="stopping")
+        try:
+            await asyncio.wait([evaluation, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if evaluation.done():
+                evaluation.result()
+        finally:
+            for task in (evaluation, stopping):
+                task.cancel()
+            await asyncio.gather(evaluation, stopping, return_exceptions=True)
+
+    async def _heldout_reward(self, version: Version) -> None:
+        """Greedy, by whichever replica has loaded `version` first."""
         self.phase = f"waiting for a generator at version {version}"
         actor = await self._heldout.replica_at(version)
         self.phase = f"evaluating version {version}"

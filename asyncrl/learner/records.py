@@ -60,7 +60,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One held-out evaluation of the weights that `version` steps made."""
+    """One held-out evaluation of the weights that `version` steps made; `prompts` is how many got a reward."""
 
     version: int
     wall_s: float

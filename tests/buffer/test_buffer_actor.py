@@ -1,6 +1,7 @@
 """The buffer actor's shell: waits that are given up hold nothing, and rows of tickets that are over are cleared."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from buffer_scenes import finished
@@ -98,3 +99,20 @@ async def test_f40_rows_of_a_generator_that_was_declared_dead_are_cleared_and_it
     assert (winner.group, winner.seed) == (ticket.group, ticket.seed)
     assert winner.key != ticket.key, "rows of two attempts would meet under one key"
     assert await buffer.commit([finished(winner), finished(ticket)]) == [CommitOutcome.ACCEPTED, CommitOutcome.LATE]
+
+
+@pytest.mark.asyncio
+async def test_f5_only_a_commit_that_is_accepted_is_progress() -> None:
+    now_s = 0.0
+    config = Config.model_validate({"learner": {"groups_per_step": 2, "group_size": 2}})
+    tasks = [Task(question="q", prompt="q", answer="")]
+    rows: Any = ClearedRows()
+    buffer = BufferActor(config=config, tasks=tasks, nonce="n", rows=rows, clock=lambda: now_s)
+    [ticket] = (await buffer.reserve("a", NOW, 1, 0.0)).tickets
+    now_s = 5.0
+    assert await buffer.commit([finished(ticket)]) == [CommitOutcome.ACCEPTED]
+    assert (await buffer.status()).quiet_s == 0.0
+    now_s = 9.0
+    assert await buffer.commit([finished(ticket)]) == [CommitOutcome.DUPLICATE]
+    await buffer.commit([])
+    assert (await buffer.status()).quiet_s == 4.0, "a watchdog that this resets would never bark"

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task, numbered
 from asyncrl.deployment.launch import Prompts
-from asyncrl.deployment.learner import LearnerDeployment
+from asyncrl.deployment.learner import LearnerDeployment, probe_sequences
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import DatasetError
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -55,3 +55,10 @@ async def test_f33_a_prompt_that_is_too_long_ends_the_run_before_anything_is_pub
                 LearnerMetrics(),
                 asyncio.Event(),
             )
+
+
+def test_probe_sequences_leave_room_for_the_token_that_scoring_generates() -> None:
+    tokenizer = build_tokenizer(max_length=16)
+    tasks = [Task(question="ab", prompt="ab>", answer="ba"), Task(question="", prompt="ab>", answer="b" * 40)]
+    sequences = probe_sequences(tokenizer, tasks, max_length=16)
+    assert [len(sequence) for sequence in sequences] == [5, 15]

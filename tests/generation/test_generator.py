@@ -1,14 +1,17 @@
 """A replica asks for nothing before it has loaded, commits only what is verified, and settles every ticket."""
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from pool import empty_pool, everything_else_runs, started_pool, until
+from pool import TASKS, empty_pool, everything_else_runs, started_pool, until
 
 from asyncrl import __version__
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.records import Refusal, Version
-from asyncrl.errors import ActorGone
+from asyncrl.data.prompts import Task
+from asyncrl.errors import ActorGone, DataError
 
 
 @pytest.mark.asyncio
@@ -182,3 +185,65 @@ async def test_f37_groups_whose_rows_could_not_be_stored_are_generated_again() -
         status = await pool.buffer.status()
         assert status.account.failures["infra/row_store"] > 0
         assert status.account.closed
+
+
+@pytest.mark.asyncio
+async def test_a_failure_that_the_buffer_did_not_hear_of_expires() -> None:
+    async with empty_pool() as pool:
+        pool.scorer.fail = True
+        pool.add("a")
+        generator = pool.generators["a"]
+        call = generator._buffer.call
+
+        async def unheard(method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+            if method == "fail":
+                raise TimeoutError("the buffer's fail took longer than 30 s")
+            return await call(method, *arguments, wait_s=wait_s)
+
+        generator._buffer.call = unheard  # type: ignore[method-assign]
+        await pool.publish(0)
+        await until(lambda: pool.counts.reserved == 8 and not generator._running)
+        assert not generator._held, "heartbeats would keep these tickets for ever"
+        pool.clock.now_s += 100.0
+        await generator.report()
+        assert len(pool.buffer._buffer.expire()) == 8
+
+
+@pytest.mark.asyncio
+async def test_a_heldout_question_whose_reward_fails_does_not_spoil_the_others() -> None:
+    async with started_pool() as (pool, engine):
+        await until(lambda: engine.version is not None)
+        score = pool.scorer.score
+
+        async def picky(task: Task, completions: Sequence[str]) -> list[float]:
+            if task is TASKS[1]:
+                raise DataError("the reward raised", reason="reward_raised")
+            return await score(task, completions)
+
+        pool.scorer.score = picky  # type: ignore[method-assign]
+        rewards = await pool.generators["a"].evaluate(TASKS[:3])
+        assert [reward is None for reward in rewards] == [False, True, False]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("starts_per_s", "burst", "period_s"), [(0.25, 1, 4.0), (2.4, 2, 2 / 2.4), (200.0, 200, 1.0)])
+async def test_the_pace_of_starts_is_the_configured_one_below_one_a_second_too(
+    starts_per_s: float, burst: int, period_s: float
+) -> None:
+    async with empty_pool(generator={"max_starts_per_s": starts_per_s}) as pool:
+        pool.add("a")
+        throttle = pool.generators["a"]._throttle
+        assert (throttle.rate_limit, throttle.period) == (burst, pytest.approx(period_s))
+
+
+@pytest.mark.asyncio
+async def test_the_endpoint_of_a_replica_that_left_is_no_target_any_more() -> None:
+    async with started_pool() as (pool, _):
+        pool.generators["a"]._metrics_address = "127.0.0.1:9"
+        await pool.generators["a"].report()
+        assert (await pool.buffer.status()).targets == {"a": "127.0.0.1:9"}
+        pool.generators["a"].drain()
+        await pool.running["a"]
+        status = await pool.buffer.status()
+        assert status.targets == {}
+        assert "a" in status.reports, "the run's totals still count it"

@@ -162,6 +162,36 @@ async def test_a_group_of_weights_that_fail_the_probe_is_not_committed_after_the
         assert (await pool.buffer.status()).account.fates[Fate.FAILED].groups == 0
 
 
+@pytest.mark.asyncio
+async def test_f11_tickets_that_arrive_while_the_replica_is_torn_wait_for_a_whole_update() -> None:
+    async with started_pool() as (pool, engine):
+        await until(lambda: pool.counts.ready == 8)  # full: the replica's next reserve waits in the buffer
+        await pool.train()
+        may_mend, load = asyncio.Event(), engine.load
+
+        async def loads_again_when_told(manifest: Manifest, buckets: Any, **options: Any) -> LoadTimes:
+            if manifest.version in engine.loads:
+                await may_mend.wait()
+                engine.score_error_nats = 0.0
+            return await load(manifest, buckets, **options)
+
+        engine.load = loads_again_when_told  # type: ignore[method-assign]
+        engine.score_error_nats = 0.5
+        await pool.publish(1)
+        generator = pool.generators["a"]
+        await until(lambda: engine.loads == [Version(1, 0), Version(1, 1)] and generator.version is None)
+        ready = next(iter(pool.buffer._buffer._groups.ready.slots())).ticket.key
+        await pool.buffer.rows_lost([ready])
+        await until(lambda: generator._held)
+        await everything_else_runs()
+        assert generator._held
+        assert not generator._running, "a torn replica starts nothing"
+        assert not generator._finished
+        may_mend.set()
+        await until(lambda: pool.counts.ready >= 4)
+        assert generator.version == Version(1, 1)
+
+
 # --- alone --------------------------------------------------------------------------------------------------------
 
 
@@ -303,3 +333,18 @@ async def test_every_nth_update_is_probed_and_always_the_first(make_scene: MakeS
         scene.source.offer(step, serial=step + 1)
     await until(lambda: scene.updates.updates == 7)
     assert probed == [Version(1, 0), Version(1, 2), Version(1, 5)]
+
+
+@pytest.mark.asyncio
+async def test_f10_a_probe_that_hangs_ends_the_replica_and_names_the_knob(make_scene: MakeScene) -> None:
+    scene = make_scene(load_timeout_s=0.001)
+
+    async def hang(tokens: Any) -> list[float]:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    scene.engine.score = hang  # type: ignore[method-assign]
+    scene.source.offer(0, serial=1)
+    with pytest.raises(WeightError, match=r"probing weights 1\.0 took longer than weights\.load_timeout_s = 0\.001 s"):
+        await scene.running
+    assert scene.updates.version is None, "unverified weights are nobody's version"

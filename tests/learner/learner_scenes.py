@@ -231,7 +231,7 @@ class Scene:
         self.loaded = version
         await self._heartbeat(replica)
 
-    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float]]:
+    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | None]]:
         if actor in self.ended:
             raise ActorGone(f"replica {actor} has ended")
         assert actor in ("generator-a", "generator-b")

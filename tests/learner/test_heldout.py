@@ -1,10 +1,13 @@
 """Held-out rewards belong to the version that they are recorded for, and the wait for a replica ends."""
 
+from collections.abc import Sequence
+
 import pytest
 from learner_scenes import Scene
 
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.records import Version
+from asyncrl.data.prompts import Task
 from asyncrl.errors import RunError, StallError
 
 
@@ -50,3 +53,18 @@ async def test_f2_a_replica_that_ends_before_it_has_answered_is_replaced_by_anot
     await scene.heldout.evaluate(Version(1, 0), actor=await scene.heldout.replica_at(Version(1, 0)))
     assert [record.reward_mean for record in scene.log.evals] == [0.25]
     assert await scene.heldout.replica_at(Version(1, 0)) == "generator-b", "an ended replica is not asked again"
+
+
+@pytest.mark.asyncio
+async def test_rollouts_that_failed_are_left_out_of_the_mean_and_are_no_reason_to_end_the_run() -> None:
+    scene = Scene()
+    await scene.deliver(Version(1, 0))
+    answers: list[list[float | None]] = [[0.5, None, 1.0, None], [None] * 4]
+
+    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | None]]:
+        return Version(1, 0), answers.pop(0)
+
+    scene.evaluate = evaluate  # type: ignore[method-assign]
+    await scene.heldout.evaluate(Version(1, 0), actor="generator-a")
+    await scene.heldout.evaluate(Version(1, 0), actor="generator-a")
+    assert [(record.prompts, record.reward_mean) for record in scene.log.evals] == [(2, 0.75)], "nothing of nothing"

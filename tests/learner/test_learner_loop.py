@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from learner_scenes import GROUPS_PER_STEP, Scene, skipped, trained
@@ -10,7 +11,7 @@ from learner_scenes import GROUPS_PER_STEP, Scene, skipped, trained
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.membership import RunState
 from asyncrl.buffer.records import Version
-from asyncrl.errors import NonFiniteError, ParityError, RunError, StallError
+from asyncrl.errors import ActorGone, NonFiniteError, ParityError, RunError, StallError
 from asyncrl.policy.interfaces import StepReport, TrainGroup
 
 
@@ -232,3 +233,41 @@ async def test_prompts_that_nobody_can_answer_stop_the_run_and_name_the_reason()
     scene.buffer.waiting = scene.fail
     with pytest.raises(RunError, match=r"in a row failed.*data/too_long.*generator\.max_data_failures"):
         await scene.run()
+
+
+@pytest.mark.asyncio
+async def test_the_first_cause_is_raised_although_the_lease_could_not_be_given_back() -> None:
+    scene = Scene()
+    scene.trainer.answers = [RuntimeError("rank 1 died")]
+    call = scene.buffer.call
+
+    async def dead(method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+        if method == "give_back":
+            raise ActorGone("the buffer is gone")
+        return await call(method, *arguments, wait_s=wait_s)
+
+    scene.buffer.call = dead  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        await scene.run()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("waits_for", ["a replica", "its answer"])
+async def test_f29_a_stop_does_not_wait_for_an_evaluation(waits_for: str) -> None:
+    scene = Scene()
+    waiting = asyncio.Event()
+
+    async def never(*_: Any, **__: Any) -> Any:
+        waiting.set()
+        await asyncio.Event().wait()
+
+    if waits_for == "a replica":
+        scene.heldout.replica_at = never  # type: ignore[method-assign]
+    else:
+        scene.heldout.evaluate = never  # type: ignore[method-assign]
+    run = asyncio.create_task(scene.run())
+    await waiting.wait()
+    scene.stop.set()
+    await run
+    assert scene.trainer.asked == []
+    assert scene.log.evals == []
