@@ -6,6 +6,7 @@ Each chart carries its numbers as JSON for the page's hover script; without the 
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -157,7 +158,8 @@ def nice_ticks(low: float, high: float, *, about: int = 4) -> list[float]:
 
 def _drawable(ys: Sequence[float | None], *, log: bool) -> list[float | None]:
     """Values with None for what has no place in the picture."""
-    return [y if y is not None and math.isfinite(y) and (y > 0 or not log) else None for y in ys]
+    least = sys.float_info.min if log else -math.inf  # the power of ten below a denormal number would be 0
+    return [y if y is not None and math.isfinite(y) and y >= least else None for y in ys]
 
 
 def _y_axis(values: Sequence[float], *, log: bool) -> tuple[float, float, list[float]]:

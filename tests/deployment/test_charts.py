@@ -5,10 +5,11 @@ import itertools
 import json
 import math
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncrl.deployment import bottleneck, charts, quantities
@@ -67,6 +68,8 @@ def test_ticks_of_a_constant_are_still_a_range() -> None:
     ys=st.lists(st.one_of(st.none(), st.just(math.nan), st.just(math.inf), numbers), min_size=1, max_size=30),
     log=st.booleans(),
 )
+@example(ys=[5e-324], log=True)
+@example(ys=[sys.float_info.min], log=True)
 def test_a_line_chart_stays_in_its_frame_whatever_was_recorded(ys: list[float | None], log: bool) -> None:
     series = [Series(name="a <b> & c", ys=ys, color="blue"), Series(name="dots", ys=ys, color="amber", style="dots")]
     figure = line_chart("A & B", list(range(len(ys))), series, log=log, limit=("limit", 2.0))
