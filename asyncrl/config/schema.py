@@ -65,7 +65,7 @@ class TinyModelSection(Section):
     """Once this share of the last 128 or more examples was answered exactly, `warmup_decay_steps` are left: the rest
     is left to reinforcement learning."""
     warmup_decay_steps: PositiveInt = 20
-    """Last supervised steps, while the learning rate falls to 0; accuracy rises by a third of all tasks meanwhile."""
+    """Last supervised steps, while the learning rate falls to 0; the accuracy still rises meanwhile."""
     warmup_batch_size: PositiveInt = 64
     """Examples in a supervised step."""
     warmup_learning_rate: PositiveFloat = 2e-3

@@ -240,8 +240,7 @@ class Generator:
             await self._something_finished.wait()
             # Nothing is taken before the verdict, or a failed probe would not find it.
             await self._weights.verdict()
-            groups, self._finished = self._finished, []
-            self._something_finished.clear()
+            groups = self._take_finished()
             if not await self._stored(groups):
                 continue
             outcomes = await self._buffer.commit([group.meta for group in groups])
@@ -257,6 +256,11 @@ class Generator:
                     refused.append(group.meta.key)
             if refused:
                 await self._rows.clear(self._store, refused)
+
+    def _take_finished(self) -> list[FinishedGroup]:
+        groups, self._finished = self._finished, []
+        self._something_finished.clear()
+        return groups
 
     async def _stored(self, groups: Sequence[FinishedGroup]) -> bool:
         """Whether the rows are in the store: metadata must never name rows that are not there."""
@@ -278,8 +282,7 @@ class Generator:
 
     async def fail_unverified(self, error: InfraError) -> None:
         self._spoiled |= dict.fromkeys(self._running, error)
-        groups, self._finished = self._finished, []
-        for group in groups:
+        for group in self._take_finished():
             await self._fail(group.meta.key, group.meta.incarnation, error)
 
     async def report(self) -> None:

@@ -49,7 +49,7 @@ def prepare_environment(config: Config) -> None:
 def preload() -> None:
     """Imports what `VLLMEngine.start` needs, and takes it out of the garbage collector's sight.
 
-    The collector would look at every new module again and again: a tenth of the import, and pauses later on.
+    The collector would look at every new module again and again: a tenth of the import's time.
     """
     gc.disable()
     import vllm.v1.engine.async_llm  # noqa: F401

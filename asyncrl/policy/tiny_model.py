@@ -145,8 +145,8 @@ def warm_up(
     that falls to 0 over `warmup_decay_steps`; `warmup_steps` at most.
 
     How many steps a seed needs varies by a third, and the accuracy climbs steeply once it moves: only a rule that
-    looks at the accuracy leaves every seed with about as much to learn. A model that was left in the middle of the
-    climb, without the decay, lost half of its accuracy to the first ten steps of reinforcement learning.
+    looks at the accuracy leaves every seed with about as much to learn. The decay ends the climb on calmer weights than
+    those of a step taken at the full rate.
     """
     if section.warmup_steps and not tasks:
         raise DatasetError("the tiny model needs training tasks to warm up; check data.dataset, or warmup_steps: 0")

@@ -26,7 +26,6 @@ SMALL = [
     "generator.max_completion_tokens=10",
     "eval.prompts=16",
     "staleness.max_versions=2",
-    "weights.publish_every_steps=1",
     "learner.optimizer.warmup_steps=0",
 ]
 
