@@ -11,18 +11,6 @@ import torch
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
-DP_TRAIN_FIELDS = (
-    "input_ids",
-    "input_lengths",
-    "generation_logprobs",
-    "prev_logprobs",
-    "reference_policy_logprobs",
-    "advantages",
-    "token_mask",
-    "sample_mask",
-)
-"""Columns that a loss may read."""
-
 
 class LossType(StrEnum):
     """Whether the loss is normalised by tokens or by sequences."""

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
+from asyncrl.config.load import first_difference
 from asyncrl.errors import HandshakeError, RunLocked, RunMismatch
 
 
@@ -33,6 +34,7 @@ class RunState(StrEnum):
 
     STARTING = "starting"
     RUNNING = "running"
+    CLOSING = "closing"
     FINISHED = "finished"
     FAILED = "failed"
 
@@ -49,13 +51,12 @@ class Membership:
 
     def attach(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
         """Admits a deployment. RunMismatch names the first key that differs, RunLocked the learner that is there."""
-        for key in sorted(self._shared.keys() | shared.keys()):
-            ours, theirs = self._shared.get(key), shared.get(key)
-            if ours != theirs:
-                raise RunMismatch(
-                    f"{key} = {theirs!r}, but the run was started with {ours!r}: use the same config, or another "
-                    "`run.name` for another run"
-                )
+        key = first_difference(self._shared, shared)
+        if key is not None:
+            raise RunMismatch(
+                f"{key} = {shared.get(key)!r}, but the run was started with {self._shared.get(key)!r}: use the same "
+                "config, or another `run.name` for another run"
+            )
         if deployment.role is Role.LEARNER:
             for other in self.live():
                 if other.role is Role.LEARNER and other.id != deployment.id:

@@ -9,6 +9,7 @@ import typer
 from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, command_app, print_warnings
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
 
 app = command_app(help="Show, check or describe a configuration, without starting anything.")
 
@@ -36,4 +37,7 @@ def schema(
     if output is None:
         typer.echo(text)
     else:
-        output.write_text(f"{text}\n", encoding="utf-8")
+        try:
+            output.write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output {output}: {error.strerror}") from None

@@ -31,7 +31,7 @@ def generator(files: ConfigFiles, overrides: Overrides, address: Address = None)
     config, warnings = checked_config(files, overrides)
     print_warnings(warnings)
 
-    from asyncrl.deployment.launch import load_prompts, log_to, ready_model, run_until_done, use_ray_token
+    from asyncrl.deployment.launch import described_model, load_prompts, log_to, run_until_done, use_ray_token
 
     with log_to(None):
         use_ray_token()
@@ -40,7 +40,7 @@ def generator(files: ConfigFiles, overrides: Overrides, address: Address = None)
 
         async def main(stop: asyncio.Event) -> None:
             prompts = asyncio.create_task(load_prompts(config))
-            model = asyncio.create_task(ready_model(config, prompts, report=typer.echo))
+            model = asyncio.create_task(described_model(config, prompts))
             await GeneratorDeployment(config, model_path=model, prompts=prompts).run(stop)
 
         where = ray_address(config, address)

@@ -27,6 +27,7 @@ def learner(files: ConfigFiles, overrides: Overrides, address: Address = None) -
     print_warnings(warnings)
 
     from asyncrl.deployment.launch import (
+        described_model,
         load_prompts,
         monotonic_at_process_start,
         ready_model,
@@ -35,26 +36,28 @@ def learner(files: ConfigFiles, overrides: Overrides, address: Address = None) -
         use_ray_token,
     )
 
+    use_ray_token()
+    from asyncrl.deployment.cluster import join
+
+    where = ray_address(config, address)
+    join(where, namespace=config.run.name)  # before an earlier run's directory is moved aside for this one's
     with recorded_run(config, role="learner") as run_dir:
         from rich.console import Console
 
-        use_ray_token()
-        from asyncrl.deployment.cluster import join
         from asyncrl.deployment.learner import LearnerDeployment
         from asyncrl.deployment.live import LiveDisplay
         from asyncrl.learner.records import Summary
 
-        where = ray_address(config, address)
-        join(where, namespace=config.run.name)
         run_dir.started_ray(where)
         console = Console()
 
         async def main(stop: asyncio.Event) -> Summary | None:
             prompts = asyncio.create_task(load_prompts(config))
+            described = asyncio.create_task(described_model(config, prompts))
             deployment = LearnerDeployment(
                 config,
                 run_dir=run_dir,
-                model_path=asyncio.create_task(ready_model(config, prompts, report=console.print)),
+                model_path=asyncio.create_task(ready_model(config, prompts, described, report=console.print)),
                 prompts=prompts,
                 started_s=monotonic_at_process_start(),
                 show=display.update,

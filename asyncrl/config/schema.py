@@ -66,6 +66,9 @@ class TinyModelSection(Section):
     is left to reinforcement learning."""
     warmup_decay_steps: PositiveInt = 20
     """Last supervised steps, while the learning rate falls to 0; the accuracy still rises meanwhile."""
+    warmup_wrong_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the supervised examples whose answer is shown back to front, the wrong way. A base model has read right
+    and wrong answers alike and imitates both; which of them is wanted, only the reward tells it."""
     warmup_batch_size: PositiveInt = 64
     """Examples in a supervised step."""
     warmup_learning_rate: PositiveFloat = 2e-3

@@ -35,10 +35,6 @@ class RowStore:
         """Drops the keys that are there; how many they were."""
         return sum(self._objects.pop(key, None) is not None for key in keys)
 
-    def outstanding(self) -> int:
-        """Groups whose rows are kept."""
-        return len(self._objects)
-
 
 class RowClient:
     """The row stores of a run, by actor name."""
@@ -67,12 +63,6 @@ class RowClient:
         await finished(
             self._handle(store).clear.remote(keys), timeout_s=self._timeout_s, what=f"clearing {len(keys)} rows"
         )
-
-    async def outstanding(self, store: str) -> int:
-        count: int = await finished(
-            self._handle(store).outstanding.remote(), timeout_s=self._timeout_s, what="counting rows"
-        )
-        return count
 
     def _handle(self, store: str) -> Any:
         if store not in self._handles:

@@ -59,11 +59,27 @@ async def fitting_prompts(config: Config, prompts: Prompts, *, tokenizer: Any) -
     return await asyncio.to_thread(look)
 
 
-async def ready_model(config: Config, prompts: "asyncio.Task[Prompts]", *, report: Callable[[str], None]) -> str:
-    """Path of the model, built first when the config describes a tiny one that is missing."""
+async def described_model(config: Config, prompts: "asyncio.Task[Prompts]") -> str:
+    """Path of the model as engines need it: of a tiny one config and tokenizer, the weights come from the learner."""
     if config.model.tiny is None:
         return config.model.path
-    tasks = await prompts
+    await prompts  # threads that import at the same time see modules that are half made
+
+    def describe() -> str:
+        from asyncrl.policy.tiny_model import ensure_description
+
+        return ensure_description(config)
+
+    return await asyncio.to_thread(describe)
+
+
+async def ready_model(
+    config: Config, prompts: "asyncio.Task[Prompts]", described: "asyncio.Task[str]", *, report: Callable[[str], None]
+) -> str:
+    """Path of the model, built first when the config describes a tiny one that is missing."""
+    path, tasks = await described, await prompts
+    if config.model.tiny is None:
+        return path
 
     def build() -> str:
         from asyncrl.policy.tiny_model import ensure_model

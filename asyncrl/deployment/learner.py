@@ -86,9 +86,14 @@ class LearnerDeployment:
             model_path = await self._model_path
             policy = LMPolicy(config, model_path=model_path)
             totals = await self._train(handles, policy, model_path, prompts, metrics, stop)
-            return await self._close_books(policy, totals)
+            await self._save_weights(policy)
+            if stop.is_set():
+                self._run_dir.exit_reason = f"stopped after {len(self._steps)} of {config.learner.total_steps} steps"
+            return self._summary(totals)
         except BaseException as error:
             failure = f"{type(error).__name__}: {error}"
+            if policy is not None:
+                await self._rescue_weights(policy)
             raise
         finally:
             state = RunState.FAILED if failure else RunState.FINISHED
@@ -157,11 +162,21 @@ class LearnerDeployment:
         )
         return await self._loop.run(stop)
 
-    async def _close_books(self, policy: LMPolicy, totals: RunTotals) -> Summary | None:
-        """Final weights and summary."""
+    async def _save_weights(self, policy: LMPolicy) -> None:
+        """The trained weights as a Hugging Face directory; none before the first trained step."""
+        if any(record.trained for record in self._steps):
+            await policy.save_hf(self._run_dir.path / "checkpoints" / f"step-{self._steps[-1].version_after}" / "hf")
+
+    async def _rescue_weights(self, policy: LMPolicy) -> None:
+        """A run that fails keeps what it has trained, if its ranks still can."""
+        try:
+            await self._save_weights(policy)
+        except Exception as error:
+            logger.error("the trained weights could not be saved: %s", error)
+
+    def _summary(self, totals: RunTotals) -> Summary | None:
         if not any(record.trained for record in self._steps):
             return None
-        await policy.save_hf(self._run_dir.path / "checkpoints" / f"step-{self._steps[-1].version_after}" / "hf")
         summary = build_summary(self._steps, self._evals, totals, staleness_limit=self._config.staleness.max_versions)
         self._run_dir.write_summary(summary)
         return summary

@@ -59,6 +59,8 @@ class RunDir:
         self._lock = lock
         self._info = info
         self._failing: set[Path] = set()
+        self.exit_reason = "done"
+        """What run.json says of an end without an error."""
 
     @classmethod
     def create(cls, config: Config) -> "RunDir":
@@ -141,9 +143,12 @@ class RunDir:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.close(state="finished", reason="done")
-        else:
+            self.close(state="finished", reason=self.exit_reason)
+            return
+        try:
             self.close(state="failed", reason=f"{type(error).__name__}: {error}")
+        except OSError as unwritten:
+            logger.error("run.json does not say how the run ended: %s", unwritten)
 
     def _lay_out(self, config: Config) -> None:
         """run.json comes last: it is what makes the directory a run that a later one must not overwrite."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import join, start_local
 from asyncrl.deployment.generators import GeneratorDeployment
-from asyncrl.deployment.launch import Prompts, load_prompts, ready_model
+from asyncrl.deployment.launch import Prompts, described_model, load_prompts, ready_model
 from asyncrl.deployment.live import LiveView
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import Summary
@@ -45,8 +45,9 @@ class Up:
             join(config.ray.address, namespace=config.run.name)
             self._run_dir.started_ray(config.ray.address)
         prompts = asyncio.create_task(load_prompts(config), name="prompts")
-        model = asyncio.create_task(ready_model(config, prompts, report=self._report), name="model")
-        generator_deployment = GeneratorDeployment(config, model_path=model, prompts=prompts)
+        described = asyncio.create_task(described_model(config, prompts), name="described model")
+        model = asyncio.create_task(ready_model(config, prompts, described, report=self._report), name="model")
+        generator_deployment = GeneratorDeployment(config, model_path=described, prompts=prompts)
         end = asyncio.Event()
         generators = asyncio.create_task(generator_deployment.run(end), name="generators")
         await asyncio.sleep(0)  # the replicas are on their way
@@ -63,7 +64,7 @@ class Up:
             await generators
             return await learner
         finally:
-            beside: list[asyncio.Task[Any]] = [learner, generators, stopping, model, prompts]
+            beside: list[asyncio.Task[Any]] = [learner, generators, stopping, model, described, prompts]
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)

@@ -3,6 +3,7 @@
 A process holds one engine. `start` fails before anything is generated when the pools do not fit together (F25).
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -58,10 +59,14 @@ class GeneratorActor:
         config, namespace = self._config, self._config.run.name
         timeout_s = config.buffer.call_timeout_s
         self._scorer = Scorer(config.environment)
+        scorer_started = asyncio.create_task(self._scorer.start())
+        await asyncio.sleep(0)  # its processes are on their way while the engine's start blocks this loop
         tokenizer = load_tokenizer(model_path)
         buffer = BufferClient(ray.get_actor("buffer", namespace=namespace), timeout_s=timeout_s)
         await buffer.call("handshake", f"generator {self._name}", tokenizer_fingerprint(tokenizer))
-        self._engine = await VLLMEngine.start(config, model_path=model_path)
+        # Nothing is generated before the first weights of the learner: those on the disk would be read for nothing.
+        self._engine = await VLLMEngine.start(config, model_path=model_path, load_weights=False)
+        await scorer_started
         store = ensure_row_store(namespace=namespace)
         metrics = GeneratorMetrics(environment=config.environment.name)
         self._server = MetricsServer(metrics.registry, host=config.metrics.host, port=0)

@@ -287,6 +287,7 @@ class Generator:
 
     async def report(self) -> None:
         busy = len(self._running)
+        free = 0 if self._draining.is_set() else self._slots - busy
         report = ReplicaReport(
             actor=self._name,
             deployment=self._deployment,
@@ -298,9 +299,7 @@ class Generator:
             weight_updates=self._weights.updates,
             parity_max_nats=self._weights.parity_max_nats,
         )
-        await self._buffer.call(
-            "heartbeat", self._name, self._weights.version, self._slots - busy, busy, list(self._held), report
-        )
+        await self._buffer.call("heartbeat", self._name, self._weights.version, free, busy, list(self._held), report)
 
     # --- heartbeat ----------------------------------------------------------------------------------------------
 

@@ -75,8 +75,11 @@ class VLLMEngine:
         self._session_open = False
 
     @classmethod
-    async def start(cls, config: Config, *, model_path: str) -> "VLLMEngine":
-        """Starts the engine's processes and loads `model_path`; call `prepare_environment` first."""
+    async def start(cls, config: Config, *, model_path: str, load_weights: bool = True) -> "VLLMEngine":
+        """Starts the engine's processes with the model at `model_path`; call `prepare_environment` first.
+
+        Without `load_weights` they are random until `load`: the directory needs a config and a tokenizer only.
+        """
         from vllm import AsyncEngineArgs
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -98,6 +101,7 @@ class VLLMEngine:
             "tensor_parallel_size": generator.tensor_parallel_size,
             "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
             "seed": config.run.seed,
+            "load_format": "auto" if load_weights else "dummy",
         }
         if on_cpu:
             arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_gib * GIB)
@@ -276,9 +280,13 @@ class _MemoryFile:
 
     def __enter__(self) -> str:
         self._fd = os.memfd_create("asyncrl-weights")
-        written = 0
-        while written < self._data.nbytes:
-            written += os.write(self._fd, self._data[written:])
+        try:
+            written = 0
+            while written < self._data.nbytes:
+                written += os.write(self._fd, self._data[written:])
+        except OSError:
+            os.close(self._fd)
+            raise
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def __exit__(self, *_: object) -> None:

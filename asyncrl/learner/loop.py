@@ -97,6 +97,7 @@ class LearnerLoop:
                     await self._buffer.call("give_back", lease.incarnation, lease.step)
                 raise
         self.phase = "closing"
+        await self._buffer.call("set_state", RunState.CLOSING)
         if not stop.is_set():
             if self._publisher.published != version:
                 await self._publish(version)

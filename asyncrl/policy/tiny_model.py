@@ -2,7 +2,8 @@
 
 It is an ordinary Hugging Face directory (safetensors, fast tokenizer, generation config) that vLLM serves and
 `AutoTokenizer` reads. Equal recipes give equal weights: one thread, one seed; `tiny.json` holds the recipe's
-fingerprint. A directory without that file is somebody else's and is never touched.
+fingerprint. Until the warm-up is over the directory has all but weights and fingerprint: enough for an engine that
+gets its weights from the learner. A directory without that file is somebody else's and is never touched.
 
 Shapes: B examples, S positions.
 """
@@ -16,7 +17,9 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 import torch.nn.functional as F
 import xxhash
@@ -33,7 +36,7 @@ PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
 RECIPE_FILE = "tiny.json"
 
-_RECIPE_REVISION = 2  # raised whenever the code below would build other weights from an equal section
+_RECIPE_REVISION = 3  # raised whenever the code below would build other weights from an equal section
 _REPORT_EVERY_STEPS = 25
 _JUDGED_EXAMPLES = 128
 _HELDOUT_TASKS = 256
@@ -54,14 +57,29 @@ def ensure_model(
     gave, for a caller that has it.
     """
     section, path = config.model.tiny, Path(config.model.path)
-    if section is None or (path.exists() and not (path / RECIPE_FILE).is_file()):
+    if section is None or _is_foreign(path):
         return config.model.path
     train, heldout = tasks or build_tasks(config)
     recipe = recipe_fingerprint(section, tasks=train, max_length=config.model.max_length)
-    if _recipe_of(path) != recipe:
+    if _recipe_of(path).get("fingerprint") != recipe:
         build_tiny_model(
             section, path=path, tasks=train, heldout=heldout, max_length=config.model.max_length, report=report
         )
+    return config.model.path
+
+
+def ensure_description(config: Config) -> str:
+    """`config.model.path`, after writing the tiny model's config and tokenizer there when they are not there yet."""
+    section, path = config.model.tiny, Path(config.model.path)
+    if section is None or _is_foreign(path):
+        return config.model.path
+    max_length = config.model.max_length
+    tokenizer = build_tokenizer(max_length=max_length)
+    described = _model_config(section, tokenizer=tokenizer, max_length=max_length)
+    recipe = {"description": _hash(described.to_dict())}
+    if _recipe_of(path).get("description") != recipe["description"]:
+        described.architectures = [Qwen3ForCausalLM.__name__]
+        _put(path, parts=[described, tokenizer], recipe=recipe)
     return config.model.path
 
 
@@ -79,7 +97,7 @@ def build_tiny_model(
     `max_length` (tokens) bounds prompt, answer and end-of-sequence together. ConfigError when `path` is not ours to
     replace; DatasetError for a task that does not fit or that has characters outside of printable ASCII.
     """
-    if path.exists() and not (path / RECIPE_FILE).is_file():
+    if _is_foreign(path):
         raise ConfigError(f"model.path: {path} exists and is no tiny model; name another path", key="model.path")
     _check([*tasks, *heldout], max_length=max_length)
     tokenizer = build_tokenizer(max_length=max_length)
@@ -88,22 +106,11 @@ def build_tiny_model(
         model = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
         report(f"tiny model: {model.num_parameters() / 1e6:.2f}M parameters, {len(tasks)} training tasks")
         warm_up(model, tokenizer, section=section, tasks=tasks, heldout=heldout, report=report)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
-        built = Path(scratch, "model")
-        with _no_progress_bar():
-            model.save_pretrained(built)
-        tokenizer.save_pretrained(built)
-        recipe = recipe_fingerprint(section, tasks=tasks, max_length=max_length)
-        (built / RECIPE_FILE).write_text(json.dumps({"fingerprint": recipe}) + "\n")
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(path, Path(scratch, "replaced"))
-        try:
-            os.rename(built, path)
-        except OSError:
-            # another process has just put its own there: as good as ours, if it is of the same recipe
-            if _recipe_of(path) != recipe:
-                raise
+    recipe = {
+        "description": _hash(config.to_dict()),
+        "fingerprint": recipe_fingerprint(section, tasks=tasks, max_length=max_length),
+    }
+    _put(path, parts=[model, tokenizer], recipe=recipe)
     report(f"tiny model: written to {path}")
 
 
@@ -128,8 +135,7 @@ def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
 
 def recipe_fingerprint(section: TinyModelSection, *, tasks: Sequence[Task], max_length: int) -> str:
     """Hash of everything that decides the weights."""
-    recipe = [_RECIPE_REVISION, section.model_dump(mode="json"), max_length, fingerprint(tasks)]
-    return xxhash.xxh3_64_hexdigest(json.dumps(recipe, sort_keys=True).encode())
+    return _hash([_RECIPE_REVISION, section.model_dump(mode="json"), max_length, fingerprint(tasks)])
 
 
 def warm_up(
@@ -157,7 +163,7 @@ def warm_up(
     model.train()
     for step in range(1, section.warmup_steps + 1):
         drawn = draw.choices(tasks, k=section.warmup_batch_size)
-        examples = [_encode(tokenizer, task) for task in drawn]
+        examples = [_encode(tokenizer, _shown(task, draw, section=section)) for task in drawn]
         tokens_BS, labels_BS = _batch(examples, pad_id=_id(tokenizer, PAD))
         logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=_IGNORED)
@@ -168,7 +174,7 @@ def warm_up(
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        # Nearly all examples are new to the model: tasks outnumber what is drawn.
+        # Judged as shown. Nearly all examples are new to the model: tasks outnumber what is drawn.
         correct.append(_exact_B(logits_BSV, labels_BS).float().mean().item())
         accuracy = sum(correct) / len(correct)
         climbed = len(correct) == correct.maxlen and accuracy >= section.warmup_accuracy
@@ -234,6 +240,12 @@ def _check(tasks: Sequence[Task], *, max_length: int) -> None:
             )
 
 
+def _shown(task: Task, draw: random.Random, *, section: TinyModelSection) -> Task:
+    """The task as the warm-up shows it: in `warmup_wrong_fraction` of the cases with its answer back to front."""
+    wrong = draw.random() < section.warmup_wrong_fraction
+    return msgspec.structs.replace(task, answer=task.answer[::-1]) if wrong else task
+
+
 def _encode(tokenizer: PreTrainedTokenizerFast, task: Task) -> Example:
     return tokenizer.encode(task.prompt), [*tokenizer.encode(task.answer), _id(tokenizer, EOS)]
 
@@ -266,13 +278,40 @@ def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return index
 
 
-def _recipe_of(path: Path) -> str | None:
-    """Fingerprint that the directory was built from; None when there is none, or it cannot be read."""
+def _put(path: Path, *, parts: Sequence[Any], recipe: dict[str, str]) -> None:
+    """Saves `parts` and their recipe as the directory `path`, replacing an older tiny model there in one rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
+        built = Path(scratch, "model")
+        with _no_progress_bar():
+            for part in parts:
+                part.save_pretrained(built)
+        (built / RECIPE_FILE).write_text(json.dumps(recipe) + "\n")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, Path(scratch, "replaced"))
+        try:
+            os.rename(built, path)
+        except OSError:
+            # another process has just put its own there: as good as ours, if it is of the same recipe
+            if _recipe_of(path) != recipe:
+                raise
+
+
+def _is_foreign(path: Path) -> bool:
+    return path.exists() and not (path / RECIPE_FILE).is_file()
+
+
+def _recipe_of(path: Path) -> dict[str, str]:
+    """What the directory was built from; empty when it does not say, or says it illegibly."""
     try:
         recipe = json.loads((path / RECIPE_FILE).read_text())
     except (OSError, ValueError):
-        return None
-    return recipe.get("fingerprint") if isinstance(recipe, dict) else None
+        return {}
+    return recipe if isinstance(recipe, dict) else {}
+
+
+def _hash(value: object) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """`asyncrl config`: show, check, schema."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,9 @@ def test_schema_describes_every_field_and_can_be_written_to_a_file(tmp_path: Pat
     assert schema == json.loads(runner.invoke(app, ["config", "schema"]).stdout)
     fields = [field for section in schema["$defs"].values() for field in section["properties"].values()]
     assert all("description" in field for field in fields if "$ref" not in field)
+
+
+def test_schema_into_a_missing_folder_is_a_config_error(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["config", "schema", "--output", str(tmp_path / "no" / "schema.json")])
+    assert result.exit_code == 2
+    assert re.search(r"--output .*: No such file or directory", result.stderr)

@@ -10,6 +10,7 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
+from asyncrl.errors import RunError
 from asyncrl.learner.records import RunTotals, StepRecord
 
 TOTALS = RunTotals(
@@ -24,11 +25,21 @@ TOTALS = RunTotals(
 
 
 class SavingPolicy:
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.saved: list[Path] = []
+        self.error = error
 
     async def save_hf(self, path: Path) -> None:
+        if self.error is not None:
+            raise self.error
         self.saved.append(path)
+
+
+def deployment_in(run: RunDir, config: Config) -> LearnerDeployment:
+    nothing: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    return LearnerDeployment(
+        config, run_dir=run, model_path=nothing, prompts=nothing, started_s=0.0, show=lambda view: None
+    )
 
 
 @pytest.mark.asyncio
@@ -36,19 +47,34 @@ async def test_f21_final_weights_are_of_the_last_version_even_when_the_last_step
     tmp_path: Path, step_record: Callable[..., StepRecord]
 ) -> None:
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
-    nothing: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     with RunDir.create(config) as run:
-        deployment = LearnerDeployment(
-            config, run_dir=run, model_path=nothing, prompts=nothing, started_s=0.0, show=lambda view: None
-        )
+        deployment = deployment_in(run, config)
         policy: Any = SavingPolicy()
         deployment.append_step(step_record(0, trained=False, trained_samples=0, trained_tokens=0))
-        assert await deployment._close_books(policy, TOTALS) is None
+        await deployment._save_weights(policy)
+        assert deployment._summary(TOTALS) is None
         assert policy.saved == []
         deployment.append_step(step_record(0))
         deployment.append_step(step_record(1, trained=False, trained_samples=0, trained_tokens=0))
-        summary = await deployment._close_books(policy, TOTALS)
+        await deployment._save_weights(policy)
+        summary = deployment._summary(TOTALS)
         assert [path.parent.name for path in policy.saved] == ["step-1"]
         assert summary is not None
         assert summary.steps == 1
         assert (run.path / "summary.json").exists()
+
+
+@pytest.mark.asyncio
+async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
+    tmp_path: Path, step_record: Callable[..., StepRecord], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    with RunDir.create(config) as run:
+        deployment = deployment_in(run, config)
+        deployment.append_step(step_record(0))
+        whole: Any = SavingPolicy()
+        await deployment._rescue_weights(whole)
+        assert [path.parent.name for path in whole.saved] == ["step-1"]
+        dead: Any = SavingPolicy(RunError("rank 0 is gone"))
+        await deployment._rescue_weights(dead)
+    assert "could not be saved: rank 0 is gone" in caplog.text

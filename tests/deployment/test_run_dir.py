@@ -68,6 +68,23 @@ def test_an_error_is_the_exit_reason(tmp_path: Path) -> None:
     assert (info["state"], info["exit_reason"]) == ("failed", "ZeroDivisionError: division by zero")
 
 
+def test_an_end_that_was_asked_for_says_so(tmp_path: Path) -> None:
+    with RunDir.create(config_in(tmp_path)) as run:
+        run.exit_reason = "stopped after 3 of 9 steps"
+    info = run_json(run.path)
+    assert (info["state"], info["exit_reason"]) == ("finished", "stopped after 3 of 9 steps")
+
+
+def test_a_full_disk_does_not_hide_why_the_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    run = RunDir.create(config_in(tmp_path))
+    monkeypatch.setattr("asyncrl.deployment.run_dir.write_atomically", full)
+    with pytest.raises(ZeroDivisionError), run:
+        _ = 1 / 0
+
+
 def test_close_is_once_and_for_all(tmp_path: Path) -> None:
     run = RunDir.create(config_in(tmp_path))
     run.close(state="failed", reason="SIGTERM")

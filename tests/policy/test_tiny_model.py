@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, TinyModelSection
@@ -17,6 +17,7 @@ from asyncrl.policy.tiny_model import (
     RECIPE_FILE,
     build_tiny_model,
     build_tokenizer,
+    ensure_description,
     ensure_model,
     greedy_accuracy,
 )
@@ -125,6 +126,17 @@ def test_warm_up_ends_at_its_accuracy_and_says_so(tmp_path: Path) -> None:
     assert any("held-out accuracy" in line for line in lines)
 
 
+def test_a_share_of_the_examples_is_shown_the_wrong_way_and_the_model_imitates_the_larger_part(
+    tmp_path: Path,
+) -> None:
+    tasks = [Task(question=word, prompt=f"{word}>", answer=word[::-1]) for word in ("abc", "ab", "cab", "bca", "ca")]
+    settings = {"warmup_steps": 120, "warmup_batch_size": 16, "warmup_learning_rate": 1e-2, "warmup_accuracy": 0.99}
+    path = build(tmp_path / "m", small(**settings, warmup_wrong_fraction=0.9), tasks=tasks)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    forward = [Task(question=task.question, prompt=task.prompt, answer=task.question) for task in tasks]
+    assert greedy_accuracy(model, TOKENIZER, tasks=forward) > greedy_accuracy(model, TOKENIZER, tasks=tasks)
+
+
 def test_without_warm_up_steps_no_tasks_are_needed_and_with_them_they_are(tmp_path: Path) -> None:
     build(tmp_path / "m", small(warmup_steps=0), tasks=[])
     with pytest.raises(DatasetError, match="training tasks"):
@@ -188,6 +200,34 @@ def test_a_missing_model_is_built_once_and_again_when_its_recipe_changes(tmp_pat
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_config_and_tokenizer_are_there_before_the_weights_and_change_with_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "models" / "tiny"
+    assert ensure_description(config(path, small())) == str(path)
+    assert AutoTokenizer.from_pretrained(path).encode("ab") == TOKENIZER.encode("ab")
+    described = AutoConfig.from_pretrained(path)
+    assert not list(path.glob("*.safetensors"))
+    ensure_model(config(path, small()), report=silent)
+    assert AutoModelForCausalLM.from_pretrained(path).config.to_dict() | {"dtype": None} == described.to_dict() | {
+        "dtype": None,
+        "architectures": ["Qwen3ForCausalLM"],
+    }
+    weights = path / "model.safetensors"
+    whole = weights.stat().st_ino
+    ensure_description(config(path, small()))
+    assert weights.stat().st_ino == whole, "an equal description is left alone, weights included"
+    ensure_description(config(path, small(hidden_size=64)))
+    assert AutoConfig.from_pretrained(path).hidden_size == 64
+    assert not weights.exists(), "weights of another shape are gone"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_description_never_touches_a_model_of_another_make(tmp_path: Path) -> None:
+    (tmp_path / "theirs.txt").write_text("mine")
+    assert ensure_description(config(tmp_path, small())) == str(tmp_path)
+    assert ensure_description(config(Path("some/model"), None)) == "some/model"
+    assert [file.name for file in tmp_path.iterdir()] == ["theirs.txt"]
+
+
 @pytest.mark.parametrize("recipe", ["", "null", "[]"])
 def test_an_unreadable_recipe_is_built_anew(tmp_path: Path, recipe: str) -> None:
     path = build(tmp_path / "m", small())
@@ -247,4 +287,4 @@ def test_the_quickstarts_recipe_leaves_reinforcement_learning_more_than_half_to_
     quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
     ensure_model(load_config([quickstart], [f"model.path={tmp_path / 'm'}"]), report=lines.append)
     [accuracy] = [float(line.split("accuracy ")[1].split()[0]) for line in lines if "held-out" in line]
-    assert 0.2 <= accuracy <= 0.5
+    assert accuracy <= 0.45
