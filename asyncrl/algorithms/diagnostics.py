@@ -87,15 +87,6 @@ def off_policy_sums(
     )
 
 
-@torch.no_grad()
-def entropy(logits_BSV: torch.Tensor) -> torch.Tensor:
-    """Entropy of the next token's distribution, nats, [B, T]."""
-    logits_BTV = logits_BSV[:, :-1].float()
-    # row by row: the probabilities of a whole micro-batch would double its logits' memory
-    rows = [logits_TV.logsumexp(-1) - (logits_TV.softmax(-1) * logits_TV).sum(-1) for logits_TV in logits_BTV]
-    return torch.stack(rows)
-
-
 def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of micro-batches or ranks as one: `*_max` and `*_min` by max and min, all others added."""
     merged: dict[str, float] = {}

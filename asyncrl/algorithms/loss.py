@@ -3,7 +3,8 @@
 Legend: B rows, S tokens, V vocabulary, T = S − 1 (the first token of a row has no prefix and is never trained).
 
 What must hold: only the current log-probs carry gradient; masked slots are replaced before any exp, so that NaN in
-them changes nothing; importance weights never change a denominator; exponents are bounded in log space.
+them changes nothing; weights and gates never change a denominator; exponents are bounded in log space; sequences are
+told apart by segment ids, so that a packed row and padded ones give the same loss and gradient.
 """
 
 import math
@@ -11,19 +12,66 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import torch
 
 from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType, MetricNormalization
-from asyncrl.algorithms.objective import Aggregation, Clipped, Objective, Reinforce, Weight
-from asyncrl.algorithms.presets import PRESETS, resolve_objective
-from asyncrl.config.import_path import is_import_path, resolve
-from asyncrl.config.schema import AlgorithmSection
+from asyncrl.algorithms.objective import (
+    Aggregation,
+    Clamp,
+    Clipped,
+    Gamma,
+    Gate,
+    Inverse,
+    Linear,
+    Objective,
+    Penalty,
+    Reinforce,
+    SoftGate,
+    Surrogate,
+    Weight,
+)
+from asyncrl.algorithms.presets import is_own_loss, resolve_objective
+from asyncrl.config.import_path import resolve
+from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import ConfigError
 
 MAX_LOG_RATIO = 40.0
 """A ratio and an unbounded weight beyond e^40 ≈ 2e17 are a broken log-prob (F22): they read as e^40, whose product
 still fits float32, and the ratio carries no gradient."""
+
+Sources = Mapping[str, torch.Tensor]
+"""Log-probs [B, T] by whose they are: current, proximal, behaviour, reference."""
+
+
+class Segments:
+    """Which tokens belong to one sequence: `mask_BT` are the trained ones, `ids_BT` their sequences, counted anew in
+    every row; without ids a row is one sequence."""
+
+    def __init__(self, mask_BT: torch.Tensor, ids_BT: torch.Tensor | None = None) -> None:
+        rows, tokens = mask_BT.shape
+        ids_BT = torch.zeros_like(mask_BT, dtype=torch.long) if ids_BT is None else ids_BT.long()
+        row_B1 = torch.arange(rows, device=mask_BT.device).unsqueeze(1)
+        width = int(ids_BT.max()) + 1 if ids_BT.numel() else 1
+        self.mask_BT = mask_BT
+        self._shape = (rows, tokens)
+        self._index = (row_B1 * width + ids_BT).flatten()
+        self._count = rows * width
+        self.sizes_BT = self.pool(mask_BT.float(), "sum")
+
+    def pool(self, values_BT: torch.Tensor, how: str) -> torch.Tensor:
+        """`values_BT`, zero at masked tokens, shared by each sequence's trained tokens; differentiable."""
+        if how == "token":
+            return values_BT
+        flat = values_BT.flatten()
+        if how in ("sum", "mean"):
+            pooled = flat.new_zeros(self._count).index_add(0, self._index, flat)[self._index].view(self._shape)
+            return pooled / self.sizes_BT.clamp(min=1) if how == "mean" else pooled
+        limit = math.inf if how == "min" else -math.inf
+        filled = torch.where(self.mask_BT.flatten(), flat, limit)
+        pooled = flat.new_full((self._count,), limit).scatter_reduce(0, self._index, filled, f"a{how}")
+        return torch.where(self.mask_BT, pooled[self._index].view(self._shape), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,82 +87,207 @@ def token_terms(
     objective: Objective,
     *,
     logprobs_BT: torch.Tensor,
-    proximal_BT: torch.Tensor,
-    behaviour_BT: torch.Tensor,
+    sources: Sources,
     advantages_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
+    segments: Segments,
+    entropy_BT: torch.Tensor | None = None,
 ) -> TokenTerms:
-    """W · S of every token, zero where `mask_BT` is false. Everything but `logprobs_BT` is detached here."""
+    """W · K · S + Σ β · P of every token, zero where it is masked. Everything but `logprobs_BT` and `entropy_BT` is
+    detached here. `sources` has at least `objective.sources()`."""
+    mask_BT = segments.mask_BT
 
     def inside(values_BT: torch.Tensor) -> torch.Tensor:
         return torch.where(mask_BT, values_BT, 0.0)
 
-    lp_BT, prox_BT = inside(logprobs_BT), inside(proximal_BT.detach())
-    beh_BT, adv_BT = inside(behaviour_BT.detach()), inside(advantages_BT.detach())
-    surrogate_BT, clipped_BT = _surrogate(objective.surrogate, lp_BT=lp_BT, prox_BT=prox_BT, adv_BT=adv_BT)
-    if objective.weight is None:
-        return TokenTerms(loss_BT=surrogate_BT, clipped_BT=clipped_BT, gated_BT=torch.zeros_like(mask_BT))
-    weight_BT, gated_BT = _weight(objective.weight, log_rho_BT=prox_BT - beh_BT)
+    lp_BT, adv_BT = inside(logprobs_BT), inside(advantages_BT.detach())
+    fixed = {name: inside(values_BT.detach()) for name, values_BT in sources.items()} | {"current": lp_BT.detach()}
+    log_u_BT = _log_u(objective, lp_BT=lp_BT, anchor_BT=fixed[objective.anchor], adv_BT=adv_BT, segments=segments)
+    loss_BT, clipped_BT = _surrogate(objective.surrogate, lp_BT=lp_BT, log_u_BT=log_u_BT, adv_BT=adv_BT)
+    gated_BT = torch.zeros_like(mask_BT)
+    if objective.weight is not None:
+        weight_BT, gated_BT = _weight(objective.weight, fixed=fixed, segments=segments)
+        loss_BT = weight_BT * loss_BT
+    for gate in objective.gates:
+        gated_BT = gated_BT | _gated(gate, fixed=fixed, adv_BT=adv_BT, segments=segments)
     # where, not only a product with 0: the surrogate of a gated token may be inf
-    loss_BT = torch.where(gated_BT, 0.0, weight_BT * surrogate_BT)
-    return TokenTerms(loss_BT=loss_BT, clipped_BT=clipped_BT, gated_BT=gated_BT)
+    loss_BT = torch.where(gated_BT, 0.0, loss_BT)
+    for penalty in objective.penalties:
+        loss_BT = loss_BT + penalty.beta * inside(_penalty(penalty, lp_BT=lp_BT, fixed=fixed, entropy_BT=entropy_BT))
+    return TokenTerms(loss_BT=inside(loss_BT), clipped_BT=clipped_BT & mask_BT, gated_BT=gated_BT & mask_BT)
+
+
+def _log_u(
+    objective: Objective,
+    *,
+    lp_BT: torch.Tensor,
+    anchor_BT: torch.Tensor,
+    adv_BT: torch.Tensor,
+    segments: Segments,
+) -> torch.Tensor:
+    """log u of every token: its own, or its sequence's mean or sum, with lp's gradient."""
+    log_u_BT = lp_BT - anchor_BT
+    if objective.pre_clip is not None:
+        above_BT = log_u_BT.clamp(max=math.log(objective.pre_clip.hi))
+        below_BT = log_u_BT.clamp(min=math.log(objective.pre_clip.lo))
+        log_u_BT = torch.where(adv_BT > 0, above_BT, torch.where(adv_BT < 0, below_BT, log_u_BT))
+    how = {"token": "token", "sequence_mean": "mean", "sequence_sum": "sum"}[objective.level]
+    return segments.pool(log_u_BT, how)
 
 
 def _surrogate(
-    surrogate: Reinforce | Clipped, *, lp_BT: torch.Tensor, prox_BT: torch.Tensor, adv_BT: torch.Tensor
+    surrogate: Surrogate, *, lp_BT: torch.Tensor, log_u_BT: torch.Tensor, adv_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """S and where it has no gradient although A ≠ 0."""
+    """S and where a clip takes its gradient although A ≠ 0."""
+    nowhere = torch.zeros_like(lp_BT, dtype=torch.bool)
     if isinstance(surrogate, Reinforce):
-        return -adv_BT * lp_BT, torch.zeros_like(lp_BT, dtype=torch.bool)
-    ratio_BT = (lp_BT - prox_BT).clamp(max=MAX_LOG_RATIO).exp()
-    loss_BT = torch.maximum(-adv_BT * ratio_BT, -adv_BT * ratio_BT.clamp(surrogate.lo, surrogate.hi))
-    clipped_BT = ((adv_BT > 0) & (ratio_BT > surrogate.hi)) | ((adv_BT < 0) & (ratio_BT < surrogate.lo))
+        return -adv_BT * lp_BT, nowhere
+    u_BT = log_u_BT.clamp(max=MAX_LOG_RATIO).exp()
+    if isinstance(surrogate, Linear):
+        return -adv_BT * u_BT, nowhere
+    if isinstance(surrogate, SoftGate):
+        tau_BT = torch.where(adv_BT > 0, surrogate.positive, surrogate.negative)
+        return -adv_BT * (4 / tau_BT) * torch.sigmoid(tau_BT * (u_BT - 1)), nowhere
+    if isinstance(surrogate, Clipped):
+        return _clipped(surrogate, u_BT=u_BT, adv_BT=adv_BT)
+    log_u_BT = log_u_BT.detach()
+    k_BT = torch.where(adv_BT > 0, _kernel(surrogate.positive, log_u_BT), _kernel(surrogate.negative, log_u_BT))
+    return -adv_BT * k_BT * lp_BT, nowhere
+
+
+def _clipped(surrogate: Clipped, *, u_BT: torch.Tensor, adv_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss_BT = torch.maximum(-adv_BT * u_BT, -adv_BT * u_BT.clamp(surrogate.lo, surrogate.hi))
+    clipped_BT = ((adv_BT > 0) & (u_BT > surrogate.hi)) | ((adv_BT < 0) & (u_BT < surrogate.lo))
     if surrogate.dual is not None:
-        dual_BT = (adv_BT < 0) & (ratio_BT > surrogate.dual)
+        dual_BT = (adv_BT < 0) & (u_BT > surrogate.dual)
         loss_BT = torch.where(dual_BT, -adv_BT * surrogate.dual, loss_BT)
         clipped_BT = clipped_BT | dual_BT
     return loss_BT, clipped_BT
 
 
-def _weight(weight: Weight, *, log_rho_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounded ρ and where it was zeroed."""
-    log_lo = math.log(weight.lo) if weight.lo > 0 else -math.inf
-    log_hi = min(math.log(weight.hi), MAX_LOG_RATIO)
-    bounded_BT = log_rho_BT.clamp(log_lo, log_hi).exp()
+def _kernel(kernel: Clamp | Inverse | Gamma, log_u_BT: torch.Tensor) -> torch.Tensor:
+    if isinstance(kernel, Clamp):
+        return _ratio(log_u_BT, lo=kernel.lo, hi=kernel.hi)
+    if isinstance(kernel, Inverse):
+        return _ratio(-log_u_BT, lo=0.0, hi=kernel.hi)
+    u_BT = _ratio(log_u_BT, lo=0.0, hi=math.inf)
+    return (kernel.shape * log_u_BT + kernel.rate * (1 - u_BT)).exp()
+
+
+def _weight(
+    weight: Weight, *, fixed: Mapping[str, torch.Tensor], segments: Segments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounded p/q and where it is zeroed."""
+    log_w_BT = segments.pool(fixed[weight.p] - fixed[weight.q], weight.pool)
+    bounded_BT = _ratio(log_w_BT, lo=weight.lo, hi=weight.hi)
     if weight.outside == "clamp":
-        return bounded_BT, torch.zeros_like(log_rho_BT, dtype=torch.bool)
-    gated_BT = (log_rho_BT < log_lo) | (log_rho_BT > math.log(weight.hi))
-    return torch.where(gated_BT, 0.0, bounded_BT), gated_BT
+        return bounded_BT, torch.zeros_like(segments.mask_BT)
+    return bounded_BT, (log_w_BT < _log(weight.lo)) | (log_w_BT > _log(weight.hi))
 
 
-def aggregate(
-    aggregation: Aggregation,
-    *,
-    loss_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    global_valid_seqs: torch.Tensor,
-    global_valid_toks: torch.Tensor,
+def _ratio(log_ratio: torch.Tensor, *, lo: float, hi: float) -> torch.Tensor:
+    """e^log_ratio in [lo, hi], and never beyond e^MAX_LOG_RATIO."""
+    return log_ratio.clamp(_log(lo), min(_log(hi), MAX_LOG_RATIO)).exp()
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0 else -math.inf
+
+
+def _gated(gate: Gate, *, fixed: Mapping[str, torch.Tensor], adv_BT: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """Where the gate takes a token out."""
+    log_p_BT, log_q_BT = fixed[gate.p], fixed[gate.q]
+    difference_BT = log_p_BT - log_q_BT
+    if gate.stat in ("ratio", "log_ratio"):
+        stat_BT = segments.pool(difference_BT, gate.pool)
+        lo, hi = (_log(gate.lo), _log(gate.hi)) if gate.stat == "ratio" else (gate.lo, gate.hi)
+    else:
+        stat_BT = segments.pool(gate_stat(gate.stat, log_p=log_p_BT, log_q=log_q_BT), gate.pool)
+        lo, hi = gate.lo, gate.hi
+    out_BT = (stat_BT < lo) | (stat_BT > hi)
+    if gate.when == "negative_advantage":
+        return out_BT & (adv_BT < 0)
+    if gate.when == "moving_away":
+        return out_BT & (adv_BT * difference_BT > 0)
+    return out_BT
+
+
+def gate_stat(stat: str, *, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """A divergence of `Gate`, of every token."""
+    difference = (log_p - log_q).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if stat == "k1":
+        return -difference
+    if stat == "k2":
+        return difference.square() / 2
+    if stat == "k3":
+        return difference.exp() - 1 - difference
+    if stat == "probability":
+        return log_p.exp() - log_q.exp()
+    # 1 − p through expm1, and never 0: the rest of the distribution may be smaller than a rounding
+    tiny = torch.finfo(log_p.dtype).tiny
+    rest_p, rest_q = (-torch.expm1(log_p)).clamp(min=tiny), (-torch.expm1(log_q)).clamp(min=tiny)
+    return -log_q.exp() * difference + rest_q * (rest_q.log() - rest_p.log())
+
+
+def _penalty(
+    penalty: Penalty, *, lp_BT: torch.Tensor, fixed: Mapping[str, torch.Tensor], entropy_BT: torch.Tensor | None
 ) -> torch.Tensor:
-    """This micro-batch's part of the step's loss: a sum over the masked tokens, divided by global counts.
+    if penalty.kind == "entropy":
+        assert entropy_BT is not None, "an entropy penalty needs logits"
+        value_BT = -entropy_BT
+    else:
+        difference_BT = lp_BT - fixed[penalty.q]
+        k2_BT = difference_BT.square() / 2
+        k3_BT = (-difference_BT).clamp(max=MAX_LOG_RATIO).exp() - 1 + difference_BT
+        value_BT = {
+            "k1": difference_BT,
+            "k2": k2_BT,
+            "k3": k3_BT,
+            "k3+": k2_BT + (k3_BT - k2_BT).detach(),
+        }[penalty.kind]
+    if penalty.corrected_by == "none":
+        return value_BT
+    return value_BT * (lp_BT - fixed[penalty.corrected_by]).clamp(max=MAX_LOG_RATIO).exp()
+
+
+def interpolated_proximal(
+    *, logprobs_BT: torch.Tensor, behaviour_BT: torch.Tensor, staleness_BT: torch.Tensor
+) -> torch.Tensor:
+    """Proximal log-probs without a forward pass: behaviour + (1 − 1/d) · (sg lp − behaviour) for tokens that are d
+    versions old, the current ones for d = 0 (A-3PO, 2512.06547)."""
+    share_BT = torch.where(staleness_BT > 0, 1 - 1 / staleness_BT.clamp(min=1), 1.0)
+    return behaviour_BT + share_BT * (logprobs_BT.detach() - behaviour_BT)
+
+
+def coefficients(
+    objective: Objective, *, segments: Segments, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor
+) -> torch.Tensor:
+    """a_t, [B, T]: what every token's loss is multiplied by before all are added; zero at masked tokens.
 
     A count of zero divides by 1: then there is nothing to sum either (F24).
     """
-    if aggregation is Aggregation.TOKEN_MEAN:
-        return loss_BT.sum() / global_valid_toks.clamp(min=1)
-    if aggregation is Aggregation.SEQUENCE_SUM:
-        return loss_BT.sum() / global_valid_seqs.clamp(min=1)
-    per_sequence_B = loss_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)
-    return per_sequence_B.sum() / global_valid_seqs.clamp(min=1)
+    share_BT = segments.mask_BT.float()
+    sequences, tokens = global_valid_seqs.clamp(min=1), global_valid_toks.clamp(min=1)
+    if objective.aggregation is Aggregation.TOKEN_MEAN:
+        return share_BT / tokens
+    if objective.aggregation is Aggregation.SEQUENCE_MEAN:
+        return share_BT / segments.sizes_BT.clamp(min=1) / sequences
+    if objective.aggregation is Aggregation.SEQUENCE_SUM:
+        return share_BT / sequences
+    if objective.aggregation is Aggregation.SEQUENCE_SUM_CONSTANT:
+        assert objective.constant is not None, "build_loss sets it"
+        return share_BT / (sequences * objective.constant)
+    return share_BT
 
 
 class ObjectiveLoss:
     """An `Objective` as a `LossFunction`.
 
     Reads the columns `input_ids`, `generation_logprobs`, `prev_logprobs`, `advantages`, `token_mask` [B, S] and
-    `sample_mask` [B].
+    `sample_mask` [B]; `reference_policy_logprobs` [B, S] where a penalty, weight or gate names the reference;
+    `staleness` [B, S], in versions, where the proximal policy is interpolated; and, if it is there, `segment_ids`
+    [B, S], which sequence of a packed row a token belongs to.
     """
 
-    input_type = LossInputType.LOGPROB
     metric_normalizations: Mapping[str, MetricNormalization] = {
         "clipped_ratio": MetricNormalization.TOKENS,
         "gated_ratio": MetricNormalization.TOKENS,
@@ -122,8 +295,10 @@ class ObjectiveLoss:
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
-        token_level = objective.aggregation is Aggregation.TOKEN_MEAN
-        self.loss_type = LossType.TOKEN_LEVEL if token_level else LossType.SEQUENCE_LEVEL
+        by_sequence = objective.aggregation not in (Aggregation.TOKEN_MEAN, Aggregation.SUM)
+        self.loss_type = LossType.SEQUENCE_LEVEL if by_sequence else LossType.TOKEN_LEVEL
+        self._needs_entropy = any(penalty.kind == "entropy" for penalty in objective.penalties)
+        self.input_type = LossInputType.LOGIT if self._needs_entropy else LossInputType.LOGPROB
 
     def __call__(
         self,
@@ -136,30 +311,41 @@ class ObjectiveLoss:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         if data is None or global_valid_seqs is None or global_valid_toks is None:
             raise TypeError("a loss needs data, global_valid_seqs and global_valid_toks")
+        if next_token_logits is None and (next_token_logprobs is None or self._needs_entropy):
+            raise TypeError(f"this loss needs next_token_{self.input_type.value}s")
         if next_token_logprobs is None:
-            if next_token_logits is None:
-                raise TypeError("a loss needs next_token_logits or next_token_logprobs")
-            next_token_logprobs = gather_logprobs(next_token_logits, input_ids_BS=data["input_ids"])
+            next_token_logprobs = gather_logprobs(cast(Any, next_token_logits), input_ids_BS=data["input_ids"])
         mask_BT = (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)) > 0
+        segments = Segments(mask_BT, data["segment_ids"][:, 1:] if "segment_ids" in data else None)
         terms = token_terms(
             self.objective,
             logprobs_BT=next_token_logprobs,
-            proximal_BT=data["prev_logprobs"][:, 1:],
-            behaviour_BT=data["generation_logprobs"][:, 1:],
+            sources=self._sources(data, logprobs_BT=next_token_logprobs),
             advantages_BT=data["advantages"][:, 1:],
-            mask_BT=mask_BT,
+            segments=segments,
+            entropy_BT=entropy(cast(Any, next_token_logits)) if self._needs_entropy else None,
         )
-        loss = aggregate(
-            self.objective.aggregation,
-            loss_BT=terms.loss_BT,
-            mask_BT=mask_BT,
+        a_BT = coefficients(
+            self.objective,
+            segments=segments,
             global_valid_seqs=global_valid_seqs,
             global_valid_toks=global_valid_toks,
         )
-        return loss, {
+        return (a_BT * terms.loss_BT).sum(), {
             "clipped_ratio": float(terms.clipped_BT.sum()),
             "gated_ratio": float(terms.gated_BT.sum()),
         }
+
+    def _sources(self, data: BatchedDataDict, *, logprobs_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+        behaviour_BT = data["generation_logprobs"][:, 1:]
+        sources = {"behaviour": behaviour_BT, "proximal": data["prev_logprobs"][:, 1:]}
+        if self.objective.proximal == "interpolated":
+            sources["proximal"] = interpolated_proximal(
+                logprobs_BT=logprobs_BT, behaviour_BT=behaviour_BT, staleness_BT=data["staleness"][:, 1:]
+            )
+        if "reference" in self.objective.sources():
+            sources["reference"] = data["reference_policy_logprobs"][:, 1:]
+        return sources
 
 
 def gather_logprobs(logits_BSV: torch.Tensor, *, input_ids_BS: torch.Tensor) -> torch.Tensor:
@@ -169,20 +355,32 @@ def gather_logprobs(logits_BSV: torch.Tensor, *, input_ids_BS: torch.Tensor) -> 
     return chosen_BT - logits_BTV.logsumexp(dim=-1)
 
 
-def build_loss(section: AlgorithmSection) -> LossFunction:
-    """The loss that the config names: a preset with its overrides, or an import path.
+def entropy(logits_BSV: torch.Tensor) -> torch.Tensor:
+    """Entropy of the next token's distribution, nats, [B, T]; differentiable."""
+    logits_BTV = logits_BSV[:, :-1].float()
+    # row by row: the probabilities of a whole micro-batch would double its logits' memory
+    rows = [logits_TV.logsumexp(-1) - (logits_TV.softmax(-1) * logits_TV).sum(-1) for logits_TV in logits_BTV]
+    return torch.stack(rows)
+
+
+def build_loss(config: Config) -> LossFunction:
+    """The loss that the config names: a preset with its overrides, axes spelled out, or an import path.
 
     What an import path names is a LossFunction, or a class or factory that makes one without arguments.
     """
-    if section.loss in PRESETS or not is_import_path(section.loss):
-        return ObjectiveLoss(resolve_objective(section.loss, section.overrides))
+    section = config.algorithm
+    if not is_own_loss(section):
+        objective = resolve_objective(section.loss, section.overrides)
+        if objective.aggregation is Aggregation.SEQUENCE_SUM_CONSTANT and objective.constant is None:
+            objective = msgspec.structs.replace(objective, constant=float(config.generator.max_completion_tokens))
+        return ObjectiveLoss(objective)
     if section.overrides:
         raise ConfigError(
             f"algorithm.overrides: {sorted(section.overrides)} replace axes of a preset, but algorithm.loss is the "
             f"import path {section.loss!r}: remove them",
             key="algorithm.overrides",
         )
-    found = resolve(section.loss, key="algorithm.loss")
+    found = resolve(str(section.loss), key="algorithm.loss")
     loss: Any = found if _is_loss(found) else found()
     if not _is_loss(loss):
         raise ConfigError(

@@ -1,13 +1,16 @@
 """The axes of the one off-policy objective, as data. Torch-free: `asyncrl config check` reads them in milliseconds.
 
-    L = Σ_t a_t · W_t · S(u_t, A_t, lp_t)        u = e^(lp − prox),  ρ = e^(prox − beh)
+    L = Σ_t a_t · [ W_t · K_t · S(u_t, A_t, lp_t) + Σ_j β_j · P_j(t) ]
 
-lp is the differentiable log-prob, prox the one under the weights at the start of the step, beh the one that the
-sampler recorded. S is the surrogate, the only place where the gradient's shape is decided; W the detached importance
-weight ρ, bounded; a the aggregation, always from counts over the whole step and all ranks.
+lp is the log-prob of a token under the weights that are trained, the only differentiable quantity. Its three
+companions are data: `proximal`, the log-prob under the weights at the start of the step; `behaviour`, the one that the
+sampler recorded; `reference`, that of the frozen first weights. `current` is lp without its gradient.
 
-Bounds are ratio bounds (0.8, 1.28, inf), never an ε whose meaning depends on the algorithm. `loss.py` has the tensors,
-`presets.py` the published algorithms as rows of data.
+u = e^(lp − anchor) is the ratio that the surrogate S sees, W a detached importance weight, K ∈ {0, 1} the gates, P the
+penalties, a the aggregation, always from counts over the whole step and all ranks: nothing else divides.
+
+Bounds of ratios are ratios (0.8, 1.28, inf), never an ε whose meaning depends on the algorithm; bounds of divergences
+are nats. `loss.py` has the tensors, `presets.py` the published algorithms as rows of data.
 """
 
 import math
@@ -16,16 +19,29 @@ from typing import Literal
 
 import msgspec
 
+Anchor = Literal["current", "proximal", "behaviour"]
+Source = Literal["current", "proximal", "behaviour", "reference"]
+Pool = Literal["token", "mean", "sum", "min", "max"]
+"""How a sequence's tokens share a value: each its own, or one of all. A mean of log-ratios is a geometric mean."""
 
-class Reinforce(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="reinforce", tag_field="kind"):
+
+class _Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What all axes are: data that refuses what it does not know."""
+
+
+class Reinforce(_Axis, frozen=True, kw_only=True, tag="reinforce", tag_field="kind"):
     """S = −A · lp (Williams 1992): no ratio, no clip."""
 
 
-class Clipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="clipped", tag_field="kind", kw_only=True):
+class Linear(_Axis, frozen=True, kw_only=True, tag="linear", tag_field="kind"):
+    """S = −A · u: the importance-weighted objective without a clip."""
+
+
+class Clipped(_Axis, frozen=True, kw_only=True, tag="clipped", tag_field="kind"):
     """S = max(−A · u, −A · clamp(u, lo, hi)), the PPO clip (1707.06347).
 
     `dual` bounds S by −dual · A where A < 0 (1912.09729), or a sample that the policy has come to like much more
-    than it did would dominate the step.
+    than it did would dominate the step. Capping u itself there (2505.07291) is the same function.
     """
 
     lo: float = 0.8
@@ -39,18 +55,145 @@ class Clipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="clip
             raise ValueError(f"dual is a ratio of at least hi={self.hi}, got {self.dual}")
 
 
-class Weight(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The detached importance weight ρ = prox/beh of a token. Outside [lo, hi] it is clamped, or the token's loss is
-    zeroed; either way the token stays in every denominator."""
+class Clamp(_Axis, frozen=True, kw_only=True, tag="clamp", tag_field="kind"):
+    """k(u) = clamp(u, lo, hi); with lo = hi = 1 the weight is 1 whatever u."""
 
     lo: float = 0.0
     hi: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lo <= self.hi:
+            raise ValueError(f"kernel bounds are ratios with 0 ≤ lo ≤ hi, got lo={self.lo}, hi={self.hi}")
+
+
+class Inverse(_Axis, frozen=True, kw_only=True, tag="inverse", tag_field="kind"):
+    """k(u) = min(1/u, hi): what has become likelier already counts less (2510.06062)."""
+
+    hi: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.hi >= 1:
+            raise ValueError(f"the bound of 1/u is a ratio of at least 1, got hi={self.hi}")
+
+
+class Gamma(_Axis, frozen=True, kw_only=True, tag="gamma", tag_field="kind"):
+    """k(u) = u^shape · e^(rate · (1 − u)), 1 at u = 1 and falling to 0 on both sides (2602.10693)."""
+
+    shape: float
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not (self.shape >= 0 and self.rate > 0):
+            raise ValueError(f"a gamma kernel has shape ≥ 0 and rate > 0, got {self.shape} and {self.rate}")
+
+
+class Weighted(_Axis, frozen=True, kw_only=True, tag="weighted", tag_field="kind"):
+    """S = −A · sg(k(u)) · lp: every token keeps a gradient, the kernel k says how much, by the sign of A."""
+
+    positive: Clamp | Inverse | Gamma
+    negative: Clamp | Inverse | Gamma
+
+
+class SoftGate(_Axis, frozen=True, kw_only=True, tag="soft_gate", tag_field="kind"):
+    """S = −A · (4/τ) · σ(τ · (u − 1)): a clip without corners; τ by the sign of A (2511.20347)."""
+
+    positive: float = 1.0
+    negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        if not (self.positive > 0 and self.negative > 0):
+            raise ValueError(f"temperatures are positive, got {self.positive} and {self.negative}")
+
+
+Surrogate = Reinforce | Linear | Clipped | Weighted | SoftGate
+
+
+class PreClip(_Axis, frozen=True, kw_only=True):
+    """Bounds every token's ratio where it already moved the way A wants, before a sequence's are pooled: u ≤ hi where
+    A > 0, u ≥ lo where A < 0 (2507.20673)."""
+
+    lo: float
+    hi: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lo <= 1 <= self.hi:
+            raise ValueError(f"pre-clip bounds are ratios with 0 < lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}")
+
+
+class Weight(_Axis, frozen=True, kw_only=True):
+    """The detached importance weight p/q, by default ρ = proximal/behaviour. Outside [lo, hi] it is clamped, or the
+    token's loss is zeroed; either way the token stays in every denominator.
+
+    With `min_ess`, hi is lowered once a step until the effective share of the step's samples is at least that.
+    """
+
+    p: Source = "proximal"
+    q: Source = "behaviour"
+    pool: Pool = "token"
+    lo: float = 0.0
+    hi: float = math.inf
     outside: Literal["clamp", "zero"] = "clamp"
+    min_ess: float | None = None
 
     def __post_init__(self) -> None:
         # 1 must lie inside, so that on-policy tokens keep weight 1; equal bounds would make the correction inert
         if not (0 <= self.lo <= 1 <= self.hi and self.lo < self.hi):
             raise ValueError(f"weight bounds are ratios with 0 ≤ lo ≤ 1 ≤ hi, lo < hi, got lo={self.lo}, hi={self.hi}")
+        if self.p == self.q:
+            raise ValueError(f"the weight {self.p}/{self.q} is always 1")
+        if self.min_ess is not None and not (
+            0 < self.min_ess <= 1 and self.outside == "clamp" and self.pool == "token"
+        ):
+            raise ValueError("min_ess is a share in (0, 1], of token weights that are clamped")
+
+
+class Gate(_Axis, frozen=True, kw_only=True):
+    """Keeps a token's loss where lo ≤ stat ≤ hi, zeroes it elsewhere; the token stays in every denominator.
+
+    With d = log p − log q of the token:
+
+    | stat | value |
+    |---|---|
+    | `ratio`, `log_ratio` | e^d, d; pooled before the exponential |
+    | `k1`, `k2`, `k3` | −d, d²/2, e^d − 1 − d: estimates of KL(q ‖ p) in nats, http://joschu.net/blog/kl-approx.html |
+    | `probability` | p − q, the total variation of the token against all others |
+    | `binary_kl` | KL(q ‖ p) of the token against all others |
+
+    `when` restricts it to tokens with A < 0, or to those whose d moves further the way A pushes. With `budget`, hi is
+    set once a step so that the mean of stat over the tokens that are kept is at most that (2510.01161).
+    """
+
+    stat: Literal["ratio", "log_ratio", "k1", "k2", "k3", "probability", "binary_kl"]
+    pool: Pool = "token"
+    lo: float = -math.inf
+    hi: float = math.inf
+    p: Source = "proximal"
+    q: Source = "behaviour"
+    when: Literal["always", "negative_advantage", "moving_away"] = "always"
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        same = 1.0 if self.stat == "ratio" else 0.0
+        if not self.lo <= same <= self.hi:
+            raise ValueError(f"a gate lets p = q pass: lo ≤ {same:g} ≤ hi, got lo={self.lo}, hi={self.hi}")
+        if self.p == self.q:
+            raise ValueError(f"the gate compares {self.p} with itself")
+        if self.budget is not None and not (self.budget > 0 and self.stat == "k2" and self.pool == "token"):
+            raise ValueError("a budget is positive and of the k2 of tokens")
+
+
+class Penalty(_Axis, frozen=True, kw_only=True):
+    """β · P, added to every token's loss, untouched by weights and gates. With d = lp − q:
+
+    k1 = d · k2 = d²/2 · k3 = e^(−d) − 1 + d · `k3+`: k3's value with k2's gradient · `entropy` = −H of the next token.
+
+    `corrected_by` multiplies P by e^(lp − that), gradient included, so that the estimate is of the policy's own KL.
+    """
+
+    beta: float
+    kind: Literal["k1", "k2", "k3", "k3+", "entropy"]
+    q: Literal["reference", "proximal", "behaviour"] = "reference"
+    corrected_by: Literal["none", "current", "proximal", "behaviour"] = "none"
 
 
 class Aggregation(StrEnum):
@@ -62,19 +205,60 @@ class Aggregation(StrEnum):
     """Mean over each sequence's own tokens, then Σ sequences / N."""
     SEQUENCE_SUM = "sequence_sum"
     """Σ tokens / N."""
+    SEQUENCE_SUM_CONSTANT = "sequence_sum_constant"
+    """Σ tokens / (N · C), C being `constant`."""
+    SUM = "sum"
+    """Σ tokens."""
 
 
-class Objective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Objective(_Axis, frozen=True, kw_only=True):
     """One choice on every axis."""
 
-    surrogate: Reinforce | Clipped
+    surrogate: Surrogate
+    anchor: Anchor = "proximal"
+    level: Literal["token", "sequence_mean", "sequence_sum"] = "token"
+    """u of a token, the geometric mean of its sequence's, or their product."""
+    pre_clip: PreClip | None = None
     weight: Weight | None = None
+    gates: tuple[Gate, ...] = ()
+    penalties: tuple[Penalty, ...] = ()
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    constant: float | None = None
+    """C of `sequence_sum_constant`; unset: `generator.max_completion_tokens`."""
+    proximal: Literal["recomputed", "interpolated"] = "recomputed"
+    """`interpolated`: behaviour + (1 − 1/d) · (sg lp − behaviour) for a token that is d versions old, sg lp for d = 0
+    (2512.06547): no forward pass of its own."""
+
+    def __post_init__(self) -> None:
+        if self.constant is not None and not self.constant > 0:
+            raise ValueError(f"constant divides the loss and is positive, got {self.constant}")
+        if self.constant is not None and self.aggregation is not Aggregation.SEQUENCE_SUM_CONSTANT:
+            raise ValueError(f"constant belongs to sequence_sum_constant, the aggregation is {self.aggregation}")
+
+    def sources(self) -> set[str]:
+        """Whose log-probs it needs besides the current ones."""
+        pairs: list[tuple[str, str]] = [(gate.p, gate.q) for gate in self.gates]
+        pairs += [(self.weight.p, self.weight.q)] if self.weight is not None else []
+        pairs += [(p.q, p.corrected_by) for p in self.penalties if p.kind != "entropy"]
+        used = {source for pair in pairs for source in pair} - {"current", "none"}
+        return used | ({self.anchor} - {"current"} if uses_ratio(self.surrogate) else set())
+
+
+def uses_ratio(surrogate: Surrogate) -> bool:
+    """Whether the surrogate looks at u at all."""
+    return not isinstance(surrogate, Reinforce)
 
 
 def is_corrected(objective: Objective) -> bool:
-    """Whether the objective corrects for samples of older weights, so that η > 0 is sound.
+    """Whether the objective corrects for samples of older weights, so that η > 0 is sound: some weight, ratio or gate
+    looks at the sampler's own log-probs. The proximal clip alone does not: with one update a step its ratio is 1."""
+    return "behaviour" in msgspec.structs.replace(objective, penalties=()).sources()
 
-    The clip does not count: its ratio is to the weights at the step's start, and with one update a step it is 1.
-    """
-    return objective.weight is not None
+
+def is_product(objective: Objective) -> bool:
+    """Whether some weight is a product over a whole sequence, whose spread grows with its length."""
+    weight = objective.weight
+    by_ratio = objective.level == "sequence_sum" and not (
+        isinstance(objective.surrogate, Weighted) and isinstance(objective.surrogate.positive, Gamma)
+    )
+    return by_ratio or (weight is not None and weight.pool == "sum")

@@ -1,64 +1,311 @@
-"""Published objectives as rows of data, and the one function that applies a user's overrides to them. Torch-free."""
+"""Published objectives as rows of data, and the functions that turn a user's config into an objective. Torch-free."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from asyncrl.algorithms.objective import Clipped, Objective, Reinforce, Weight
-from asyncrl.config.import_path import suggest
+from asyncrl.algorithms.objective import (
+    Aggregation,
+    Clamp,
+    Clipped,
+    Gamma,
+    Gate,
+    Inverse,
+    Linear,
+    Objective,
+    Penalty,
+    PreClip,
+    Reinforce,
+    SoftGate,
+    Weight,
+    Weighted,
+)
+from asyncrl.config.import_path import is_import_path, suggest
+from asyncrl.config.schema import AlgorithmSection
 from asyncrl.errors import ConfigError
 
-PRESETS: Mapping[str, Objective] = MappingProxyType(
+SEQUENCE_MEAN, SEQUENCE_SUM = Aggregation.SEQUENCE_MEAN, Aggregation.SEQUENCE_SUM
+
+
+class Preset(msgspec.Struct, frozen=True, kw_only=True):
+    """One published objective: where it comes from, when to use it, and its choice on every axis."""
+
+    source: str
+    """Papers, by arXiv number where they have one."""
+    use: str
+    objective: Objective
+    baseline: str = "group_norm"
+    """The advantage estimator that it was published with."""
+
+
+def _ppo_clip(*, hi: float = 1.2, dual: float | None = None) -> Clipped:
+    return Clipped(lo=0.8, hi=hi, dual=dual)
+
+
+def _same(kernel: Clamp | Inverse | Gamma) -> Weighted:
+    return Weighted(positive=kernel, negative=kernel)
+
+
+_ICEPOP = Weight(lo=0.5, hi=5.0, outside="zero")
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        # The default of asynchronous runs: DAPO's clip (2503.14476), dual clip (1912.09729), IcePop's band (2510.18855)
-        "decoupled_icepop": Objective(
-            surrogate=Clipped(lo=0.8, hi=1.28, dual=3.0), weight=Weight(lo=0.5, hi=5.0, outside="zero")
+        "decoupled_icepop": Preset(
+            source="2110.00641, 2510.18855, 2503.14476, 1912.09729",
+            use="The default of asynchronous runs: a wide clip, and tokens that drifted too far say nothing.",
+            objective=Objective(surrogate=_ppo_clip(hi=1.28, dual=3.0), weight=_ICEPOP),
         ),
-        # 2110.00641, 2505.24298: tokens beyond prox/beh = 5 are left out
-        "decoupled_ppo": Objective(surrogate=Clipped(lo=0.8, hi=1.2), weight=Weight(hi=5.0, outside="zero")),
-        # truncated importance sampling: ρ ≤ 2
-        "tis": Objective(surrogate=Clipped(lo=0.8, hi=1.2), weight=Weight(hi=2.0)),
-        # 2510.18855
-        "icepop": Objective(surrogate=Clipped(lo=0.8, hi=1.2), weight=Weight(lo=0.5, hi=5.0, outside="zero")),
-        # 2503.14476; no off-policy correction: for η = 0
-        "dapo": Objective(surrogate=Clipped(lo=0.8, hi=1.28)),
-        # Williams 1992, 2402.14740; no off-policy correction: for η = 0
-        "reinforce": Objective(surrogate=Reinforce()),
+        "decoupled_ppo": Preset(
+            source="2110.00641, 2505.24298",
+            use="Several updates a step on stale data: the clip is about the step's start, the weight about staleness.",
+            objective=Objective(surrogate=_ppo_clip(), weight=Weight(), gates=(Gate(stat="ratio", hi=5.0),)),
+        ),
+        "a3po": Preset(
+            source="2512.06547",
+            use="As decoupled_ppo without its extra forward pass: the proximal policy is interpolated.",
+            objective=Objective(
+                surrogate=_ppo_clip(), weight=Weight(), gates=(Gate(stat="ratio", hi=5.0),), proximal="interpolated"
+            ),
+        ),
+        "tis": Preset(
+            source="Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
+            use="Sampler and trainer disagree a little: their ratio as a weight, truncated at 2.",
+            objective=Objective(surrogate=_ppo_clip(), weight=Weight(hi=2.0)),
+        ),
+        "icepop": Preset(
+            source="2510.18855",
+            use="Sampler and trainer disagree on a few tokens, as in mixtures of experts: those are left out.",
+            objective=Objective(surrogate=_ppo_clip(), weight=_ICEPOP),
+        ),
+        "seq_tis": Preset(
+            source="Liu et al. 2025, When Speed Kills Stability",
+            use="Short sequences whose reward is the whole sequence's: the unbiased weight, truncated at 2.",
+            objective=Objective(surrogate=_ppo_clip(), weight=Weight(pool="sum", hi=2.0)),
+        ),
+        "geometric_rejection": Preset(
+            source="Liu et al. 2025, When Speed Kills Stability",
+            use="Whole sequences are left out when sampler and trainer disagree on them on average.",
+            objective=Objective(surrogate=_ppo_clip(), gates=(Gate(stat="ratio", pool="mean", lo=0.999, hi=1.001),)),
+        ),
+        "opsm": Preset(
+            source="2512.02556",
+            use="Bad samples that the policy has moved away from already are left out as a whole.",
+            objective=Objective(
+                surrogate=_ppo_clip(),
+                gates=(Gate(stat="k1", pool="mean", hi=0.02, p="current", q="behaviour", when="negative_advantage"),),
+                aggregation=SEQUENCE_MEAN,
+            ),
+        ),
+        "m2po": Preset(
+            source="2510.01161",
+            use="Very stale data: as few outliers as needed are left out to bound the second moment of log ρ.",
+            objective=Objective(
+                surrogate=Linear(),
+                anchor="behaviour",
+                gates=(Gate(stat="k2", p="current", q="behaviour", when="moving_away", budget=0.02),),
+            ),
+        ),
+        "aipo": Preset(
+            source="2505.24034",
+            use="Asynchronous runs with one update a step: one truncated weight against the sampler, no clip.",
+            objective=Objective(surrogate=_same(Clamp(hi=5.0)), anchor="behaviour"),
+        ),
+        "dppo_tv": Preset(
+            source="2602.04879",
+            use="Rare tokens move freely; a token stops when its probability moved by 0.2 against the sampler's.",
+            objective=Objective(
+                surrogate=_same(Clamp(hi=20.0)),
+                anchor="behaviour",
+                gates=(Gate(stat="probability", lo=-0.2, hi=0.2, p="current", when="moving_away"),),
+            ),
+        ),
+        "dppo_kl": Preset(
+            source="2602.04879",
+            use="As dppo_tv, with a bound on the token's binary KL divergence.",
+            objective=Objective(
+                surrogate=_same(Clamp(hi=20.0)),
+                anchor="behaviour",
+                gates=(Gate(stat="binary_kl", hi=0.05, p="current", when="moving_away"),),
+            ),
+        ),
+        "topr": Preset(
+            source="2503.14286",
+            use="Much stale data: good samples are imitated at full weight, bad ones only where they are still likely.",
+            objective=Objective(
+                surrogate=Weighted(positive=Clamp(lo=1.0, hi=1.0), negative=Clamp(hi=1.0)), anchor="behaviour"
+            ),
+        ),
+        "vtrace": Preset(
+            source="1802.01561",
+            use="With a critic: V-trace targets and advantages, and a policy weight truncated at 1.",
+            objective=Objective(surrogate=_same(Clamp(hi=1.0)), anchor="behaviour"),
+            baseline="vtrace",
+        ),
+        "vespo": Preset(
+            source="2602.10693",
+            use="Stale sequences, softly: a kernel of their whole weight that falls to 0 on both sides.",
+            objective=Objective(
+                surrogate=Weighted(positive=Gamma(shape=2.0, rate=3.0), negative=Gamma(shape=3.0, rate=2.0)),
+                anchor="behaviour",
+                level="sequence_sum",
+            ),
+        ),
+        "reinforce": Preset(
+            source="Williams 1992, 2402.14740",
+            use="On-policy (staleness.max_versions: 0), one update a step: the plain policy gradient.",
+            objective=Objective(surrogate=Reinforce()),
+        ),
+        "rloo": Preset(
+            source="2402.14740",
+            use="On-policy, with rewards of whole sequences and the leave-one-out baseline.",
+            objective=Objective(surrogate=Reinforce(), aggregation=SEQUENCE_SUM),
+            baseline="leave_one_out",
+        ),
+        "reinforce_pp": Preset(
+            source="2501.03262",
+            use="On-policy, with one baseline for the whole batch and a reference to stay near.",
+            objective=Objective(surrogate=_ppo_clip(), penalties=(Penalty(beta=0.01, kind="k2"),)),
+            baseline="reinforce_pp",
+        ),
+        "grpo": Preset(
+            source="2402.03300",
+            use="On-policy, near a reference model; every sequence counts the same, whatever its length.",
+            objective=Objective(
+                surrogate=_ppo_clip(), penalties=(Penalty(beta=0.04, kind="k3"),), aggregation=SEQUENCE_MEAN
+            ),
+        ),
+        "dr_grpo": Preset(
+            source="2503.20783",
+            use="On-policy, without the biases of dividing by lengths and by the rewards' spread.",
+            objective=Objective(surrogate=_ppo_clip(), aggregation=Aggregation.SEQUENCE_SUM_CONSTANT),
+            baseline="group_mean",
+        ),
+        "dapo": Preset(
+            source="2503.14476",
+            use="On-policy, long answers: rare tokens may grow further, every token counts the same.",
+            objective=Objective(surrogate=_ppo_clip(hi=1.28)),
+        ),
+        "ppo": Preset(
+            source="1707.06347",
+            use="On-policy, with a critic and GAE.",
+            objective=Objective(surrogate=_ppo_clip()),
+            baseline="gae",
+        ),
+        "vapo": Preset(
+            source="2504.05118",
+            use="On-policy, with a critic, length-adaptive GAE and long answers.",
+            objective=Objective(surrogate=_ppo_clip(hi=1.28)),
+            baseline="gae",
+        ),
+        "dual_clip": Preset(
+            source="1912.09729",
+            use="Bad samples that have become much likelier must not dominate a step.",
+            objective=Objective(surrogate=_ppo_clip(dual=3.0)),
+        ),
+        "two_sided": Preset(
+            source="2505.07291",
+            use="As dual_clip, at 4: the ratio itself is capped, which is the same function.",
+            objective=Objective(surrogate=_ppo_clip(dual=4.0)),
+        ),
+        "gspo": Preset(
+            source="2507.18071",
+            use="Mixtures of experts, on-policy: the clip looks at whole sequences, whose ratio is calmer.",
+            objective=Objective(
+                surrogate=Clipped(lo=1 - 3e-4, hi=1 + 4e-4), level="sequence_mean", aggregation=SEQUENCE_MEAN
+            ),
+        ),
+        "luspo": Preset(
+            source="2602.05261",
+            use="As gspo, without its preference for short answers.",
+            objective=Objective(
+                surrogate=Clipped(lo=1 - 2e-3, hi=1 + 2.5e-3), level="sequence_mean", aggregation=SEQUENCE_SUM
+            ),
+        ),
+        "gmpo": Preset(
+            source="2507.20673",
+            use="On-policy, with outlier tokens: a sequence's ratio is the geometric mean of bounded ones.",
+            objective=Objective(
+                surrogate=Linear(),
+                level="sequence_mean",
+                pre_clip=PreClip(lo=math.exp(-0.4), hi=math.exp(0.4)),
+                aggregation=SEQUENCE_MEAN,
+            ),
+        ),
+        "cispo": Preset(
+            source="2506.13585",
+            use="Several updates a step: rare tokens that a clip would silence keep a bounded gradient.",
+            objective=Objective(surrogate=_same(Clamp(hi=5.0))),
+        ),
+        "aspo": Preset(
+            source="2510.06062",
+            use="Several updates a step without collapse: good tokens that are likely already count less.",
+            objective=Objective(
+                surrogate=Weighted(positive=Inverse(hi=3.0), negative=Clamp(hi=3.0)),
+                gates=(Gate(stat="ratio", lo=0.8, hi=1.2, p="current", q="proximal", when="moving_away"),),
+            ),
+        ),
+        "sapo": Preset(
+            source="2511.20347",
+            use="Several updates a step: the clip's edge is soft, and stricter for bad samples.",
+            objective=Objective(surrogate=SoftGate(), aggregation=SEQUENCE_MEAN),
+        ),
+        "kimi": Preset(
+            source="2501.12599",
+            use="Several updates a step: no ratio at all, a squared pull towards the step's start.",
+            objective=Objective(surrogate=Reinforce(), penalties=(Penalty(beta=0.1, kind="k2", q="proximal"),)),
+            baseline="group_mean",
+        ),
     }
 )
 
 
-def resolve_objective(name: str, overrides: Mapping[str, Any]) -> Objective:
-    """The preset `name` with the axes of `overrides` replaced.
+def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Objective:
+    """The preset that `loss` names, with the axes of `overrides` replaced; or the objective that its axes spell out.
 
     A mapping replaces the fields that it names and keeps the others; another `kind` of surrogate starts from that
     kind's defaults; `weight: null` removes the correction. ConfigError names the key, the value and the choices.
 
-    >>> resolve_objective("tis", {"weight": {"hi": 4.0}}).weight
-    Weight(lo=0.0, hi=4.0, outside='clamp')
+    >>> resolve_objective("tis", {"weight": {"hi": 4.0}}).weight.hi
+    4.0
+    >>> resolve_objective({"surrogate": {"kind": "linear"}, "anchor": "behaviour"}, {}).level
+    'token'
     """
-    if name not in PRESETS:
+    if isinstance(loss, str) and loss not in PRESETS:
         raise ConfigError(
-            f"algorithm.loss: {name!r} is neither one of {', '.join(PRESETS)} nor an import path "
-            f"'package.module:callable'{suggest(name, list(PRESETS))}",
+            f"algorithm.loss: {loss!r} is neither one of {', '.join(PRESETS)} nor an import path "
+            f"'package.module:callable'{suggest(loss, list(PRESETS))}",
             key="algorithm.loss",
         )
-    axes: dict[str, Any] = msgspec.to_builtins(PRESETS[name])
+    axes: dict[str, Any] = msgspec.to_builtins(PRESETS[loss].objective) if isinstance(loss, str) else dict(loss)
     for axis, value in overrides.items():
-        if axis not in axes:
+        if axis not in Objective.__struct_fields__:
+            known = list(Objective.__struct_fields__)
             raise ConfigError(
-                f"algorithm.overrides.{axis}: no such axis, there are {', '.join(axes)}{suggest(axis, list(axes))}",
+                f"algorithm.overrides.{axis}: no such axis, there are {', '.join(known)}{suggest(axis, known)}",
                 key=f"algorithm.overrides.{axis}",
             )
-        axes[axis] = _replaced(axes[axis], value)
+        axes[axis] = _replaced(axes.get(axis), value)
     try:
         return msgspec.convert(axes, Objective)
     except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"algorithm.overrides: {error} (the preset {name!r} with {dict(overrides)!r})", key="algorithm.overrides"
-        ) from error
+        key = "algorithm.overrides" if isinstance(loss, str) else "algorithm.loss"
+        raise ConfigError(f"{key}: {error} ({loss!r} with {dict(overrides)!r})", key=key) from error
+
+
+def is_own_loss(section: AlgorithmSection) -> bool:
+    """Whether the loss is a LossFunction by import path instead of an objective."""
+    return isinstance(section.loss, str) and section.loss not in PRESETS and is_import_path(section.loss)
+
+
+def baseline_of(section: AlgorithmSection) -> str:
+    """The advantage estimator: the one that is named, else the preset's own."""
+    if section.advantage is not None:
+        return section.advantage
+    preset = PRESETS.get(section.loss) if isinstance(section.loss, str) else None
+    return preset.baseline if preset is not None else "group_norm"
 
 
 def _replaced(current: object, value: object) -> object:

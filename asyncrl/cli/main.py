@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "down": ("asyncrl.cli.down", "End what is left of a run."),
     "report": ("asyncrl.cli.report", "Write one HTML page with a run's curves and totals."),
     "model": ("asyncrl.cli.model", "Build the tiny model that a config describes."),
+    "losses": ("asyncrl.cli.losses", "List the published objectives that algorithm.loss takes."),
     "config": ("asyncrl.cli.config", "Show, check or describe a configuration, without starting anything."),
     "doctor": ("asyncrl.cli.doctor", "Check this machine: packages, shared memory, leftovers of old runs."),
 }

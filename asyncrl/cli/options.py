@@ -5,10 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl.algorithms.objective import is_corrected
-from asyncrl.algorithms.presets import resolve_objective
+from asyncrl.algorithms.checks import check_algorithm
 from asyncrl.config.checks import check_config
-from asyncrl.config.import_path import is_import_path
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -73,18 +71,12 @@ def checked_config(files: list[Path], overrides: list[str]) -> tuple[Config, lis
     """The resolved configuration and what to warn about. ConfigError with all that is wrong, rules included."""
     config = load_config(files, overrides)
     problems: list[str] = []
-    loss_is_corrected: bool | None = None
-    if not is_import_path(config.algorithm.loss):
+    warnings: list[str] = []
+    for check in (check_config, check_algorithm):
         try:
-            objective = resolve_objective(config.algorithm.loss, config.algorithm.overrides)
-            loss_is_corrected = is_corrected(objective)
+            warnings += check(config)
         except ConfigError as error:
             problems.append(str(error))
-    warnings: list[str] = []
-    try:
-        warnings = check_config(config, loss_is_corrected=loss_is_corrected)
-    except ConfigError as error:
-        problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     return config, warnings

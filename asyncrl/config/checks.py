@@ -23,7 +23,6 @@ BUILT_IN_NAMES = {
     "data.dataset": ("environment", "jsonl"),
     "environment.name": ("reasoning_gym", "math"),
     "environment.reward": ("exact_match", "math_verify"),
-    "algorithm.advantage": ("group_norm", "group_mean", "leave_one_out"),
 }
 """Names that a field takes besides an import path `package.module:callable`."""
 
@@ -41,22 +40,15 @@ _WATCHED_DEADLINES = (
 )
 
 
-def check_config(config: Config, *, loss_is_corrected: bool | None = None) -> list[str]:
+def check_config(config: Config) -> list[str]:
     """Warnings about a configuration that can run; ConfigError with every violation of one that cannot.
 
-    `loss_is_corrected` says whether the objective corrects for data from older weights; None when nobody knows, as
-    for a loss given by import path.
+    What the objective adds to these rules is in `asyncrl.algorithms.checks`.
     """
     violations = [violation for rule in _RULES for violation in rule(config)]
-    if loss_is_corrected is False and config.staleness.max_versions > 0:
-        violations.append(
-            f"algorithm.loss = {config.algorithm.loss} has no off-policy correction, and staleness.max_versions = "
-            f"{config.staleness.max_versions} trains on samples of older weights: its gradient would be biased. Take "
-            "a corrected objective, e.g. decoupled_icepop, or set staleness.max_versions to 0"
-        )
     if violations:
         raise ConfigError("\n".join(violations))
-    return list(_warnings(config, loss_is_corrected=loss_is_corrected))
+    return list(_warnings(config))
 
 
 def worst_case_group_bytes(config: Config) -> int:
@@ -105,11 +97,6 @@ def _step_shape(config: Config) -> Iterator[str]:
         yield (
             f"learner.optimizer.warmup_steps = {learner.optimizer.warmup_steps}: must be at most learner.total_steps "
             f"= {learner.total_steps}; lower it"
-        )
-    if config.algorithm.advantage in BUILT_IN_NAMES["algorithm.advantage"] and learner.group_size < 2:
-        yield (
-            f"learner.group_size = {learner.group_size}: algorithm.advantage = {config.algorithm.advantage} compares "
-            "the samples of a group and is 0 for a single one; raise it to at least 2"
         )
 
 
@@ -194,11 +181,6 @@ def _names(config: Config) -> Iterator[str]:
                 f"{key} = {name}: is neither one of {', '.join(options)} nor an import path like "
                 f"package.module:callable{suggest(name, list(options))}"
             )
-    if config.algorithm.overrides and is_import_path(config.algorithm.loss):
-        yield (
-            f"algorithm.overrides: replace axes of a preset, and algorithm.loss = {config.algorithm.loss} is none; "
-            "remove them, or name a preset"
-        )
 
 
 def _addresses(config: Config) -> Iterator[str]:
@@ -237,7 +219,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
 )
 
 
-def _warnings(config: Config, *, loss_is_corrected: bool | None) -> Iterator[str]:
+def _warnings(config: Config) -> Iterator[str]:
     admissible = (config.staleness.max_versions + 1) * config.learner.groups_per_step
     capacity = min(config.buffer.capacity_groups or admissible, admissible)
     if config.buffer.capacity_bytes < capacity * worst_case_group_bytes(config):
@@ -262,16 +244,6 @@ def _warnings(config: Config, *, loss_is_corrected: bool | None) -> Iterator[str
         yield (
             "model.dtype = bfloat16 on CPUs is slow, and engine and learner agree less well on log-probs than in "
             "float32"
-        )
-    if loss_is_corrected is None and config.staleness.max_versions > 0 and is_import_path(config.algorithm.loss):
-        yield (
-            f"algorithm.loss = {config.algorithm.loss}: nobody checked that it corrects for data of older weights, "
-            f"and staleness.max_versions = {config.staleness.max_versions}"
-        )
-    if config.learner.updates_per_step == 1:
-        yield (
-            "learner.updates_per_step = 1: the proximal policy is the current one, so that a clip anchored at it "
-            "never acts; the off-policy correction is all in the importance weight"
         )
 
 

@@ -18,6 +18,10 @@ KeyPath = tuple[str, ...]
 
 _MAX_SHOWN_CHARS = 80
 
+_CHANGE_THE_DISTRIBUTION = frozenset(
+    {"top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
+)
+
 # pydantic's error type to what the field takes.
 _WANTED = {
     "bool_type": "true or false",
@@ -41,6 +45,11 @@ def explain(violation: ErrorDetails, *, origins: Mapping[KeyPath, str]) -> str:
     """One line for one violation; `origins` says who set a key: `in FILE` or `on the command line`."""
     path = tuple(str(part) for part in violation["loc"])
     origin = _origin(path, origins)
+    if violation["type"] == "extra_forbidden" and path[-1] in _CHANGE_THE_DISTRIBUTION:
+        return (
+            f"{_dotted(path)}{origin}: is not offered: the sampler would draw from another distribution than the one "
+            "whose log-probs the learner computes, and every importance weight would be wrong"
+        )
     if violation["type"] == "extra_forbidden":
         return f"unknown key {_dotted(path)}{origin}: {suggest_key(path, value=violation['input'])}"
     if violation["type"] == "missing":

@@ -225,15 +225,16 @@ class LearnerSection(Section):
 
 
 class AlgorithmSection(Section):
-    """The objective: a preset or an import path, and the advantage estimator."""
+    """The objective: a preset, its axes or an import path; and the advantage estimator."""
 
-    loss: str = "decoupled_icepop"
-    """Name of a preset (`asyncrl.algorithms.presets`), or an import path `package.module:callable` of a
-    LossFunction."""
+    loss: str | dict[str, Any] = "decoupled_icepop"
+    """Name of a preset (`asyncrl losses` lists them), an objective spelled out axis by axis, as
+    `{surrogate: {kind: linear}, anchor: behaviour}`, or an import path `package.module:callable` of a LossFunction."""
     overrides: dict[str, Any] = {}
     """Axes of the preset that are replaced, e.g. `surrogate: {lo: 0.8, hi: 1.2}`. Bounds are ratios."""
-    advantage: str = "group_norm"
-    """`group_norm`, `group_mean`, `leave_one_out`, or an import path `package.module:callable`."""
+    advantage: str | None = None
+    """`group_norm`, `group_mean`, `leave_one_out`, or an import path `package.module:callable`. Unset: the one that the
+    preset was published with."""
 
 
 class StalenessSection(Section):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.algorithms.advantages import resolve_estimator
+from asyncrl.algorithms.presets import baseline_of
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.membership import RunState
 from asyncrl.buffer.records import Lease, LeasedGroup, LeaseWait, Version
@@ -62,7 +63,7 @@ class LearnerLoop:
         self._heldout = heldout
         self._metrics = metrics
         self._clock = clock
-        self._estimator = resolve_estimator(config.algorithm.advantage)
+        self._estimator = resolve_estimator(baseline_of(config.algorithm))
         self._states = StateClock(states=LEARNER_STATES, initial="other", clock=clock)
         metrics.states_from(self._states.seconds)
         self._recorder = StepRecorder(

@@ -110,6 +110,8 @@ class StepRecorder:
             importance_weight_max=report.importance_weight_max,
             clipped_ratio=report.loss_metrics.get("clipped_ratio", 0.0),
             gated_ratio=report.loss_metrics.get("gated_ratio", 0.0),
+            kernel_ess_ratio=report.diagnostics.get("kernel_ess_ratio", 1.0),
+            silent_ratio=report.diagnostics.get("silent_ratio", 0.0),
             kl_to_behaviour_nats=report.kl_behaviour_k3_nats,
             learning_rate=report.learning_rate,
             zero_variance_ratio=zero_variance_share(step.lease.groups),
@@ -155,6 +157,7 @@ class StepRecorder:
             ),
             weight_updates=sum(entry.weight_updates for entry in status.reports.values()),
             mid_sequence_updates=self._mid_sequence_updates,
+            diagnostics={name: _finite(value) for name, value in {**report.diagnostics, **report.loss_metrics}.items()},
         )
 
     async def _write_samples(self, step: EndedStep) -> None:

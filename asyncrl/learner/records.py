@@ -24,7 +24,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     Histograms map a number of versions to so many trained groups or tokens. State seconds are totals since the
     process's start, a generator's averaged over the replicas; so are `generated_samples`, `generated_tokens`,
     `weight_updates` and `mid_sequence_updates`, which are sums over the replicas. `ledger_groups` has every fate's
-    groups.
+    groups. `diagnostics` are those of `asyncrl.algorithms.kernel` and of the loss itself, by name.
     """
 
     step: int
@@ -52,6 +52,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     oldest_replica_version: int
     weight_updates: int
     mid_sequence_updates: int
+    diagnostics: dict[str, float | None]
 
     @property
     def version_after(self) -> int:

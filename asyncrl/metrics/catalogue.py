@@ -372,8 +372,20 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "ratio",
             LEARNER,
         ),
+        Metric(G, "asyncrl_learner_gated_ratio", "Share of tokens that a weight or a gate took out.", "ratio", LEARNER),
         Metric(
-            G, "asyncrl_learner_gated_ratio", "Share of tokens whose importance weight was zeroed.", "ratio", LEARNER
+            G,
+            "asyncrl_learner_kernel_ess_ratio",
+            "Effective share of the tokens by how strongly the objective pushes each.",
+            "ratio",
+            LEARNER,
+        ),
+        Metric(
+            G,
+            "asyncrl_learner_silent_ratio",
+            "Share of tokens with an advantage that the objective does not push at all.",
+            "ratio",
+            LEARNER,
         ),
         Metric(G, "asyncrl_learner_kl_to_behaviour_nats", "KL of behaviour and proximal policy, k3.", "nats", LEARNER),
         Metric(G, "asyncrl_learner_learning_rate", "Learning rate of the last step.", "", LEARNER),

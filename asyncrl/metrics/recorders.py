@@ -64,7 +64,7 @@ class ProcessMetrics:
             version=__version__,
             model=config.model.path,
             environment=config.environment.name,
-            loss=config.algorithm.loss,
+            loss=config.algorithm.loss if isinstance(config.algorithm.loss, str) else "axes",
         )
 
     @recording
@@ -103,6 +103,8 @@ class LearnerMetrics(ProcessMetrics):
         importance_weight_max: float,
         clipped_ratio: float,
         gated_ratio: float,
+        kernel_ess_ratio: float,
+        silent_ratio: float,
         kl_to_behaviour_nats: float,
         learning_rate: float,
         zero_variance_ratio: float,
@@ -118,6 +120,8 @@ class LearnerMetrics(ProcessMetrics):
             "importance_weight_max": importance_weight_max,
             "clipped_ratio": clipped_ratio,
             "gated_ratio": gated_ratio,
+            "kernel_ess_ratio": kernel_ess_ratio,
+            "silent_ratio": silent_ratio,
             "kl_to_behaviour_nats": kl_to_behaviour_nats,
             "learning_rate": learning_rate,
             "zero_variance_ratio": zero_variance_ratio,

@@ -56,6 +56,8 @@ class StepReport:
     on_policy_parity_max_nats: float = 0.0
     token_staleness: tuple[int, ...] = ()
     """Trained tokens by staleness: entry s counts those that are s versions old."""
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+    """What `asyncrl.algorithms.kernel` measured, by name; empty for a loss that takes logits."""
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
     """The loss's own metrics, normalised: `clipped_ratio` and `gated_ratio` for the presets."""
     seconds: Mapping[str, float] = field(default_factory=dict)

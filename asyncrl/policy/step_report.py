@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from asyncrl.algorithms.diagnostics import OffPolicySums, merge_metrics
 from asyncrl.algorithms.interfaces import MetricNormalization
+from asyncrl.algorithms.kernel import KernelSums
 from asyncrl.policy.interfaces import StepReport
 
 
@@ -31,6 +32,7 @@ class UpdateOutcome:
     grad_norm: float
     finite: bool
     sums: OffPolicySums
+    kernel: KernelSums
     loss_metrics: Mapping[str, float]
 
 
@@ -63,6 +65,7 @@ def step_report(
     updates = ranks[0].outcomes
     everywhere = [outcome for rank in ranks for outcome in rank.outcomes]
     sums = sum((outcome.sums for outcome in everywhere), OffPolicySums())
+    kernel = sum((outcome.kernel for outcome in everywhere), KernelSums())
     applied = sum(update.finite for update in updates)
     tokens, samples = sum(plan.tokens for plan in plans), sum(plan.samples for plan in plans)
     divisors = {
@@ -88,6 +91,7 @@ def step_report(
         kl_behaviour_k3_nats=sums.mean(sums.k3_nats),
         on_policy_tokens=sums.on_policy_tokens,
         on_policy_parity_max_nats=sums.on_policy_parity_max_nats,
+        diagnostics=kernel.means(),
         token_staleness=_histogram([counts for rank in ranks for counts in rank.staleness]),
         loss_metrics={
             name: value / divisors[normalizations.get(name, MetricNormalization.NONE)]

@@ -13,9 +13,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +25,17 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from asyncrl.algorithms.diagnostics import OffPolicySums, entropy, merge_metrics, off_policy_sums
-from asyncrl.algorithms.interfaces import LossInputType
-from asyncrl.algorithms.loss import build_loss, gather_logprobs
+from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
+from asyncrl.algorithms.diagnostics import OffPolicySums, merge_metrics, off_policy_sums
+from asyncrl.algorithms.interfaces import LossFunction, LossInputType
+from asyncrl.algorithms.kernel import KernelSums, kernel_sums
+from asyncrl.algorithms.loss import ObjectiveLoss, build_loss, entropy, gather_logprobs
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.batching import (
@@ -60,7 +64,7 @@ class PolicyWorker:
         self.snapshot: Any = None  # the newest one, kept for whoever delivers it
         self._timeout = timedelta(seconds=learner.collective_timeout_s)
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-        self._loss = build_loss(config.algorithm)
+        self._loss = build_loss(config)
         torch.manual_seed(config.run.seed)
         on_gpu = learner.gpus > 0
         self._accelerator = _accelerator(
@@ -88,6 +92,12 @@ class PolicyWorker:
             weight_decay=learner.optimizer.weight_decay,
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self._reference = self._frozen(model_path) if _needs_reference(self._loss) else None
+
+    def _frozen(self, model_path: str) -> torch.nn.Module:
+        """The first weights, sharded like the live ones and never trained."""
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
+        return cast(torch.nn.Module, fsdp2_prepare_model(self._accelerator, model.requires_grad_(False).train(False)))
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -107,15 +117,22 @@ class PolicyWorker:
         plans = [global_plan(ranks) for ranks in zip(*self._gather(local), strict=True)]
         for part, plan in zip(parts, plans, strict=True):
             part.extend(empty_micro_batch() for _ in range(plan.micro_batches - len(part)))
-        if len(updates) > 1:
-            with _timed(seconds, "log_probs"):
-                for micro_batch in (micro_batch for part in parts for micro_batch in part):
-                    self._add_proximal(micro_batch)
+        loss_fn = self._loss
+        with _timed(seconds, "log_probs"):
+            for micro_batch in (micro_batch for part in parts for micro_batch in part):
+                micro_batch["staleness"] = (step - micro_batch["weight_versions"]).float()
+                if self._reference is not None:
+                    self._add_logprobs(micro_batch, column="reference_policy_logprobs", model=self._reference)
+                if _needs_proximal(loss_fn, updates=len(updates)):
+                    self._add_logprobs(micro_batch, column="prev_logprobs", model=self._model)
+            if isinstance(loss_fn, ObjectiveLoss) and needs_calibration(loss_fn.objective):
+                tokens = _step_tokens([micro_batch for part in parts for micro_batch in part])
+                loss_fn = ObjectiveLoss(calibrated(loss_fn.objective, tokens=tokens, reduce=self._sum))
         rate = learning_rate(self._config.learner.optimizer, step=step, total_steps=self._config.learner.total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         outcomes = [
-            self._update(part, plan=plan, step=step, seconds=seconds)
+            self._update(part, loss_fn=loss_fn, plan=plan, step=step, seconds=seconds)
             for part, plan in zip(parts, plans, strict=True)
             if plan.tokens > 0
         ]
@@ -132,10 +149,16 @@ class PolicyWorker:
         )
 
     def _update(
-        self, parts: list[BatchedDataDict], *, plan: UpdatePlan, step: int, seconds: dict[str, float]
+        self,
+        parts: list[BatchedDataDict],
+        *,
+        loss_fn: LossFunction,
+        plan: UpdatePlan,
+        step: int,
+        seconds: dict[str, float],
     ) -> UpdateOutcome:
         """Forward, backward and, when every rank is finite, one optimizer step."""
-        loss_total, sums = 0.0, OffPolicySums()
+        loss_total, sums, kernel = 0.0, OffPolicySums(), KernelSums()
         metrics: list[dict[str, float]] = []
         counts = {
             "global_valid_seqs": torch.tensor(plan.samples, device=self._device),
@@ -145,12 +168,13 @@ class PolicyWorker:
             self._optimizer.zero_grad()
             for part in parts:
                 data = part.to(self._device)
-                loss, part_sums, part_metrics = self._loss_of(data, step=step, counts=counts)
+                outcome = self._loss_of(data, loss_fn=loss_fn, step=step, counts=counts)
                 # FSDP averages gradients over the ranks; the loss is already a part of the global sum
-                self._accelerator.backward(loss * self.world_size)
-                loss_total += float(loss.detach())
-                sums += part_sums
-                metrics.append(part_metrics)
+                self._accelerator.backward(outcome.differentiable * self.world_size)
+                loss_total += outcome.loss
+                sums += outcome.sums
+                kernel += outcome.kernel
+                metrics.append(outcome.metrics)
         with _timed(seconds, "optimizer"):
             norm = self._accelerator.clip_grad_norm_(
                 self._model.parameters(), self._config.learner.optimizer.max_grad_norm
@@ -161,26 +185,45 @@ class PolicyWorker:
                 self._optimizer.step()
             self._optimizer.zero_grad()
         return UpdateOutcome(
-            loss=loss_total, grad_norm=grad_norm, finite=finite, sums=sums, loss_metrics=merge_metrics(metrics)
+            loss=loss_total,
+            grad_norm=grad_norm,
+            finite=finite,
+            sums=sums,
+            kernel=kernel,
+            loss_metrics=merge_metrics(metrics),
         )
 
     def _loss_of(
-        self, data: BatchedDataDict, *, step: int, counts: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, OffPolicySums, dict[str, float]]:
+        self, data: BatchedDataDict, *, loss_fn: LossFunction, step: int, counts: dict[str, torch.Tensor]
+    ) -> "_MicroBatchOutcome":
         """Loss, diagnostics and the loss's own metrics of one micro-batch."""
-        logits_BSV = self._logits(data["input_ids"])
+        logits_BSV = self._logits(self._model, data["input_ids"])
         logprobs_BT = gather_logprobs(logits_BSV, input_ids_BS=data["input_ids"])
         mask_BT = trained_mask(data)[:, 1:]
         if not bool(mask_BT.any()):
             # the graph stays, so that FSDP's hooks and collectives run as on the other ranks
-            return 0.0 * logprobs_BT.sum(), OffPolicySums(), {}
+            return _MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum())
         if "prev_logprobs" not in data:
             # the step's only update: the weights at its start are the current ones
             data["prev_logprobs"] = _aligned(logprobs_BT.detach())
-        if self._loss.input_type is LossInputType.LOGPROB:
-            loss, metrics = self._loss(data=data, **counts, next_token_logprobs=logprobs_BT)
+        kernel = KernelSums()
+        if loss_fn.input_type is LossInputType.LOGPROB:
+            # The loss alone is differentiated first: its slopes by the log-probs are the kernel, and all that the
+            # model's own backward pass needs.
+            leaf_BT = logprobs_BT.detach().requires_grad_()
+            loss, metrics = loss_fn(data=data, **counts, next_token_logprobs=leaf_BT)
+            slopes_BT = _slopes(loss, leaf_BT)
+            differentiable = (logprobs_BT * slopes_BT).sum()
+            kernel = kernel_sums(
+                slopes_BT=slopes_BT,
+                advantages_BT=data["advantages"][:, 1:],
+                staleness_BT=data["staleness"][:, 1:],
+                log_rho_BT=data["prev_logprobs"][:, 1:] - data["generation_logprobs"][:, 1:],
+                mask_BT=mask_BT,
+            )
         else:
-            loss, metrics = self._loss(logits_BSV, data, **counts)
+            loss, metrics = loss_fn(logits_BSV, data, **counts)
+            differentiable = loss
         sums = off_policy_sums(
             proximal_BT=data["prev_logprobs"][:, 1:],
             behaviour_BT=data["generation_logprobs"][:, 1:],
@@ -188,19 +231,27 @@ class PolicyWorker:
             mask_BT=mask_BT,
             on_policy_BT=data["weight_versions"][:, 1:] == step,
         )
-        return loss, sums, {name: float(value) for name, value in metrics.items()}
+        return _MicroBatchOutcome(
+            differentiable=differentiable,
+            loss=float(loss.detach()),
+            sums=sums,
+            kernel=kernel,
+            metrics={name: float(value) for name, value in metrics.items()},
+        )
 
     @torch.no_grad()
-    def _add_proximal(self, data: BatchedDataDict) -> None:
+    def _add_logprobs(self, data: BatchedDataDict, *, column: str, model: torch.nn.Module) -> None:
         input_ids_BS = data.to(self._device)["input_ids"]
-        data["prev_logprobs"] = _aligned(gather_logprobs(self._logits(input_ids_BS), input_ids_BS=input_ids_BS))
+        data[column] = _aligned(gather_logprobs(self._logits(model, input_ids_BS), input_ids_BS=input_ids_BS))
 
-    def _logits(self, input_ids_BS: torch.Tensor, *, temperature: float | None = None) -> torch.Tensor:
+    def _logits(
+        self, model: torch.nn.Module, input_ids_BS: torch.Tensor, *, temperature: float | None = None
+    ) -> torch.Tensor:
         """[B, S, V] float32, divided by the sampler's temperature.
 
         No attention mask: padding is on the right, where causal attention never looks.
         """
-        logits_BSV: torch.Tensor = self._model(input_ids=input_ids_BS, use_cache=False).logits.float()
+        logits_BSV: torch.Tensor = model(input_ids=input_ids_BS, use_cache=False).logits.float()
         divisor = self._config.generator.temperature if temperature is None else temperature
         return logits_BSV if divisor == 1.0 else logits_BSV / divisor
 
@@ -223,7 +274,7 @@ class PolicyWorker:
         rows: list[npt.NDArray[np.float32]] = []
         for part in parts:
             input_ids_BS = part["input_ids"].to(self._device)
-            logits_BSV = self._logits(input_ids_BS, temperature=temperature)
+            logits_BSV = self._logits(self._model, input_ids_BS, temperature=temperature)
             logprobs_BS = _aligned(gather_logprobs(logits_BSV, input_ids_BS=input_ids_BS)).cpu().numpy()
             rows.extend(row[:length] for row, length in zip(logprobs_BS, part["input_lengths"].tolist(), strict=True))
         return rows[: len(sequences)]
@@ -253,6 +304,11 @@ class PolicyWorker:
         """Whether any rank says so."""
         return any(self._gather(flag))
 
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        """A small tensor added up over the ranks."""
+        dist.all_reduce(values, group=self._control)
+        return values
+
     def _gather(self, value: Any) -> list[Any]:
         """One small object of every rank, in rank order; fails after `learner.collective_timeout_s`."""
         gathered: list[Any] = [None] * self.world_size
@@ -264,6 +320,55 @@ class PolicyWorker:
         if dist.is_initialized():
             dist.destroy_process_group()
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MicroBatchOutcome:
+    """`differentiable` has the loss's gradient by the weights, not always its value."""
+
+    differentiable: torch.Tensor
+    loss: float = 0.0
+    sums: OffPolicySums = field(default_factory=OffPolicySums)
+    kernel: KernelSums = field(default_factory=KernelSums)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def _slopes(loss: torch.Tensor, leaf_BT: torch.Tensor) -> torch.Tensor:
+    """∂loss/∂leaf; zeros for a loss that does not look at it."""
+    if not loss.requires_grad:
+        return torch.zeros_like(leaf_BT)
+    [slopes_BT] = torch.autograd.grad(loss, leaf_BT, allow_unused=True)
+    return torch.zeros_like(leaf_BT) if slopes_BT is None else slopes_BT
+
+
+def _needs_reference(loss_fn: LossFunction) -> bool:
+    return isinstance(loss_fn, ObjectiveLoss) and "reference" in loss_fn.objective.sources()
+
+
+def _needs_proximal(loss_fn: LossFunction, *, updates: int) -> bool:
+    """Whether the weights at the step's start must be asked before they change, in a forward pass of its own."""
+    if isinstance(loss_fn, ObjectiveLoss):
+        if needs_calibration(loss_fn.objective):
+            return True
+        if loss_fn.objective.proximal == "interpolated":
+            return False
+    return updates > 1
+
+
+def _step_tokens(parts: Sequence[BatchedDataDict]) -> StepTokens:
+    """This rank's trained tokens of the whole step, flat."""
+    columns = {
+        "proximal": "prev_logprobs",
+        "behaviour": "generation_logprobs",
+        "reference": "reference_policy_logprobs",
+        "advantages": "advantages",
+    }
+    flat = {
+        name: torch.cat([part[column][trained_mask(part)].cpu() for part in parts])
+        for name, column in columns.items()
+        if column in parts[0]
+    }
+    return StepTokens(advantages=flat.pop("advantages"), sources=flat)
 
 
 def _accelerator(

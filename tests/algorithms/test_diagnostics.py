@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from asyncrl.algorithms.diagnostics import OffPolicySums, entropy, merge_metrics, off_policy_sums
+from asyncrl.algorithms.diagnostics import OffPolicySums, merge_metrics, off_policy_sums
+from asyncrl.algorithms.loss import entropy
 
 
 def sums(log_rho: list[float], *, on_policy: list[bool] | None = None, mask: list[bool] | None = None) -> OffPolicySums:

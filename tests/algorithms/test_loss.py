@@ -9,7 +9,7 @@ from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
 from asyncrl.algorithms.objective import Aggregation, Clipped, Objective, Weight
 from asyncrl.algorithms.presets import PRESETS
-from asyncrl.config.schema import AlgorithmSection
+from asyncrl.config.schema import AlgorithmSection, Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import ConfigError
 
@@ -22,6 +22,7 @@ def objective(aggregation: Aggregation) -> Objective:
         surrogate=Clipped(lo=0.8, hi=1.28, dual=3.0),
         weight=Weight(lo=0.5, hi=5.0, outside="zero"),
         aggregation=aggregation,
+        constant=4.0 if aggregation is Aggregation.SEQUENCE_SUM_CONSTANT else None,
     )
 
 
@@ -130,7 +131,7 @@ def test_nan_in_masked_slots_changes_neither_loss_nor_gradient(aggregation: Aggr
 
 def test_masked_samples_and_prompt_tokens_have_no_gradient() -> None:
     data, logits = make_batch()
-    _, gradient, _ = loss_and_gradient(ObjectiveLoss(PRESETS["reinforce"]), data, logits)
+    _, gradient, _ = loss_and_gradient(ObjectiveLoss(PRESETS["reinforce"].objective), data, logits)
     trained = (data["token_mask"] * data["sample_mask"].unsqueeze(1))[:, 1:] > 0
     assert torch.equal(gradient[:, :-1].abs().sum(-1) > 0, trained)
 
@@ -141,6 +142,8 @@ def test_masked_samples_and_prompt_tokens_have_no_gradient() -> None:
         (Aggregation.TOKEN_MEAN, -(3 * 1.0 + 1 * 2.0) / 4),
         (Aggregation.SEQUENCE_MEAN, -(1.0 + 2.0) / 2),
         (Aggregation.SEQUENCE_SUM, -(3 * 1.0 + 1 * 2.0) / 2),
+        (Aggregation.SEQUENCE_SUM_CONSTANT, -(3 * 1.0 + 1 * 2.0) / (2 * 4)),
+        (Aggregation.SUM, -(3 * 1.0 + 1 * 2.0)),
     ],
 )
 def test_aggregations_by_hand(aggregation: Aggregation, expected: float) -> None:
@@ -178,7 +181,7 @@ def test_metrics_count_clipped_and_gated_tokens_of_the_mask_only() -> None:
 
 
 def test_a_preset_is_a_loss_function_with_its_kind() -> None:
-    loss_fn = ObjectiveLoss(PRESETS["dapo"])
+    loss_fn = ObjectiveLoss(PRESETS["dapo"].objective)
     assert isinstance(loss_fn, LossFunction)
     assert (loss_fn.loss_type, loss_fn.input_type) == (LossType.TOKEN_LEVEL, LossInputType.LOGPROB)
     assert ObjectiveLoss(objective(Aggregation.SEQUENCE_SUM)).loss_type is LossType.SEQUENCE_LEVEL
@@ -199,7 +202,17 @@ def not_a_loss() -> int:
 
 
 def test_an_import_path_gives_the_user_s_loss() -> None:
-    assert isinstance(build_loss(AlgorithmSection(loss=f"{__name__}:OwnLoss")), OwnLoss)
+    assert isinstance(build_loss(Config(algorithm=AlgorithmSection(loss=f"{__name__}:OwnLoss"))), OwnLoss)
+
+
+def test_the_constant_of_dr_grpo_is_the_longest_completion_unless_it_is_set() -> None:
+    config = Config.model_validate({"algorithm": {"loss": "dr_grpo"}, "generator": {"max_completion_tokens": 32}})
+    unset = build_loss(config)
+    assert isinstance(unset, ObjectiveLoss)
+    assert unset.objective.constant == 32.0
+    own = build_loss(Config.model_validate({"algorithm": {"loss": "dr_grpo", "overrides": {"constant": 7}}}))
+    assert isinstance(own, ObjectiveLoss)
+    assert own.objective.constant == 7.0
 
 
 @pytest.mark.parametrize(
@@ -212,6 +225,6 @@ def test_an_import_path_gives_the_user_s_loss() -> None:
 )
 def test_an_impossible_loss_is_refused_with_what_and_why(section: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_loss(AlgorithmSection.model_validate(section))
+        build_loss(Config.model_validate({"algorithm": section}))
     for word in words:
         assert word in str(caught.value)

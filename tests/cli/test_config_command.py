@@ -65,8 +65,8 @@ def test_f28_check_reports_objective_and_rules_at_once() -> None:
     assert result.exit_code == 2
     errors = result.stderr.splitlines()
     assert len(errors) == 2
-    assert "did you mean 'dapo'" in errors[0]
-    assert "weights.publish_every_steps = 9" in errors[1]
+    assert "weights.publish_every_steps = 9" in errors[0]
+    assert "did you mean 'dapo'" in errors[1]
 
 
 def test_f28_an_unknown_key_exits_with_2_and_a_hint() -> None:

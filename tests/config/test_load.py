@@ -105,6 +105,14 @@ def test_f28_unknown_key_says_what_was_meant(override: str, hint: str) -> None:
     assert hint in line
 
 
+@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "repetition_penalty"])
+def test_f28_what_would_change_the_sampled_distribution_is_refused_with_the_reason(key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"generator\.{key} \(on the command line\): is not offered: .*importance weight"
+    ):
+        load_config([], [f"generator.{key}=0.9"])
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [

@@ -40,6 +40,7 @@ def make_step(step: int, **changed: Any) -> StepRecord:
         "oldest_replica_version": step,
         "weight_updates": step,
         "mid_sequence_updates": step // 2,
+        "diagnostics": {"kernel_ess_ratio": 0.9, "clipped_ratio": 0.0},
     }
     return StepRecord(**(fields | changed))
 

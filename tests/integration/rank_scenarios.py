@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from tiny_groups import STEP, make_config, make_group, make_groups
@@ -42,7 +43,7 @@ class LogitLoss:
     input_type = LossInputType.LOGIT
 
     def __call__(self, next_token_logits: torch.Tensor, data: Any, *counts: Any, **named: Any) -> Any:
-        loss, _ = ObjectiveLoss(PRESETS["decoupled_icepop"])(next_token_logits, data, *counts, **named)
+        loss, _ = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)(next_token_logits, data, *counts, **named)
         return loss, {"longest_max": float(data["input_lengths"].max()), "rows": data.size}
 
 
@@ -55,6 +56,18 @@ TRAINING: dict[str, tuple[dict[str, Any], Any]] = {
     "one_group": ({"micro_batch_size": 2}, lambda: [make_group(4)]),
     "nonfinite": ({}, poisoned_groups),
     "untrained": ({}, untrained_groups),
+    "reference": ({"micro_batch_size": 5}, make_groups),
+    "calibrated": ({"micro_batch_size": 5}, make_groups),
+    "interpolated": ({"micro_batch_size": 5, "updates_per_step": 2}, make_groups),
+}
+LOSSES: dict[str, Any] = {
+    "own_loss": f"{__name__}:LogitLoss",
+    "reference": {
+        **msgspec.to_builtins(PRESETS["decoupled_icepop"].objective),
+        "penalties": [{"kind": "k3", "beta": 10.0, "q": "reference"}],
+    },
+    "calibrated": "m2po",
+    "interpolated": "a3po",
 }
 
 
@@ -65,7 +78,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
         store = FileStore(str(folder / f"store-{world_size}-{name}"), world_size)
         return PolicyWorker(
             model_path=str(folder / "model"),
-            config=make_config(loss=f"{__name__}:LogitLoss" if name == "own_loss" else "decoupled_icepop", **learner),
+            config=make_config(loss=LOSSES.get(name, "decoupled_icepop"), **learner),
             rank=rank,
             world_size=world_size,
             store=store,
@@ -75,8 +88,9 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
         policy = worker(name, **learner)
         share = deal_groups(groups(), ranks=world_size, updates=learner.get("updates_per_step", 1))[rank]
         report = policy.train_step(share, step=STEP)
+        again = policy.train_step(share, step=STEP) if name == "reference" else None
         after = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
-        results[name] = {"report": report, "weights": after}
+        results[name] = {"report": report, "again": again, "weights": after}
         policy.close()
     results["weights"] = _weights_scenario(worker("weights"), folder / f"saved-{world_size}", rank=rank)
     (folder / f"results-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))

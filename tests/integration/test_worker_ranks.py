@@ -90,7 +90,7 @@ def test_any_split_into_ranks_and_micro_batches_gives_the_plain_loops_loss_and_g
     assert not report.skipped
 
 
-@pytest.mark.parametrize("scenario", ["micro_batch_1", "two_updates", "one_group"])
+@pytest.mark.parametrize("scenario", ["micro_batch_1", "two_updates", "one_group", "calibrated", "interpolated"])
 def test_two_ranks_report_what_one_rank_reports(results: Any, scenario: str) -> None:
     one, two = results[1, 0][scenario]["report"], results[2, 0][scenario]["report"]
     for name in ("loss", "grad_norm", "entropy_nats", "ess", "importance_weight_mean", "importance_weight_max"):
@@ -99,6 +99,8 @@ def test_two_ranks_report_what_one_rank_reports(results: Any, scenario: str) -> 
         assert getattr(two, name) == getattr(one, name), name
     assert two.on_policy_parity_max_nats == pytest.approx(one.on_policy_parity_max_nats, rel=1e-5)
     assert two.loss_metrics == pytest.approx(one.loss_metrics)
+    assert two.diagnostics == pytest.approx(one.diagnostics, rel=1e-5)
+    assert one.diagnostics["kernel_ess_ratio"] < 1
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -108,6 +110,27 @@ def test_a_user_s_loss_that_asks_for_logits_gets_them_and_its_metrics_add_up(
     report = results[world_size, 0]["own_loss"]["report"]
     assert (report.loss, report.grad_norm) == pytest.approx(plain[:2], rel=1e-5)
     assert report.loss_metrics == {"longest_max": 13.0, "rows": 12.0}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_reference_is_the_first_weights_and_stays_so(results: Any, plain: Any, world_size: int) -> None:
+    """At the first step policy and reference are one, so the penalty is nothing; at the second it has something to say
+    about the step that was made, and the same on any number of ranks."""
+    found = results[world_size, 0]["reference"]
+    assert (found["report"].loss, found["report"].grad_norm) == pytest.approx(plain[:2], rel=1e-5)
+    unpenalised = results[world_size, 0]["micro_batch_all"]["report"]
+    assert found["again"].loss == pytest.approx(results[1, 0]["reference"]["again"].loss, rel=1e-4)
+    assert found["again"].loss > unpenalised.loss + 1e-3
+
+
+def test_a_calibrated_gate_takes_out_some_tokens_and_not_all(results: Any) -> None:
+    assert 0 < results[1, 0]["calibrated"]["report"].loss_metrics["gated_ratio"] < 1
+
+
+def test_an_interpolated_proximal_policy_costs_no_forward_pass(results: Any) -> None:
+    report = results[1, 0]["interpolated"]["report"]
+    assert report.updates_applied == 2
+    assert report.seconds["log_probs"] < 0.1 * results[1, 0]["two_updates"]["report"].seconds["log_probs"]
 
 
 def test_both_ranks_give_the_same_report(results: Any) -> None:

@@ -64,6 +64,7 @@ def step(number: int, **changed: Any) -> StepRecord:
         "oldest_replica_version": number,
         "weight_updates": number,
         "mid_sequence_updates": 0,
+        "diagnostics": {},
     }
     return StepRecord(**(fields | changed))
 

@@ -31,6 +31,8 @@ def learner() -> LearnerMetrics:
         importance_weight_max=3.0,
         clipped_ratio=0.02,
         gated_ratio=0.03,
+        kernel_ess_ratio=0.9,
+        silent_ratio=0.04,
         kl_to_behaviour_nats=0.001,
         learning_rate=1e-3,
         zero_variance_ratio=0.25,

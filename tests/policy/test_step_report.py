@@ -7,6 +7,7 @@ import pytest
 from asyncrl.algorithms import advantages, presets
 from asyncrl.algorithms.diagnostics import OffPolicySums
 from asyncrl.algorithms.interfaces import MetricNormalization
+from asyncrl.algorithms.kernel import KernelSums
 from asyncrl.config.schema import OptimizerSection
 from asyncrl.policy import interfaces, schedule
 from asyncrl.policy.interfaces import StepReport
@@ -28,6 +29,7 @@ def outcome(*, loss: float = 0.0, grad_norm: float = 1.0, finite: bool = True, t
         grad_norm=grad_norm,
         finite=finite,
         sums=sums,
+        kernel=KernelSums({"silent_ratio": (1.0, 4.0)}),
         loss_metrics={"share": 3.0, "per_sample": 4.0, "own": 5.0},
     )
 
@@ -53,6 +55,7 @@ def test_losses_add_over_ranks_and_average_over_updates() -> None:
     # four outcomes of 3, 4 and 5
     assert found.loss_metrics == {"share": 1.2, "per_sample": 3.2, "own": 20.0}
     assert found.token_staleness == (4, 0, 0, 3)
+    assert found.diagnostics == {"silent_ratio": 0.25}
 
 
 def test_means_weigh_ranks_by_their_tokens() -> None:

@@ -40,7 +40,7 @@ def make_model(path: Path) -> Path:
     return path
 
 
-def make_config(*, loss: str = "decoupled_icepop", **learner: Any) -> Config:
+def make_config(*, loss: str | dict[str, Any] = "decoupled_icepop", **learner: Any) -> Config:
     return Config.model_validate(
         {
             "learner": {"total_steps": 10, "collective_timeout_s": 30.0, **learner},

@@ -1,0 +1,108 @@
+"""Bounds that need a statistic of the whole step: found once a step, before the first gradient, on all ranks alike.
+
+Both searches are for the largest bound under which a share or a mean holds. Both hold at small bounds and stop holding
+at larger ones, so a search over a grid that is refined a few times finds the edge; a round costs one sum over the
+ranks of a few numbers a grid point, and no rank sees another's tokens.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+
+from asyncrl.algorithms.objective import Gate, Objective, Weight
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""The sum of a small tensor over all ranks."""
+
+_GRID, _ROUNDS = 64, 4
+_SMALLEST, _LARGEST = 1e-12, 1e18
+
+
+class StepTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The trained tokens of one rank's step, flat: log-probs by whose they are, and advantages."""
+
+    sources: dict[str, torch.Tensor]
+    advantages: torch.Tensor
+
+    def log_ratio(self, p: str, q: str) -> torch.Tensor:
+        """log p − log q, float64. Before the first gradient the current policy is the proximal one."""
+        p, q = ("proximal" if source == "current" else source for source in (p, q))
+        return self.sources[p].double() - self.sources[q].double()
+
+
+def needs_calibration(objective: Objective) -> bool:
+    """Whether some bound is a matter of the whole step."""
+    weight = objective.weight
+    return any(gate.budget is not None for gate in objective.gates) or (
+        weight is not None and weight.min_ess is not None
+    )
+
+
+def calibrated(objective: Objective, *, tokens: StepTokens, reduce: Reduce) -> Objective:
+    """The objective with those bounds filled in; equal on all ranks. `objective` is the one that was configured."""
+    weight = objective.weight
+    if weight is not None and weight.min_ess is not None:
+        weight = _capped(weight, tokens=tokens, reduce=reduce)
+    gates = tuple(
+        gate if gate.budget is None else _budgeted(gate, tokens=tokens, reduce=reduce) for gate in objective.gates
+    )
+    return msgspec.structs.replace(objective, weight=weight, gates=gates)
+
+
+def _budgeted(gate: Gate, *, tokens: StepTokens, reduce: Reduce) -> Gate:
+    """hi is the largest τ for which k2 ≤ τ leaves a mean k2 of at most the budget, among the tokens that the gate is
+    about (M2PO's τ*, 2510.01161, whose second moment is twice k2)."""
+    assert gate.budget is not None
+    difference = tokens.log_ratio(gate.p, gate.q)
+    subject = torch.ones_like(difference, dtype=torch.bool)
+    if gate.when == "moving_away":
+        subject = tokens.advantages * difference > 0
+    elif gate.when == "negative_advantage":
+        subject = tokens.advantages < 0
+    stat = difference.square()[subject] / 2
+
+    def sums(bound: float) -> tuple[float, float]:
+        kept = stat[stat <= bound]
+        return float(kept.sum()), float(kept.numel())
+
+    budget = gate.budget
+    bound = _largest(sums, holds=lambda total, count: total <= budget * count, reduce=reduce)
+    return msgspec.structs.replace(gate, hi=min(gate.hi, bound))
+
+
+def _capped(weight: Weight, *, tokens: StepTokens, reduce: Reduce) -> Weight:
+    """hi is the largest cap at which the clamped weights' effective share (Σw)² / (N · Σw²) is at least `min_ess`."""
+    assert weight.min_ess is not None
+    ratio = tokens.log_ratio(weight.p, weight.q).clamp(-300, 300).exp()
+    [count] = reduce(torch.tensor([ratio.numel()], dtype=torch.float64)).tolist()
+
+    def sums(bound: float) -> tuple[float, float]:
+        clamped = ratio.clamp(weight.lo, bound)
+        return float(clamped.sum()), float(clamped.square().sum())
+
+    share = weight.min_ess
+    bound = _largest(sums, holds=lambda first, second: first**2 >= share * count * second, reduce=reduce)
+    return msgspec.structs.replace(weight, hi=max(1.0, min(weight.hi, bound)))
+
+
+def _largest(
+    sums: Callable[[float], tuple[float, float]], *, holds: Callable[[float, float], bool], reduce: Reduce
+) -> float:
+    """The largest bound at which `holds` of the global sums; inf when it always does, the smallest when never."""
+
+    def held(bounds: Sequence[float]) -> list[bool]:
+        rows = torch.tensor([sums(bound) for bound in bounds], dtype=torch.float64)
+        return [holds(first, second) for first, second in reduce(rows).tolist()]
+
+    if held([math.inf])[0]:
+        return math.inf
+    low, high = _SMALLEST, _LARGEST
+    for _ in range(_ROUNDS):
+        step = (high / low) ** (1 / _GRID)
+        bounds = [low * step**index for index in range(_GRID + 1)]
+        answers = held(bounds)
+        last = max((index for index, answer in enumerate(answers) if answer), default=0)
+        low, high = bounds[last], bounds[min(last + 1, _GRID)]
+    return low

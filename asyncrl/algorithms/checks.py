@@ -1,0 +1,90 @@
+"""Rules about the objective and its baseline that `asyncrl config check` applies before anything starts. Torch-free."""
+
+import math
+from collections.abc import Iterator
+
+from asyncrl.algorithms.objective import Clipped, Objective, is_corrected, is_product
+from asyncrl.algorithms.presets import baseline_of, is_own_loss, resolve_objective
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+COMPARES_A_GROUP = ("group_norm", "group_mean", "leave_one_out")
+NEEDS_CRITIC = ("gae", "vtrace")
+TOKEN_NOISE_NATS = 0.05
+"""Spread of a token's log ρ that a healthy asynchronous run has; what the predicted effective share assumes."""
+
+
+def check_algorithm(config: Config) -> list[str]:
+    """Warnings about an algorithm that can run; ConfigError with every violation of one that cannot."""
+    violations = [*_baseline(config), *_group_size(config)]
+    if is_own_loss(config.algorithm):
+        violations += _own(config)
+        warnings = list(_unknown(config))
+    else:
+        objective = resolve_objective(config.algorithm.loss, config.algorithm.overrides)
+        violations += _uncorrected(config, objective)
+        warnings = list(_warnings(config, objective))
+    if violations:
+        raise ConfigError("\n".join(violations))
+    return warnings
+
+
+def _uncorrected(config: Config, objective: Objective) -> Iterator[str]:
+    if config.staleness.max_versions > 0 and not is_corrected(objective):
+        yield (
+            f"algorithm.loss = {config.algorithm.loss} has no off-policy correction, and staleness.max_versions = "
+            f"{config.staleness.max_versions} trains on samples of older weights: its gradient would be biased. Take "
+            "a corrected objective, e.g. decoupled_icepop (`asyncrl losses` lists them), or set "
+            "staleness.max_versions to 0"
+        )
+
+
+def _baseline(config: Config) -> Iterator[str]:
+    name = baseline_of(config.algorithm)
+    if name in NEEDS_CRITIC:
+        because = "without one its weight on early tokens is a product of every later ratio" if name == "vtrace" else ""
+        yield (
+            f"algorithm.advantage = {name} needs a critic, and this run has none{because and ': ' + because}; take a "
+            "group estimator such as group_norm"
+        )
+
+
+def _group_size(config: Config) -> Iterator[str]:
+    name, group_size = baseline_of(config.algorithm), config.learner.group_size
+    if name in COMPARES_A_GROUP and group_size < 2:
+        yield (
+            f"learner.group_size = {group_size}: algorithm.advantage = {name} compares the samples of a group and is "
+            "0 for a single one; raise it to at least 2"
+        )
+
+
+def _own(config: Config) -> Iterator[str]:
+    if config.algorithm.overrides:
+        yield (
+            f"algorithm.overrides: replace axes of a preset, and algorithm.loss = {config.algorithm.loss} is none; "
+            "remove them, or name a preset"
+        )
+
+
+def _unknown(config: Config) -> Iterator[str]:
+    if config.staleness.max_versions > 0:
+        yield (
+            f"algorithm.loss = {config.algorithm.loss}: nobody checked that it corrects for data of older weights, "
+            f"and staleness.max_versions = {config.staleness.max_versions}"
+        )
+
+
+def _warnings(config: Config, objective: Objective) -> Iterator[str]:
+    one_update = config.learner.updates_per_step == 1
+    if one_update and isinstance(objective.surrogate, Clipped) and objective.anchor == "proximal":
+        yield (
+            "learner.updates_per_step = 1: the proximal policy is the current one, so that a clip anchored at it "
+            "never acts; the off-policy correction is all in the importance weight"
+        )
+    if is_product(objective) and config.staleness.max_versions > 0:
+        length = config.generator.max_completion_tokens
+        yield (
+            f"algorithm.loss = {config.algorithm.loss} multiplies ratios over whole sequences: of {length} tokens "
+            f"whose log-ratios spread by {TOKEN_NOISE_NATS:g} nats each, the effective share of the samples is about "
+            f"e^(−{TOKEN_NOISE_NATS:g}² · {length}) = {math.exp(-(TOKEN_NOISE_NATS**2) * length):.2g}"
+        )

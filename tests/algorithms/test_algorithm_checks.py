@@ -1,0 +1,67 @@
+"""Rules about the objective and its baseline: refused or said before anything starts."""
+
+import pytest
+
+from asyncrl.algorithms.checks import check_algorithm
+from asyncrl.config.load import load_config
+from asyncrl.errors import ConfigError
+
+
+def violations(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check_algorithm(load_config([], overrides))
+    return str(caught.value).splitlines()
+
+
+def warnings(*overrides: str) -> list[str]:
+    return check_algorithm(load_config([], overrides))
+
+
+def test_f28_an_uncorrected_loss_is_refused_unless_synchronous() -> None:
+    [violation] = violations("algorithm.loss=dapo")
+    assert "algorithm.loss = dapo has no off-policy correction" in violation
+    assert "staleness.max_versions = 2" in violation
+    warnings("algorithm.loss=dapo", "staleness.max_versions=0")
+    warnings("algorithm.loss=dapo", "algorithm.overrides={weight: {hi: 2}}")
+
+
+def test_f28_a_penalty_is_no_correction() -> None:
+    pulled = "algorithm.overrides={penalties: [{kind: k2, q: behaviour, beta: 1}]}"
+    assert "no off-policy correction" in violations("algorithm.loss=dapo", pulled)[0]
+
+
+@pytest.mark.parametrize("loss", ["ppo", "vapo", "vtrace"])
+def test_f28_a_baseline_that_needs_a_critic_is_refused_with_the_reason(loss: str) -> None:
+    found = violations(f"algorithm.loss={loss}", "staleness.max_versions=0")
+    assert "needs a critic" in found[0]
+    assert ("product of every later ratio" in found[0]) == (loss == "vtrace")
+    warnings(f"algorithm.loss={loss}", "algorithm.advantage=group_norm", "staleness.max_versions=0")
+
+
+def test_f28_a_group_of_one_has_nobody_to_compare_with() -> None:
+    assert "learner.group_size = 1" in violations("learner.group_size=1")[0]
+    warnings("learner.group_size=1", "algorithm.advantage=mine:estimator")
+
+
+def test_f28_overrides_of_no_preset_are_refused() -> None:
+    assert "algorithm.overrides" in violations("algorithm.loss=mine:loss", "algorithm.overrides={weight: null}")[0]
+
+
+def test_the_inert_clip_is_said_only_where_it_is_one() -> None:
+    assert any("never acts" in warning for warning in warnings())
+    assert not warnings("learner.updates_per_step=2")
+    assert not warnings("algorithm.loss=aipo"), "no clip"
+    assert not warnings("algorithm.loss=tis", "algorithm.overrides={anchor: behaviour}"), "the clip acts"
+
+
+def test_a_product_over_sequences_is_said_with_the_share_that_it_leaves() -> None:
+    lengths = ("generator.max_completion_tokens=1024", "model.max_length=2048")
+    [warning] = [line for line in warnings("algorithm.loss=seq_tis", *lengths) if "multiplies" in line]
+    assert "1024 tokens" in warning
+    assert warning.endswith("= 0.077")
+    assert not any("multiplies" in line for line in warnings("algorithm.loss=vespo", *lengths))
+
+
+def test_a_loss_that_nobody_checked_is_a_warning_when_data_may_be_old() -> None:
+    assert any("nobody checked" in warning for warning in warnings("algorithm.loss=mine:loss"))
+    assert not warnings("algorithm.loss=mine:loss", "staleness.max_versions=0")

@@ -1,0 +1,110 @@
+"""Bounds that a whole step decides: the largest that keep their promise, equal however the step is dealt to ranks."""
+
+import math
+import threading
+
+import pytest
+import torch
+
+from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
+from asyncrl.algorithms.objective import Gate, Linear, Objective, Weight
+from asyncrl.algorithms.presets import PRESETS
+
+
+def step(log_ratios: list[float], advantages: list[float] | None = None) -> StepTokens:
+    proximal = torch.tensor(log_ratios, dtype=torch.float64)
+    sources = {"proximal": proximal, "behaviour": torch.zeros_like(proximal)}
+    return StepTokens(sources=sources, advantages=torch.tensor(advantages or [1.0] * len(log_ratios)))
+
+
+def alone(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+def gated(**settings: float | str) -> Objective:
+    return Objective(surrogate=Linear(), gates=(Gate(stat="k2", **settings),))  # type: ignore[arg-type]
+
+
+def test_a_budget_leaves_out_as_few_outliers_as_needed_by_hand() -> None:
+    """k2 = .005, .02, .08, .5: the first three have mean .035, all four .151; a budget of .04 keeps three."""
+    tokens = step([0.1, 0.2, 0.4, 1.0])
+    [gate] = calibrated(gated(budget=0.04), tokens=tokens, reduce=alone).gates
+    assert 0.08 <= gate.hi < 0.5
+    [gate] = calibrated(gated(budget=0.034), tokens=tokens, reduce=alone).gates
+    assert 0.02 <= gate.hi < 0.08
+    [gate] = calibrated(gated(budget=0.2), tokens=tokens, reduce=alone).gates
+    assert gate.hi == math.inf
+
+
+def test_only_tokens_that_the_gate_is_about_count() -> None:
+    """Moving away: A > 0 and likelier, or A < 0 and rarer. The large ones here move back."""
+    tokens = step([0.1, 0.2, -2.0, 2.0], advantages=[1.0, 1.0, 1.0, -1.0])
+    [gate] = calibrated(gated(budget=0.02, when="moving_away"), tokens=tokens, reduce=alone).gates
+    assert gate.hi == math.inf
+    [gate] = calibrated(gated(budget=0.02), tokens=tokens, reduce=alone).gates
+    assert 0.02 <= gate.hi < 2.0
+
+
+def test_an_impossible_budget_leaves_nothing_that_moved() -> None:
+    [gate] = calibrated(gated(budget=0.001), tokens=step([1.0, 2.0]), reduce=alone).gates
+    assert gate.hi < 0.5
+
+
+def effective_share(weights: torch.Tensor) -> float:
+    return float(weights.sum() ** 2 / (len(weights) * weights.square().sum()))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.6, 0.8])
+def test_a_weight_is_capped_where_the_effective_share_is_what_was_asked(share: float) -> None:
+    tokens = step(torch.linspace(-2, 2, 101).tolist())
+    weight = calibrated(Objective(surrogate=Linear(), weight=Weight(min_ess=share)), tokens=tokens, reduce=alone).weight
+    assert weight is not None
+    assert weight.hi > 1
+    clamped = tokens.log_ratio("proximal", "behaviour").exp().clamp(max=weight.hi)
+    assert effective_share(clamped) == pytest.approx(share, abs=1e-3)
+
+
+def test_no_cap_goes_below_one_whatever_was_asked() -> None:
+    tokens = step(torch.linspace(-2, 2, 101).tolist())
+    weight = calibrated(Objective(surrogate=Linear(), weight=Weight(min_ess=0.99)), tokens=tokens, reduce=alone).weight
+    assert weight is not None
+    assert weight.hi == 1.0
+
+
+def test_a_healthy_step_needs_no_cap_and_the_configured_one_stays() -> None:
+    objective = Objective(surrogate=Linear(), weight=Weight(hi=4.0, min_ess=0.5))
+    assert calibrated(objective, tokens=step([0.0, 0.01, -0.02]), reduce=alone) == objective
+
+
+def test_ranks_find_the_same_bounds_as_one_rank_with_all_tokens() -> None:
+    draw = torch.Generator().manual_seed(0)
+    ratios = torch.randn(60, generator=draw).tolist()
+    objective = Objective(
+        surrogate=Linear(), weight=Weight(min_ess=0.7), gates=(Gate(stat="k2", budget=0.05, when="moving_away"),)
+    )
+    whole = calibrated(objective, tokens=step(ratios), reduce=alone)
+    parts = [step(ratios[:17]), step(ratios[17:])]
+    # Both ranks decide by the same sums, so they ask in lockstep.
+    barrier, slots = threading.Barrier(2), [torch.zeros(0), torch.zeros(0)]
+    found: list[Objective | None] = [None, None]
+
+    def run(rank: int) -> None:
+        def reduce(values: torch.Tensor) -> torch.Tensor:
+            slots[rank] = values
+            barrier.wait(10)
+            total = slots[0] + slots[1]
+            barrier.wait(10)
+            return total
+
+        found[rank] = calibrated(objective, tokens=parts[rank], reduce=reduce)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == [whole, whole]
+
+
+def test_only_m2po_needs_it_among_the_presets() -> None:
+    assert {name for name, preset in PRESETS.items() if needs_calibration(preset.objective)} == {"m2po"}

@@ -1,0 +1,204 @@
+"""What must hold of every preset, whatever its axes: no split, order, padding or packing of a step changes it.
+
+Gradients are compared, not values alone. Losses are float64 here, so that equal means equal.
+"""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.objective import Aggregation, Objective, Reinforce
+from asyncrl.algorithms.presets import PRESETS
+from asyncrl.data.batched_data_dict import BatchedDataDict
+
+LENGTHS = (5, 3, 6, 1)
+PROMPT = 2
+PER_TOKEN = ("logprobs", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages", "staleness")
+Row = dict[str, torch.Tensor]
+
+
+def runnable(name: str) -> Objective:
+    objective = PRESETS[name].objective
+    if objective.aggregation is Aggregation.SEQUENCE_SUM_CONSTANT:
+        objective = msgspec.structs.replace(objective, constant=4.0)
+    gates = tuple(
+        msgspec.structs.replace(gate, budget=None, hi=0.05) if gate.budget else gate for gate in objective.gates
+    )
+    return msgspec.structs.replace(objective, gates=gates)
+
+
+def rows(*, off_policy: float = 0.3) -> list[Row]:
+    """Sequences of a prompt and a completion; `logprobs[i]` belongs to token i. The last is not trained."""
+    draw = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    found = []
+    for index, length in enumerate(LENGTHS):
+        total = PROMPT + length
+        beh = -1.5 + 0.3 * normal(total)
+        drift = off_policy * normal(total)
+        if index == 0:  # one sequence on which sampler and trainer agree on average
+            drift[PROMPT:] -= drift[PROMPT:].mean()
+        prox = beh + drift
+        found.append(
+            {
+                "generation_logprobs": beh,
+                "prev_logprobs": prox,
+                "reference_policy_logprobs": prox + off_policy * normal(total),
+                "logprobs": prox + off_policy * normal(total),
+                "advantages": normal(1).expand(total).clone(),
+                "staleness": torch.randint(0, 4, (total,), generator=draw).double(),
+                "token_mask": (torch.arange(total) >= PROMPT).double(),
+                "sample_mask": torch.tensor(0.0 if index == 3 else 1.0, dtype=torch.float64),
+            }
+        )
+    return found
+
+
+def padded(batch: list[Row], *, extra: int = 0) -> BatchedDataDict:
+    width = max(len(row["logprobs"]) for row in batch) + extra
+
+    def column(name: str) -> torch.Tensor:
+        return torch.stack([torch.nn.functional.pad(row[name], (0, width - len(row[name]))) for row in batch])
+
+    data = BatchedDataDict({name: column(name) for name in (*PER_TOKEN, "token_mask")})
+    data["sample_mask"] = torch.stack([row["sample_mask"] for row in batch])
+    return data
+
+
+def packed(batch: list[Row]) -> BatchedDataDict:
+    """All sequences behind each other in one row; no sequence's first token is trained, prompts are longer than one."""
+    data = BatchedDataDict({name: torch.cat([row[name] for row in batch])[None] for name in PER_TOKEN})
+    data["token_mask"] = torch.cat([row["token_mask"] * row["sample_mask"] for row in batch])[None]
+    data["segment_ids"] = torch.cat([torch.full((len(row["logprobs"]),), i) for i, row in enumerate(batch)])[None]
+    data["sample_mask"] = torch.ones(1, dtype=torch.float64)
+    return data
+
+
+def counts(batch: list[Row]) -> dict[str, torch.Tensor]:
+    return {
+        "global_valid_seqs": sum((row["sample_mask"] for row in batch), torch.zeros((), dtype=torch.float64)),
+        "global_valid_toks": sum(
+            ((row["token_mask"][1:] * row["sample_mask"]).sum() for row in batch), torch.zeros((), dtype=torch.float64)
+        ),
+    }
+
+
+def evaluated(
+    objective: Objective, data: BatchedDataDict, **global_counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Loss, its gradient by the log-prob of every token [B, S], metrics."""
+    leaf = data["logprobs"].clone().requires_grad_()
+    columns = BatchedDataDict({name: column for name, column in data.items() if name != "logprobs"})
+    loss, metrics = ObjectiveLoss(objective)(data=columns, next_token_logprobs=leaf[:, 1:], **global_counts)
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad, metrics
+
+
+every_preset = pytest.mark.parametrize("name", list(PRESETS))
+
+
+@every_preset
+def test_micro_batches_add_up_to_the_step(name: str) -> None:
+    batch, objective = rows(), runnable(name)
+    loss, gradient, metrics = evaluated(objective, padded(batch), **counts(batch))
+    assert gradient.abs().sum() > 0
+    for size in (1, 3):
+        parts = [batch[start : start + size] for start in range(0, len(batch), size)]
+        found = [evaluated(objective, padded(part), **counts(batch)) for part in parts]
+        torch.testing.assert_close(sum(part[0] for part in found), loss)
+        flat = torch.cat([row[row != 0] for part in found for row in part[1]])
+        torch.testing.assert_close(flat, torch.cat([row[row != 0] for row in gradient]))
+        assert {key: sum(part[2][key] for part in found) for key in metrics} == metrics
+
+
+@every_preset
+def test_packed_and_padded_agree(name: str) -> None:
+    batch, objective = rows(), runnable(name)
+    loss, gradient, metrics = evaluated(objective, padded(batch), **counts(batch))
+    together, packed_gradient, packed_metrics = evaluated(objective, packed(batch), **counts(batch))
+    torch.testing.assert_close(together, loss)
+    torch.testing.assert_close(
+        packed_gradient[0], torch.cat([row[: PROMPT + length] for row, length in zip(gradient, LENGTHS, strict=True)])
+    )
+    assert packed_metrics == metrics
+
+
+@every_preset
+def test_the_order_of_rows_and_the_width_of_padding_change_nothing(name: str) -> None:
+    batch, objective = rows(), runnable(name)
+    loss, gradient, _ = evaluated(objective, padded(batch), **counts(batch))
+    order = [2, 0, 3, 1]
+    moved, moved_gradient, _ = evaluated(objective, padded([batch[i] for i in order], extra=3), **counts(batch))
+    torch.testing.assert_close(moved, loss)
+    torch.testing.assert_close(moved_gradient[:, : gradient.shape[1]], gradient[order])
+
+
+@every_preset
+def test_nan_in_masked_slots_changes_nothing(name: str) -> None:
+    batch, objective = rows(), runnable(name)
+    data = padded(batch)
+    loss, gradient, metrics = evaluated(objective, data, **counts(batch))
+    masked = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) == 0
+    for column in PER_TOKEN:
+        data[column] = torch.where(masked, torch.nan, data[column])
+    poisoned, poisoned_gradient, poisoned_metrics = evaluated(objective, data, **counts(batch))
+    torch.testing.assert_close(poisoned, loss)
+    torch.testing.assert_close(poisoned_gradient, gradient)
+    assert poisoned_metrics == metrics
+
+
+@every_preset
+def test_on_policy_the_gradient_is_that_of_reinforce_with_the_same_aggregation(name: str) -> None:
+    """u = ρ = 1 and the policy is its own reference: clips, weights, gates and penalties say nothing."""
+    batch, objective = rows(off_policy=0.0), runnable(name)
+    plain = Objective(surrogate=Reinforce(), aggregation=objective.aggregation, constant=objective.constant)
+    _, gradient, metrics = evaluated(objective, padded(batch), **counts(batch))
+    torch.testing.assert_close(gradient, evaluated(plain, padded(batch), **counts(batch))[1])
+    assert set(metrics.values()) == {0.0}
+
+
+@every_preset
+def test_without_penalties_the_gradient_is_proportional_to_the_advantages(name: str) -> None:
+    batch = rows()
+    objective = msgspec.structs.replace(runnable(name), penalties=())
+    _, gradient, _ = evaluated(objective, padded(batch), **counts(batch))
+    for row in batch:
+        row["advantages"] = 3 * row["advantages"]
+    torch.testing.assert_close(evaluated(objective, padded(batch), **counts(batch))[1], 3 * gradient)
+
+
+@every_preset
+def test_with_rho_one_the_off_policy_correction_is_inert(name: str) -> None:
+    """beh = prox: dropping the weight and the gates between the two changes nothing."""
+    batch, objective = rows(), runnable(name)
+    for row in batch:
+        row["generation_logprobs"] = row["prev_logprobs"].clone()
+        row["staleness"] = torch.zeros_like(row["staleness"])
+    kept = tuple(gate for gate in objective.gates if {gate.p, gate.q} != {"proximal", "behaviour"})
+    bare = msgspec.structs.replace(objective, weight=None, gates=kept, proximal="recomputed")
+    if objective.proximal == "interpolated":  # then the proximal policy is the current one, and u = 1
+        for row in batch:
+            row["prev_logprobs"] = row["logprobs"].clone()
+            row["generation_logprobs"] = row["logprobs"].clone()
+    _, gradient, metrics = evaluated(objective, padded(batch), **counts(batch))
+    _, bare_gradient, _ = evaluated(bare, padded(batch), **counts(batch))
+    torch.testing.assert_close(gradient, bare_gradient)
+    assert metrics["gated_ratio"] == 0 or kept
+
+
+@every_preset
+def test_f24_a_step_with_nothing_to_train_is_zero_with_a_graph(name: str) -> None:
+    batch = rows()
+    for row in batch:
+        row["sample_mask"] = torch.zeros((), dtype=torch.float64)
+    loss, gradient, metrics = evaluated(runnable(name), padded(batch), **counts(batch))
+    assert float(loss) == 0.0
+    assert not gradient.any()
+    assert set(metrics.values()) == {0.0}
