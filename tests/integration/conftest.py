@@ -40,7 +40,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def small_overrides(model_path: str) -> list[str]:
-    return [*SMALL, f"model.path={model_path}", "model.tiny.warmup_steps=40"]
+    return [*SMALL, f"model.path={model_path}", "model.tiny.warmup_steps=40", "model.tiny.warmup_wrong_fraction=0"]
 
 
 def small_config(model_path: str, *overrides: str) -> Config:
