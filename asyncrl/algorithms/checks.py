@@ -5,10 +5,12 @@ from collections.abc import Iterator
 
 from asyncrl.algorithms.objective import Clipped, Objective, is_corrected, is_product
 from asyncrl.algorithms.presets import baseline_of, is_own_loss, resolve_objective
+from asyncrl.config.import_path import is_import_path, suggest
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
-COMPARES_A_GROUP = ("group_norm", "group_mean", "leave_one_out")
+BASELINES = ("group_norm", "group_mean", "leave_one_out", "batch_std", "reinforce_pp", "reinforce_pp_baseline")
+COMPARES_A_GROUP = ("group_norm", "group_mean", "leave_one_out", "batch_std", "reinforce_pp_baseline")
 NEEDS_CRITIC = ("gae", "vtrace")
 TOKEN_NOISE_NATS = 0.05
 """Spread of a token's log ρ that a healthy asynchronous run has; what the predicted effective share assumes."""
@@ -16,7 +18,7 @@ TOKEN_NOISE_NATS = 0.05
 
 def check_algorithm(config: Config) -> list[str]:
     """Warnings about an algorithm that can run; ConfigError with every violation of one that cannot."""
-    violations = [*_baseline(config), *_group_size(config)]
+    violations = [*_baseline(config), *_group_size(config), *_filters(config)]
     if is_own_loss(config.algorithm):
         violations += _own(config)
         warnings = list(_unknown(config))
@@ -41,6 +43,12 @@ def _uncorrected(config: Config, objective: Objective) -> Iterator[str]:
 
 def _baseline(config: Config) -> Iterator[str]:
     name = baseline_of(config.algorithm)
+    known = [*BASELINES, *NEEDS_CRITIC]
+    if name not in known and not is_import_path(name):
+        yield (
+            f"algorithm.advantage = {name}: is neither one of {', '.join(known)} nor an import path like "
+            f"package.module:callable{suggest(name, known)}"
+        )
     if name in NEEDS_CRITIC:
         because = "without one its weight on early tokens is a product of every later ratio" if name == "vtrace" else ""
         yield (
@@ -55,6 +63,20 @@ def _group_size(config: Config) -> Iterator[str]:
         yield (
             f"learner.group_size = {group_size}: algorithm.advantage = {name} compares the samples of a group and is "
             "0 for a single one; raise it to at least 2"
+        )
+
+
+def _filters(config: Config) -> Iterator[str]:
+    section, limit = config.algorithm, config.generator.max_completion_tokens
+    if section.overlong == "penalise" and section.overlong_buffer_tokens > limit:
+        yield (
+            f"algorithm.overlong_buffer_tokens = {section.overlong_buffer_tokens}: must be at most "
+            f"generator.max_completion_tokens = {limit}, or every completion is penalised; lower it"
+        )
+    if section.zero_variance == "mask" and config.learner.group_size < 2:
+        yield (
+            f"algorithm.zero_variance = mask: with learner.group_size = {config.learner.group_size} no group has a "
+            "variance and nothing would be trained; set it to keep"
         )
 
 

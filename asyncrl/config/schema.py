@@ -233,8 +233,17 @@ class AlgorithmSection(Section):
     overrides: dict[str, Any] = {}
     """Axes of the preset that are replaced, e.g. `surrogate: {lo: 0.8, hi: 1.2}`. Bounds are ratios."""
     advantage: str | None = None
-    """`group_norm`, `group_mean`, `leave_one_out`, or an import path `package.module:callable`. Unset: the one that the
-    preset was published with."""
+    """`group_norm`, `group_mean`, `leave_one_out`, `batch_std`, `reinforce_pp`, `reinforce_pp_baseline`, or an import
+    path `package.module:callable`. Unset: the one that the preset was published with."""
+    zero_variance: Literal["keep", "mask"] = "keep"
+    """Groups whose rewards are all equal: kept (with a group baseline their advantage is 0, and they still count in
+    the loss's denominators), or masked out of the loss."""
+    overlong: Literal["keep", "mask", "penalise"] = "keep"
+    """Samples that were cut at their length limit: kept, masked out of the loss, or penalised: 1 is taken off their
+    reward, and less off the rewards of completions that end within `overlong_buffer_tokens` of the limit."""
+    overlong_buffer_tokens: PositiveInt = 4
+    """Last tokens of `generator.max_completion_tokens` over which the penalty grows linearly from 0 to 1; for
+    `algorithm.overlong: penalise`."""
 
 
 class StalenessSection(Section):

@@ -1,16 +1,19 @@
-"""From a lease to what the ranks train: advantages from rewards, references to rows, masks. Metadata only.
+"""From a lease to what the ranks train: filters, advantages from rewards, references to rows, masks. Metadata only.
 
 The bound is checked once more here: a group whose oldest token is beyond the η of its ticket is our bug.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from asyncrl.algorithms.advantages import Estimator, compute_advantages
+from asyncrl.algorithms.advantages import Estimator, Groups, compute_advantages
+from asyncrl.algorithms.filters import SampleFilters
 from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.data_plane.object_store import Rows
 from asyncrl.errors import StalenessViolation
@@ -29,28 +32,56 @@ def check_staleness(lease: Lease) -> None:
             )
 
 
-def group_advantages(estimator: Estimator, groups: Sequence[LeasedGroup]) -> list["np.ndarray[Any, Any]"]:
-    """One float32 array [G] a group."""
-    rewards = torch.tensor([reward for group in groups for reward in group.meta.rewards], dtype=torch.float32)
-    ids = torch.tensor([group.meta.group for group in groups for _ in group.meta.rewards])
-    advantages = compute_advantages(estimator, rewards=rewards, group_ids=ids)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSamples:
+    """What filters and estimator make of a step: one array [G] a group, in the lease's order.
+
+    `zero_variance_ratio` is the share of groups whose rewards, as the estimator sees them, are all equal;
+    `overlong_ratio` that of samples cut at their limit; `masked_ratio` that of samples with a mask of 0, by a filter or
+    because they have no token.
+    """
+
+    advantages: Sequence[npt.NDArray[np.float32]]
+    masks: Sequence[npt.NDArray[np.float32]]
+    zero_variance_ratio: float
+    overlong_ratio: float
+    masked_ratio: float
+
+
+def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator, filters: SampleFilters) -> StepSamples:
+    """Advantages and masks of the whole step at once, so that batch statistics are those of all ranks."""
     sizes = [len(group.meta.rewards) for group in groups]
-    return [part.numpy() for part in torch.split(advantages, sizes)]
+    ids_N = torch.tensor([group.meta.group for group in groups for _ in group.meta.rewards])
+    tokens_N = torch.tensor([tokens for group in groups for tokens in group.meta.completion_tokens])
+    truncated_N = torch.tensor([truncated for group in groups for truncated in group.meta.truncated])
+    rewards_N = filters.shaped_rewards(
+        torch.tensor([reward for group in groups for reward in group.meta.rewards], dtype=torch.float32),
+        truncated_N=truncated_N,
+        completion_tokens_N=tokens_N,
+    )
+    advantages_N = compute_advantages(estimator, rewards=rewards_N, group_ids=ids_N)
+    zero_variance_N = ~Groups(rewards_N, ids_N).informative_N
+    mask_N = (tokens_N > 0) & ~filters.masked(zero_variance_N=zero_variance_N, truncated_N=truncated_N)
+    return StepSamples(
+        advantages=[part.numpy() for part in torch.split(advantages_N, sizes)],
+        masks=[part.numpy() for part in torch.split(mask_N.float(), sizes)],
+        zero_variance_ratio=sum(bool(part.all()) for part in torch.split(zero_variance_N, sizes)) / len(groups),
+        overlong_ratio=float(truncated_N.float().mean()),
+        masked_ratio=float((~mask_N).float().mean()),
+    )
 
 
-def train_groups(
-    groups: Sequence[LeasedGroup], *, advantages: Sequence["np.ndarray[Any, Any]"], rows: Sequence[Any]
-) -> list[TrainGroup]:
+def train_groups(groups: Sequence[LeasedGroup], *, samples: StepSamples, rows: Sequence[Any]) -> list[TrainGroup]:
     """What the ranks get: `rows` are references that only the rank that trains the group resolves."""
     return [
         TrainGroup(
             key=group.meta.key,
             rows=ref,
-            advantages_G=group_advantages_G,
-            sample_mask_G=np.asarray([tokens > 0 for tokens in group.meta.completion_tokens], dtype=np.float32),
+            advantages_G=advantages_G,
+            sample_mask_G=mask_G,
             max_staleness_versions=group.max_staleness_versions,
         )
-        for group, group_advantages_G, ref in zip(groups, advantages, rows, strict=True)
+        for group, advantages_G, mask_G, ref in zip(groups, samples.advantages, samples.masks, rows, strict=True)
     ]
 
 
@@ -60,11 +91,6 @@ def keys_by_store(groups: Sequence[LeasedGroup]) -> dict[str, list[str]]:
     for group in groups:
         keys.setdefault(group.meta.store, []).append(group.meta.key)
     return keys
-
-
-def zero_variance_share(groups: Sequence[LeasedGroup]) -> float:
-    """Share of groups whose rewards are all equal: they teach nothing to a group-relative advantage."""
-    return sum(len(set(group.meta.rewards)) == 1 for group in groups) / max(len(groups), 1)
 
 
 def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:

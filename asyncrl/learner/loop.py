@@ -1,4 +1,4 @@
-"""The learner's loop: lease, advantages, train, ack, publish; held-out evaluation at both ends.
+"""The learner's loop: lease, filters and advantages, train, ack, publish; held-out evaluation at both ends.
 
 What must hold: a lease ends by ack, skip or give-back, whatever happens in between; a version is published only after
 its ack; the last version is published and evaluated before the run ends. Every stage is timed into the learner's
@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.algorithms.advantages import resolve_estimator
+from asyncrl.algorithms.filters import build_filters
 from asyncrl.algorithms.presets import baseline_of
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.membership import RunState
 from asyncrl.buffer.records import Lease, LeasedGroup, LeaseWait, Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import NonFiniteError, ParityError
-from asyncrl.learner.batch import check_staleness, group_advantages, keys_by_store, train_groups
+from asyncrl.learner.batch import check_staleness, judge_samples, keys_by_store, train_groups
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.interfaces import Buffer, Publications, RowSource, RunLog, Trainer
 from asyncrl.learner.progress import check_progress
@@ -64,6 +65,7 @@ class LearnerLoop:
         self._metrics = metrics
         self._clock = clock
         self._estimator = resolve_estimator(baseline_of(config.algorithm))
+        self._filters = build_filters(config)
         self._states = StateClock(states=LEARNER_STATES, initial="other", clock=clock)
         metrics.states_from(self._states.seconds)
         self._recorder = StepRecorder(
@@ -125,8 +127,8 @@ class LearnerLoop:
         """Trains one lease and ends it; the learner's version after it."""
         started_s = self._clock()
         check_staleness(lease)
-        advantages = group_advantages(self._estimator, lease.groups)
-        groups = train_groups(lease.groups, advantages=advantages, rows=await self._refs(lease.groups))
+        samples = judge_samples(lease.groups, estimator=self._estimator, filters=self._filters)
+        groups = train_groups(lease.groups, samples=samples, rows=await self._refs(lease.groups))
         report = await self._train(groups, step=lease.step)
         if report.rows_lost:
             await self._buffer.call("give_back", lease.incarnation, lease.step)
@@ -138,6 +140,7 @@ class LearnerLoop:
         ended = EndedStep(
             lease=lease,
             groups=groups,
+            samples=samples,
             report=report,
             status=status,
             published=self._publisher.published,

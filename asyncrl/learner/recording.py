@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import Lease, Version
-from asyncrl.learner.batch import counts_by_staleness, sample_record, zero_variance_share
+from asyncrl.learner.batch import StepSamples, counts_by_staleness, sample_record
 from asyncrl.learner.interfaces import RunLog
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -28,6 +28,7 @@ class EndedStep:
 
     lease: Lease
     groups: Sequence[TrainGroup]
+    samples: StepSamples
     report: StepReport
     status: RunStatus
     published: Version | None
@@ -114,7 +115,9 @@ class StepRecorder:
             silent_ratio=report.diagnostics.get("silent_ratio", 0.0),
             kl_to_behaviour_nats=report.kl_behaviour_k3_nats,
             learning_rate=report.learning_rate,
-            zero_variance_ratio=zero_variance_share(step.lease.groups),
+            zero_variance_ratio=step.samples.zero_variance_ratio,
+            overlong_ratio=step.samples.overlong_ratio,
+            masked_samples_ratio=step.samples.masked_ratio,
         )
         ratio = _length_ratio(step.status)
         if ratio is not None:

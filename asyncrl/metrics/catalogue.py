@@ -392,7 +392,21 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_learner_zero_variance_ratio",
-            "Share of groups with equal rewards: they teach nothing.",
+            "Share of groups with equal rewards, as the advantages see them: with a group baseline they teach nothing.",
+            "ratio",
+            LEARNER,
+        ),
+        Metric(
+            G,
+            "asyncrl_learner_overlong_ratio",
+            "Share of samples that were cut at their length limit.",
+            "ratio",
+            LEARNER,
+        ),
+        Metric(
+            G,
+            "asyncrl_learner_masked_samples_ratio",
+            "Share of samples that no loss sees: masked by a filter, or empty.",
             "ratio",
             LEARNER,
         ),

@@ -108,6 +108,8 @@ class LearnerMetrics(ProcessMetrics):
         kl_to_behaviour_nats: float,
         learning_rate: float,
         zero_variance_ratio: float,
+        overlong_ratio: float,
+        masked_samples_ratio: float,
     ) -> None:
         """The step's numbers, after each step."""
         gauges = {
@@ -125,6 +127,8 @@ class LearnerMetrics(ProcessMetrics):
             "kl_to_behaviour_nats": kl_to_behaviour_nats,
             "learning_rate": learning_rate,
             "zero_variance_ratio": zero_variance_ratio,
+            "overlong_ratio": overlong_ratio,
+            "masked_samples_ratio": masked_samples_ratio,
         }
         for name, value in gauges.items():
             self._instruments.set(f"asyncrl_learner_{name}", value)

@@ -1,4 +1,6 @@
-"""Advantages: groups by id, and exactly 0 where a group says nothing."""
+"""Advantages: groups by id, and exactly 0 where a group, or the batch, says nothing."""
+
+from statistics import mean, stdev
 
 import pytest
 import torch
@@ -8,6 +10,11 @@ from asyncrl.errors import ConfigError, RunError
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 5.0, 3.0, 2.0, 2.0])
 IDS = torch.tensor([4, 4, 4, 9, 9, 1, 1])
+CENTRED = [2 / 3, -1 / 3, -1 / 3, 1, -1, 0, 0]
+"""Rewards less their group's mean."""
+
+WITHIN_GROUPS = ["group_norm", "group_mean", "leave_one_out"]
+WITH_GROUP_BASELINE = [*WITHIN_GROUPS, "batch_std", "reinforce_pp_baseline"]
 
 
 def advantages(name: str, rewards: torch.Tensor, ids: torch.Tensor) -> list[float]:
@@ -15,7 +22,7 @@ def advantages(name: str, rewards: torch.Tensor, ids: torch.Tensor) -> list[floa
 
 
 def test_group_mean_by_hand() -> None:
-    assert advantages("group_mean", REWARDS, IDS) == pytest.approx([2 / 3, -1 / 3, -1 / 3, 1, -1, 0, 0])
+    assert advantages("group_mean", REWARDS, IDS) == pytest.approx(CENTRED)
 
 
 def test_group_norm_divides_by_the_sample_standard_deviation() -> None:
@@ -28,6 +35,49 @@ def test_leave_one_out_has_the_others_baseline_and_the_std_about_the_plain_mean(
     std = (2 / 3) ** 0.5 / 2**0.5
     expected = [1 / std, -0.5 / std, -0.5 / std, 2 / 2**0.5, -2 / 2**0.5, 0, 0]
     assert advantages("leave_one_out", REWARDS, IDS) == pytest.approx(expected, rel=1e-5)
+
+
+def test_batch_std_has_the_group_baseline_and_the_std_of_all_rewards() -> None:
+    std = stdev(REWARDS.tolist())
+    assert advantages("batch_std", REWARDS, IDS) == pytest.approx([value / std for value in CENTRED], rel=1e-5)
+
+
+def test_reinforce_pp_has_the_batch_for_baseline_and_for_scale() -> None:
+    rewards = REWARDS.tolist()
+    expected = [(reward - mean(rewards)) / stdev(rewards) for reward in rewards]
+    assert advantages("reinforce_pp", REWARDS, IDS) == pytest.approx(expected, rel=1e-5)
+
+
+def test_reinforce_pp_baseline_whitens_what_the_group_baseline_leaves() -> None:
+    expected = [value / stdev(CENTRED) for value in CENTRED]
+    assert advantages("reinforce_pp_baseline", REWARDS, IDS) == pytest.approx(expected, rel=1e-5)
+    assert stdev(CENTRED) != pytest.approx(stdev(REWARDS.tolist()), rel=0.1), "else batch_std would pass as well"
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_whitened_advantages_have_mean_0_and_std_1_over_samples(name: str) -> None:
+    found = advantages(name, REWARDS, IDS)
+    assert mean(found) == pytest.approx(0, abs=1e-6)
+    assert stdev(found) == pytest.approx(1, rel=1e-5)
+
+
+def test_groups_of_one_and_groups_of_equal_rewards_learn_from_the_batch_only_without_a_group_baseline() -> None:
+    rewards, ids = torch.tensor([1.0, 1.0, 0.0, 3.0]), torch.tensor([0, 0, 1, 2])
+    std = stdev(rewards.tolist())
+    found = advantages("reinforce_pp", rewards, ids)
+    assert found == pytest.approx([-0.25 / std, -0.25 / std, -1.25 / std, 1.75 / std], rel=1e-5)
+    for name in WITH_GROUP_BASELINE:
+        assert advantages(name, rewards, ids) == [0.0] * 4
+
+
+@pytest.mark.parametrize("name", WITH_GROUP_BASELINE)
+@pytest.mark.parametrize("reward", [0.1, -1 / 3, 1e6])
+def test_f20_a_group_that_says_nothing_is_exactly_zero_beside_groups_that_do(name: str, reward: float) -> None:
+    """Neither the rounding of its mean nor that of the batch's gets through. One group is equal, one has one member."""
+    rewards = torch.tensor([reward, 1.0, reward, 0.25, reward, 0.0, 7.0], dtype=torch.float64)
+    found = advantages(name, rewards, torch.tensor([0, 1, 0, 1, 0, 1, 2]))
+    assert [found[i] for i in (0, 2, 4, 6)] == [0.0] * 4
+    assert 0.0 not in [found[i] for i in (1, 3, 5)]
 
 
 @pytest.mark.parametrize("name", list(ESTIMATORS))
@@ -47,12 +97,26 @@ def test_f20_equal_rewards_and_single_members_give_exactly_zero(name: str, size:
 
 
 @pytest.mark.parametrize("name", list(ESTIMATORS))
+def test_a_step_without_samples_has_no_advantages(name: str) -> None:
+    assert advantages(name, REWARDS[:0], IDS[:0]) == []
+
+
+@pytest.mark.parametrize("name", WITHIN_GROUPS)
 def test_an_incomplete_group_uses_the_members_that_are_present(name: str) -> None:
     alone = advantages(name, REWARDS[:2], IDS[:2])
     assert advantages(name, REWARDS[[0, 1, 3, 4]], IDS[[0, 1, 3, 4]])[:2] == pytest.approx(alone)
 
 
-@pytest.mark.parametrize("name", list(ESTIMATORS))
+@pytest.mark.parametrize("name", WITH_GROUP_BASELINE)
+def test_the_baseline_of_an_incomplete_group_is_the_mean_of_who_is_present(name: str) -> None:
+    """Three members and two; whatever the scale is, the mean member is 0 and the others are symmetric about it."""
+    found = advantages(name, torch.tensor([1.0, 3.0, 5.0, 0.0, 0.5]), torch.tensor([3, 3, 3, 8, 8]))
+    assert found[1] == pytest.approx(0, abs=1e-6)
+    assert found[2] == pytest.approx(-found[0])
+    assert found[3] == pytest.approx(-found[4])
+
+
+@pytest.mark.parametrize("name", WITH_GROUP_BASELINE)
 def test_advantages_of_a_group_add_up_to_zero_and_have_the_rewards_order(name: str) -> None:
     found = advantages(name, REWARDS, IDS)
     assert sum(found[:3]) == pytest.approx(0, abs=1e-6)

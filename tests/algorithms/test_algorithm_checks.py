@@ -2,7 +2,9 @@
 
 import pytest
 
-from asyncrl.algorithms.checks import check_algorithm
+from asyncrl.algorithms.advantages import ESTIMATORS
+from asyncrl.algorithms.checks import BASELINES, NEEDS_CRITIC, check_algorithm
+from asyncrl.algorithms.presets import PRESETS
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 
@@ -41,6 +43,24 @@ def test_f28_a_baseline_that_needs_a_critic_is_refused_with_the_reason(loss: str
 def test_f28_a_group_of_one_has_nobody_to_compare_with() -> None:
     assert "learner.group_size = 1" in violations("learner.group_size=1")[0]
     warnings("learner.group_size=1", "algorithm.advantage=mine:estimator")
+
+
+def test_f28_a_misspelt_baseline_says_what_was_meant_and_all_that_are_built_in_are_known() -> None:
+    assert "did you mean 'group_norm'" in violations("algorithm.advantage=group_nrom")[0]
+    assert set(BASELINES) == set(ESTIMATORS)
+    assert {preset.baseline for preset in PRESETS.values()} <= {*BASELINES, *NEEDS_CRITIC}
+
+
+def test_f28_a_penalty_buffer_longer_than_a_completion_is_refused_where_it_matters() -> None:
+    long = ("algorithm.overlong_buffer_tokens=17",)
+    assert "must be at most generator.max_completion_tokens = 16" in violations("algorithm.overlong=penalise", *long)[0]
+    warnings(*long)
+
+
+def test_f28_masking_zero_variance_is_refused_where_no_group_has_any() -> None:
+    alone = ("learner.group_size=1", "algorithm.advantage=reinforce_pp")
+    assert "nothing would be trained" in violations("algorithm.zero_variance=mask", *alone)[0]
+    warnings(*alone)
 
 
 def test_f28_overrides_of_no_preset_are_refused() -> None:

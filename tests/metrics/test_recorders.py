@@ -36,6 +36,8 @@ def learner() -> LearnerMetrics:
         kl_to_behaviour_nats=0.001,
         learning_rate=1e-3,
         zero_variance_ratio=0.25,
+        overlong_ratio=0.125,
+        masked_samples_ratio=0.375,
     )
     metrics.staleness(groups={0: 10, 2: 6}, tokens={0: 500, 1: 100, 2: 40}, in_flight={1: 6}, in_buffer={0: 12, 1: 4})
     metrics.length_ratio(0.98)

@@ -1,0 +1,78 @@
+"""The critic's loss: squared error of values against returns, clipped about the values that the returns were made of.
+
+What must hold: divided by the global token count and by nothing else, so that any split into micro-batches and ranks
+gives the same gradient; masked slots are replaced, so that NaN in them changes nothing; only the current values carry
+gradient.
+
+Legend: B rows, S tokens; `values_BS[b, t]` is V(before token t), T = S − 1 (the first token is never trained).
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from asyncrl.algorithms.interfaces import LossType, MetricNormalization
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import RunError
+
+
+class ClippedValueLoss:
+    """½ · max((V − R)², (clip(V, V_old ± clip) − R)²), token mean (PPO, 1707.06347 and its reference code).
+
+    Called as a `LossFunction` is, with the critic's values [B, S] in the model's place. Reads the columns `returns`,
+    `token_mask` [B, S], `sample_mask` [B] and, unless `clip` is None, `values` [B, S], the old ones.
+
+    Metrics are sums over tokens: `value_clipped_ratio` (tokens whose clipped error is the larger one: no gradient) and
+    what `explained_variance` is made of.
+    """
+
+    loss_type = LossType.TOKEN_LEVEL
+    metric_normalizations: Mapping[str, MetricNormalization] = dict.fromkeys(
+        ("value_clipped_ratio", "return_mean", "return_square_mean", "value_error_mean", "value_error_square_mean"),
+        MetricNormalization.TOKENS,
+    )
+
+    def __init__(self, *, clip: float | None) -> None:
+        if clip is not None and not clip > 0:
+            raise RunError(f"the value clip is {clip:g}: it must be above 0, or None for no clip")
+        self.clip = clip
+
+    def __call__(
+        self,
+        values_BS: torch.Tensor,
+        data: BatchedDataDict,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        mask_BT = (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)) > 0
+
+        def inside(column_BS: torch.Tensor) -> torch.Tensor:
+            return torch.where(mask_BT, column_BS[:, 1:].float(), 0.0)
+
+        values_BT, returns_BT = inside(values_BS), inside(data["returns"].detach())
+        error_BT = values_BT - returns_BT
+        square_BT = error_BT.square()
+        clipped_BT = torch.zeros_like(mask_BT)
+        if self.clip is not None:
+            old_BT = inside(data["values"].detach())
+            near_BT = torch.clamp(values_BT, min=old_BT - self.clip, max=old_BT + self.clip)
+            clipped_square_BT = (near_BT - returns_BT).square()
+            clipped_BT = clipped_square_BT > square_BT
+            square_BT = torch.maximum(square_BT, clipped_square_BT)
+        loss = 0.5 * square_BT.sum() / global_valid_toks.clamp(min=1)
+        return loss, {
+            "value_clipped_ratio": float(clipped_BT.sum()),
+            "return_mean": float(returns_BT.double().sum()),
+            "return_square_mean": float(returns_BT.double().square().sum()),
+            "value_error_mean": float(error_BT.detach().double().sum()),
+            "value_error_square_mean": float(error_BT.detach().double().square().sum()),
+        }
+
+
+def explained_variance(metrics: Mapping[str, float]) -> float:
+    """1 − Var(R − V) / Var(R) of a step's normalised metrics: 1 is a perfect critic, 0 one that knows only the mean,
+    below 0 a harmful one; NaN when all returns are equal."""
+    spread = metrics["return_square_mean"] - metrics["return_mean"] ** 2
+    left = metrics["value_error_square_mean"] - metrics["value_error_mean"] ** 2
+    return 1 - left / spread if spread > 0 else math.nan

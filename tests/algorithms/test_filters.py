@@ -1,0 +1,73 @@
+"""What becomes of groups without variance and of overlong samples."""
+
+import doctest
+
+import pytest
+import torch
+
+from asyncrl.algorithms import filters
+from asyncrl.algorithms.filters import SampleFilters, build_filters, overlong_penalty
+from asyncrl.config.schema import Config
+
+REWARDS = torch.tensor([1.0, 0.5, 0.0])
+TRUNCATED = torch.tensor([False, False, True])
+TOKENS = torch.tensor([3, 9, 10])
+EQUAL = torch.tensor([True, False, False])
+
+
+def filters_of(**settings: object) -> SampleFilters:
+    algorithm = {"overlong_buffer_tokens": 4} | settings
+    return build_filters(Config.model_validate({"algorithm": algorithm, "generator": {"max_completion_tokens": 10}}))
+
+
+def test_by_default_nothing_is_masked_and_rewards_stay_as_they_are() -> None:
+    default = build_filters(Config())
+    assert torch.equal(default.shaped_rewards(REWARDS, truncated_N=TRUNCATED, completion_tokens_N=TOKENS), REWARDS)
+    assert not default.masked(zero_variance_N=EQUAL, truncated_N=TRUNCATED).any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "masked"),
+    [
+        ({"zero_variance": "mask"}, [True, False, False]),
+        ({"overlong": "mask"}, [False, False, True]),
+        ({"zero_variance": "mask", "overlong": "mask"}, [True, False, True]),
+        ({"overlong": "penalise"}, [False, False, False]),
+    ],
+)
+def test_each_filter_masks_its_own_samples_and_no_others(settings: dict[str, str], masked: list[bool]) -> None:
+    assert filters_of(**settings).masked(zero_variance_N=EQUAL, truncated_N=TRUNCATED).tolist() == masked
+
+
+@pytest.mark.parametrize("overlong", ["keep", "mask"])
+def test_only_penalise_touches_rewards(overlong: str) -> None:
+    shaped = filters_of(overlong=overlong).shaped_rewards(REWARDS, truncated_N=TRUNCATED, completion_tokens_N=TOKENS)
+    assert torch.equal(shaped, REWARDS)
+
+
+def test_the_penalty_is_taken_off_rewards() -> None:
+    shaped = filters_of(overlong="penalise").shaped_rewards(REWARDS, truncated_N=TRUNCATED, completion_tokens_N=TOKENS)
+    assert shaped.tolist() == pytest.approx([1.0, 0.5 - 0.75, -1.0])
+
+
+def test_the_penalty_is_dapos_equation_13() -> None:
+    """L_max = 20, L_cache = 5: 0 up to 15, then ((L_max − L_cache) − |y|) / L_cache, −1 at 20."""
+    lengths = torch.arange(21)
+    expected = [0.0] * 16 + [(15 - length) / 5 for length in range(16, 21)]
+    found = overlong_penalty(
+        lengths, truncated_N=torch.zeros(21, dtype=torch.bool), max_completion_tokens=20, buffer_tokens=5
+    )
+    assert found.tolist() == pytest.approx(expected)
+
+
+def test_a_sample_cut_by_the_models_length_is_at_its_limit_however_short() -> None:
+    found = overlong_penalty(
+        torch.tensor([2, 2]), truncated_N=torch.tensor([True, False]), max_completion_tokens=20, buffer_tokens=5
+    )
+    assert found.tolist() == [-1.0, 0.0]
+
+
+def test_examples_in_docstrings_of_filters_are_true() -> None:
+    results = doctest.testmod(filters)
+    assert results.attempted > 0
+    assert results.failed == 0

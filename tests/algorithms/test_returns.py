@@ -1,0 +1,255 @@
+"""GAE and V-trace over trained tokens, against torchrl and by hand; whitening by global moments."""
+
+import doctest
+import math
+
+import pytest
+import torch
+from torchrl.objectives.value.functional import generalized_advantage_estimate, vtrace_advantage_estimate
+
+from asyncrl.algorithms import returns
+from asyncrl.algorithms.returns import (
+    TokenAdvantages,
+    decoupled_gae,
+    gae,
+    length_adaptive_lambda,
+    masked_moments,
+    vtrace,
+    whiten,
+)
+from asyncrl.errors import RunError
+
+ROWS, TOKENS = 5, 9
+GAMMA = 0.875
+"""A discount that float32 holds exactly: torchrl's are float32, whatever the dtype of its columns."""
+
+
+def scene(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rewards, values, log-ratios and a mask of prompt, completion, environment tokens and padding; float64."""
+    random = torch.Generator().manual_seed(seed)
+    columns = {
+        name: torch.randn(ROWS, TOKENS, generator=random, dtype=torch.float64)
+        for name in ("rewards", "values", "log_ratios")
+    }
+    mask_BS = torch.rand(ROWS, TOKENS, generator=random) < 0.6
+    mask_BS[:, 0] = False
+    mask_BS[0, 1:] = True
+    mask_BS[1] = False
+    return {**columns, "mask": mask_BS}
+
+
+def compacted(column_BS: torch.Tensor, mask_BS: torch.Tensor, row: int) -> torch.Tensor:
+    """The row's trained tokens alone, as torchrl wants them: [T, 1]."""
+    return column_BS[row][mask_BS[row]].unsqueeze(-1)
+
+
+def trajectory(data: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+    """One row's trained tokens as a trajectory of torchrl's, terminated by the last."""
+    values_T1 = compacted(data["values"], data["mask"], row)
+    done_T1 = torch.zeros_like(values_T1, dtype=torch.bool)
+    done_T1[-1] = True
+    return {
+        "state_value": values_T1,
+        "next_state_value": torch.cat([values_T1[1:], torch.full((1, 1), 123.0, dtype=torch.float64)]),
+        "reward": compacted(data["rewards"], data["mask"], row),
+        "done": done_T1,
+        "terminated": done_T1,
+    }
+
+
+def assert_row_is(
+    found: TokenAdvantages, data: dict[str, torch.Tensor], row: int, oracle: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    advantages_T1, returns_T1 = oracle
+    torch.testing.assert_close(compacted(found.advantages_BS, data["mask"], row), advantages_T1, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(compacted(found.returns_BS, data["mask"], row), returns_T1, rtol=1e-12, atol=1e-12)
+
+
+def gae_of(data: dict[str, torch.Tensor], **kwargs: object) -> TokenAdvantages:
+    return gae(data["rewards"], data["values"], data["mask"], **kwargs)  # type: ignore[arg-type]
+
+
+def vtrace_of(data: dict[str, torch.Tensor], **kwargs: object) -> TokenAdvantages:
+    kwargs = {"gamma": 0.9, "log_ratios_BS": data["log_ratios"]} | kwargs
+    return vtrace(data["rewards"], data["values"], data["mask"], **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (GAMMA, 0.75), (GAMMA, 0.0), (0.0, 0.5)])
+def test_gae_over_trained_tokens_is_torchrls_over_those_alone(gamma: float, lam: float) -> None:
+    data = scene()
+    found = gae_of(data, gamma=gamma, lam=lam)
+    for row in (0, 2, 3, 4):
+        assert_row_is(found, data, row, generalized_advantage_estimate(gamma, lam, **trajectory(data, row)))
+
+
+@pytest.mark.parametrize(("rho_bar", "c_bar"), [(1.0, 1.0), (2.0, 1.0), (1.5, 0.5), (50.0, 50.0)])
+@pytest.mark.parametrize("gamma", [1.0, GAMMA])
+def test_vtrace_over_trained_tokens_is_torchrls_over_those_alone(gamma: float, rho_bar: float, c_bar: float) -> None:
+    data = scene(1)
+    found = vtrace_of(data, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar)
+    for row in (0, 2, 3, 4):
+        log_pi_T1 = compacted(data["log_ratios"], data["mask"], row)
+        oracle = vtrace_advantage_estimate(
+            gamma,
+            log_pi_T1,
+            torch.zeros_like(log_pi_T1),
+            **trajectory(data, row),
+            rho_thresh=rho_bar,
+            c_thresh=c_bar,
+        )
+        assert_row_is(found, data, row, oracle)
+
+
+def test_gae_carries_its_accumulators_across_environment_tokens_by_hand() -> None:
+    """Trained at 1 and 4. δ₄ = 1 − 0.5 = 0.5; δ₁ = 0 + 0.5·0.5 − 0.2 = 0.05; A₁ = 0.05 + 0.5·0.5·0.5 = 0.175."""
+    rewards_BS = torch.tensor([[0.0, 0.0, 7.0, 7.0, 1.0, 7.0]])
+    values_BS = torch.tensor([[0.0, 0.2, 7.0, 7.0, 0.5, 7.0]])
+    found = gae(rewards_BS, values_BS, torch.tensor([[0, 1, 0, 0, 1, 0]]), gamma=0.5, lam=0.5)
+    torch.testing.assert_close(found.advantages_BS, torch.tensor([[0, 0.175, 0, 0, 0.5, 0]]))
+    torch.testing.assert_close(found.returns_BS, torch.tensor([[0, 0.375, 0, 0, 1.0, 0]]))
+
+
+def test_vtrace_by_hand() -> None:
+    """ρ₁ = min(2, e^log 3) = 2, c₁ = 1, ρ₂ = c₂ = 0.5. v₂ = 0.4 + 0.5·(1 − 0.4) = 0.7. δ₁ = 2·(0.4 − 0.1) = 0.6;
+    v₁ = 0.1 + 0.6 + 1·(0.7 − 0.4) = 1.0. A₁ = 2·(0.7 − 0.1) = 1.2, A₂ = 0.5·(1 − 0.4) = 0.3."""
+    found = vtrace(
+        torch.tensor([[0.0, 0.0, 1.0]]),
+        torch.tensor([[0.0, 0.1, 0.4]]),
+        torch.ones(1, 3),
+        log_ratios_BS=torch.tensor([[9.0, math.log(3), math.log(0.5)]]),
+        gamma=1.0,
+        rho_bar=2.0,
+    )
+    torch.testing.assert_close(found.returns_BS, torch.tensor([[0, 1.0, 0.7]]))
+    torch.testing.assert_close(found.advantages_BS, torch.tensor([[0, 1.2, 0.3]]))
+
+
+def test_on_policy_vtrace_targets_are_the_returns_of_gae_at_lambda_one() -> None:
+    data = scene(2)
+    on_policy = vtrace_of(data, log_ratios_BS=torch.zeros(ROWS, TOKENS))
+    torch.testing.assert_close(on_policy.returns_BS, gae_of(data, gamma=0.9, lam=1.0).returns_BS)
+
+
+@pytest.mark.parametrize("estimate", [lambda d: gae_of(d, gamma=0.9, lam=0.7), vtrace_of])
+@pytest.mark.parametrize("column", ["rewards", "values", "log_ratios"])
+@pytest.mark.parametrize("junk", [math.nan, math.inf])
+def test_what_stands_in_masked_slots_changes_nothing(estimate: object, column: str, junk: float) -> None:
+    data = scene(3)
+    clean = estimate(data)  # type: ignore[operator]
+    dirty = estimate({**data, column: torch.where(data["mask"], data[column], junk)})  # type: ignore[operator]
+    for name in ("advantages_BS", "returns_BS"):
+        assert torch.equal(getattr(dirty, name), getattr(clean, name))
+        assert not getattr(clean, name)[~data["mask"]].any()
+        assert not getattr(clean, name)[1].any(), "a row without a trained token"
+
+
+def test_the_first_token_is_never_trained_and_its_value_never_read() -> None:
+    data = scene(4)
+    with_first = {**data, "mask": data["mask"].clone().index_fill_(1, torch.tensor([0]), True)}
+    for name in ("advantages_BS", "returns_BS"):
+        assert torch.equal(
+            getattr(gae_of(with_first, gamma=1.0, lam=0.9), name), getattr(gae_of(data, gamma=1.0, lam=0.9), name)
+        )
+
+
+def test_rows_may_have_their_own_lambda() -> None:
+    data = scene(5)
+    lam_B = torch.tensor([0.0, 0.3, 0.5, 0.9, 1.0])
+    together = gae_of(data, gamma=0.95, lam=lam_B)
+    for row, lam in enumerate(lam_B.tolist()):
+        alone = gae_of(data, gamma=0.95, lam=lam)
+        torch.testing.assert_close(together.advantages_BS[row], alone.advantages_BS[row])
+    with pytest.raises(RunError, match="lam has 3 entries for 5 rows"):
+        gae_of(data, gamma=0.95, lam=lam_B[:3])
+
+
+def test_decoupled_lambdas_make_advantages_by_one_and_returns_by_the_other() -> None:
+    data = scene(6)
+    found = decoupled_gae(data["rewards"], data["values"], data["mask"], gamma=0.9, policy_lam=0.4, value_lam=1.0)
+    assert torch.equal(found.advantages_BS, gae_of(data, gamma=0.9, lam=0.4).advantages_BS)
+    assert torch.equal(found.returns_BS, gae_of(data, gamma=0.9, lam=1.0).returns_BS)
+
+
+def test_returns_at_lambda_one_are_discounted_rewards_whatever_the_critic_says() -> None:
+    data = scene(7)
+    rewards_T = data["rewards"][0, 1:]
+    expected = [sum(0.9**k * float(reward) for k, reward in enumerate(rewards_T[t:])) for t in range(len(rewards_T))]
+    assert gae_of(data, gamma=0.9, lam=1.0).returns_BS[0, 1:].tolist() == pytest.approx(expected)
+
+
+def test_a_length_adaptive_lambda_counts_trained_tokens_and_is_never_negative() -> None:
+    mask_BS = torch.zeros(4, 101)
+    mask_BS[0, 1:] = 1  # 1 − 1 / (0.05 · 100)
+    mask_BS[1, 1:81:2] = 1  # 40 tokens among environment ones: 1 − 1 / 2
+    mask_BS[2, 1:11] = 1  # 1 − 1 / 0.5 would be −1
+    mask_BS[:, 0] = 1
+    assert length_adaptive_lambda(mask_BS, alpha=0.05).tolist() == pytest.approx([0.8, 0.5, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(("rho_bar", "c_bar"), [(1.0, 2.0), (1.0, 0.0), (math.inf, 1.0)])
+def test_vtrace_bounds_that_break_its_contraction_are_refused(rho_bar: float, c_bar: float) -> None:
+    with pytest.raises(RunError, match=r"rho_bar ≥ c_bar > 0"):
+        vtrace_of(scene(), rho_bar=rho_bar, c_bar=c_bar)
+
+
+def test_columns_of_another_shape_are_refused_instead_of_broadcast() -> None:
+    data = scene()
+    with pytest.raises(RunError, match=r"\(5, 1\), the token mask \(5, 9\)"):
+        gae_of({**data, "rewards": data["rewards"][:, :1]}, gamma=1.0, lam=1.0)
+
+
+def test_nothing_here_carries_gradient() -> None:
+    data = scene()
+    values_BS = data["values"].requires_grad_()
+    assert not gae_of({**data, "values": values_BS}, gamma=1.0, lam=0.9).returns_BS.requires_grad
+    assert not vtrace_of({**data, "values": values_BS}).advantages_BS.requires_grad
+
+
+# --- whitening --------------------------------------------------------------------------------------------------
+
+
+def test_whitening_is_by_the_mean_and_std_of_the_masked_slots() -> None:
+    data = scene(8)
+    chosen = data["values"][data["mask"]]
+    whitened_BS = whiten(data["values"], data["mask"], moments=masked_moments(data["values"], data["mask"]))
+    torch.testing.assert_close(whitened_BS[data["mask"]], (chosen - chosen.mean()) / chosen.std(), rtol=1e-5, atol=1e-5)
+    assert not whitened_BS[~data["mask"]].any()
+
+
+def test_moments_of_parts_add_up_to_those_of_the_whole() -> None:
+    data = scene(9)
+    values_BS, mask_BS = data["values"], data["mask"]
+    moments = masked_moments(values_BS[:2], mask_BS[:2]) + masked_moments(values_BS[2:], mask_BS[2:])
+    parts = [whiten(values_BS[rows], mask_BS[rows], moments=moments) for rows in (slice(2), slice(2, None))]
+    whole_BS = whiten(values_BS, mask_BS, moments=masked_moments(values_BS, mask_BS))
+    torch.testing.assert_close(torch.cat(parts), whole_BS)
+
+
+def test_whitening_reads_no_masked_slot() -> None:
+    data = scene(10)
+    dirty_BS = torch.where(data["mask"], data["values"], math.nan)
+    whitened_BS = whiten(dirty_BS, data["mask"], moments=masked_moments(dirty_BS, data["mask"]))
+    clean_BS = whiten(data["values"], data["mask"], moments=masked_moments(data["values"], data["mask"]))
+    assert torch.equal(whitened_BS, clean_BS)
+    assert clean_BS.any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4097])
+@pytest.mark.parametrize("value", [0.0, 0.1, -1 / 3, 1e6])
+def test_f20_whitened_equal_values_are_exactly_zero(count: int, value: float) -> None:
+    """The sum of squares less the square of the sum leaves a rounding, which must not become advantages."""
+    values_N = torch.full((4100,), value, dtype=torch.float64)
+    mask_N = torch.arange(4100) < count
+    assert not whiten(values_N, mask_N, moments=masked_moments(values_N, mask_N)).any()
+
+
+def test_a_small_spread_far_from_zero_is_whitened_all_the_same() -> None:
+    values_N = torch.tensor([100.0, 100.01])
+    whitened_N = whiten(values_N, torch.ones(2), moments=masked_moments(values_N, torch.ones(2)))
+    assert whitened_N.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-3)
+
+
+def test_examples_in_docstrings_of_returns_are_true() -> None:
+    results = doctest.testmod(returns)
+    assert results.attempted > 0
+    assert results.failed == 0
