@@ -5,7 +5,7 @@ BIN := .venv/bin
 EXTRA := $(if $(shell command -v nvidia-smi),gpu,cpu)
 STAMP := .venv/.installed-$(EXTRA)
 
-.PHONY: train test unit check docs
+.PHONY: train test unit check docs mutations
 
 train: $(STAMP)
 	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
@@ -24,6 +24,10 @@ check: $(STAMP)
 	$(BIN)/python -m asyncrl.config.docs --check
 	$(BIN)/python -m asyncrl.metrics.docs --check
 	$(BIN)/python -m pytest -q tests/test_security.py
+
+# Breaks the loss and the advantages on purpose, one way after the other: each must fail a test. Minutes.
+mutations: $(STAMP)
+	$(BIN)/python tests/algorithms/run_mutations.py $(ARGS)
 
 docs: $(STAMP)
 	$(BIN)/python -m asyncrl.config.docs

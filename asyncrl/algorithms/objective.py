@@ -256,9 +256,10 @@ def is_corrected(objective: Objective) -> bool:
 
 
 def is_product(objective: Objective) -> bool:
-    """Whether some weight is a product over a whole sequence, whose spread grows with its length."""
-    weight = objective.weight
-    by_ratio = objective.level == "sequence_sum" and not (
-        isinstance(objective.surrogate, Weighted) and isinstance(objective.surrogate.positive, Gamma)
+    """Whether some unbounded weight is a product over a whole sequence: its spread grows with the length."""
+    weight, surrogate = objective.weight, objective.surrogate
+    bounded = isinstance(surrogate, Weighted) and not any(
+        isinstance(kernel, Clamp | Inverse) and math.isinf(kernel.hi)
+        for kernel in (surrogate.positive, surrogate.negative)
     )
-    return by_ratio or (weight is not None and weight.pool == "sum")
+    return (objective.level == "sequence_sum" and not bounded) or (weight is not None and weight.pool == "sum")

@@ -135,7 +135,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             source="2503.14286",
             use="Much stale data: good samples are imitated at full weight, bad ones only where they are still likely.",
             objective=Objective(
-                surrogate=Weighted(positive=Clamp(lo=1.0, hi=1.0), negative=Clamp(hi=1.0)), anchor="behaviour"
+                surrogate=Weighted(positive=Clamp(lo=1.0, hi=1.0), negative=Clamp(hi=1.0)),
+                anchor="behaviour",
+                level="sequence_sum",
             ),
         ),
         "vtrace": Preset(
@@ -254,7 +256,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "kimi": Preset(
             source="2501.12599",
-            use="Several updates a step: no ratio at all, a squared pull towards the step's start.",
+            use="Several updates a step: no ratio at all, a squared pull of every token towards the step's start.",
             objective=Objective(surrogate=Reinforce(), penalties=(Penalty(beta=0.1, kind="k2", q="proximal"),)),
             baseline="group_mean",
         ),

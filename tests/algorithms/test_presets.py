@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.algorithms.objective import (
     Aggregation,
+    Clamp,
     Clipped,
     Gate,
     Linear,
@@ -17,6 +18,7 @@ from asyncrl.algorithms.objective import (
     Penalty,
     Reinforce,
     Weight,
+    Weighted,
     is_corrected,
     is_product,
 )
@@ -121,6 +123,8 @@ def test_a_penalty_towards_the_sampler_is_no_correction() -> None:
 def test_products_over_sequences_are_told_from_kernels_that_bound_them() -> None:
     assert {name for name, preset in PRESETS.items() if is_product(preset.objective)} == {"seq_tis"}
     assert is_product(Objective(surrogate=Linear(), level="sequence_sum"))
+    unbounded = Weighted(positive=Clamp(hi=1.0), negative=Clamp())
+    assert is_product(Objective(surrogate=unbounded, level="sequence_sum"))
 
 
 @pytest.mark.parametrize("name", ["rloo", "gspo", "ppo"])

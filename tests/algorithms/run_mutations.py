@@ -1,0 +1,106 @@
+"""Applies every deliberate break to a copy of the package and sees that the tests of this folder catch it.
+
+    python tests/algorithms/run_mutations.py [part of a name …]
+
+Prints one line a break; exit code 1 when one survives or does not apply. What is slow to import is imported once, each
+break then has a forked process of its own: minutes for all of them on one core.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec  # noqa: F401
+import pydantic  # noqa: F401
+import pytest
+import torch
+from mutations import MUTATIONS, Mutation
+
+TESTS = Path(__file__).parent
+REPOSITORY = TESTS.parent.parent
+# what they import takes longer than all of the others run
+SLOW = {"test_liger_oracle.py", "test_torchrl_oracle.py"}
+FIRST = ["test_preset_oracles.py", "test_off_policy_oracles.py", "test_axes_by_hand.py"]
+DEADLINE_S = 300
+NO_VERDICT = 70
+
+
+def files() -> list[str]:
+    """Those that catch most come first: a run stops at its first failure."""
+    others = sorted(path.name for path in TESTS.glob("test_*.py") if path.name not in {*SLOW, *FIRST})
+    return [str(TESTS / name) for name in FIRST + others]
+
+
+def run_tests(package_root: Path, log: Path) -> int:
+    """pytest's exit code from a forked process that imports the package from `package_root`."""
+    child = os.fork()
+    if child == 0:
+        code = NO_VERDICT
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            sys.path = [str(package_root), *(entry for entry in sys.path if Path(entry).resolve() != REPOSITORY)]
+            os.environ["PYTHONPATH"] = str(package_root)
+            import asyncrl
+
+            if asyncrl.__file__ is not None and Path(asyncrl.__file__).is_relative_to(package_root):
+                code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *files()]))
+            sys.stdout.flush()
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return NO_VERDICT
+
+
+def caught_by(log: Path) -> str:
+    """The first failure, or the last line when there is none."""
+    lines = log.read_text().splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0].rsplit("/", 1)[-1] if failed else (lines or ["no output"])[-1]
+
+
+def main(wanted: list[str]) -> int:
+    # a stale .pyc of a file that changed twice within a second would be the unbroken package
+    sys.dont_write_bytecode = True
+    torch.set_num_threads(1)
+    chosen = [mutation for mutation in MUTATIONS if all(part in mutation.name for part in wanted)]
+    wrong: list[Mutation] = []
+    with tempfile.TemporaryDirectory() as folder:
+        root, log = Path(folder).resolve(), Path(folder).resolve() / "log"
+        shutil.copytree(REPOSITORY / "asyncrl", root / "asyncrl", ignore=shutil.ignore_patterns("__pycache__"))
+        if run_tests(root, log) != 0:
+            print(log.read_text())
+            print("the tests fail without a break")
+            return 1
+        for mutation in chosen:
+            path = root / "asyncrl" / "algorithms" / mutation.file
+            text = path.read_text()
+            if text.count(mutation.old) != 1:
+                verdict, detail = "DOES NOT APPLY", f"{text.count(mutation.old)} occurrences in {mutation.file}"
+            else:
+                path.write_text(text.replace(mutation.old, mutation.new))
+                code = run_tests(root, log)
+                path.write_text(text)
+                # 1: tests failed; anything else is no verdict about the code
+                verdict, detail = ("caught", caught_by(log)) if code == 1 else ("SURVIVED", f"exit code {code}")
+            if verdict != "caught":
+                wrong.append(mutation)
+            print(f"{verdict:14} | {mutation.name:45} | {detail}", flush=True)
+    print(f"{len(chosen) - len(wrong)} of {len(chosen)} caught")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,255 @@
+"""Presets that correct for the sampler's older weights, worked by hand from their papers: both sides of every bound.
+
+u = current / proximal, ρ = proximal / behaviour, proximal = 0.2 unless said. As in `test_preset_oracles.py`: losses and
+gradients are before the aggregation, `over` is what it divides by, T = 10 tokens and N = 4 sequences in the step. What
+is weighted or left out stays in both.
+"""
+
+import math
+
+import msgspec
+import pytest
+from test_preset_oracles import WORKED as WITHOUT_CORRECTION
+from worked_sequences import Worked, assert_as_worked, log_weighted
+
+from asyncrl.algorithms.presets import PRESETS
+
+T, N = 10, 4
+
+# u = 1.5, .5 with the PPO clip .8/1.2: losses −2.4, −1 and gradients 0, −1 where A = 2; 3, 1.6 and 3, 0 where A = −2
+GOOD, GOOD_GRADIENT = (-2.4, -1.0), (0.0, -1.0)
+BAD, BAD_GRADIENT = (3.0, 1.6), (3.0, 0.0)
+
+
+def weighted(
+    weights: tuple[float, float], *, behaviour: float | tuple[float, ...], over: float = T
+) -> tuple[Worked, Worked]:
+    """Both signs at u = 1.5, .5, each token's loss and gradient times its weight."""
+    return (
+        Worked(
+            advantage=2,
+            current=(0.3, 0.1),
+            behaviour=behaviour,
+            losses=(GOOD[0] * weights[0], GOOD[1] * weights[1]),
+            gradients=(GOOD_GRADIENT[0] * weights[0], GOOD_GRADIENT[1] * weights[1]),
+            over=over,
+        ),
+        Worked(
+            advantage=-2,
+            current=(0.3, 0.1),
+            behaviour=behaviour,
+            losses=(BAD[0] * weights[0], BAD[1] * weights[1]),
+            gradients=(BAD_GRADIENT[0] * weights[0], BAD_GRADIENT[1] * weights[1]),
+            over=over,
+        ),
+    )
+
+
+WORKED: dict[str, tuple[Worked, ...]] = {
+    # ρ = 4 is cut to 2, ρ = .25 stays: there is no lower bound
+    "tis": weighted((2, 0.25), behaviour=(0.05, 0.8)) + weighted((0.25, 2), behaviour=(0.8, 0.05)),
+    # ρ = 4 and .625 stay, 10 and .4 say nothing
+    "icepop": weighted((4, 0.625), behaviour=(0.05, 0.32))
+    + weighted((0.625, 4), behaviour=(0.32, 0.05))
+    + weighted((0, 0), behaviour=(0.02, 0.5))
+    + weighted((0, 0), behaviour=(0.5, 0.02)),
+    # one weight for the sequence, ρ₁ · ρ₂: 4 · .25 = 1, 2 · .625 = 1.25, .5 · .4 = .2, and 2 · 4 = 8 is cut to 2
+    "seq_tis": weighted((1, 1), behaviour=(0.05, 0.8))
+    + weighted((1.25, 1.25), behaviour=(0.1, 0.32))
+    + weighted((0.2, 0.2), behaviour=(0.4, 0.5))
+    + weighted((2, 2), behaviour=(0.1, 0.05)),
+    # √(ρ₁ · ρ₂): 4 · .25 → 1 stays although each is far from 1; 1.0005 and .9995 stay, 1.002 and .998 do not
+    "geometric_rejection": weighted((1, 1), behaviour=(0.05, 0.8))
+    + weighted((1, 1), behaviour=0.2 / 1.0005)
+    + weighted((1, 1), behaviour=0.2 / 0.9995)
+    + weighted((0, 0), behaviour=0.2 / 1.002)
+    + weighted((0, 0), behaviour=0.2 / 0.998),
+    # ρ without a cut, 4 and .025 (proximal .02, behaviour .8, u = 1.5); ρ = 10 says nothing
+    "decoupled_ppo": (
+        *weighted((4, 0.25), behaviour=(0.05, 0.8)),
+        *weighted((0, 4), behaviour=(0.02, 0.05)),
+        *weighted((4, 0), behaviour=(0.05, 0.02)),
+        Worked(
+            advantage=-2, current=(0.03,), proximal=0.02, behaviour=0.8, losses=(0.075,), gradients=(0.075,), over=T
+        ),
+    ),
+    # the proximal policy is behaviour^(1/d) · current^(1 − 1/d), whatever `prev_logprobs` holds:
+    #   current .4, behaviour .1, d = 2 → .2: u = 2, ρ = 2, S = ρ · 2u = 8 where A < 0, ρ · −2.4 where A > 0
+    #   d = 1 → behaviour: u = 4, ρ = 1; d = 0 → current: u = 1, ρ = 4
+    #   current .8, behaviour .05, d = 4 → .05 · 16^¾ = .4: u = 2, ρ = 8 > 5 says nothing
+    #   current .1, behaviour .4, d = 2 → .2: u = .5, ρ = .5, S = ρ · −2u where A > 0, ρ · 1.6 where A < 0
+    # the interpolated policy is data: the gradient is ρ · −A · u, not (1/d) of it
+    "a3po": (
+        Worked(
+            advantage=-2,
+            current=(0.4, 0.4, 0.4, 0.8, 0.1),
+            behaviour=(0.1, 0.1, 0.1, 0.05, 0.4),
+            proximal=0.9,
+            staleness=(2, 1, 0, 4, 2),
+            losses=(8, 8, 8, 0, 0.8),
+            gradients=(8, 8, 8, 0, 0),
+            over=T,
+        ),
+        Worked(
+            advantage=2,
+            current=(0.4, 0.4, 0.4, 0.8, 0.1),
+            behaviour=(0.1, 0.1, 0.1, 0.05, 0.4),
+            proximal=0.9,
+            staleness=(2, 1, 0, 4, 2),
+            losses=(-4.8, -2.4, -8, 0, -0.5),
+            gradients=(0, 0, -8, 0, -0.5),
+            over=T,
+        ),
+    ),
+    # clip .8/1.28 with dual 3, times ρ = 2 (behaviour .1); nothing where ρ = 10
+    #   A = 2: u = 1.5 → −2.56, 1.25 → −2.5, .5 → −1. A = −2: u = 4 → 6 without a gradient, 2.5 → 5, .5 → 1.6
+    "decoupled_icepop": (
+        Worked(
+            advantage=2,
+            current=(0.3, 0.25, 0.1),
+            behaviour=0.1,
+            losses=(-5.12, -5, -2),
+            gradients=(0, -5, -2),
+            over=T,
+        ),
+        Worked(
+            advantage=-2,
+            current=(0.8, 0.5, 0.1),
+            behaviour=0.1,
+            losses=(12, 10, 3.2),
+            gradients=(0, 10, 0),
+            over=T,
+        ),
+        Worked(advantage=-2, current=(0.5, 0.5), behaviour=(0.02, 0.5), losses=(0, 0), gradients=(0, 0), over=T),
+        Worked(advantage=2, current=(0.1, 0.1), behaviour=(0.02, 0.5), losses=(0, 0), gradients=(0, 0), over=T),
+    ),
+    # D = mean ln(behaviour / current), a sequence is left out where A < 0 and D > .02. The mean divides by the length.
+    "opsm": (
+        # bad, current = behaviour / 2: D = ln 2
+        Worked(advantage=-2, current=(0.3, 0.1), behaviour=(0.6, 0.2), losses=(0, 0), gradients=(0, 0), over=N * 2),
+        # bad, D = (ln 2 − ln 3) / 2 < 0: the sampler's token that grew keeps the other one in
+        Worked(advantage=-2, current=(0.3, 0.1), behaviour=(0.1, 0.2), losses=BAD, gradients=BAD_GRADIENT, over=N * 2),
+        # bad, D = .015 and .025 for each token: the sum over two tokens would be beyond the bound for both
+        Worked(
+            advantage=-2,
+            current=(0.3, 0.1),
+            behaviour=(0.3 * math.exp(0.015), 0.1 * math.exp(0.015)),
+            losses=BAD,
+            gradients=BAD_GRADIENT,
+            over=N * 2,
+        ),
+        Worked(
+            advantage=-2,
+            current=(0.3, 0.1),
+            behaviour=(0.3 * math.exp(0.025), 0.1 * math.exp(0.025)),
+            losses=(0, 0),
+            gradients=(0, 0),
+            over=N * 2,
+        ),
+        # good: never left out
+        Worked(advantage=2, current=(0.3, 0.1), behaviour=(0.6, 0.2), losses=GOOD, gradients=GOOD_GRADIENT, over=N * 2),
+    ),
+    # −A · r with r = current / behaviour, no clip. With the step's bound at ½ ln² r ≤ .05, r in [.729, 1.372]: a token
+    # beyond it is left out where r > 1 and A > 0, or r < 1 and A < 0. r = 1.5, 1.3, .5, .8
+    "m2po": (
+        Worked(
+            advantage=2,
+            current=(0.3, 0.26, 0.1, 0.16),
+            behaviour=0.2,
+            proximal=0.6,
+            losses=(0, -2.6, -1, -1.6),
+            gradients=(0, -2.6, -1, -1.6),
+            over=T,
+        ),
+        Worked(
+            advantage=-2,
+            current=(0.3, 0.26, 0.1, 0.16),
+            behaviour=0.2,
+            proximal=0.6,
+            losses=(3, 2.6, 0, 1.6),
+            gradients=(3, 2.6, 0, 1.6),
+            over=T,
+        ),
+    ),
+    # −A · min(r, 5) · lp, the weight detached: r = 8, .5
+    "aipo": (
+        log_weighted(advantage=2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(-10, -1)),
+        log_weighted(advantage=-2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(10, 1)),
+    ),
+    # the same with min(r, 1)
+    "vtrace": (
+        log_weighted(advantage=2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(-2, -1)),
+        log_weighted(advantage=-2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(2, 1)),
+    ),
+    # good sequences at weight 1, bad ones at min(r₁ · r₂, 1): 8 · .5 = 4 → 1, then 2 · .25 = .5
+    "topr": (
+        log_weighted(advantage=2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(-2, -2)),
+        log_weighted(advantage=-2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(2, 2)),
+        log_weighted(advantage=-2, current=(0.1, 0.1), behaviour=(0.05, 0.4), gradients=(1, 1)),
+    ),
+    # w = r₁ · r₂; φ = w² e^(3(1 − w)) where A > 0, w³ e^(2(1 − w)) where A < 0, detached. w = 4 · .5 = 2, then 2 · .25
+    "vespo": (
+        log_weighted(
+            advantage=2, current=(0.4, 0.1), behaviour=(0.1, 0.2), gradients=(-8 * math.exp(-3), -8 * math.exp(-3))
+        ),
+        log_weighted(
+            advantage=-2, current=(0.4, 0.1), behaviour=(0.1, 0.2), gradients=(16 * math.exp(-2), 16 * math.exp(-2))
+        ),
+        log_weighted(
+            advantage=2,
+            current=(0.4, 0.1),
+            behaviour=(0.2, 0.4),
+            gradients=(-0.5 * math.exp(1.5), -0.5 * math.exp(1.5)),
+        ),
+        log_weighted(advantage=-2, current=(0.4, 0.1), behaviour=(0.2, 0.4), gradients=(0.25 * math.e, 0.25 * math.e)),
+    ),
+    # −A · min(r, 20) · lp, nothing where the probability moved by more than .2 the way A pushes:
+    #   .2 → .5, .2 → .3, .5 → .2, .5 → .4, and r = 20.5 with a move of .195
+    "dppo_tv": (
+        log_weighted(
+            advantage=2,
+            current=(0.5, 0.3, 0.2, 0.4, 0.205),
+            behaviour=(0.2, 0.2, 0.5, 0.5, 0.01),
+            gradients=(0, -3, -0.8, -1.6, -40),
+        ),
+        log_weighted(
+            advantage=-2,
+            current=(0.5, 0.3, 0.2, 0.4, 0.205),
+            behaviour=(0.2, 0.2, 0.5, 0.5, 0.01),
+            gradients=(5, 3, 0, 1.6, 40),
+        ),
+    ),
+    # the same where KL(behaviour ‖ current) of the token against all others is above .05:
+    #   .2 → .4: .2 ln ½ + .8 ln(.8/.6) = .092; .5 → .3: .5 ln(5/3) + .5 ln(5/7) = .087
+    #   .01 → .06: .01 ln(1/6) + .99 ln(.99/.94) = .033, although KL(current ‖ behaviour) = .059
+    #   .4 → .3: .4 ln(4/3) + .6 ln(6/7) = .023
+    "dppo_kl": (
+        log_weighted(
+            advantage=2, current=(0.4, 0.3, 0.06, 0.3), behaviour=(0.2, 0.5, 0.01, 0.4), gradients=(0, -1.2, -12, -1.5)
+        ),
+        log_weighted(
+            advantage=-2, current=(0.4, 0.3, 0.06, 0.3), behaviour=(0.2, 0.5, 0.01, 0.4), gradients=(4, 0, 12, 1.5)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(WORKED))
+def test_value_and_gradient_are_those_worked_by_hand(name: str) -> None:
+    objective = PRESETS[name].objective
+    gates = tuple(
+        # what the step's calibration does: here its result is given
+        msgspec.structs.replace(gate, budget=None, hi=0.05) if gate.budget is not None else gate
+        for gate in objective.gates
+    )
+    objective = msgspec.structs.replace(objective, gates=gates)
+    for sequence in WORKED[name]:
+        assert_as_worked(objective, (sequence,))
+    assert_as_worked(objective, WORKED[name])
+
+
+def test_every_preset_is_worked_by_hand_with_both_signs_of_the_advantage() -> None:
+    worked = {**WITHOUT_CORRECTION, **WORKED}
+    assert set(worked) == set(PRESETS)
+    for name, sequences in worked.items():
+        assert {sequence.advantage > 0 for sequence in sequences} == {True, False}, name

@@ -1,0 +1,125 @@
+"""Sequences that are worked by hand: their probabilities, and what every token's loss and its gradient must be.
+
+What `asyncrl/algorithms/loss.py` is held against; nothing here computes a loss. Prompts and padding carry ratios of
+their own, so that whatever leaks from a masked slot shows. The sequences are a micro-batch of a step of STEP_TOKENS
+trained tokens in STEP_SEQUENCES sequences, so that a count of the micro-batch's own shows too.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.objective import Objective
+from asyncrl.data.batched_data_dict import BatchedDataDict
+
+STEP_TOKENS = 10
+STEP_SEQUENCES = 4
+PROMPT = 2
+MASKED = {
+    "logprobs": 0.9,
+    "prev_logprobs": 0.07,
+    "generation_logprobs": 0.6,
+    "reference_policy_logprobs": 0.03,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worked:
+    """One sequence. Probabilities are those of its tokens; `losses` and `gradients` (by the current log-prob) are
+    before the aggregation, which divides them by `over`.
+
+    A column that is one number holds for every token. The defaults are far from 1 in every ratio: an objective that
+    does not look at them does not notice.
+    """
+
+    advantage: float
+    current: tuple[float, ...]
+    losses: tuple[float, ...]
+    gradients: tuple[float, ...]
+    over: float
+    proximal: float | tuple[float, ...] = 0.2
+    behaviour: float | tuple[float, ...] = 0.05
+    reference: float | tuple[float, ...] = 0.6
+    staleness: float | tuple[float, ...] = 3.0
+
+
+def log_weighted(
+    *,
+    advantage: float,
+    current: tuple[float, ...],
+    gradients: tuple[float, ...],
+    proximal: float | tuple[float, ...] = 0.2,
+    behaviour: float | tuple[float, ...] = 0.05,
+) -> Worked:
+    """A sequence under −A · k · lp with k detached: the gradient is −A · k, the loss that times lp. The
+    aggregation is the mean over tokens."""
+    losses = tuple(gradient * math.log(p) for gradient, p in zip(gradients, current, strict=True))
+    return Worked(
+        advantage=advantage,
+        current=current,
+        losses=losses,
+        gradients=gradients,
+        over=STEP_TOKENS,
+        proximal=proximal,
+        behaviour=behaviour,
+    )
+
+
+def each(value: float | tuple[float, ...], *, length: int) -> list[float]:
+    return list(value) if isinstance(value, tuple) else [value] * length
+
+
+def batch_of(sequences: tuple[Worked, ...]) -> BatchedDataDict:
+    width = PROMPT + max(len(sequence.current) for sequence in sequences)
+    columns: dict[str, list[list[float]]] = {}
+    for sequence in sequences:
+        length = len(sequence.current)
+        probabilities = {
+            "logprobs": sequence.current,
+            "prev_logprobs": sequence.proximal,
+            "generation_logprobs": sequence.behaviour,
+            "reference_policy_logprobs": sequence.reference,
+        }
+        padding = width - PROMPT - length
+        for name, value in probabilities.items():
+            masked = MASKED[name]
+            row = [masked] * PROMPT + each(value, length=length) + [masked] * padding
+            columns.setdefault(name, []).append(torch.tensor(row, dtype=torch.float64).log().tolist())
+        for name, value in {"advantages": sequence.advantage, "staleness": sequence.staleness}.items():
+            row = [7.0] * PROMPT + each(value, length=length) + [7.0] * padding
+            columns.setdefault(name, []).append(row)
+        columns.setdefault("token_mask", []).append([0.0] * PROMPT + [1.0] * length + [0.0] * padding)
+    data = BatchedDataDict({name: torch.tensor(rows, dtype=torch.float64) for name, rows in columns.items()})
+    data["sample_mask"] = torch.ones(len(sequences), dtype=torch.float64)
+    return data
+
+
+def assert_as_worked(objective: Objective, sequences: tuple[Worked, ...]) -> None:
+    """Value of the loss, and its gradient by every log-prob of the batch, prompts and padding included."""
+    data = batch_of(sequences)
+    leaf = data["logprobs"].requires_grad_()
+    columns = BatchedDataDict({name: column for name, column in data.items() if name != "logprobs"})
+    loss, _ = ObjectiveLoss(objective)(
+        data=columns,
+        next_token_logprobs=leaf[:, 1:],
+        global_valid_seqs=torch.tensor(float(STEP_SEQUENCES)),
+        global_valid_toks=torch.tensor(float(STEP_TOKENS)),
+    )
+    loss.backward()
+    assert leaf.grad is not None
+    width = leaf.shape[1]
+    gradients = torch.tensor(
+        [
+            [0.0] * PROMPT
+            + [gradient / sequence.over for gradient in sequence.gradients]
+            + [0.0] * (width - PROMPT - len(sequence.current))
+            for sequence in sequences
+        ],
+        dtype=torch.float64,
+    )
+    torch.testing.assert_close(leaf.grad, gradients, rtol=1e-6, atol=1e-7)
+    value = sum(sum(sequence.losses) / sequence.over for sequence in sequences)
+    # bounds and temperatures are float32 inside the loss, and large terms of the sum cancel
+    torch.testing.assert_close(loss.detach().double(), torch.tensor(value, dtype=torch.float64), rtol=1e-6, atol=1e-6)
