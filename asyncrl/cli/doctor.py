@@ -20,6 +20,7 @@ import psutil
 import typer
 
 from asyncrl.cli.options import command_app
+from asyncrl.deployment.known_runs import RUNS, live_runs
 
 MIN_PYTHON = (3, 11)
 MIN_RAY = (2, 54)  # the first release with token authentication
@@ -172,15 +173,21 @@ def check_cores(cores: int) -> Finding:
     return Finding(level=Level.WARN, what="1 CPU core: generators and learner take turns", mend="allow 2 or more")
 
 
-def check_leftovers(ray_pids: Sequence[int], orphan_engine_pids: Sequence[int]) -> Finding:
-    """Processes of earlier runs: they hold memory, and a new run might join their cluster."""
+def check_leftovers(
+    ray_pids: Sequence[int], orphan_engine_pids: Sequence[int], *, live_runs: Sequence[str] = ()
+) -> Finding:
+    """Processes of earlier runs: they hold memory, and a new run might join their cluster. `live_runs` in words."""
     if orphan_engine_pids:
         pids = " ".join(map(str, orphan_engine_pids))
         return Finding(level=Level.WARN, what=f"vLLM engines without a parent: {pids}", mend=f"kill {pids}")
+    if live_runs:
+        return Finding(level=Level.OK, what=f"runs are under way: {', '.join(live_runs)}; leave their processes alone")
     if ray_pids:
         pids = " ".join(map(str, ray_pids))
         return Finding(
-            level=Level.WARN, what=f"Ray is running: {pids}", mend=f"if no run needs it: asyncrl down, or kill {pids}"
+            level=Level.WARN,
+            what=f"Ray is running: {pids}; no run below {RUNS}/ is under way",
+            mend=f"if nobody needs it: kill {pids}",
         )
     return Finding(level=Level.OK, what="no processes of earlier runs")
 
@@ -192,7 +199,7 @@ def examine(*, timeout_s: float) -> Iterator[Finding]:
     yield check_cores(len(os.sched_getaffinity(0)))
     yield check_memory(_available_memory_bytes())
     yield check_shm(shutil.disk_usage("/dev/shm").free)
-    yield check_leftovers(*_leftovers())
+    yield check_leftovers(*_leftovers(), live_runs=[f"{run.name} (pid {run.pid})" for run in live_runs()])
     yield check_ray(_version("ray"))
     yield check_plugin([point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")])
     torch_code = "import torch; print(torch.__version__, torch.cuda.device_count())"

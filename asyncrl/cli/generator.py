@@ -1,8 +1,10 @@
-"""`asyncrl generator`: a generator deployment of a run, on a Ray cluster that is there already."""
+"""`asyncrl generator`: a generator deployment of a run, on a Ray cluster that is there already.
+
+All that it says is logged, on stderr: one format for its own words and for what goes wrong.
+"""
 
 import asyncio
-
-import typer
+import logging
 
 from asyncrl.cli.options import (
     Address,
@@ -13,6 +15,8 @@ from asyncrl.cli.options import (
     print_warnings,
     ray_address,
 )
+
+logger = logging.getLogger(__name__)
 
 app = command_app()
 
@@ -34,7 +38,10 @@ def generator(files: ConfigFiles, overrides: Overrides, address: Address = None)
     from asyncrl.deployment.launch import described_model, load_prompts, log_to, run_until_done, use_ray_token
 
     with log_to(None):
+        logger.info("importing Ray")
         use_ray_token()
+        import ray
+
         from asyncrl.deployment.cluster import join
         from asyncrl.deployment.generators import GeneratorDeployment
 
@@ -45,6 +52,7 @@ def generator(files: ConfigFiles, overrides: Overrides, address: Address = None)
 
         where = ray_address(config, address)
         join(where, namespace=config.run.name)
-        typer.echo(f"generators of run {config.run.name} on {where}")
+        address = ray.get_runtime_context().gcs_address  # what `auto` stands for
+        logger.info("run %s on Ray at %s: starting %d replicas", config.run.name, address, config.generator.replicas)
         run_until_done(main)
-        typer.echo("generators ended")
+        logger.info("generators ended")

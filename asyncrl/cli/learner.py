@@ -44,6 +44,7 @@ def learner(files: ConfigFiles, overrides: Overrides, address: Address = None) -
     with recorded_run(config, role="learner") as run_dir:
         from rich.console import Console
 
+        from asyncrl.deployment.closing import asked_to_end
         from asyncrl.deployment.learner import LearnerDeployment
         from asyncrl.deployment.live import LiveDisplay
         from asyncrl.learner.records import Summary
@@ -65,5 +66,5 @@ def learner(files: ConfigFiles, overrides: Overrides, address: Address = None) -
             return await deployment.run(stop)
 
         with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
-            summary = run_until_done(main)
+            summary = run_until_done(main, asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s))
     print_outcome(summary, run_dir.path)

@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "model": ("asyncrl.cli.model", "Build the tiny model that a config describes."),
     "losses": ("asyncrl.cli.losses", "List the published objectives that algorithm.loss takes."),
     "config": ("asyncrl.cli.config", "Show, check or describe a configuration, without starting anything."),
-    "doctor": ("asyncrl.cli.doctor", "Check this machine: packages, shared memory, leftovers of old runs."),
+    "doctor": ("asyncrl.cli.doctor", "Check this machine: packages, memory, leftovers of old runs."),
 }
 """Command to the module that exposes its `app`, and its line in the help."""
 

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli.options import Address, command_app
+from asyncrl.errors import RunError
 
 app = command_app()
 
@@ -20,12 +21,17 @@ def status(
 
     import msgspec
 
+    from asyncrl.deployment.known_runs import ended_run
     from asyncrl.deployment.launch import use_ray_token
 
     use_ray_token()
     from asyncrl.deployment.cluster import find_run, join
     from asyncrl.deployment.status import status_lines
 
-    join(address or "auto", namespace=run)
-    found = asyncio.run(find_run(run).status())
+    try:
+        join(address or "auto", namespace=run)
+        found = asyncio.run(find_run(run).status())
+    except RunError as error:
+        ended = ended_run(run)
+        raise RunError(f"{error}\n{ended}" if ended else str(error)) from error
     typer.echo(msgspec.json.encode(found).decode() if json else "\n".join(status_lines(found)))

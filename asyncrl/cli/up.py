@@ -1,5 +1,7 @@
 """`asyncrl up`: the whole system on this machine, from one command."""
 
+import time
+
 from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
     ConfigFiles,
@@ -30,17 +32,15 @@ def up(files: ConfigFiles, overrides: Overrides) -> None:
         if config.ray.address is not None:
             use_ray_token()
 
-        from asyncrl.deployment.live import LiveDisplay
-        from asyncrl.deployment.up import Up
+        from asyncrl.deployment.live import LiveDisplay, starting_view
 
-        console = Console()
+        console, started_s = Console(), monotonic_at_process_start()
         with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
-            run = Up(
-                config,
-                run_dir=run_dir,
-                started_s=monotonic_at_process_start(),
-                show=display.update,
-                report=console.print,
-            )
-            summary = run_until_done(run.run)
+            display.update(starting_view(config, phase="importing Ray", elapsed_s=time.monotonic() - started_s))
+
+            from asyncrl.deployment.closing import asked_to_end
+            from asyncrl.deployment.up import Up
+
+            run = Up(config, run_dir=run_dir, started_s=started_s, show=display.update, report=console.print)
+            summary = run_until_done(run.run, asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s))
     print_outcome(summary, run_dir.path)

@@ -7,7 +7,7 @@ Each chart carries its numbers as JSON for the page's hover script; without the 
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
@@ -55,7 +55,10 @@ def line_chart(
     log: bool = False,
     limit: tuple[str, float] | None = None,
 ) -> str:
-    """Lines over steps. The y axis reaches to all of `include`; `limit` draws a labelled line across."""
+    """Lines over steps. The y axis reaches to all of `include`; `limit` draws a labelled line across.
+
+    A `log` axis has no place for 0: it is drawn at the bottom, a power of ten below everything else.
+    """
     drawn = [_drawable(one.ys, log=log) for one in series]
     values = [y for ys in drawn for y in ys if y is not None]
     if limit is not None:
@@ -63,8 +66,10 @@ def line_chart(
     if not xs or not values:
         return _figure(title, unit, body=_empty("nothing recorded"), legend="", numbers=None)
     low, high, ticks = _y_axis([*values, *include], log=log)
+    has_zero = log and 0 in values
+    drawn = [[low if log and y == 0 else y for y in ys] for ys in drawn]
     x, y = _x_scale(xs), _Scale(low, high, HEIGHT - BOTTOM, TOP, log)
-    body = _axes(x, y, ticks, log=log)
+    body = _axes(x, y, ticks, label=lambda tick: number(0 if has_zero and tick == low else tick))
     if limit is not None:
         body += _limit_line(limit[0], y(limit[1]))
     for one, ys in sorted(zip(series, drawn, strict=True), key=lambda pair: pair[0].style != "faint"):
@@ -93,7 +98,7 @@ def share_chart(
         outline += [(at, y(base)) for at, base in reversed(list(zip(places, floor, strict=True)))]
         body += f'<polygon points="{_join(outline)}" fill="var(--{colors[state]})"/>'
         floor = ceiling
-    body += _axes(x, y, [0, 0.25, 0.5, 0.75, 1], percent=True)
+    body += _axes(x, y, [0, 0.25, 0.5, 0.75, 1], label=_percent)
     numbers = {
         "xs": list(xs),
         "percent": True,
@@ -111,7 +116,7 @@ def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]
     last = max(limit, *(max(histogram, default=0) for _, _, histogram in counts))
     slot = (WIDTH - LEFT - RIGHT) / (last + 2)
     y = _Scale(0, 1, HEIGHT - BOTTOM, TOP)
-    body = _y_ticks(y, [0, 0.25, 0.5, 0.75, 1], percent=True)
+    body = _y_ticks(y, [0, 0.25, 0.5, 0.75, 1], label=_percent)
     every = max(1, math.ceil((last + 1) / 12))
     for versions in range(last + 1):
         left = LEFT + slot * (versions + 0.15)
@@ -158,14 +163,18 @@ def nice_ticks(low: float, high: float, *, about: int = 4) -> list[float]:
 
 def _drawable(ys: Sequence[float | None], *, log: bool) -> list[float | None]:
     """Values with None for what has no place in the picture."""
-    least = sys.float_info.min if log else -math.inf  # the power of ten below a denormal number would be 0
-    return [y if y is not None and math.isfinite(y) and y >= least else None for y in ys]
+    drawable = [y if y is not None and math.isfinite(y) and (y >= 0 or not log) else None for y in ys]
+    if not log:
+        return drawable
+    # The power of ten below a denormal number would be 0.
+    return [0.0 if y is not None and y < sys.float_info.min else y for y in drawable]
 
 
 def _y_axis(values: Sequence[float], *, log: bool) -> tuple[float, float, list[float]]:
     low, high = min(values), max(values)
     if log:
-        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        positive = [value for value in values if value > 0] or [1.0]
+        first, last = math.floor(math.log10(min(positive))) - (low == 0), math.ceil(math.log10(max(positive)))
         last = max(last, first + 1)
         every = max(1, math.ceil((last - first) / 5))
         return 10.0**first, 10.0**last, [10.0**power for power in range(first, last + 1, every)]
@@ -177,21 +186,25 @@ def _x_scale(xs: Sequence[float]) -> _Scale:
     return _Scale(xs[0], xs[-1] if xs[-1] > xs[0] else xs[0] + 1, LEFT, WIDTH - RIGHT)
 
 
-def _axes(x: _Scale, y: _Scale, ticks: Sequence[float], *, log: bool = False, percent: bool = False) -> str:
-    body = _y_ticks(y, ticks, percent=percent)
+def _axes(x: _Scale, y: _Scale, ticks: Sequence[float], *, label: Callable[[float], str]) -> str:
+    body = _y_ticks(y, ticks, label=label)
     for tick in nice_ticks(x.low, x.high):
         if x.low <= tick <= x.high and tick == int(tick):
             body += _text(x(tick), HEIGHT - BOTTOM + 15, number(tick), anchor="middle")
     return body + _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, "step", anchor="middle", css="axis-name")
 
 
-def _y_ticks(y: _Scale, ticks: Sequence[float], *, percent: bool = False) -> str:
+def _y_ticks(y: _Scale, ticks: Sequence[float], *, label: Callable[[float], str]) -> str:
     body = ""
     for tick in ticks:
         at = y(tick)
         body += f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        body += _text(LEFT - 6, at + 3.5, f"{tick:.0%}" if percent else number(tick), anchor="end")
+        body += _text(LEFT - 6, at + 3.5, label(tick), anchor="end")
     return body
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
 
 
 def _limit_line(label: str, at: float) -> str:

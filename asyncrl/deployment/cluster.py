@@ -37,10 +37,11 @@ LOCALHOST = "127.0.0.1"
 
 
 def start_local(config: Config, *, generators: int = 1) -> str:
-    """Starts a Ray of our own in this process's care, sized for the config; its address. Ends with the process."""
+    """Starts a Ray of our own in this process's care, sized for the config; its address. Ends with the process, and
+    with nothing else: a signal to this process's group, such as `timeout` sends, does not reach it."""
     logical_cpus = generators * config.generator.replicas * config.generator.cpus
     logical_cpus += config.learner.ranks * config.learner.cpus
-    with _sigterm_stays_ours():
+    with _sigterm_stays_ours(), _children_in_sessions_of_their_own():
         context: Any = ray.init(
             address="local",  # never whatever cluster happens to run here
             num_cpus=max(1, round(logical_cpus + 0.5)),
@@ -83,6 +84,30 @@ def _sigterm_stays_ours() -> Iterator[None]:
         if callable(ours):  # whoever asked for none keeps Ray's
             signal.signal(signal.SIGTERM, ours)
             signal.siginterrupt(signal.SIGTERM, False)
+
+
+_own_session = False
+
+
+def _leave_session() -> None:
+    if _own_session:
+        os.setsid()
+
+
+os.register_at_fork(after_in_child=_leave_session)  # cannot be taken back, hence the switch
+
+
+@contextlib.contextmanager
+def _children_in_sessions_of_their_own() -> Iterator[None]:
+    """Ray has no option for it: its daemons would take a signal to our process group for themselves, and without them
+    no clean end is possible. They are started with a `preexec_fn`, so that Python runs what is registered at fork, and
+    die with this process by Ray's own care (PR_SET_PDEATHSIG)."""
+    global _own_session
+    _own_session = True
+    try:
+        yield
+    finally:
+        _own_session = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,14 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import psutil
 import ray
 
+from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.membership import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import finished
@@ -26,6 +28,7 @@ from asyncrl.generation.shared_memory import sweep_shared_memory
 logger = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 1.0
+COUNT_EVERY_S = 300.0
 ACTOR_CONCURRENCY = 10_000
 EXIT_S = 10.0
 
@@ -38,6 +41,31 @@ class _Replica:
         self.handle = handle
         self.processes: ReplicaProcesses | None = None
         self.running: asyncio.Task[None] | None = None
+
+
+class Progress:
+    """What there is to say of the replicas `names`: when they begin to generate, then a count every `COUNT_EVERY_S`."""
+
+    def __init__(self, names: Collection[str], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._names = frozenset(names)
+        self._clock = clock
+        self._due_s: float | None = None
+
+    def line(self, status: RunStatus) -> str | None:
+        """None while there is nothing new."""
+        busy = [view for view in status.replicas if view.replica in self._names and view.busy_slots]
+        if self._due_s is None and busy:
+            self._due_s = self._clock() + COUNT_EVERY_S
+            weights = ", ".join(sorted({view.version.words for view in busy if view.version is not None}))
+            return f"generating with the weights of {weights}"
+        if self._due_s is None or self._clock() < self._due_s:
+            return None
+        self._due_s = self._clock() + COUNT_EVERY_S
+        samples = sum(report.samples for name, report in status.reports.items() if name in self._names)
+        return (
+            f"{samples:,} samples generated, {sum(view.busy_slots for view in busy)} groups under way; the learner is "
+            f"at {status.version.words} of {status.total_steps}"
+        )
 
 
 class GeneratorDeployment:
@@ -64,6 +92,7 @@ class GeneratorDeployment:
             self.phase = "starting engines"
             if await self._started(replicas, stop):
                 self.phase = "generating"
+                logger.info("engines are ready, waiting for weights: %s", ", ".join(each.name for each in replicas))
                 for replica in replicas:
                     replica.running = asyncio.create_task(self._run(replica), name=replica.name)
                 await self._watch(replicas, handles, stop)
@@ -130,8 +159,11 @@ class GeneratorDeployment:
     async def _watch(self, replicas: list[_Replica], handles: RunHandles, stop: asyncio.Event) -> None:
         """Until the run ends, `stop` is set, or fewer than `min_replicas` live."""
         lost: list[str] = []
+        progress = Progress({replica.name for replica in replicas})
         while not stop.is_set():
             status = await handles.buffer.status()
+            if line := progress.line(status):
+                logger.info("%s", line)
             if status.state in (RunState.FINISHED, RunState.FAILED):
                 logger.info("the run is %s", status.state)
                 return

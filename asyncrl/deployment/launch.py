@@ -137,24 +137,27 @@ def use_ray_token() -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
-def run_until_done(main: Callable[[asyncio.Event], Awaitable[Result]]) -> Result:
-    """Runs `main(stop)` with `stop` set by the first SIGTERM or SIGINT."""
+def run_until_done(
+    main: Callable[[asyncio.Event], Awaitable[Result]], *, asked: Callable[[], None] = lambda: None
+) -> Result:
+    """Runs `main(stop)` with `stop` set by the first SIGTERM or SIGINT, right after `asked` is called."""
 
     async def supervised() -> Result:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, _on_signal, stop)
+            loop.add_signal_handler(number, _on_signal, stop, asked)
         return await main(stop)
 
     return asyncio.run(supervised())
 
 
-def _on_signal(stop: asyncio.Event) -> None:
+def _on_signal(stop: asyncio.Event, asked: Callable[[], None]) -> None:
     if stop.is_set():
         logger.warning("second signal: ending at once")
         os._exit(INTERRUPTED)
     logger.warning("ending cleanly; a second signal ends at once")
+    asked()
     stop.set()
 
 

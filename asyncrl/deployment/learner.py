@@ -11,6 +11,7 @@ from asyncrl.buffer.membership import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, tokenizer_fingerprint
+from asyncrl.deployment.closing import Stopped, unless_stopped
 from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run
 from asyncrl.deployment.launch import Prompts, fitting_prompts
 from asyncrl.deployment.live import LiveView
@@ -57,7 +58,7 @@ class LearnerDeployment:
         self._steps: list[StepRecord] = []
         self._evals: list[EvalRecord] = []
         self._loop: LearnerLoop | None = None
-        self._phase = "starting"
+        self._phase = "making prompts"
 
     @property
     def phase(self) -> str:
@@ -66,7 +67,9 @@ class LearnerDeployment:
 
     async def run(self, stop: asyncio.Event) -> Summary | None:
         config = self._config
+        self._enter("making prompts")
         prompts = await self._prompts
+        self._enter("starting the buffer")
         handles = await enter_run(
             config, role=Role.LEARNER, deployment=deployment_id(Role.LEARNER), tasks=prompts.train
         )
@@ -82,14 +85,17 @@ class LearnerDeployment:
         failure = ""
         try:
             await handles.buffer.call("add_target", "learner", server.address)
-            self._phase = "preparing the model"
-            model_path = await self._model_path
+            self._enter("preparing the model")
+            model_path = await unless_stopped(stop, self._model_path)
             policy = LMPolicy(config, model_path=model_path)
             totals = await self._train(handles, policy, model_path, prompts, metrics, stop)
             await self._save_weights(policy)
             if stop.is_set():
                 self._run_dir.exit_reason = f"stopped after {len(self._steps)} of {config.learner.total_steps} steps"
             return self._summary(totals)
+        except Stopped:
+            self._run_dir.exit_reason = "stopped before the first step"
+            return None
         except BaseException as error:
             failure = f"{type(error).__name__}: {error}"
             if policy is not None:
@@ -119,13 +125,13 @@ class LearnerDeployment:
         stop: asyncio.Event,
     ) -> RunTotals:
         config = self._config
-        self._phase = "loading the model"
+        self._enter("looking at the prompts")
         tokenizer = load_tokenizer(model_path)
         await handles.buffer.call("handshake", "the learner", tokenizer_fingerprint(tokenizer))
         # The buffer has all the prompts already; what does not fit may still come up there, and fails as DATA.
         prompts = await fitting_prompts(config, prompts, tokenizer=tokenizer)
-        await policy.start()
-        self._phase = "waiting for a generator"
+        self._enter("starting the learner's ranks")
+        await unless_stopped(stop, policy.start())
 
         def delivered(manifest: Manifest, seconds: dict[str, float]) -> None:
             metrics.published(bytes=manifest.nbytes, phase_seconds=seconds)
@@ -202,6 +208,11 @@ class LearnerDeployment:
         while True:
             self._show_now()
             await asyncio.sleep(SHOW_EVERY_S)
+
+    def _enter(self, phase: str) -> None:
+        """At once: what comes next may keep the event loop from showing it."""
+        self._phase = phase
+        self._show_now()
 
     def _show_now(self) -> None:
         elapsed_s = time.monotonic() - self._started_s

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.config.schema import Config
 from asyncrl.deployment.bottleneck import who_waits
 from asyncrl.deployment.quantities import duration, number
 
@@ -66,6 +67,17 @@ class LiveView:
     generator_shares: Mapping[str, float] | None = None
 
 
+def starting_view(config: Config, *, phase: str, elapsed_s: float) -> LiveView:
+    """A run of which nothing is known yet but what it is doing."""
+    return LiveView(
+        name=config.run.name,
+        phase=phase,
+        elapsed_s=elapsed_s,
+        total_steps=config.learner.total_steps,
+        staleness_limit=config.staleness.max_versions,
+    )
+
+
 def render(view: LiveView) -> RenderableType:
     """The panel of the live view."""
     title = Text.assemble((view.name, "bold"), "  ", (f"{view.phase}, {duration(view.elapsed_s)}", "dim"))
@@ -91,22 +103,25 @@ def render(view: LiveView) -> RenderableType:
 
 
 def plain_line(view: LiveView) -> str:
-    """One line for logs and pipes.
-
-    >>> plain_line(LiveView(name="r", phase="loading the model", elapsed_s=8, total_steps=9, staleness_limit=2))
-    'loading the model (8.0 s)'
-    """
-    if view.step == 0:
-        return f"{view.phase} ({duration(view.elapsed_s)})"
+    """A step as one line for logs and pipes."""
     parts = [f"step {view.step}/{view.total_steps}", f"reward {_last(view.rewards)}"]
     if view.oldest_token_versions is not None:
         parts.append(f"staleness {view.oldest_token_versions} of {view.staleness_limit}")
     if view.ess_ratio is not None:
-        parts.append(f"ESS {view.ess_ratio:.2f}")
+        parts.append(f"effective samples {view.ess_ratio * 100:.0f} %")
     parts.append(_speed(view))
     if view.eta_s is not None:
         parts.append(f"{duration(view.eta_s)} left")
     return ", ".join(part for part in parts if part)
+
+
+def phase_line(view: LiveView) -> str:
+    """What the run is doing, as one line.
+
+    >>> phase_line(LiveView(name="r", phase="loading the model", elapsed_s=8, total_steps=9, staleness_limit=2))
+    'loading the model (8.0 s)'
+    """
+    return f"{view.phase} ({duration(view.elapsed_s)})"
 
 
 def sparkline(values: Sequence[float], *, cells: int = BAR_CELLS) -> str:
@@ -199,11 +214,16 @@ class LiveDisplay:
             return
         new_phase = view.phase != self._phase
         due = view.step // self._every_steps > self._printed_steps // self._every_steps
-        finished = view.step == view.total_steps != self._printed_steps
-        if new_phase or due or finished:
-            # soft_wrap: a line of a log is not folded at whatever width the console guesses.
-            self._console.print(plain_line(view), markup=False, highlight=False, soft_wrap=True)
-            self._phase, self._printed_steps = view.phase, view.step
+        if view.step != self._printed_steps and (new_phase or due or view.step in (1, view.total_steps)):
+            self._print(plain_line(view))
+            self._printed_steps = view.step
+        if new_phase:
+            self._print(phase_line(view))
+            self._phase = view.phase
+
+    def _print(self, line: str) -> None:
+        # soft_wrap: a line of a log is not folded at whatever width the console guesses.
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> "LiveDisplay":
         if self._live is not None:

@@ -15,7 +15,7 @@ from asyncrl.atomic_write import write_atomically
 from asyncrl.config.load import load_config
 from asyncrl.deployment import charts
 from asyncrl.deployment.bottleneck import who_waits
-from asyncrl.deployment.quantities import duration, number
+from asyncrl.deployment.quantities import duration, moment, number
 from asyncrl.deployment.report_page import page, section, table, tiles
 from asyncrl.deployment.report_panels import flow, learning, staleness
 from asyncrl.deployment.run_dir import RunInfo
@@ -89,8 +89,9 @@ def report_html(run: RunRecords) -> str:
 
 def _header(run: RunRecords) -> str:
     info = run.info
-    ended = f", {info.state} {info.finished} ({info.exit_reason})" if info.finished else ""
-    origin = f"Started {info.started} on {info.host}{ended}."
+    reason = f" ({info.exit_reason})" if info.exit_reason not in (None, "done") else ""
+    ended = f", {info.state} {moment(info.finished)}{reason}" if info.finished else reason
+    origin = f"Started {moment(info.started)} on {info.host}{ended}."
     shares = (state_shares(run.steps, "learner_state_s"), state_shares(run.steps, "generator_state_s"))
     lead = f'<p class="lead">{who_waits(*shares)}</p>' if run.steps else "<p>No step was recorded yet.</p>"
     badge = f'<span class="badge {info.state}">{info.state}</span>'

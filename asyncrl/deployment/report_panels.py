@@ -54,7 +54,7 @@ def learning(steps: Steps, evals: Sequence[EvalRecord]) -> str:
     ]
     if evals:
         reward_lines.append(Series(name="held out", ys=_at_versions(evals, xs), color="amber", style="dots"))
-    ess = Series(name="ESS", ys=curve(lambda record: record.ess_ratio), color="blue")
+    ess = Series(name="effective samples", ys=curve(lambda record: record.ess_ratio), color="blue")
     figures = [
         line_chart("Reward", xs, reward_lines),
         line_chart("Effective sample size", xs, [ess], unit="share of tokens", include=(0, 1)),
@@ -123,7 +123,9 @@ def flow(steps: Steps) -> str:
         ),
     ]
     note = (
-        "Amber on the learner's side is waiting for groups; amber on the generators' side is waiting for the learner."
+        "Amber on the learner's side is waiting for groups; amber on the generators' side is waiting for the learner. "
+        "Gray: “other” is the learner's work between its stages (records, evaluation); “idle” is slots that are free "
+        "while nothing is asked of them (start, evaluation, end)."
     )
     return section("Flow", note, _grid(figures))
 
@@ -172,7 +174,7 @@ def staleness(steps: Steps, *, limit: int) -> str:
             "Log-prob parity",
             xs,
             [curve("worst token", "blue", lambda chunk: largest([record.parity_nats for record in chunk]))],
-            unit="nats, engine against learner",
+            unit="nats, engine against learner; 0 is drawn at the bottom",
             log=True,
         ),
     ]

@@ -61,6 +61,7 @@ class RunDir:
         self._failing: set[Path] = set()
         self.exit_reason = "done"
         """What run.json says of an end without an error."""
+        self.steps_written = 0
 
     @classmethod
     def create(cls, config: Config) -> "RunDir":
@@ -100,6 +101,11 @@ class RunDir:
         return self._info.nonce
 
     @property
+    def closed(self) -> bool:
+        """Whether run.json says how the run ended."""
+        return self._lock.closed
+
+    @property
     def targets_path(self) -> Path:
         return self.path / "metrics" / "targets.json"
 
@@ -112,7 +118,18 @@ class RunDir:
         self._info = msgspec.structs.replace(self._info, ray_address=address)
         self._write_info()
 
+    def asked_to_end(self) -> None:
+        """Say so in run.json while the run closes: whatever kills it on the way, this is why it ended."""
+        if self._lock.closed:
+            return
+        self._info = msgspec.structs.replace(self._info, exit_reason="asked to end by a signal")
+        try:
+            self._write_info()
+        except OSError as error:
+            logger.error("run.json does not say that the run was asked to end: %s", error)
+
     def append_step(self, record: StepRecord) -> None:
+        self.steps_written += 1
         self._append(self.path / "steps.jsonl", [record])
 
     def append_eval(self, record: EvalRecord) -> None:

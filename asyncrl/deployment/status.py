@@ -2,6 +2,7 @@
 
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Fate
+from asyncrl.buffer.membership import Role, RunState
 
 
 def status_lines(status: RunStatus) -> list[str]:
@@ -9,11 +10,12 @@ def status_lines(status: RunStatus) -> list[str]:
     counts, account = status.counts, status.account
     lines = [
         f"run {status.run}: {status.state.value}" + (f" ({status.message})" if status.message else ""),
-        f"step {status.version.step} of {status.total_steps}, weights published {status.published or 'none'}, "
+        f"{status.version.words} of {status.total_steps}, "
+        f"weights published: {status.published.words if status.published else 'none'}, "
         f"staleness limit {status.max_staleness_versions} versions",
         f"buffer: {counts.reserved} reserved, {counts.ready} ready, {counts.leased} leased of "
         f"{status.capacity_groups} groups; {counts.booked_bytes / 2**20:.1f} MiB booked; "
-        f"learner {'waits: ' + counts.lease_wait.value if counts.lease_wait else 'trains'}; last progress "
+        f"learner {_learner(status)}; last progress "
         f"{status.quiet_s:.0f} s ago",
     ]
     for view in status.replicas:
@@ -26,7 +28,10 @@ def status_lines(status: RunStatus) -> list[str]:
             if total > 0 and value / total >= 0.005
         )
         lines.append(
-            f"{view.replica}: weights {view.version or 'none'}, {view.busy_slots} busy, {view.free_slots} free"
+            f"replica {view.replica}"
+            + (f" of deployment {report.deployment}" if report is not None else "")
+            + f": weights of {view.version.words if view.version else 'none'}, "
+            f"{view.busy_slots} busy, {view.free_slots} free"
             + ("" if view.live else ", silent")
             + (f"; {shares}" if shares else "")
         )
@@ -35,6 +40,17 @@ def status_lines(status: RunStatus) -> list[str]:
         f"ledger: {account.issued.groups} groups issued = {' + '.join(fates) or '0'}"
         + (" (closed)" if account.closed else " (NOT CLOSED: a bug)")
     )
-    lines += [f"{deployment.id}: pid {deployment.pid} on {deployment.host}" for deployment in status.deployments]
+    lines += [
+        f"deployment {deployment.id}: pid {deployment.pid} on {deployment.host}" for deployment in status.deployments
+    ]
     lines += [f"metrics of {name}: http://{target}/metrics" for name, target in sorted(status.targets.items())]
     return lines
+
+
+def _learner(status: RunStatus) -> str:
+    """What the learner does, as far as the buffer sees it."""
+    if not any(deployment.role is Role.LEARNER for deployment in status.deployments):
+        return "not there"
+    if status.state is not RunState.RUNNING:
+        return status.state.value
+    return f"waits: {status.counts.lease_wait.value.replace('_', ' ')}" if status.counts.lease_wait else "trains"

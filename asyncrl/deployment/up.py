@@ -1,6 +1,7 @@
 """`asyncrl up`: a Ray of its own, both pools and a live view, in one process that supervises them."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import join, start_local
 from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.launch import Prompts, described_model, load_prompts, ready_model
-from asyncrl.deployment.live import LiveView
+from asyncrl.deployment.live import LiveView, starting_view
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import Summary
 
@@ -40,8 +41,10 @@ class Up:
         # Ray first: its own start is three times as long beside a busy interpreter, and replicas, whose import of vLLM
         # is the longest part of a start, need it. Prompts, torch and the model come while they import.
         if config.ray.address is None:
+            self._say("starting Ray")
             self._run_dir.started_ray(start_local(config))
         else:
+            self._say(f"joining Ray at {config.ray.address}")
             join(config.ray.address, namespace=config.run.name)
             self._run_dir.started_ray(config.ray.address)
         prompts = asyncio.create_task(load_prompts(config), name="prompts")
@@ -51,6 +54,7 @@ class Up:
         end = asyncio.Event()
         generators = asyncio.create_task(generator_deployment.run(end), name="generators")
         await asyncio.sleep(0)  # the replicas are on their way
+        self._say("importing the learner")
         learner_deployment = self._learner(model, prompts)
         learner = asyncio.create_task(learner_deployment.run(stop), name="learner")
         stopping = asyncio.create_task(stop.wait(), name="stopping")
@@ -68,6 +72,9 @@ class Up:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
+
+    def _say(self, phase: str) -> None:
+        self._show(starting_view(self._config, phase=phase, elapsed_s=time.monotonic() - self._started_s))
 
     def _learner(self, model_path: "asyncio.Task[str]", prompts: "asyncio.Task[Prompts]") -> "LearnerDeployment":
         from asyncrl.deployment.learner import LearnerDeployment

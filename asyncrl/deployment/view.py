@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from asyncrl.buffer.actor import limits_of
 from asyncrl.config.schema import Config
-from asyncrl.deployment.live import LiveView
+from asyncrl.deployment.live import LiveView, starting_view
 from asyncrl.learner.records import EvalRecord, StepRecord, state_shares
 
 RECENT_STEPS = 20
@@ -14,13 +14,7 @@ def live_view(
     config: Config, *, phase: str, elapsed_s: float, steps: Sequence[StepRecord], evals: Sequence[EvalRecord]
 ) -> LiveView:
     """The run now; speeds and shares are those of the last steps, the skipped ones included: they take their time."""
-    start = LiveView(
-        name=config.run.name,
-        phase=phase,
-        elapsed_s=elapsed_s,
-        total_steps=config.learner.total_steps,
-        staleness_limit=config.staleness.max_versions,
-    )
+    start = starting_view(config, phase=phase, elapsed_s=elapsed_s)
     if not steps:
         return start
     recent, last = steps[-RECENT_STEPS:], steps[-1]

@@ -77,7 +77,7 @@ class LearnerLoop:
             state_seconds=self._states.seconds,
         )
         self._nonfinite_in_a_row = 0
-        self.phase = "starting"
+        self.phase = "publishing the first weights"
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
         """Trains until the last step, the last prompt or `stop`."""
@@ -241,9 +241,9 @@ class LearnerLoop:
 
     async def _heldout_reward(self, version: Version) -> None:
         """Greedy, by whichever replica has loaded `version` first."""
-        self.phase = f"waiting for a generator at version {version}"
+        self.phase = f"waiting for a generator to load the weights of {version.words}"
         actor = await self._heldout.replica_at(version)
-        self.phase = f"evaluating version {version}"
+        self.phase = f"evaluating the weights of {version.words}"
         await self._heldout.evaluate(version, actor=actor)
 
 

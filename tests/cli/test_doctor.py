@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from asyncrl.cli import doctor
 from asyncrl.cli.doctor import Finding, Level, Probe
-from asyncrl.cli.main import app
+from asyncrl.cli.main import COMMANDS, app
 
 _GIB = 2**30
 _FINE = Probe(succeeded=True, last_line="2.13.0 0")
@@ -52,12 +52,19 @@ _BROKEN = Probe(succeeded=False, last_line="RuntimeError: operator torchvision::
         (doctor.check_leftovers([], []), Level.OK, "no processes"),
         (doctor.check_leftovers([7], []), Level.WARN, "kill 7"),
         (doctor.check_leftovers([7], [8, 9]), Level.WARN, "kill 8 9"),
+        (doctor.check_leftovers([7], [], live_runs=["quick (pid 6)"]), Level.OK, "quick (pid 6)"),
+        (doctor.check_leftovers([7], [8], live_runs=["quick (pid 6)"]), Level.WARN, "kill 8"),
     ],
 )
 def test_a_fact_is_judged_with_a_mend_unless_it_is_fine(finding: Finding, level: Level, says: str) -> None:
     assert finding.level is level
     assert says in f"{finding.what} → {finding.mend}"
     assert bool(finding.mend) is (level is not Level.OK)
+
+
+def test_the_two_helps_say_the_same() -> None:
+    line = COMMANDS["doctor"][1]
+    assert line in runner.invoke(app, ["doctor", "--help"]).stdout
 
 
 def test_a_probe_reports_the_last_line_of_what_worked() -> None:

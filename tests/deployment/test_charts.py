@@ -69,6 +69,7 @@ def test_ticks_of_a_constant_are_still_a_range() -> None:
     log=st.booleans(),
 )
 @example(ys=[5e-324], log=True)
+@example(ys=[0.0, sys.float_info.min], log=True)
 @example(ys=[sys.float_info.min], log=True)
 def test_a_line_chart_stays_in_its_frame_whatever_was_recorded(ys: list[float | None], log: bool) -> None:
     series = [Series(name="a <b> & c", ys=ys, color="blue"), Series(name="dots", ys=ys, color="amber", style="dots")]
@@ -93,6 +94,16 @@ def test_a_log_axis_is_even_in_decades() -> None:
     ((_, low), (_, middle), (_, high)) = path_points(figure)[0]
     assert (low, high) == (HEIGHT - BOTTOM, TOP)
     assert middle == pytest.approx((low + high) / 2, abs=0.1)
+
+
+def test_zeros_of_a_log_axis_lie_at_its_bottom_which_says_so() -> None:
+    figure = line_chart("x", [0, 1, 2], [Series(name="y", ys=[0.0, 1e-6, 0.0], color="blue")], log=True)
+    ((_, zero), (_, least), (_, again)) = path_points(figure)[0]
+    assert zero == again == HEIGHT - BOTTOM
+    assert least < zero, "the least number above 0 is not at the bottom"
+    assert "0" in [node.text for node in parsed(figure).iter("text") if node.get("text-anchor") == "end"]
+    only_zeros = line_chart("x", [0, 1], [Series(name="y", ys=[0.0, 0.0], color="blue")], log=True)
+    assert [y for _, y in path_points(only_zeros)[0]] == [HEIGHT - BOTTOM] * 2
 
 
 def test_the_axis_reaches_what_it_must_include() -> None:

@@ -1,8 +1,10 @@
-"""SIGTERM belongs to the deployment, whatever Ray does while it starts (F29)."""
+"""SIGTERM belongs to the deployment, whatever Ray does while it starts, and to nobody else (F29)."""
 
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -46,3 +48,43 @@ async def test_f29_sigterm_asks_for_a_clean_end_after_ray_was_started(start: Cal
             await stop.wait()
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
+
+
+def test_f29_what_ray_starts_is_in_a_session_of_its_own_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions: list[bool] = []
+
+    def start() -> None:
+        """As Ray starts its daemons, with a `preexec_fn`."""
+        code = "import os; print(os.getsid(0) == os.getpid())"
+        child = subprocess.run([sys.executable, "-c", code], preexec_fn=lambda: None, capture_output=True, check=True)
+        sessions.append(child.stdout.strip() == b"True")
+
+    def init(**_: Any) -> Any:
+        start()
+        return SimpleNamespace(address_info={"address": "127.0.0.1:1"})
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    cluster.start_local(Config())
+    start()
+    assert sessions == [True, False]
+
+
+GROUP_SIGNAL = """
+import os, signal, ray
+from asyncrl.config.schema import Config
+from asyncrl.deployment import cluster
+signal.signal(signal.SIGTERM, lambda *_: None)
+cluster.start_local(Config())
+os.killpg(0, signal.SIGTERM)
+print("answer", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=60))
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(180)
+def test_f29_ray_answers_after_a_signal_to_our_whole_process_group() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GROUP_SIGNAL],
+        start_new_session=True, capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert "answer 7" in done.stdout, done.stderr

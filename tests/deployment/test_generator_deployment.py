@@ -1,14 +1,17 @@
 """A generator deployment asks Ray for what the config says, and is a live member of its run from its first moment."""
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from asyncrl.buffer.actor import RunStatus
 from asyncrl.config.schema import Config
 from asyncrl.deployment import generators
-from asyncrl.deployment.generators import GeneratorDeployment
+from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress
 from asyncrl.deployment.launch import Prompts
 
 
@@ -18,6 +21,23 @@ def deployment_of(config: Config) -> GeneratorDeployment:
     prompts: asyncio.Future[Prompts] = loop.create_future()
     prompts.set_result(Prompts(train=(), heldout=()))
     return GeneratorDeployment(config, model_path=model_path, prompts=prompts)
+
+
+def test_replicas_say_when_they_generate_and_then_how_much(run_status: Callable[..., RunStatus]) -> None:
+    now_s = [0.0]
+    progress = Progress({"generator-a"}, clock=lambda: now_s[0])
+    busy = run_status()
+    (view,) = busy.replicas
+    waiting = run_status(replicas=(msgspec.structs.replace(view, busy_slots=0, version=None),))
+    assert progress.line(waiting) is None
+    assert progress.line(busy) == "generating with the weights of step 3"
+    assert progress.line(busy) is None
+    for _ in range(2):
+        now_s[0] += COUNT_EVERY_S
+        assert progress.line(busy) == "1,234 samples generated, 2 groups under way; the learner is at step 3 of 9"
+        assert progress.line(busy) is None
+    others = Progress({"generator-b"}, clock=lambda: now_s[0])
+    assert others.line(busy) is None, "another deployment's replicas are not this one's to tell of"
 
 
 @pytest.mark.asyncio

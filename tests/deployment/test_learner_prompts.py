@@ -9,12 +9,19 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task, numbered
+from asyncrl.deployment.closing import Stopped
 from asyncrl.deployment.launch import Prompts
 from asyncrl.deployment.learner import LearnerDeployment, probe_sequences
+from asyncrl.deployment.live import LiveView
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import DatasetError
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.tiny_model import build_tokenizer
+
+
+class HangingPolicy:
+    async def start(self) -> None:
+        await asyncio.Event().wait()
 
 
 class UnusedPolicy:
@@ -55,6 +62,40 @@ async def test_f33_a_prompt_that_is_too_long_ends_the_run_before_anything_is_pub
                 LearnerMetrics(),
                 asyncio.Event(),
             )
+
+
+@pytest.mark.asyncio
+async def test_f29_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_end(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"dir": str(tmp_path)}, "model": {"max_length": 16}})
+    build_tokenizer(max_length=16).save_pretrained(tmp_path / "model")
+    stop, shown = asyncio.Event(), []
+
+    def show(view: LiveView) -> None:
+        shown.append(view.phase)
+        if view.phase == "starting the learner's ranks":
+            stop.set()
+
+    with RunDir.create(config) as run_dir:
+        deployment = LearnerDeployment(
+            config,
+            run_dir=run_dir,
+            model_path=asyncio.sleep(0, ""),
+            prompts=asyncio.sleep(0, Prompts(train=(), heldout=())),
+            started_s=0.0,
+            show=show,
+        )
+        async with asyncio.timeout(30):
+            with pytest.raises(Stopped):
+                await deployment._train(
+                    SimpleNamespace(buffer=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
+                    HangingPolicy(),  # type: ignore[arg-type]
+                    str(tmp_path / "model"),
+                    await deployment._prompts,
+                    LearnerMetrics(),
+                    stop,
+                )
+        await deployment._model_path
+    assert shown == ["looking at the prompts", "starting the learner's ranks"], "each at once, not when time allows"
 
 
 def test_probe_sequences_leave_room_for_the_token_that_scoring_generates() -> None:

@@ -11,7 +11,16 @@ from rich.console import Console
 
 from asyncrl.deployment import live
 from asyncrl.deployment.bottleneck import MENDS, who_waits
-from asyncrl.deployment.live import STATE_STYLES, LiveDisplay, LiveView, plain_line, render, share_bar, sparkline
+from asyncrl.deployment.live import (
+    STATE_STYLES,
+    LiveDisplay,
+    LiveView,
+    phase_line,
+    plain_line,
+    render,
+    share_bar,
+    sparkline,
+)
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 
 
@@ -66,7 +75,7 @@ def test_start_up_shows_its_phase_and_nothing_that_is_not_known() -> None:
     text = shown(STARTING)
     assert "loading the model" in text
     assert "reward" not in text
-    assert plain_line(STARTING) == "loading the model (8.0 s)"
+    assert phase_line(STARTING) == "loading the model (8.0 s)"
 
 
 def test_the_first_step_needs_no_optional_number() -> None:
@@ -82,7 +91,8 @@ def test_the_panel_fits_its_terminal(width: int) -> None:
 
 def test_a_plain_line_has_the_numbers_of_the_step() -> None:
     assert plain_line(view()) == (
-        "step 80/200, reward 0.625, staleness 1 of 2, ESS 0.97, 213 samples/s, 1.13k tokens/s, 1 min 2 s left"
+        "step 80/200, reward 0.625, staleness 1 of 2, effective samples 97 %, 213 samples/s, 1.13k tokens/s, "
+        "1 min 2 s left"
     )
 
 
@@ -106,13 +116,29 @@ def test_without_a_terminal_a_line_is_printed_a_phase_every_n_steps_and_at_the_e
     views = [STARTING, STARTING, *(view(step, total_steps=25) for step in range(1, 26)), view(25, total_steps=25)]
     lines = plain(10, views)
     assert [line.split(",")[0] for line in lines] == [
-        "loading the model (8.0 s)", "step 1/25", "step 10/25", "step 20/25", "step 25/25",
+        "loading the model (8.0 s)", "step 1/25", "training (1 min 15 s)", "step 10/25", "step 20/25", "step 25/25",
+    ]  # fmt: skip
+
+
+def test_without_a_terminal_no_step_is_printed_twice_and_the_end_says_what_it_does() -> None:
+    closing = [view(25, total_steps=25, phase=phase) for phase in ("training", "closing", "evaluating", "closing")]
+    lines = plain(10, [view(0, total_steps=25), *closing])
+    assert [line.split(",")[0].split(" (")[0] for line in lines] == [
+        "training", "step 25/25", "closing", "evaluating", "closing",
+    ]  # fmt: skip
+
+
+def test_without_a_terminal_a_run_that_is_stopped_shows_how_far_it_came() -> None:
+    lines = plain(10, [view(12), view(17), view(17, phase="closing")])
+    assert [line.split(",")[0].split(" (")[0] for line in lines] == [
+        "step 12/200", "training", "step 17/200", "closing",
     ]  # fmt: skip
 
 
 def test_without_a_terminal_steps_that_are_jumped_over_do_not_lose_the_line() -> None:
     lines = plain(10, [view(1), view(9), view(13), view(14), view(31)])
-    assert [line.split(",")[0] for line in lines] == ["step 1/200", "step 13/200", "step 31/200"]
+    steps = [line.split(",")[0] for line in lines if line.startswith("step")]
+    assert steps == ["step 1/200", "step 13/200", "step 31/200"]
 
 
 def test_in_a_terminal_the_panel_is_drawn_in_place() -> None:
@@ -152,10 +178,16 @@ def test_every_state_has_a_style_and_every_knob_is_named_for_a_real_wait() -> No
 @pytest.mark.parametrize("state", MENDS)
 def test_the_longest_wait_is_named_with_its_knob(state: str) -> None:
     learner = {"waiting_for_groups": 0.6} if state == "waiting_for_groups" else {"waiting_for_groups": 0.1}
-    generators = {other: 0.6 if other == state else 0.1 for other in MENDS if other != "waiting_for_groups"}
+    generators = {other: 0.6 if other == state else 0.04 for other in MENDS if other != "waiting_for_groups"}
     sentence = who_waits(learner, generators)
     what, mend = MENDS[state]
     assert sentence == f"{what} 60 % of the time: {mend}."
+
+
+def test_a_higher_limit_is_only_advised_to_generators_that_the_limit_holds_back() -> None:
+    learner = {"waiting_for_groups": 0.21}
+    assert "staleness.max_versions" not in who_waits(learner, {"generating": 0.999, "blocked_on_staleness": 0.001})
+    assert "staleness.max_versions" in who_waits(learner, {"generating": 0.9, "blocked_on_staleness": 0.1})
 
 
 def test_a_balanced_run_needs_no_advice() -> None:

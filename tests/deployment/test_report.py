@@ -116,6 +116,20 @@ def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Pat
     assert "prompt of step 39" in page.text
 
 
+def test_an_end_without_an_error_is_said_once_and_times_are_for_people(tmp_path: Path) -> None:
+    run = RunDir.create(Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}}))
+    run.close(state="finished", reason="done")
+    text = Page(report_html(read_run(run.path))).text
+    assert "(done)" not in text
+    assert re.search(r"Started \d{4}-\d\d-\d\d \d\d:\d\d UTC on \S+, finished \d{4}-\d\d-\d\d \d\d:\d\d UTC\.", text)
+
+
+def test_what_the_colors_and_the_bottom_of_a_chart_mean_is_said(tmp_path: Path, step_record: MakeStep) -> None:
+    text = Page(report_html(read_run(write_run(tmp_path, [step_record(0), step_record(1)])))).text
+    for words in ("“other” is", "“idle” is", "0 is drawn at the bottom"):
+        assert words in text
+
+
 def test_the_page_needs_nothing_from_outside(tmp_path: Path, step_record: MakeStep) -> None:
     text = write_report(write_run(tmp_path, [step_record(0), step_record(1)])).read_text()
     page = Page(text)

@@ -1,0 +1,42 @@
+"""What run directories below the current directory say of runs: which live on this host, and how one has ended."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from asyncrl.deployment.quantities import moment
+from asyncrl.deployment.run_dir import RunInfo
+
+RUNS = Path("runs")
+"""Where `run.dir` is unless a config says otherwise."""
+
+
+def live_runs(folder: Path = RUNS) -> list[RunInfo]:
+    """Runs that say that they are running, and whose process on this host is there."""
+    return [info for path in sorted(folder.glob("*/run.json")) for info in _read(path) if _lives(info)]
+
+
+def ended_run(name: str, folder: Path = RUNS) -> str | None:
+    """Where the report of a run that lives no more is, and how it ended; None when there is none here."""
+    path = folder / name
+    if not (path / "report.html").exists():
+        return None
+    for info in _read(path / "run.json"):
+        if info.finished is not None:
+            return f"run {name} {info.state} {moment(info.finished)} ({info.exit_reason}): see {path / 'report.html'}"
+    return f"an earlier run is recorded: see {path / 'report.html'}"
+
+
+def _read(path: Path) -> Iterator[RunInfo]:
+    """None or one: a directory of another version, or one that goes away while it is read, is not ours to judge."""
+    try:
+        yield msgspec.json.decode(path.read_bytes(), type=RunInfo)
+    except (OSError, msgspec.MsgspecError):
+        return
+
+
+def _lives(info: RunInfo) -> bool:
+    return info.state == "running" and info.host == socket.gethostname() and psutil.pid_exists(info.pid)

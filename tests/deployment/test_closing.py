@@ -1,0 +1,112 @@
+"""A run that is asked to end says so before anything can go wrong, and nothing that hangs while it starts keeps it."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.deployment import closing
+from asyncrl.deployment.closing import Stopped, asked_to_end, give_up, unless_stopped
+from asyncrl.deployment.launch import INTERRUPTED, run_until_done
+from asyncrl.deployment.run_dir import RunDir, RunInfo
+from asyncrl.learner.records import StepRecord
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}}))
+
+
+def written(run: RunDir) -> RunInfo:
+    return msgspec.json.decode((run.path / "run.json").read_bytes(), type=RunInfo)
+
+
+def test_f29_the_first_signal_is_in_run_json_before_anything_is_closed(run: RunDir) -> None:
+    seen: list[RunInfo] = []
+
+    async def main(stop: asyncio.Event) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(10):
+            await stop.wait()
+        seen.append(written(run))
+
+    run_until_done(main, asked=run.asked_to_end)
+    assert (seen[0].state, seen[0].exit_reason) == ("running", "asked to end by a signal")
+    run.close(state="finished", reason="stopped after 3 of 9 steps")
+    assert written(run).exit_reason == "stopped after 3 of 9 steps"
+    run.asked_to_end()
+    assert written(run).exit_reason == "stopped after 3 of 9 steps", "a run that has ended is not asked any more"
+
+
+def test_f29_a_start_that_does_not_end_within_the_grace_is_ended_and_recorded(run: RunDir) -> None:
+    left: list[int] = []
+    give_up(run, 20.0, leave=left.append)
+    assert left == [INTERRUPTED]
+    assert written(run).state == "failed"
+    assert written(run).exit_reason == (
+        "asked to end before the first step, and not closed within run.shutdown_grace_s = 20 s"
+    )
+
+
+def test_f29_the_grace_is_counted_beside_an_event_loop_that_hangs(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[tuple[float, object, list[object]]] = []
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, after_s: float, call: object, arguments: list[object]) -> None:
+            timers.append((after_s, call, arguments))
+
+        def start(self) -> None:
+            assert self.daemon, "it must not keep the process"
+
+    monkeypatch.setattr(closing.threading, "Timer", Timer)
+    asked_to_end(run, 20.0)
+    assert timers == [(20.0, give_up, [run, 20.0])]
+    assert written(run).exit_reason == "asked to end by a signal"
+
+
+def test_f29_a_run_that_has_trained_or_closed_keeps_its_time(
+    run: RunDir, step_record: Callable[..., StepRecord]
+) -> None:
+    left: list[int] = []
+    run.append_step(step_record(0))
+    give_up(run, 20.0, leave=left.append)
+    assert not run.closed
+    run.close(state="finished", reason="done")
+    give_up(run, 20.0, leave=left.append)
+    assert left == []
+
+
+@pytest.mark.asyncio
+async def test_work_ends_when_the_run_is_asked_to_end() -> None:
+    stop, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def hangs() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    waiting = asyncio.create_task(unless_stopped(stop, hangs()))
+    await asyncio.sleep(0)
+    stop.set()
+    with pytest.raises(Stopped):
+        await waiting
+    assert cancelled.is_set()
+
+
+@pytest.mark.asyncio
+async def test_work_that_ends_by_itself_gives_its_result_or_its_error() -> None:
+    assert await unless_stopped(asyncio.Event(), asyncio.sleep(0, "path")) == "path"
+
+    async def fails() -> None:
+        raise ValueError("no model")
+
+    with pytest.raises(ValueError, match="no model"):
+        await unless_stopped(asyncio.Event(), fails())

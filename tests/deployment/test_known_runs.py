@@ -1,0 +1,70 @@
+"""Runs below a folder: the living are told from the dead, and a run that has ended points to its report."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli.main import app
+from asyncrl.deployment import cluster
+from asyncrl.deployment.known_runs import ended_run, live_runs
+from asyncrl.deployment.run_dir import RunInfo
+from asyncrl.errors import RunError
+
+
+def record(folder: Path, name: str, **changed: Any) -> Path:
+    fields: dict[str, Any] = {
+        "name": name,
+        "state": "running",
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": "2026-11-20T16:38:09+00:00",
+        "nonce": "n",
+    }
+    path = folder / name
+    path.mkdir(parents=True)
+    (path / "run.json").write_bytes(msgspec.json.encode(RunInfo(**(fields | changed))))
+    return path
+
+
+def test_a_run_lives_while_its_process_on_this_host_does(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(60)
+    record(tmp_path, "live")
+    record(tmp_path, "dead", pid=gone.pid)
+    record(tmp_path, "elsewhere", host="another.host")
+    record(tmp_path, "ended", state="finished")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "run.json").write_text("{")
+    assert [info.name for info in live_runs(tmp_path)] == ["live"]
+    assert live_runs(tmp_path / "nowhere") == []
+
+
+ENDED = {"state": "finished", "finished": "2026-11-20T16:50:00+00:00", "exit_reason": "done"}
+
+
+def test_a_run_that_has_ended_points_to_its_report(tmp_path: Path) -> None:
+    path = record(tmp_path, "quick", **ENDED)
+    assert ended_run("quick", tmp_path) is None, "there is no report"
+    (path / "report.html").touch()
+    assert ended_run("quick", tmp_path) == f"run quick finished 2026-11-20 16:50 UTC (done): see {path}/report.html"
+
+
+def test_status_of_a_run_that_is_gone_says_where_its_report_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(*_: Any, **__: Any) -> None:
+        raise RunError("no Ray cluster answers")
+
+    monkeypatch.setattr(cluster, "join", join)
+    monkeypatch.chdir(tmp_path)
+    (record(tmp_path / "runs", "quick", **ENDED) / "report.html").touch()
+    answer = CliRunner().invoke(app, ["status", "quick"])
+    assert answer.exit_code == 1
+    assert "no Ray cluster answers" in answer.stderr
+    assert "runs/quick/report.html" in answer.stderr
+    assert "report.html" not in CliRunner().invoke(app, ["status", "other"]).stderr

@@ -1,0 +1,45 @@
+"""`asyncrl status`: names are told apart, and the learner is only said to train when it does."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from asyncrl.buffer.actor import RunStatus
+from asyncrl.buffer.membership import Role, RunState
+from asyncrl.buffer.records import LeaseWait, Version
+from asyncrl.deployment.status import status_lines
+
+MakeStatus = Callable[..., RunStatus]
+
+
+def learner(status: RunStatus) -> str:
+    (line,) = [line for line in status_lines(status) if line.startswith("buffer")]
+    return line.partition("; learner ")[2].partition(";")[0]
+
+
+@pytest.mark.parametrize("state", [RunState.STARTING, RunState.CLOSING, RunState.FINISHED, RunState.FAILED])
+def test_the_learner_trains_only_while_the_run_runs(state: RunState, run_status: MakeStatus) -> None:
+    assert learner(run_status(state=state)) == state.value
+    assert learner(run_status()) == "trains"
+
+
+def test_a_learner_that_waits_or_is_not_there_is_said_to(run_status: MakeStatus) -> None:
+    status = run_status()
+    waits = msgspec.structs.replace(status.counts, lease_wait=LeaseWait.NOT_ENOUGH_READY)
+    assert learner(run_status(counts=waits)) == "waits: not enough ready"
+    generators = tuple(each for each in status.deployments if each.role is Role.GENERATOR)
+    assert learner(run_status(deployments=generators)) == "not there"
+
+
+def test_a_replica_names_its_deployment_and_every_line_says_what_it_is_about(run_status: MakeStatus) -> None:
+    lines = status_lines(run_status())
+    assert "replica generator-a of deployment generator-d: weights of step 3, 2 busy, 2 free" in lines[3]
+    assert "deployment generator-d: pid 2 on h" in lines
+    assert "deployment learner-d: pid 1 on h" in lines
+
+
+def test_versions_are_steps_and_the_incarnation_is_named_from_the_second_on(run_status: MakeStatus) -> None:
+    assert status_lines(run_status())[1].startswith("step 3 of 9, weights published: step 3, ")
+    again = run_status(version=Version(2, 4), published=None)
+    assert status_lines(again)[1].startswith("step 4 of incarnation 2 of 9, weights published: none, ")
