@@ -29,7 +29,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
 from asyncrl.algorithms.diagnostics import OffPolicySums, merge_metrics, off_policy_sums
@@ -48,6 +48,7 @@ from asyncrl.policy.batching import (
     trained_mask,
 )
 from asyncrl.policy.interfaces import ParameterSpec, StepReport, TrainGroup
+from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.schedule import learning_rate
 from asyncrl.policy.sharded import gather_weights, parameter_specs, save_hf
 from asyncrl.policy.step_report import RankRecord, UpdateOutcome, UpdatePlan, global_plan, step_report
@@ -197,8 +198,13 @@ class PolicyWorker:
         self, data: BatchedDataDict, *, loss_fn: LossFunction, step: int, counts: dict[str, torch.Tensor]
     ) -> "_MicroBatchOutcome":
         """Loss, diagnostics and the loss's own metrics of one micro-batch."""
-        logits_BSV = self._logits(self._model, data["input_ids"])
-        logprobs_BT = gather_logprobs(logits_BSV, input_ids_BS=data["input_ids"])
+        from_logprobs = loss_fn.input_type is LossInputType.LOGPROB
+        if from_logprobs:
+            logprobs_BT, entropy_BT = self._logprobs(self._model, data["input_ids"], with_entropy=True)
+        else:
+            logits_BSV = self._logits(data["input_ids"])
+            logprobs_BT = gather_logprobs(logits_BSV, input_ids_BS=data["input_ids"])
+            entropy_BT = entropy(logits_BSV.detach())
         mask_BT = trained_mask(data)[:, 1:]
         if not bool(mask_BT.any()):
             # the graph stays, so that FSDP's hooks and collectives run as on the other ranks
@@ -207,7 +213,7 @@ class PolicyWorker:
             # the step's only update: the weights at its start are the current ones
             data["prev_logprobs"] = _aligned(logprobs_BT.detach())
         kernel = KernelSums()
-        if loss_fn.input_type is LossInputType.LOGPROB:
+        if from_logprobs:
             # The loss alone is differentiated first: its slopes by the log-probs are the kernel, and all that the
             # model's own backward pass needs.
             leaf_BT = logprobs_BT.detach().requires_grad_()
@@ -227,7 +233,7 @@ class PolicyWorker:
         sums = off_policy_sums(
             proximal_BT=data["prev_logprobs"][:, 1:],
             behaviour_BT=data["generation_logprobs"][:, 1:],
-            entropy_BT=entropy(logits_BSV.detach()),
+            entropy_BT=entropy_BT,
             mask_BT=mask_BT,
             on_policy_BT=data["weight_versions"][:, 1:] == step,
         )
@@ -241,19 +247,34 @@ class PolicyWorker:
 
     @torch.no_grad()
     def _add_logprobs(self, data: BatchedDataDict, *, column: str, model: torch.nn.Module) -> None:
-        input_ids_BS = data.to(self._device)["input_ids"]
-        data[column] = _aligned(gather_logprobs(self._logits(model, input_ids_BS), input_ids_BS=input_ids_BS))
+        logprobs_BT, _ = self._logprobs(model, data.to(self._device)["input_ids"])
+        data[column] = _aligned(logprobs_BT)
 
-    def _logits(
-        self, model: torch.nn.Module, input_ids_BS: torch.Tensor, *, temperature: float | None = None
-    ) -> torch.Tensor:
-        """[B, S, V] float32, divided by the sampler's temperature.
+    def _logprobs(
+        self,
+        model: torch.nn.Module,
+        input_ids_BS: torch.Tensor,
+        *,
+        temperature: float | None = None,
+        with_entropy: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies [B, T] at the sampler's temperature unless another is given."""
+        logprobs_BT, entropy_BT = model_logprobs(
+            cast(PreTrainedModel, model),
+            input_ids_BS,
+            temperature=self._config.generator.temperature if temperature is None else temperature,
+            with_entropy=with_entropy,
+        )
+        return logprobs_BT, torch.zeros_like(logprobs_BT) if entropy_BT is None else entropy_BT
+
+    def _logits(self, input_ids_BS: torch.Tensor) -> torch.Tensor:
+        """[B, S, V] float32, divided by the sampler's temperature: for a loss that wants them all.
 
         No attention mask: padding is on the right, where causal attention never looks.
         """
-        logits_BSV: torch.Tensor = model(input_ids=input_ids_BS, use_cache=False).logits.float()
-        divisor = self._config.generator.temperature if temperature is None else temperature
-        return logits_BSV if divisor == 1.0 else logits_BSV / divisor
+        logits_BSV: torch.Tensor = self._model(input_ids=input_ids_BS, use_cache=False).logits.float()
+        temperature = self._config.generator.temperature
+        return logits_BSV if temperature == 1.0 else logits_BSV / temperature
 
     # -- scoring and weights -------------------------------------------------------------------------------------
 
@@ -274,8 +295,8 @@ class PolicyWorker:
         rows: list[npt.NDArray[np.float32]] = []
         for part in parts:
             input_ids_BS = part["input_ids"].to(self._device)
-            logits_BSV = self._logits(self._model, input_ids_BS, temperature=temperature)
-            logprobs_BS = _aligned(gather_logprobs(logits_BSV, input_ids_BS=input_ids_BS)).cpu().numpy()
+            logprobs_BT, _ = self._logprobs(self._model, input_ids_BS, temperature=temperature)
+            logprobs_BS = _aligned(logprobs_BT).cpu().numpy()
             rows.extend(row[:length] for row, length in zip(logprobs_BS, part["input_lengths"].tolist(), strict=True))
         return rows[: len(sequences)]
 

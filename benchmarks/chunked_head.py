@@ -1,0 +1,137 @@
+"""Memory and speed of the output head in chunks, against full float32 logits, at the vocabulary of Qwen3.
+
+    python benchmarks/chunked_head.py
+    python benchmarks/chunked_head.py --tokens 512 --chunk-logits 4194304 16777216
+
+Forward and backward of next-token log-probs from hidden states, on the CPU. Each measurement is a process of its own.
+Its memory is the peak over that of a process that holds the weight, the hidden states and the gradients of both; its
+speed is a ratio within one round, in which the paths take turns, and the best round counts: what else the machine does
+slows single runs down, and never speeds one up. "reports entropy" computes it beside the log-probs and trains on the
+log-probs alone, as the learner does.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from asyncrl.policy.logprobs import CHUNK_LOGITS, chunked_logprobs
+
+TEMPERATURE = 0.7
+THREADS = 2
+
+
+def full_logprobs(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    logits_NV = (hidden_ND @ weight_VD.t()).float() / TEMPERATURE
+    return logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1) - logits_NV.logsumexp(dim=1)
+
+
+def peak_bytes() -> int:
+    """Of this process alone: ru_maxrss would include what the parent held when it forked."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def measure(path: str, *, dtype: torch.dtype, tokens: int, width: int, vocabulary: int, chunk_logits: int) -> None:
+    """Prints one JSON line: peak bytes, seconds of forward and of backward."""
+    torch.manual_seed(0)
+    torch.set_num_threads(THREADS)
+    hidden_ND = torch.randn(tokens, width).to(dtype).requires_grad_()
+    # drawn in pieces: float32 values for all of a bfloat16 weight would be the peak
+    weight_VD = torch.empty(vocabulary, width, dtype=dtype)
+    for rows in weight_VD.split(1024):
+        rows.copy_(torch.randn(rows.shape) / width**0.5)
+    weight_VD.requires_grad_()
+    targets_N = torch.randint(vocabulary, (tokens,))
+
+    def logprobs(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if path == "full":
+            return full_logprobs(hidden, weight_VD, targets)
+        logprobs_N, _ = chunked_logprobs(
+            hidden,
+            weight_VD,
+            targets_N=targets,
+            temperature=TEMPERATURE,
+            with_entropy=path == "entropy",
+            chunk_logits=chunk_logits,
+        )
+        return logprobs_N
+
+    # what libraries allocate once is in every process
+    small_V = torch.randn(512, width, dtype=dtype, requires_grad=True)
+    full_logprobs(hidden_ND[:64], small_V, targets_N[:64] % 512).sum().backward()
+    hidden_ND.grad = None
+    seconds = [0.0, 0.0]
+    if path == "nothing":
+        hidden_ND.grad, weight_VD.grad = torch.ones_like(hidden_ND), torch.ones_like(weight_VD)
+    else:
+        upstream_N = torch.randn(tokens)
+        started = time.perf_counter()
+        logprobs_N = logprobs(hidden_ND, targets_N)
+        between = time.perf_counter()
+        logprobs_N.backward(upstream_N)
+        seconds = [between - started, time.perf_counter() - between]
+    print(json.dumps({"bytes": peak_bytes(), "seconds": seconds}))
+
+
+def in_child(path: str, *, dtype: str, arguments: argparse.Namespace, chunk_logits: int) -> tuple[int, float, float]:
+    command = [sys.executable, __file__, "--path", path, "--dtypes", dtype, "--chunk-logits", str(chunk_logits)]
+    for name in ("tokens", "width", "vocabulary"):
+        command += [f"--{name}", str(getattr(arguments, name))]
+    result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=3600).stdout)
+    return result["bytes"], *result["seconds"]
+
+
+def compare(dtype: str, arguments: argparse.Namespace) -> None:
+    paths = [("full", 0)] + [(path, size) for size in arguments.chunk_logits for path in ("chunked", "entropy")]
+    base_bytes, _, _ = in_child("nothing", dtype=dtype, arguments=arguments, chunk_logits=0)
+    rounds = [
+        [in_child(path, dtype=dtype, arguments=arguments, chunk_logits=size) for path, size in paths]
+        for _ in range(arguments.rounds)
+    ]
+    print(f"{dtype}: {arguments.tokens} tokens, width {arguments.width}, vocabulary {arguments.vocabulary}")
+    print(f"{'':>28} {'memory':>10} {'of full':>8} {'forward':>9} {'backward':>9} {'both':>9} {'speed':>6}")
+    for index, (path, size) in enumerate(paths):
+        runs = [row[index] for row in rounds]
+        extra = max(run[0] for run in runs) - base_bytes
+        of_full = extra / (max(row[0][0] for row in rounds) - base_bytes)
+        speed = max(sum(row[0][1:]) / sum(row[index][1:]) for row in rounds)
+        forward, backward = (min(run[part] for run in runs) for part in (1, 2))
+        both = min(run[1] + run[2] for run in runs)
+        label = {"full": "full logits", "chunked": f"chunks of {size}", "entropy": "  reports entropy"}[path]
+        print(
+            f"{label:>28} {extra / 2**20:>6.0f} MiB {of_full:>8.3f} {forward:>7.2f} s {backward:>7.2f} s {both:>7.2f} s"
+            f" {speed:>6.2f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--chunk-logits", type=int, nargs="+", default=[CHUNK_LOGITS])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--path", choices=["nothing", "full", "chunked", "entropy"], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.path is None:
+        for dtype in arguments.dtypes:
+            compare(dtype, arguments)
+    else:
+        measure(
+            arguments.path,
+            dtype=getattr(torch, arguments.dtypes[0]),
+            tokens=arguments.tokens,
+            width=arguments.width,
+            vocabulary=arguments.vocabulary,
+            chunk_logits=arguments.chunk_logits[0],
+        )
+
+
+if __name__ == "__main__":
+    main()
