@@ -1,6 +1,9 @@
 """Published objectives as rows of data, and the functions that turn a user's config into an objective. Torch-free."""
 
+import functools
 import math
+import operator
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -294,7 +297,8 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
         return msgspec.convert(axes, Objective)
     except msgspec.ValidationError as error:
         key = "algorithm.overrides" if isinstance(loss, str) else "algorithm.loss"
-        raise ConfigError(f"{key}: {error} ({loss!r} with {dict(overrides)!r})", key=key) from error
+        problem = _unknown_field(str(error), axes) or error
+        raise ConfigError(f"{key}: {problem} ({loss!r} with {dict(overrides)!r})", key=key) from error
 
 
 def is_own_loss(section: AlgorithmSection) -> bool:
@@ -308,6 +312,29 @@ def baseline_of(section: AlgorithmSection) -> str:
         return section.advantage
     preset = PRESETS.get(section.loss) if isinstance(section.loss, str) else None
     return preset.baseline if preset is not None else "group_norm"
+
+
+_UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`(?: - at `\$\.(?P<place>[^`]*)`)?")
+_AXES: Mapping[str, type[msgspec.Struct]] = {"weight": Weight, "pre_clip": PreClip, "gates": Gate, "penalties": Penalty}
+_KINDS = (Reinforce, Linear, Clipped, Weighted, SoftGate, Clamp, Inverse, Gamma)
+
+
+def _unknown_field(error: str, axes: Mapping[str, Any]) -> str | None:
+    """What msgspec says of a field that an axis does not have, with those that it has; None of another error."""
+    found = _UNKNOWN_FIELD.search(error)
+    if found is None:
+        return None
+    place = found["place"]
+    if place is None:
+        where, known = "an objective", list(Objective.__struct_fields__)
+    elif axis := _AXES.get(place.partition("[")[0]):
+        where, known = place, list(axis.__struct_fields__)
+    else:
+        kind = functools.reduce(operator.getitem, place.split("."), axes)["kind"]
+        [axis] = [struct for struct in _KINDS if struct.__struct_config__.tag == kind]
+        where, known = f"{place} of kind {kind}", list(axis.__struct_fields__)
+    field = found["field"]
+    return f"{where} has no field {field!r}{suggest(field, known)}; there are {', '.join(known) or 'none'}"
 
 
 def _replaced(current: object, value: object) -> object:

@@ -22,7 +22,10 @@ def show(files: ConfigFiles, overrides: Overrides) -> None:
 
 @app.command()
 def check(files: ConfigFiles, overrides: Overrides) -> None:
-    """Check keys, values and the rules over several of them; exits with 2 and all that is wrong, or prints ok."""
+    """Check keys, values, the rules over several of them, and that the files, modules and tasks they name are here.
+
+    Exits with 2 and all that is wrong, or prints ok. What rows, models and your own code hold, only a run tells.
+    """
     _, warnings = checked_config(files, overrides)
     print_warnings(warnings)
     typer.echo("ok")

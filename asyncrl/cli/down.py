@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import Address, command_app
+from asyncrl.cli.options import RunningAddress, command_app
 
 app = command_app()
 
@@ -12,7 +12,7 @@ app = command_app()
 @app.command()
 def down(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")],
-    address: Address = None,
+    address: RunningAddress = None,
 ) -> None:
     """End a run: its deployments close when they see it, and its shared actors are gone at once.
 

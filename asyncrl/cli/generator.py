@@ -6,6 +6,7 @@ All that it says is logged, on stderr: one format for its own words and for what
 import asyncio
 import logging
 
+from asyncrl.buffer.membership import Role
 from asyncrl.cli.options import (
     Address,
     ConfigFiles,
@@ -32,7 +33,7 @@ def generator(files: ConfigFiles, overrides: Overrides, address: Address = None)
       asyncrl learner   -c configs/quickstart.yaml          # one terminal
       asyncrl generator -c configs/quickstart.yaml          # another one, or several
     """
-    config, warnings = checked_config(files, overrides)
+    config, warnings = checked_config(files, overrides, roles=[Role.GENERATOR])
     print_warnings(warnings)
 
     from asyncrl.deployment.launch import described_model, load_prompts, log_to, run_until_done, use_ray_token

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from asyncrl.buffer.membership import Role
 from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
     Address,
@@ -10,6 +11,7 @@ from asyncrl.cli.options import (
     checked_config,
     command_app,
     print_outcome,
+    print_previous,
     print_warnings,
     ray_address,
 )
@@ -23,7 +25,7 @@ def learner(files: ConfigFiles, overrides: Overrides, address: Address = None) -
 
     One learner a run. It alone writes the run's directory. SIGTERM ends it cleanly.
     """
-    config, warnings = checked_config(files, overrides)
+    config, warnings = checked_config(files, overrides, roles=[Role.LEARNER])
     print_warnings(warnings)
 
     from asyncrl.deployment.launch import (
@@ -42,6 +44,7 @@ def learner(files: ConfigFiles, overrides: Overrides, address: Address = None) -
     where = ray_address(config, address)
     join(where, namespace=config.run.name)  # before an earlier run's directory is moved aside for this one's
     with recorded_run(config, role="learner") as run_dir:
+        print_previous(run_dir)
         from rich.console import Console
 
         from asyncrl.deployment.closing import asked_to_end

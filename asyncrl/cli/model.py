@@ -13,7 +13,7 @@ def model(files: ConfigFiles, overrides: Overrides) -> None:
 
     Does nothing when the directory holds a model of the same recipe, or a model of another make.
     """
-    config, warnings = checked_config(files, overrides)
+    config, warnings = checked_config(files, overrides, roles=())
     print_warnings(warnings)
 
     from asyncrl.policy.tiny_model import ensure_model  # torch and transformers, after all that can be refused

@@ -1,17 +1,22 @@
 """Options that commands share, and the way from them to a configuration that is known to be runnable."""
 
+import functools
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from asyncrl.algorithms.checks import check_algorithm
+from asyncrl.buffer.membership import Role
+from asyncrl.cli.presence import check_presence
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from asyncrl.deployment.run_dir import RunDir
     from asyncrl.learner.records import Summary
 
 ConfigFiles = Annotated[
@@ -46,6 +51,17 @@ Address = Annotated[
     ),
 ]
 
+RunningAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT",
+        show_default=False,
+        help="Ray cluster; by default that of RAY_ADDRESS, else the one that runs on this machine.",
+    ),
+]
+"""For commands that know a run by its name alone."""
+
 
 LINE_EVERY_STEPS = 10
 """Without a terminal, progress is a line every so many steps."""
@@ -67,12 +83,15 @@ def command_app(*, help: str | None = None) -> typer.Typer:
     )
 
 
-def checked_config(files: list[Path], overrides: list[str]) -> tuple[Config, list[str]]:
-    """The resolved configuration and what to warn about. ConfigError with all that is wrong, rules included."""
+def checked_config(
+    files: list[Path], overrides: list[str], *, roles: Collection[Role] = tuple(Role)
+) -> tuple[Config, list[str]]:
+    """The resolved configuration and what to warn about. ConfigError with all that is wrong: keys and values, else the
+    rules over several of them and what deployments of these `roles` would not find on this machine."""
     config = load_config(files, overrides)
     problems: list[str] = []
     warnings: list[str] = []
-    for check in (check_config, check_algorithm):
+    for check in (check_config, check_algorithm, functools.partial(check_presence, roles=roles)):
         try:
             warnings += check(config)
         except ConfigError as error:
@@ -86,6 +105,12 @@ def print_warnings(warnings: list[str]) -> None:
     """Each on stderr, so that what a command prints can be piped."""
     for warning in warnings:
         typer.echo(f"{typer.style('note:', fg='yellow', bold=True)} {warning}", err=True)
+
+
+def print_previous(run_dir: "RunDir") -> None:
+    """Where the records of the last run of this name are now."""
+    if run_dir.previous is not None:
+        print_warnings([f"the previous run is now {run_dir.previous}"])
 
 
 def print_outcome(summary: "Summary | None", run_dir: Path) -> None:

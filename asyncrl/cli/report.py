@@ -1,4 +1,4 @@
-"""`asyncrl report RUN_DIR`: the run's curves and totals on one page."""
+"""`asyncrl report RUN`: the run's curves and totals on one page."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli.options import command_app
+from asyncrl.config.schema import RunSection
 from asyncrl.deployment.report import write_report
 
 app = command_app()
@@ -13,10 +14,17 @@ app = command_app()
 
 @app.command()
 def command(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's directory, such as runs/quickstart.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run's directory, or the name of one in runs/, such as quickstart.")
+    ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there, not to RUN_DIR/report.html.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write it there, not to report.html in the run's directory."
+        ),
     ] = None,
 ) -> None:
     """Write one self-contained HTML page with a run's curves, totals and samples, also of a run that goes on."""
+    named = RunSection().dir / run
+    run_dir = named if named.exists() and not run.exists() else run
     typer.echo(str(write_report(run_dir, output=output)))

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import Address, command_app
+from asyncrl.cli.options import RunningAddress, command_app
 from asyncrl.errors import RunError
 
 app = command_app()
@@ -13,7 +13,7 @@ app = command_app()
 @app.command()
 def status(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")],
-    address: Address = None,
+    address: RunningAddress = None,
     json: Annotated[bool, typer.Option("--json", help="Everything that is known, as JSON.")] = False,
 ) -> None:
     """Show where a run stands: versions, buffer, generators, ledger."""

@@ -9,6 +9,7 @@ from asyncrl.cli.options import (
     checked_config,
     command_app,
     print_outcome,
+    print_previous,
     print_warnings,
 )
 
@@ -27,6 +28,7 @@ def up(files: ConfigFiles, overrides: Overrides) -> None:
     from asyncrl.deployment.launch import monotonic_at_process_start, recorded_run, run_until_done, use_ray_token
 
     with recorded_run(config, role="up") as run_dir:
+        print_previous(run_dir)
         from rich.console import Console
 
         if config.ray.address is not None:

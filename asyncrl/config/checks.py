@@ -28,6 +28,10 @@ BUILT_IN_NAMES = {
 
 _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
+# `name` or `owner/name`, as the hub has them. Nobody there is called `models`, so that what begins so is a folder.
+# Whether it exists does not count: a toy that was once built in the place of a hub's model must not be taken for it.
+_HUB_ID = re.compile(r"(?!models/)\w[\w.-]*(/\w[\w.-]*)?")
+
 # Deadlines within which a healthy run may make no progress: the watchdog must be longer than each.
 _WATCHED_DEADLINES = (
     "generator.rollout_timeout_s",
@@ -97,6 +101,16 @@ def _step_shape(config: Config) -> Iterator[str]:
         yield (
             f"learner.optimizer.warmup_steps = {learner.optimizer.warmup_steps}: must be at most learner.total_steps "
             f"= {learner.total_steps}; lower it"
+        )
+
+
+def _model(config: Config) -> Iterator[str]:
+    path = config.model.path
+    if config.model.tiny is not None and _HUB_ID.fullmatch(path):
+        yield (
+            f"model.path = {path}: may be a model of the hub, and with model.tiny a tiny one would be built in its "
+            f"place; set model.tiny: null to take the hub's, or model.path: ./{path} to build the tiny one in that "
+            "folder"
         )
 
 
@@ -211,6 +225,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _staleness,
     _buffer,
     _step_shape,
+    _model,
     _lengths,
     _deadlines,
     _generator,

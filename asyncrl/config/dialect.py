@@ -62,8 +62,11 @@ _adopt_resolvers(_Loader)
 _adopt_resolvers(_Dumper)
 
 
-def parse_yaml(text: str, *, source: str) -> object:
-    """Data of one YAML document; None for an empty one. ConfigError names `source`, line and column."""
+def parse_yaml(text: str, *, source: str, mend: str = "") -> object:
+    """Data of one YAML document; None for an empty one. ConfigError names `source`, line and column.
+
+    `mend` is what a writer may do whose text is no YAML at all.
+    """
     loader = None
     try:
         loader = _Loader(text)
@@ -71,9 +74,12 @@ def parse_yaml(text: str, *, source: str) -> object:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
-        raise ConfigError(f"{place}: {error.problem or error.context or 'not YAML'}") from None
+        problem = error.problem or error.context or "not YAML"
+        if isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
+            problem = f"not YAML ({problem}){mend}"
+        raise ConfigError(f"{place}: {problem}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{source}: not YAML: {error}") from None
+        raise ConfigError(f"{source}: not YAML ({error}){mend}") from None
     finally:
         if loader is not None:
             loader.dispose()

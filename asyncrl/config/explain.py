@@ -11,11 +11,14 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from asyncrl.config.dialect import parse_yaml
 from asyncrl.config.import_path import suggest
 from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
 
 KeyPath = tuple[str, ...]
 
+ON_COMMAND_LINE = "on the command line"
 _MAX_SHOWN_CHARS = 80
 
 _CHANGE_THE_DISTRIBUTION = frozenset(
@@ -42,7 +45,7 @@ _BOUNDS = {
 
 
 def explain(violation: ErrorDetails, *, origins: Mapping[KeyPath, str]) -> str:
-    """One line for one violation; `origins` says who set a key: `in FILE` or `on the command line`."""
+    """One line for one violation; `origins` says who set a key: `in FILE` or ON_COMMAND_LINE."""
     path = tuple(str(part) for part in violation["loc"])
     origin = _origin(path, origins)
     if violation["type"] == "extra_forbidden" and path[-1] in _CHANGE_THE_DISTRIBUTION:
@@ -54,7 +57,7 @@ def explain(violation: ErrorDetails, *, origins: Mapping[KeyPath, str]) -> str:
         return f"unknown key {_dotted(path)}{origin}: {suggest_key(path, value=violation['input'])}"
     if violation["type"] == "missing":
         return f"{_dotted(path)}{origin}: is missing; set it"
-    return f"{_dotted(path)} = {_shown(violation['input'])}{origin}: {_limit_and_mend(violation)}"
+    return f"{_dotted(path)} = {_shown(violation['input'])}{origin}: {_limit_and_mend(violation, origin=origin)}"
 
 
 def suggest_key(path: KeyPath, *, value: object = None) -> str:
@@ -81,13 +84,13 @@ def _did_you_mean(paths: Sequence[KeyPath]) -> str:
     return f"did you mean {' or '.join(_dotted(path) for path in paths)}?"
 
 
-def _limit_and_mend(violation: ErrorDetails) -> str:
+def _limit_and_mend(violation: ErrorDetails, *, origin: str) -> str:
     kind, value, context = violation["type"], violation["input"], violation.get("ctx", {})
     if kind in _BOUNDS:
         text, bound = _BOUNDS[kind]
         return text.format(**{bound: _number(context[bound])})
     if kind in _WANTED:
-        return f"must be {_WANTED[kind]}{_type_mend(kind, value)}"
+        return f"must be {_WANTED[kind]}{_type_mend(kind, value, origin=origin)}"
     if kind == "literal_error":
         expected = str(context["expected"])
         options = [option.strip("'") for option in expected.replace(" or ", ", ").split(", ")]
@@ -99,18 +102,43 @@ def _limit_and_mend(violation: ErrorDetails) -> str:
     return violation["msg"]
 
 
-def _type_mend(kind: str, value: object) -> str:
+def _type_mend(kind: str, value: object, *, origin: str) -> str:
     if kind == "string_type" and isinstance(value, bool | int | float):
-        return f"""; write '"{_shown(value)}"', with the quotes"""
+        return f"; write {_quoted(_shown(value), origin=origin)}, with the quotes"
+    if kind == "string_type" and isinstance(value, Mapping) and list(value.values()) == [None]:
+        return f"; write {_quoted(f'{{{next(iter(value))}}}', origin=origin)}, with the quotes: YAML reads a mapping"
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
-    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+    if isinstance(value, str) and _reads_as(kind, value):
         return "; write it without quotes"
     if kind == "list_type" and isinstance(value, str):
         return f"; write [{_shown(value)}]"
     if kind == "model_type" and value is None:
         return "; set a key below it, or remove the line"
     return ""
+
+
+def _quoted(text: str, *, origin: str) -> str:
+    """Text for YAML; on the command line in a second pair of quotes, for the shell takes one away."""
+    return f"""'"{text}"'""" if ON_COMMAND_LINE in origin else f'"{text}"'
+
+
+def _reads_as(kind: str, text: str) -> bool:
+    """Whether `text`, without the quotes that make it text, is what a field of this kind takes."""
+    try:
+        value = parse_yaml(text, source="")
+    except ConfigError:
+        return False
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    match kind:
+        case "int_type":
+            return number and isinstance(value, int)
+        case "float_type":
+            return number
+        case "bool_type":
+            return isinstance(value, bool)
+        case _:
+            return False
 
 
 def _origin(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:

@@ -5,8 +5,11 @@ Nothing is imported until a path is resolved; every failure is a ConfigError tha
 
 import difflib
 import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import PathFinder
 from typing import Any
 
 from asyncrl.errors import ConfigError
@@ -29,11 +32,7 @@ def resolve(value: str, *, key: str) -> Callable[..., Any]:
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{key}: {value!r} cannot be imported, there is no module {error.name!r}; install it or put its folder "
-            "on PYTHONPATH",
-            key=key,
-        ) from error
+        raise ConfigError(_not_found(value, key=key, module=str(error.name)), key=key) from error
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(
             f"{key}: {value!r} cannot be imported, the module raised {type(error).__name__}: {error}", key=key
@@ -47,6 +46,34 @@ def resolve(value: str, *, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{key}: {value!r} is a {type(found).__name__}, not a callable", key=key)
     return found  # type: ignore[no-any-return]
+
+
+def missing_module(value: str, *, key: str) -> str | None:
+    """What `resolve` would say of a module that is not there, found out without importing anything.
+
+    None is no promise: what a package makes while it is imported cannot be seen from here, and is believed.
+    """
+    parts = value.partition(":")[0].split(".")
+    if not all(part.isidentifier() for part in parts):
+        return None
+    name = parts[0]
+    try:
+        spec = importlib.util.find_spec(name)
+        for part in parts[1:]:
+            if spec is None or f"{name}.{part}" in sys.modules:
+                break
+            name = f"{name}.{part}"
+            spec = PathFinder.find_spec(name, list(spec.submodule_search_locations or ()))
+    except (ValueError, KeyError):  # a module that was made by hand; a namespace within a namespace
+        return None
+    return _not_found(value, key=key, module=name) if spec is None else None
+
+
+def _not_found(value: str, *, key: str, module: str) -> str:
+    return (
+        f"{key}: {value!r} cannot be imported, there is no module {module!r}; install it or put its folder on "
+        "PYTHONPATH"
+    )
 
 
 def call_with_options(function: Callable[..., Any], options: Mapping[str, Any], *, key: str) -> Any:

@@ -6,13 +6,14 @@ once, with the file or override that set it. Rules over several fields are `chec
 """
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from asyncrl.config.dialect import dump_yaml, parse_yaml
-from asyncrl.config.explain import explain
+from asyncrl.config.explain import ON_COMMAND_LINE, explain
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
@@ -59,7 +60,7 @@ def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
             problems.append(str(error))
     for override in overrides:
         try:
-            _merge(merged, _parse_override(override), origin="on the command line", origins=origins)
+            _merge(merged, _parse_override(override), origin=ON_COMMAND_LINE, origins=origins)
         except ConfigError as error:
             problems.append(str(error))
     if problems:
@@ -117,9 +118,11 @@ def _read_mapping(file: Path) -> dict[str, object]:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file; give an existing one with -c") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{file}: is a directory; name a file with -c") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
-    data = parse_yaml(text, source=str(file))
+    data = parse_yaml(text, source=str(file), mend="; mend it there, or name a YAML config with -c")
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -132,7 +135,9 @@ def _parse_override(override: str) -> dict[str, object]:
     names = key.split(".")
     if not equals or not all(names):
         raise ConfigError(f"{override!r} is not an override; write section.key=value, e.g. staleness.max_versions=2")
-    tree: object = parse_yaml(text, source=f"override {override!r}")
+    quoted = shlex.quote(json.dumps(text, ensure_ascii=False))
+    mend = f"; values are YAML, in which text like this needs quotes: {key}={quoted}"
+    tree: object = parse_yaml(text, source=f"override {override!r}", mend=mend)
     for name in reversed(names):
         tree = {name: tree}
     assert isinstance(tree, dict)

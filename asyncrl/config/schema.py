@@ -79,13 +79,15 @@ class ModelSection(Section):
     """The policy's model."""
 
     path: str = "models/tiny-speller"
-    """Local Hugging Face directory or hub id."""
+    """Local Hugging Face directory or hub id. With `model.tiny` only a directory: below `models/`, or beginning with
+    `/`, `./` or `../`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights in the engine and of computation in the learner; float32 on CPUs."""
     max_length: PositiveInt = 64
     """Longest sequence, prompt and completion together, tokens."""
     tiny: TinyModelSection | None = None
-    """When set and `model.path` does not exist, this model is built there first (`asyncrl model`)."""
+    """When set and `model.path` does not exist, this model is built there first (`asyncrl model`). `null` over a
+    config that sets it: for a model of the hub, or your own."""
 
 
 class DataSection(Section):

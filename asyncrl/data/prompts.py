@@ -126,8 +126,11 @@ def format_prompt(template: str, task: Task) -> str:
         if name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {{{close[0]}}}? " if close else ""
+            there = ", ".join(f"{{{field}}}" for field in sorted(fields))
             raise ConfigError(
-                f"{key}: {template!r} uses {{{name}}}, which a task lacks; {hint}there are {sorted(fields)}", key=key
+                f"{key}: {template!r}, which this config sets, uses {{{name}}}, which a task lacks; {hint}there are "
+                f"{there} ({{question}} is the `prompt` of a JSONL row); change the template",
+                key=key,
             )
     try:
         return template.format_map(fields)

@@ -33,6 +33,7 @@ BUFFER, WEIGHTS = "buffer", "weights"
 DETACHED_PREFIXES = (BUFFER, WEIGHTS, "rows-")
 ACTOR_CONCURRENCY = 10_000
 STATUS_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 5.0
 LOCALHOST = "127.0.0.1"
 
 
@@ -57,8 +58,13 @@ def start_local(config: Config, *, generators: int = 1) -> str:
 
 
 def join(address: str, *, namespace: str) -> None:
-    """Joins a running cluster. RunError says how to start one."""
+    """Joins a running cluster. RunError says how to start one.
+
+    At an address where nobody listens, `ray.init` goes on trying for minutes, deaf to signals: a connection of our own
+    tells at once.
+    """
     try:
+        _knock(address)
         with _sigterm_stays_ours():
             ray.init(
                 address=address,
@@ -72,6 +78,17 @@ def join(address: str, *, namespace: str) -> None:
             f"no Ray cluster answers at ray.address = {address!r} ({str(error).splitlines()[0]}); start one with "
             "`ray start --head --num-cpus=4`, or use `asyncrl up`"
         ) from error
+
+
+def _knock(address: str) -> None:
+    """ConnectionError when nobody listens at a HOST:PORT; what else Ray takes for an address is for Ray to judge."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(str(error)) from error
 
 
 @contextlib.contextmanager

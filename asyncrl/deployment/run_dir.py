@@ -18,6 +18,7 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -54,9 +55,11 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 class RunDir:
     """The directory of the run that this process is, from `create` to `close`."""
 
-    def __init__(self, path: Path, *, lock: BinaryIO, info: RunInfo) -> None:
+    def __init__(self, path: Path, *, taken: "_Taken", info: RunInfo) -> None:
         self.path = path
-        self._lock = lock
+        self.previous = taken.previous
+        """Where the directory of the last run of this name went, if there was one."""
+        self._lock = taken.lock
         self._info = info
         self._failing: set[Path] = set()
         self.exit_reason = "done"
@@ -79,7 +82,7 @@ class RunDir:
             nonce=secrets.token_hex(8),
         )
         try:
-            run = cls(path, lock=_take(path, info), info=info)
+            run = cls(path, taken=_take(path, info), info=info)
             try:
                 run._lay_out(config)
             except OSError:
@@ -198,8 +201,17 @@ class RunDir:
             self._failing.discard(path.parent)
 
 
-def _take(path: Path, info: RunInfo) -> BinaryIO:
+@dataclass(frozen=True, kw_only=True)
+class _Taken:
+    """The lock on a run's directory, and where an ended run's was moved."""
+
+    lock: BinaryIO
+    previous: Path | None
+
+
+def _take(path: Path, info: RunInfo) -> _Taken:
     """Lock `path`, moving an ended run's directory aside first. RunLocked when its run is alive."""
+    previous: Path | None = None
     while True:
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / "lock").open("a+b")
@@ -221,13 +233,13 @@ def _take(path: Path, info: RunInfo) -> BinaryIO:
         if not current:
             lock.close()
         elif (path / "run.json").exists():
-            path.rename(_free_name(path))
+            previous = path.rename(_free_name(path))
             lock.close()
         else:
             lock.truncate(0)
             lock.write(f"pid {info.pid} on {info.host} since {info.started}\n".encode())
             lock.flush()
-            return lock
+            return _Taken(lock=lock, previous=previous)
 
 
 def _free_name(path: Path) -> Path:

@@ -6,6 +6,7 @@ needs nothing but the task, and templates see its scalar keys (`{word}` in spell
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import reasoning_gym
@@ -17,6 +18,7 @@ from asyncrl.errors import ConfigError
 
 _CHECKED_ENTRIES = 3
 _OPTIONS_KEY = "environment.options.task_options"
+_RESERVED = ("seed", "size")
 
 
 class ReasoningGym:
@@ -60,9 +62,17 @@ class ReasoningGym:
         return float(score >= 1.0) if self._exact else score
 
     def _dataset(self, *, seed: int) -> Any:
-        for reserved in ("seed", "size"):
+        for reserved in _RESERVED:
             if reserved in self._options:
                 raise ConfigError(f"{_OPTIONS_KEY}: {reserved!r} is set elsewhere (run.seed, size)", key=_OPTIONS_KEY)
+        known = [field.name for field in fields(DATASETS[self._name][1]) if field.name not in _RESERVED]
+        for option in self._options:
+            if option not in known:
+                raise ConfigError(
+                    f"{_OPTIONS_KEY}: {self._name} has no {option!r}{suggest(option, known)}; there are "
+                    f"{', '.join(known) or 'none'}",
+                    key=_OPTIONS_KEY,
+                )
         try:
             return reasoning_gym.create_dataset(self._name, seed=seed, size=self._size, **self._options)
         except (TypeError, ValueError, AssertionError) as error:  # the library's validation is made of asserts

@@ -36,6 +36,7 @@ PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
 RECIPE_FILE = "tiny.json"
 
+_REPLACED = "replaced"  # in a description: the fingerprint of the model that stood there, for `ensure_model` to tell
 _RECIPE_REVISION = 3  # raised whenever the code below would build other weights from an equal section
 _REPORT_EVERY_STEPS = 25
 _JUDGED_EXAMPLES = 128
@@ -61,7 +62,10 @@ def ensure_model(
         return config.model.path
     train, heldout = tasks or build_tasks(config)
     recipe = recipe_fingerprint(section, tasks=train, max_length=config.model.max_length)
-    if _recipe_of(path).get("fingerprint") != recipe:
+    was = _recipe_of(path)
+    if was.get("fingerprint") != recipe:
+        if was.get("fingerprint", was.get(_REPLACED)):
+            report("tiny model: the recipe changed: building it anew")
         build_tiny_model(
             section, path=path, tasks=train, heldout=heldout, max_length=config.model.max_length, report=report
         )
@@ -77,7 +81,10 @@ def ensure_description(config: Config) -> str:
     tokenizer = build_tokenizer(max_length=max_length)
     described = _model_config(section, tokenizer=tokenizer, max_length=max_length)
     recipe = {"description": _hash(described.to_dict())}
-    if _recipe_of(path).get("description") != recipe["description"]:
+    was = _recipe_of(path)
+    if was.get("description") != recipe["description"]:
+        if "fingerprint" in was:
+            recipe[_REPLACED] = was["fingerprint"]
         described.architectures = [Qwen3ForCausalLM.__name__]
         _put(path, parts=[described, tokenizer], recipe=recipe)
     return config.model.path
@@ -293,7 +300,8 @@ def _put(path: Path, *, parts: Sequence[Any], recipe: dict[str, str]) -> None:
             os.rename(built, path)
         except OSError:
             # another process has just put its own there: as good as ours, if it is of the same recipe
-            if _recipe_of(path) != recipe:
+            theirs = _recipe_of(path)
+            if any(theirs.get(key) != value for key, value in recipe.items() if key != _REPLACED):
                 raise
 
 

@@ -87,7 +87,7 @@ def test_an_objective_can_be_made_of_axes_and_bad_ones_name_the_key() -> None:
     assert found == Objective(surrogate=Linear(), anchor="behaviour", gates=(Gate(stat="k3", hi=0.1),))
     for axes, words in (
         ({}, "surrogate"),
-        ({"surrogate": {"kind": "linear"}, "anker": "proximal"}, "anker"),
+        ({"surrogate": {"kind": "linear"}, "anker": "proximal"}, "no field 'anker'; there are surrogate, anchor, "),
         ({"surrogate": {"kind": "linear"}, "constant": 3}, "sequence_sum_constant"),
         ({"surrogate": {"kind": "linear"}, "gates": [{"stat": "ratio", "lo": 1.2}]}, "lo=1.2"),
         ({"surrogate": {"kind": "linear"}, "gates": [{"stat": "k2", "budget": -1}]}, "budget"),
@@ -143,7 +143,14 @@ def test_a_weight_can_be_added_to_an_uncorrected_preset() -> None:
     [
         ("decoupled_ice", {}, ["algorithm.loss", "did you mean 'decoupled_icepop'"]),
         ("tis", {"wieght": {}}, ["algorithm.overrides.wieght", "did you mean 'weight'"]),
-        ("tis", {"weight": {"high": 3}}, ["high"]),
+        ("tis", {"weight": {"high": 3}}, ["weight has no field 'high'", "there are p, q, pool, lo, hi"]),
+        ("tis", {"surrogate": {"low": 1}}, ["surrogate of kind clipped", "mean 'lo'", "there are lo, hi, dual"]),
+        ("tis", {"gates": [{"stat": "k2", "x": 1}]}, ["gates[0] has no field 'x'", "there are stat, pool"]),
+        (
+            "aipo",
+            {"surrogate": {"positive": {"kind": "clamp", "x": 1}}},
+            ["surrogate.positive of kind clamp", "lo, hi"],
+        ),
         ("tis", {"weight": {"hi": 0.9}}, ["hi=0.9"]),
         ("tis", {"weight": {"lo": 1.0, "hi": 1.0}}, ["lo < hi"]),
         ("tis", {"surrogate": {"lo": 1.1}}, ["lo=1.1"]),

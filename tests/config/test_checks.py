@@ -126,6 +126,23 @@ def test_a_prompt_template_with_named_fields_passes(template: str) -> None:
     _warnings(f"data.prompt_template={template!r}")
 
 
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-0.6B", "gpt2", "my/models"])
+def test_f28_a_tiny_model_is_never_built_in_the_place_of_a_hub_model(path: str) -> None:
+    [violation] = _violations(f"model.path={path}", "model.tiny={}")
+    assert violation.startswith(f"model.path = {path}: ")
+    assert "model.tiny: null" in violation
+    assert f"model.path: ./{path}" in violation
+    _warnings(f"model.path={path}")
+    _warnings(f"model.path={path}", "model.tiny={}", "model.tiny=null")
+
+
+@pytest.mark.parametrize(
+    "path", ["models/tiny-speller", "./Qwen/Qwen3-0.6B", "../x", "/scratch/tiny", "models/mine/tiny", "runs/a/b"]
+)
+def test_a_tiny_model_is_built_where_a_folder_is_meant_whether_it_exists_or_not(path: str) -> None:
+    _warnings(f"model.path={path}", "model.tiny={}")
+
+
 @pytest.mark.parametrize("key", sorted(BUILT_IN_NAMES))
 def test_f28_a_misspelt_built_in_name_says_what_was_meant(key: str) -> None:
     name = BUILT_IN_NAMES[key][-1]

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.import_path import call_with_options, is_import_path, resolve, suggest
+from asyncrl.config.import_path import call_with_options, is_import_path, missing_module, resolve, suggest
 from asyncrl.errors import ConfigError
 
 
@@ -34,6 +34,48 @@ def test_what_cannot_be_resolved_names_key_value_and_reason(value: str, message:
     assert caught.value.key == "environment.reward"
     assert repr(value) in str(caught.value)
     assert str(caught.value).startswith("environment.reward: ")
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pkg.mod` and `ns.inner.mod` (namespaces), all of which raise when they are imported."""
+    for file in ("pkg/__init__.py", "pkg/mod.py", "ns/inner/mod.py", "single.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("raise RuntimeError('was imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize(
+    "value",
+    [
+        "single:f",
+        "pkg:f",
+        "pkg.mod:f",
+        "ns.inner.mod:f",
+        "os.path:join",  # a module of no package: os puts it there
+        "sys:path",
+        "builtins:print",
+        "__main__:f",
+        "mine..x:f",  # malformed: another rule's
+    ],
+)
+def test_a_module_that_is_there_or_may_be_is_not_missed_and_not_imported(value: str) -> None:
+    assert missing_module(value, key="k") is None
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize(
+    ("value", "module"), [("no_such:f", "no_such"), ("pkg.no:f", "pkg.no"), ("single.sub.mod:f", "single.sub")]
+)
+def test_a_module_that_is_not_there_is_missed_in_the_words_of_an_import(value: str, module: str) -> None:
+    message = missing_module(value, key="environment.reward")
+    assert message is not None
+    assert f"environment.reward: {value!r} cannot be imported, there is no module {module!r}" in message
+    if value == "no_such:f":
+        with pytest.raises(ConfigError) as caught:
+            resolve(value, key="environment.reward")
+        assert str(caught.value) == message
 
 
 def test_a_module_that_raises_and_one_with_a_missing_import_are_told_apart(

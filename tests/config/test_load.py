@@ -1,5 +1,6 @@
 """Loading: precedence, strictness, error lines, and what the deployments of one run must share."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,9 @@ def test_f28_what_would_change_the_sampled_distribution_is_refused_with_the_reas
         ("generator.replicas=true", "generator.replicas = true (on the command line): must be a whole number"),
         ("generator.gpus=true", "generator.gpus = true (on the command line): must be a number"),
         ("generator.replicas='2'", "must be a whole number; write it without quotes"),
+        ("learner.optimizer.eps='1e-8'", "must be a number; write it without quotes"),
+        ("data.shuffle='false'", "must be true or false; write it without quotes"),
+        ("data.prompt_template={word}", """must be text; write '"{word}"', with the quotes: YAML reads a mapping"""),
         ("generator.replicas=2.0", "must be a whole number; write 2"),
         ("data.shuffle=1", "must be true or false"),
         ("run.name=12", """must be text; write '"12"', with the quotes"""),
@@ -143,6 +147,22 @@ def test_f28_what_would_change_the_sampled_distribution_is_refused_with_the_reas
 def test_f28_wrong_value_is_refused_with_key_value_limit_and_mend(override: str, line: str) -> None:
     [found] = _lines([], [override])
     assert line in found
+
+
+def test_f28_in_a_file_text_needs_one_pair_of_quotes(tmp_path: Path) -> None:
+    file = _write(tmp_path / "a.yaml", "run: {name: 12}\ndata:\n  prompt_template: {word}\n")
+    name, template = _lines([file], [])
+    assert name.endswith('must be text; write "12", with the quotes')
+    assert template.endswith('must be text; write "{word}", with the quotes: YAML reads a mapping')
+
+
+@pytest.mark.parametrize(
+    "override", ["staleness.max_versions=four", "staleness.max_versions='2.5'", "data.shuffle=maybe", "run.seed='[1'"]
+)
+def test_f28_quotes_are_not_blamed_for_text_that_means_nothing_else(override: str) -> None:
+    [line] = _lines([], [override])
+    assert "must be" in line
+    assert "quotes" not in line
 
 
 def test_all_violations_are_reported_at_once_with_where_each_was_set(tmp_path: Path) -> None:
@@ -169,9 +189,27 @@ def test_unreadable_files_and_overrides_are_reported_together(tmp_path: Path) ->
     assert "no such file" in lines[0]
     assert "holds list" in lines[1]
     assert "cannot be read" in lines[2]
-    assert "cannot be read" in lines[3]
+    assert "is a directory; name a file" in lines[3]
     assert all("is not an override" in line for line in lines[4:7])
     assert "run.name=[1" in lines[7]
+
+
+def test_f28_text_that_is_no_yaml_is_answered_with_the_override_to_type() -> None:
+    [line] = _lines([], ["data.prompt_template={wrd}>"])
+    typed = """data.prompt_template='"{wrd}>"'"""
+    assert line.startswith("override 'data.prompt_template={wrd}>', line 1, column 6: not YAML (")
+    assert line.endswith(f"quotes: {typed}")
+    [override] = shlex.split(typed)  # as a shell hands it over
+    assert load_config([], [override]).data.prompt_template == "{wrd}>"
+
+
+def test_f28_a_file_that_is_no_yaml_is_told_from_a_config_with_a_mistake(tmp_path: Path) -> None:
+    [line] = _lines([_write(tmp_path / "README.md", "# asyncrl\n\n**vLLM engines generate** and: more\n")], [])
+    assert "README.md, line 3, column " in line
+    assert "not YAML (" in line
+    assert line.endswith("or name a YAML config with -c")
+    [line] = _lines([_write(tmp_path / "a.yaml", "run: {1: x}\n")], [])
+    assert "name a YAML config" not in line
 
 
 @pytest.mark.parametrize("text", ["run: !!set {a}", "run: !!binary aGk=", "run: &r {name: *r}"])

@@ -123,13 +123,15 @@ def test_f35_a_holder_in_another_process_is_named_and_its_death_frees_the_direct
 
 
 def test_a_rerun_moves_what_ended_aside_and_loses_nothing(tmp_path: Path, step_record: MakeStep) -> None:
-    nonces = []
+    nonces, previous = [], []
     for _ in range(3):
         with RunDir.create(config_in(tmp_path)) as run:
             nonces.append(run.nonce)
+            previous.append(run.previous)
             run.append_step(step_record(len(nonces)))
     places = [tmp_path / "quick.1", tmp_path / "quick.2", tmp_path / "quick"]
     assert [run_json(place)["nonce"] for place in places] == nonces
+    assert previous == [None, tmp_path / "quick.1", tmp_path / "quick.2"]
     assert [read_lines(place / "steps.jsonl", StepRecord)[0].step for place in places] == [1, 2, 3]
 
 

@@ -1,8 +1,13 @@
+import subprocess
+import sys
+
 import msgspec
 import pytest
+from reasoning_gym.factory import DATASETS
 
 from asyncrl.data.prompts import Task
 from asyncrl.environments.reasoning_gym import ReasoningGym
+from asyncrl.environments.reasoning_gym_tasks import task_names
 from asyncrl.errors import ConfigError
 
 
@@ -53,7 +58,12 @@ def test_equal_seeds_draw_equal_tasks_and_neighbouring_seeds_do_not_overlap() ->
     ("task", "options", "key", "message"),
     [
         ("spell_backwards", {}, "environment.options.task", "did you mean 'spell_backward'"),
-        ("spell_backward", {"max_word": 3}, "environment.options.task_options", "unexpected"),
+        (
+            "spell_backward",
+            {"min_len": 3},
+            "environment.options.task_options",
+            "spell_backward has no 'min_len'; did you mean 'min_word_len'.*there are min_word_len, max_word_len",
+        ),
         ("spell_backward", {"min_word_len": 0}, "environment.options.task_options", "must be positive"),
         ("spell_backward", {"seed": 3}, "environment.options.task_options", r"run\.seed"),
     ],
@@ -64,6 +74,14 @@ def test_f28_options_that_the_library_refuses_name_key_and_reason(
     with pytest.raises(ConfigError, match=message) as caught:
         ReasoningGym(task, task_options=options)
     assert caught.value.key == key
+
+
+def test_the_librarys_task_names_are_read_from_its_source_without_importing_it() -> None:
+    assert task_names() == set(DATASETS)
+    code = "import sys; from asyncrl.environments.reasoning_gym_tasks import task_names as read\n"
+    code += "assert read(); print('reasoning_gym' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_f28_a_size_of_nothing_is_refused() -> None:

@@ -197,6 +197,8 @@ def test_a_missing_model_is_built_once_and_again_when_its_recipe_changes(tmp_pat
     ensure_model(config(path, small(warmup_steps=4)), report=lines.append)
     assert (path / "model.safetensors").stat().st_ino != first
     assert sum("written to" in line for line in lines) == 2
+    anew = [line for line in lines if "the recipe changed: building it anew" in line]
+    assert len(anew) == 1, "of the second build only"
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -219,6 +221,9 @@ def test_config_and_tokenizer_are_there_before_the_weights_and_change_with_the_r
     assert AutoConfig.from_pretrained(path).hidden_size == 64
     assert not weights.exists(), "weights of another shape are gone"
     assert list(path.parent.iterdir()) == [path]
+    lines: list[str] = []
+    ensure_model(config(path, small(hidden_size=64)), report=lines.append)
+    assert "the recipe changed: building it anew" in lines[0], "also when the description was there first"
 
 
 def test_a_description_never_touches_a_model_of_another_make(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""Whether what a configuration names is on this machine: files, modules, reasoning-gym's tasks, GPUs.
+
+Looked for is what the roles of a command need, and nothing is imported for it: a module's inside, a dataset's rows and
+the hub's models show when the run starts.
+"""
+
+import shutil
+from collections.abc import Collection, Iterator
+
+from asyncrl.buffer.membership import Role
+from asyncrl.config.import_path import is_import_path, missing_module, suggest
+from asyncrl.config.schema import Config
+from asyncrl.environments.reasoning_gym_tasks import task_names
+from asyncrl.errors import ConfigError
+
+_TASK = "environment.options.task"
+
+
+def check_presence(config: Config, *, roles: Collection[Role]) -> list[str]:
+    """Warnings about a configuration whose parts are there for `roles`; ConfigError with every part that is missing."""
+    missing = [*_file(config), *_modules(config, roles)]
+    if config.environment.name == "reasoning_gym" and _builds_environment(config, roles):
+        missing += _reasoning_gym_task(config)
+    if missing:
+        raise ConfigError("\n".join(missing))
+    return list(_gpus(config, roles))
+
+
+def _builds_environment(config: Config, roles: Collection[Role]) -> bool:
+    """Prompts may come from it, in every process; and rewards, in the generators."""
+    scores = Role.GENERATOR in roles and config.environment.reward is None
+    return scores or config.data.dataset == "environment"
+
+
+def _file(config: Config) -> Iterator[str]:
+    path = config.data.path
+    if path is not None and not path.is_file():
+        yield f"data.path = {path}: there is no such file; name one with a JSON object a line"
+
+
+def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:
+    named: dict[str, object] = {"data.dataset": config.data.dataset}
+    if _builds_environment(config, roles):
+        named["environment.name"] = config.environment.name
+    if Role.GENERATOR in roles:
+        named["environment.reward"] = config.environment.reward
+    if Role.LEARNER in roles:
+        named["algorithm.loss"] = config.algorithm.loss
+        named["algorithm.advantage"] = config.algorithm.advantage
+    for key, value in named.items():
+        if isinstance(value, str) and is_import_path(value) and (problem := missing_module(value, key=key)):
+            yield problem
+
+
+def _reasoning_gym_task(config: Config) -> Iterator[str]:
+    names = sorted(task_names())
+    task = config.environment.options.get("task")
+    if not names:
+        return  # another library than the one that we can read: importing it tells
+    if task is None:
+        yield f"{_TASK}: is missing; name one of reasoning-gym's {len(names)} tasks, e.g. spell_backward"
+    elif task not in names:
+        yield f"{_TASK}: reasoning-gym has no {task!r}{suggest(str(task), names)}"
+
+
+def _gpus(config: Config, roles: Collection[Role]) -> Iterator[str]:
+    """Only a Ray that `asyncrl up` starts is on this machine for certain."""
+    if len(roles) < len(Role) or config.ray.address is not None or shutil.which("nvidia-smi") is not None:
+        return
+    for key, gpus in (("generator.gpus", config.generator.gpus), ("learner.gpus", config.learner.gpus)):
+        if gpus > 0:
+            yield (
+                f"{key} = {gpus:g}, and this machine shows no GPU (it has no nvidia-smi): `asyncrl up` would wait for "
+                "one until ray.placement_timeout_s is over; set it to 0, or ray.address to a cluster that has some"
+            )

@@ -1,0 +1,100 @@
+"""What a configuration names and this machine lacks: missed before anything starts, only where it is needed."""
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.buffer.membership import Role
+from asyncrl.cli.main import app
+from asyncrl.cli.presence import check_presence
+from asyncrl.config.load import load_config
+from asyncrl.errors import ConfigError
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def missing(*overrides: str, roles: Collection[Role] = tuple(Role)) -> list[str]:
+    try:
+        check_presence(load_config([QUICKSTART], overrides), roles=roles)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def test_the_quickstart_lacks_nothing() -> None:
+    assert missing() == []
+
+
+def test_f28_a_dataset_file_that_does_not_exist_is_missed(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    overrides = ("data.dataset=jsonl", f"data.path={file}")
+    assert missing(*overrides) == [f"data.path = {file}: there is no such file; name one with a JSON object a line"]
+    file.touch()
+    assert missing(*overrides) == []
+    assert missing("data.dataset=jsonl", f"data.path={tmp_path}") != [], "a folder is no file"
+
+
+@pytest.mark.parametrize(
+    ("key", "roles"),
+    [
+        ("data.dataset", [Role.LEARNER, Role.GENERATOR]),
+        ("environment.name", [Role.LEARNER, Role.GENERATOR]),
+        ("environment.reward", [Role.GENERATOR]),
+        ("algorithm.loss", [Role.LEARNER]),
+        ("algorithm.advantage", [Role.LEARNER]),
+    ],
+)
+def test_f28_a_module_that_does_not_exist_is_missed_by_the_roles_that_import_it(key: str, roles: list[Role]) -> None:
+    [problem] = missing(f"{key}=no_such_module:f")
+    assert f"{key}: 'no_such_module:f' cannot be imported" in problem
+    assert "PYTHONPATH" in problem
+    assert [role for role in Role if missing(f"{key}=no_such_module:f", roles=[role])] == roles
+    assert missing(f"{key}=pathlib:Path") == []
+
+
+@pytest.mark.parametrize("override", ["environment.name=no_such_module:f", "environment.options.task=spell"])
+def test_an_environment_that_nobody_builds_is_not_missed(override: str) -> None:
+    elsewhere = (override, "data.dataset=pathlib:Path")
+    assert missing(*elsewhere) != []
+    assert missing(*elsewhere, roles=[Role.LEARNER]) == [], (
+        "prompts come from elsewhere, rewards are the generators' to give"
+    )
+    assert missing(*elsewhere, "environment.reward=exact_match") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("environment.options.task=spell_backwards", "has no 'spell_backwards'; did you mean 'spell_backward'?"),
+        ("environment.options.task=null", "is missing; name one of reasoning-gym's"),
+        ("environment.options.task=[3]", "has no [3]"),
+    ],
+)
+def test_f28_a_task_that_reasoning_gym_lacks_is_missed(override: str, says: str) -> None:
+    [problem] = missing(override)
+    assert problem.startswith("environment.options.task: ")
+    assert says in problem
+
+
+def test_gpus_that_this_machine_lacks_are_a_warning_where_ray_is_to_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warnings(*overrides: str, roles: Collection[Role] = tuple(Role)) -> list[str]:
+        return check_presence(load_config([QUICKSTART], overrides), roles=roles)
+
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert warnings() == []
+    wanted = ("generator.gpus=1", "learner.gpus=0.5")
+    assert [line.partition(",")[0] for line in warnings(*wanted)] == ["generator.gpus = 1", "learner.gpus = 0.5"]
+    assert warnings(*wanted, "ray.address='10.0.0.7:6379'") == []
+    assert warnings(*wanted, roles=[Role.LEARNER]) == [], "it joins a cluster, whose machines have their own"
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert warnings(*wanted) == []
+
+
+def test_f28_config_check_reports_what_is_missing_beside_the_rules_that_are_broken() -> None:
+    mistakes = ["environment.reward=no_such_module:f", "environment.options.task=spell", "learner.ranks=5"]
+    result = CliRunner().invoke(app, ["config", "check", "-c", str(QUICKSTART), *mistakes])
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 3

@@ -1,0 +1,58 @@
+"""What the commands about runs say of them."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli.main import app
+from asyncrl.cli.options import print_previous
+from asyncrl.config.schema import Config
+from asyncrl.deployment.run_dir import RunDir
+
+runner = CliRunner()
+
+
+def run_in(folder: Path) -> RunDir:
+    return RunDir.create(Config.model_validate({"run": {"name": "quick", "dir": str(folder)}}))
+
+
+def test_a_run_says_where_the_one_before_it_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for said in ("", f"note: the previous run is now {tmp_path / 'quick.1'}\n"):
+        with run_in(tmp_path) as run:
+            print_previous(run)
+        assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("named", ["quick", "runs/quick"])
+def test_a_report_takes_a_runs_name_or_its_directory(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with run_in(Path("runs")):
+        pass
+    result = runner.invoke(app, ["report", named])
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == "runs/quick/report.html\n"
+
+
+def test_a_directory_comes_before_a_run_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs", "."):
+        with run_in(Path(folder)):
+            pass
+    assert runner.invoke(app, ["report", "quick"]).stdout == "quick/report.html\n"
+
+
+def test_a_report_of_no_run_names_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, ["report", "quik"])
+    assert result.exit_code == 1
+    assert "quik is no run directory" in result.stderr
+
+
+@pytest.mark.parametrize(("command", "has_config"), [("status", False), ("down", False), ("learner", True)])
+def test_only_commands_that_read_a_config_promise_its_address(command: str, has_config: bool) -> None:
+    text = " ".join(runner.invoke(app, [command, "--help"]).stdout.split())
+    assert ("the config's ray.address" in text) is has_config
+    assert ("RAY_ADDRESS" in text) is not has_config

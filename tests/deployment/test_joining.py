@@ -1,0 +1,47 @@
+"""Joining a cluster: an address where nobody listens is told at once, every other one is for Ray to judge."""
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from asyncrl.deployment import cluster
+from asyncrl.errors import RunError
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Addresses that `ray.init` was asked for."""
+    addresses: list[str] = []
+
+    def init(*, address: str, **_: Any) -> None:
+        addresses.append(address)
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    return addresses
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_where_nobody_listens_ray_is_not_even_asked(asked: list[str], port: int) -> None:
+    for address in ("127.0.0.1:1", "[::1]:1", "localhost:1", "127.0.0.1:99999"):
+        with pytest.raises(RunError, match=r"no Ray cluster answers at ray\.address.*ray start --head"):
+            cluster.join(address, namespace="run")
+    assert asked == []
+
+
+def test_where_somebody_listens_ray_is_asked(asked: list[str], port: int) -> None:
+    cluster.join(f"127.0.0.1:{port}", namespace="run")
+    assert asked == [f"127.0.0.1:{port}"]
+
+
+@pytest.mark.parametrize("address", ["auto", "local", "ray://127.0.0.1:1"])
+def test_other_kinds_of_addresses_are_rays(address: str, asked: list[str]) -> None:
+    cluster.join(address, namespace="run")
+    assert asked == [address]
