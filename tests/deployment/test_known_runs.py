@@ -61,6 +61,8 @@ def test_status_of_a_run_that_is_gone_says_where_its_report_is(tmp_path: Path, m
         raise RunError("no Ray cluster answers")
 
     monkeypatch.setattr(cluster, "join", join)
+    # It would set RAY_AUTH_MODE in this process, and every later Ray of the tests would start with it.
+    monkeypatch.setattr("asyncrl.deployment.launch.use_ray_token", lambda: None)
     monkeypatch.chdir(tmp_path)
     (record(tmp_path / "runs", "quick", **ENDED) / "report.html").touch()
     answer = CliRunner().invoke(app, ["status", "quick"])

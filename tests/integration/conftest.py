@@ -54,9 +54,9 @@ async def engine(model_path: str) -> AsyncIterator[VLLMEngine]:
     prepare_environment(config)
     engine = await VLLMEngine.start(config, model_path=model_path)
     yield engine
-    pids = engine.pids()
+    processes = [psutil.Process(pid) for pid in engine.pids()]
     await engine.shutdown()
-    assert not [pid for pid in pids if psutil.pid_exists(pid)], "the engine left processes behind"
+    assert not psutil.wait_procs(processes, timeout=10)[1], "the engine left processes behind"
 
 
 class Command:

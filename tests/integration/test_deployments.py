@@ -94,7 +94,7 @@ def engines() -> set[int]:
     return {process.pid for process in psutil.process_iter() if process.name().startswith("VLLM")}
 
 
-def test_learner_first_then_generators_that_join_and_leave(
+def test_learner_first_then_generators_that_join_and_leave_and_another_config_is_refused(
     run_command: Run, ray_head: str, model_path: str, tmp_path: Path
 ) -> None:
     others = engines()
@@ -111,6 +111,12 @@ def test_learner_first_then_generators_that_join_and_leave(
     )
     joined = status(ray_head, tmp_path.name)
     assert steps_of(tmp_path) > 3
+    wrong = run_command(
+        "learner", "--address", ray_head, "-c", str(QUICKSTART), f"run.dir={tmp_path}/other",
+        f"run.name={tmp_path.name}", *small_overrides(model_path), "learner.total_steps=100000",
+    )  # fmt: skip
+    assert wrong.wait(90) == 1
+    assert "eval.prompts = 16, but the run was started with 4" in wrong.output()
     for replica in joined["replicas"]:
         if replica["busy_slots"]:
             assert replica["version"] is not None, "tickets before a version was loaded"
@@ -130,34 +136,7 @@ def test_learner_first_then_generators_that_join_and_leave(
     assert status(ray_head, tmp_path.name) == {}, "the run's actors outlived the last deployment"
 
 
-def test_generator_first_and_a_learner_with_another_config_is_refused(
-    run_command: Run, ray_head: str, model_path: str, tmp_path: Path
-) -> None:
-    others = engines()
-    generator = deployment(run_command, "generator", ray_head, model_path, tmp_path)
-    generator.wait_for(
-        lambda: replicas(ray_head, tmp_path.name) == 1,
-        timeout_s=READY_S,
-        what="a replica without a learner",
-    )
-    wrong = run_command(
-        "learner", "--address", ray_head, "-c", str(QUICKSTART), f"run.dir={tmp_path}", f"run.name={tmp_path.name}",
-        *small_overrides(model_path), "learner.total_steps=100000",
-    )  # fmt: skip
-    assert wrong.wait(90) == 1
-    assert "eval.prompts = 16, but the run was started with 4" in wrong.output()
-
-    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path)
-    learner.wait_for(lambda: steps_of(tmp_path) >= 2, timeout_s=READY_S, what="steps")
-    generator.terminate()
-    assert generator.wait(90) == 0, generator.output()[-3000:]
-    learner.terminate()
-    assert learner.wait(90) == 0, learner.output()[-3000:]
-    assert engines() <= others
-    assert os.path.isdir(tmp_path / tmp_path.name)
-
-
-def test_f2_a_generator_killed_in_the_middle_of_rollouts_costs_no_group(
+def test_f2_generators_first_and_one_killed_in_the_middle_of_rollouts_costs_no_group(
     run_command: Run, ray_head: str, model_path: str, tmp_path: Path
 ) -> None:
     others, steps, name = engines(), 60, tmp_path.name
@@ -168,8 +147,9 @@ def test_f2_a_generator_killed_in_the_middle_of_rollouts_costs_no_group(
         "generator.min_replicas=1",
         "generator.max_starts_per_s=3",  # a replica holds tickets that it has not started yet: none is ever idle
     ]
-    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path, *overrides)
     pool = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
+    pool.wait_for(lambda: status(ray_head, name), timeout_s=READY_S, what="a run without a learner")
+    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path, *overrides)
     learner.wait_for(lambda: steps_of(tmp_path) >= 3, timeout_s=READY_S, what="steps")
 
     seen: list[dict[str, Any]] = [{}]

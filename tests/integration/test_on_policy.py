@@ -10,6 +10,7 @@ from conftest import Run, small_config
 from test_up import run_up, summary_of
 
 from asyncrl.algorithms.advantages import compute_advantages, resolve_estimator
+from asyncrl.algorithms.presets import baseline_of
 from asyncrl.buffer.records import Version
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer
@@ -62,7 +63,7 @@ async def sequential_loop(config, model_path: str, engine: VLLMEngine):  # type:
     reward = build_reward(config.environment)
     policy = PolicyWorker(model_path=model_path, config=config, rank=0, world_size=1, store=dist.HashStore())
     entries = layout(policy.weights_metadata(), 2**30)
-    estimator = resolve_estimator(config.algorithm.advantage)
+    estimator = resolve_estimator(baseline_of(config.algorithm))
     seen = []
     try:
         for step in range(STEPS):
