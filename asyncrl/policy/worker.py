@@ -205,12 +205,14 @@ class PolicyWorker:
             logits_BSV = self._logits(data["input_ids"])
             logprobs_BT = gather_logprobs(logits_BSV, input_ids_BS=data["input_ids"])
             entropy_BT = entropy(logits_BSV.detach())
+        assert entropy_BT is not None
         mask_BT = trained_mask(data)[:, 1:]
         if not bool(mask_BT.any()):
             # the graph stays, so that FSDP's hooks and collectives run as on the other ranks
             return _MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum())
         if "prev_logprobs" not in data:
-            # the step's only update: the weights at its start are the current ones
+            # The weights at the step's start are the current ones in its only update; an interpolated proximal policy,
+            # which the loss makes for itself, starts from the current ones in every update.
             data["prev_logprobs"] = _aligned(logprobs_BT.detach())
         kernel = KernelSums()
         if from_logprobs:
@@ -257,15 +259,14 @@ class PolicyWorker:
         *,
         temperature: float | None = None,
         with_entropy: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies [B, T] at the sampler's temperature unless another is given."""
-        logprobs_BT, entropy_BT = model_logprobs(
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs and, if asked for, entropies [B, T], at the sampler's temperature unless another is given."""
+        return model_logprobs(
             cast(PreTrainedModel, model),
             input_ids_BS,
             temperature=self._config.generator.temperature if temperature is None else temperature,
             with_entropy=with_entropy,
         )
-        return logprobs_BT, torch.zeros_like(logprobs_BT) if entropy_BT is None else entropy_BT
 
     def _logits(self, input_ids_BS: torch.Tensor) -> torch.Tensor:
         """[B, S, V] float32, divided by the sampler's temperature: for a loss that wants them all.
