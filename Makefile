@@ -13,8 +13,10 @@ train: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
+# In seconds: without real processes, and without the libraries that are oracles, which take longer to import than to ask.
 unit: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --ignore=tests/integration -m "not integration" $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --ignore=tests/integration --ignore-glob='*_oracle.py' \
+		-m "not integration and not slow" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

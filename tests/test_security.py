@@ -96,6 +96,7 @@ def _settings(node: ast.AST) -> Iterator[tuple[str | None, ast.expr]]:
                 yield argument.arg, keyword_default
 
 
+@pytest.mark.slow
 def test_the_package_runs_no_foreign_code_and_listens_to_nobody_by_default() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
     assert files, f"no Python files under {PACKAGE}: the check would check nothing"

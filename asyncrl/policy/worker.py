@@ -8,12 +8,10 @@ the same for any number of ranks and any micro-batch size, to float tolerance; e
 Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
 
-import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -22,22 +20,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
-from asyncrl.algorithms.diagnostics import OffPolicySums, merge_metrics, off_policy_sums
-from asyncrl.algorithms.interfaces import LossFunction, LossInputType
-from asyncrl.algorithms.kernel import KernelSums, kernel_sums
-from asyncrl.algorithms.loss import ObjectiveLoss, build_loss, entropy, gather_logprobs
+from asyncrl.algorithms.diagnostics import OffPolicySums, merge_metrics
+from asyncrl.algorithms.interfaces import LossFunction
+from asyncrl.algorithms.kernel import KernelSums
+from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.policy.accelerator import forget_accelerator, frozen, make_accelerator
 from asyncrl.policy.batching import (
     count_trained,
     empty_micro_batch,
@@ -49,6 +43,7 @@ from asyncrl.policy.batching import (
 )
 from asyncrl.policy.interfaces import ParameterSpec, StepReport, TrainGroup
 from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.policy.micro_batch import aligned, loss_of
 from asyncrl.policy.schedule import learning_rate
 from asyncrl.policy.sharded import gather_weights, parameter_specs, save_hf
 from asyncrl.policy.step_report import RankRecord, UpdateOutcome, UpdatePlan, global_plan, step_report
@@ -68,7 +63,7 @@ class PolicyWorker:
         self._loss = build_loss(config)
         torch.manual_seed(config.run.seed)
         on_gpu = learner.gpus > 0
-        self._accelerator = _accelerator(
+        self._accelerator = make_accelerator(
             rank=rank,
             world_size=world_size,
             store=store,
@@ -82,7 +77,7 @@ class PolicyWorker:
         # small objects, on the CPU and beside the gradients' traffic
         self._control = dist.new_group(backend="gloo", timeout=self._timeout)
         # master weights are float32 whatever the engine's precision: bfloat16 loses updates below 2⁻⁸ of a weight
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
+        model = _loaded(model_path)
         # dropout would make a token's ratio to itself differ from 1
         model.train(False)
         optimizer = torch.optim.AdamW(
@@ -93,12 +88,9 @@ class PolicyWorker:
             weight_decay=learner.optimizer.weight_decay,
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
-        self._reference = self._frozen(model_path) if _needs_reference(self._loss) else None
-
-    def _frozen(self, model_path: str) -> torch.nn.Module:
-        """The first weights, sharded like the live ones and never trained."""
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
-        return cast(torch.nn.Module, fsdp2_prepare_model(self._accelerator, model.requires_grad_(False).train(False)))
+        self._reference = (
+            frozen(_loaded(model_path), accelerator=self._accelerator) if _needs_reference(self._loss) else None
+        )
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -122,10 +114,11 @@ class PolicyWorker:
         with _timed(seconds, "log_probs"):
             for micro_batch in (micro_batch for part in parts for micro_batch in part):
                 micro_batch["staleness"] = (step - micro_batch["weight_versions"]).float()
+                input_ids_BS = micro_batch["input_ids"].to(self._device)
                 if self._reference is not None:
-                    self._add_logprobs(micro_batch, column="reference_policy_logprobs", model=self._reference)
+                    micro_batch["reference_policy_logprobs"] = self._logprobs(self._reference, input_ids_BS)
                 if _needs_proximal(loss_fn, updates=len(updates)):
-                    self._add_logprobs(micro_batch, column="prev_logprobs", model=self._model)
+                    micro_batch["prev_logprobs"] = self._logprobs(self._model, input_ids_BS)
             if isinstance(loss_fn, ObjectiveLoss) and needs_calibration(loss_fn.objective):
                 tokens = _step_tokens([micro_batch for part in parts for micro_batch in part])
                 loss_fn = ObjectiveLoss(calibrated(loss_fn.objective, tokens=tokens, reduce=self._sum))
@@ -160,7 +153,7 @@ class PolicyWorker:
     ) -> UpdateOutcome:
         """Forward, backward and, when every rank is finite, one optimizer step."""
         loss_total, sums, kernel = 0.0, OffPolicySums(), KernelSums()
-        metrics: list[dict[str, float]] = []
+        metrics: list[Mapping[str, float]] = []
         counts = {
             "global_valid_seqs": torch.tensor(plan.samples, device=self._device),
             "global_valid_toks": torch.tensor(plan.tokens, device=self._device),
@@ -169,7 +162,14 @@ class PolicyWorker:
             self._optimizer.zero_grad()
             for part in parts:
                 data = part.to(self._device)
-                outcome = self._loss_of(data, loss_fn=loss_fn, step=step, counts=counts)
+                outcome = loss_of(
+                    data,
+                    model=self._model,
+                    loss_fn=loss_fn,
+                    counts=counts,
+                    temperature=self._config.generator.temperature,
+                    step=step,
+                )
                 # FSDP averages gradients over the ranks; the loss is already a part of the global sum
                 self._accelerator.backward(outcome.differentiable * self.world_size)
                 loss_total += outcome.loss
@@ -194,88 +194,18 @@ class PolicyWorker:
             loss_metrics=merge_metrics(metrics),
         )
 
-    def _loss_of(
-        self, data: BatchedDataDict, *, loss_fn: LossFunction, step: int, counts: dict[str, torch.Tensor]
-    ) -> "_MicroBatchOutcome":
-        """Loss, diagnostics and the loss's own metrics of one micro-batch."""
-        from_logprobs = loss_fn.input_type is LossInputType.LOGPROB
-        if from_logprobs:
-            logprobs_BT, entropy_BT = self._logprobs(self._model, data["input_ids"], with_entropy=True)
-        else:
-            logits_BSV = self._logits(data["input_ids"])
-            logprobs_BT = gather_logprobs(logits_BSV, input_ids_BS=data["input_ids"])
-            entropy_BT = entropy(logits_BSV.detach())
-        assert entropy_BT is not None
-        mask_BT = trained_mask(data)[:, 1:]
-        if not bool(mask_BT.any()):
-            # the graph stays, so that FSDP's hooks and collectives run as on the other ranks
-            return _MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum())
-        if "prev_logprobs" not in data:
-            # The weights at the step's start are the current ones in its only update; an interpolated proximal policy,
-            # which the loss makes for itself, starts from the current ones in every update.
-            data["prev_logprobs"] = _aligned(logprobs_BT.detach())
-        kernel = KernelSums()
-        if from_logprobs:
-            # The loss alone is differentiated first: its slopes by the log-probs are the kernel, and all that the
-            # model's own backward pass needs.
-            leaf_BT = logprobs_BT.detach().requires_grad_()
-            loss, metrics = loss_fn(data=data, **counts, next_token_logprobs=leaf_BT)
-            slopes_BT = _slopes(loss, leaf_BT)
-            differentiable = (logprobs_BT * slopes_BT).sum()
-            kernel = kernel_sums(
-                slopes_BT=slopes_BT,
-                advantages_BT=data["advantages"][:, 1:],
-                staleness_BT=data["staleness"][:, 1:],
-                log_rho_BT=data["prev_logprobs"][:, 1:] - data["generation_logprobs"][:, 1:],
-                mask_BT=mask_BT,
-            )
-        else:
-            loss, metrics = loss_fn(logits_BSV, data, **counts)
-            differentiable = loss
-        sums = off_policy_sums(
-            proximal_BT=data["prev_logprobs"][:, 1:],
-            behaviour_BT=data["generation_logprobs"][:, 1:],
-            entropy_BT=entropy_BT,
-            mask_BT=mask_BT,
-            on_policy_BT=data["weight_versions"][:, 1:] == step,
-        )
-        return _MicroBatchOutcome(
-            differentiable=differentiable,
-            loss=float(loss.detach()),
-            sums=sums,
-            kernel=kernel,
-            metrics={name: float(value) for name, value in metrics.items()},
-        )
-
     @torch.no_grad()
-    def _add_logprobs(self, data: BatchedDataDict, *, column: str, model: torch.nn.Module) -> None:
-        logprobs_BT, _ = self._logprobs(model, data.to(self._device)["input_ids"])
-        data[column] = _aligned(logprobs_BT)
-
     def _logprobs(
-        self,
-        model: torch.nn.Module,
-        input_ids_BS: torch.Tensor,
-        *,
-        temperature: float | None = None,
-        with_entropy: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs and, if asked for, entropies [B, T], at the sampler's temperature unless another is given."""
-        return model_logprobs(
+        self, model: torch.nn.Module, input_ids_BS: torch.Tensor, *, temperature: float | None = None
+    ) -> torch.Tensor:
+        """[B, S], entry 0 is 0, at the sampler's temperature unless another is given."""
+        logprobs_BT, _ = model_logprobs(
             cast(PreTrainedModel, model),
             input_ids_BS,
             temperature=self._config.generator.temperature if temperature is None else temperature,
-            with_entropy=with_entropy,
+            with_entropy=False,
         )
-
-    def _logits(self, input_ids_BS: torch.Tensor) -> torch.Tensor:
-        """[B, S, V] float32, divided by the sampler's temperature: for a loss that wants them all.
-
-        No attention mask: padding is on the right, where causal attention never looks.
-        """
-        logits_BSV: torch.Tensor = self._model(input_ids=input_ids_BS, use_cache=False).logits.float()
-        temperature = self._config.generator.temperature
-        return logits_BSV if temperature == 1.0 else logits_BSV / temperature
+        return aligned(logprobs_BT)
 
     # -- scoring and weights -------------------------------------------------------------------------------------
 
@@ -287,7 +217,6 @@ class PolicyWorker:
         """Log-probs at the sampler's temperature, entry i of token i, entry 0 is 0; each rank passes its own."""
         return self._score(sequences, temperature=self._config.generator.temperature)
 
-    @torch.no_grad()
     def _score(self, sequences: Sequence[Sequence[int]], *, temperature: float) -> list[npt.NDArray[np.float32]]:
         size = self._config.learner.micro_batch_size
         parts = [token_batch(sequences[start : start + size]) for start in range(0, len(sequences), size)]
@@ -296,8 +225,7 @@ class PolicyWorker:
         rows: list[npt.NDArray[np.float32]] = []
         for part in parts:
             input_ids_BS = part["input_ids"].to(self._device)
-            logprobs_BT, _ = self._logprobs(self._model, input_ids_BS, temperature=temperature)
-            logprobs_BS = _aligned(logprobs_BT).cpu().numpy()
+            logprobs_BS = self._logprobs(self._model, input_ids_BS, temperature=temperature).cpu().numpy()
             rows.extend(row[:length] for row, length in zip(logprobs_BS, part["input_lengths"].tolist(), strict=True))
         return rows[: len(sequences)]
 
@@ -339,28 +267,14 @@ class PolicyWorker:
 
     def close(self) -> None:
         """Leaves the process group; another worker may then live in this process. Idempotent."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_accelerator()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MicroBatchOutcome:
-    """`differentiable` has the loss's gradient by the weights, not always its value."""
-
-    differentiable: torch.Tensor
-    loss: float = 0.0
-    sums: OffPolicySums = field(default_factory=OffPolicySums)
-    kernel: KernelSums = field(default_factory=KernelSums)
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-def _slopes(loss: torch.Tensor, leaf_BT: torch.Tensor) -> torch.Tensor:
-    """∂loss/∂leaf; zeros for a loss that does not look at it."""
-    if not loss.requires_grad:
-        return torch.zeros_like(leaf_BT)
-    [slopes_BT] = torch.autograd.grad(loss, leaf_BT, allow_unused=True)
-    return torch.zeros_like(leaf_BT) if slopes_BT is None else slopes_BT
+def _loaded(model_path: str) -> torch.nn.Module:
+    return cast(
+        torch.nn.Module,
+        AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa"),
+    )
 
 
 def _needs_reference(loss_fn: LossFunction) -> bool:
@@ -386,45 +300,11 @@ def _step_tokens(parts: Sequence[BatchedDataDict]) -> StepTokens:
         "advantages": "advantages",
     }
     flat = {
-        name: torch.cat([part[column][trained_mask(part)].cpu() for part in parts])
+        name: torch.cat([part[column].cpu()[trained_mask(part)] for part in parts])
         for name, column in columns.items()
         if column in parts[0]
     }
     return StepTokens(advantages=flat.pop("advantages"), sources=flat)
-
-
-def _accelerator(
-    *, rank: int, world_size: int, store: Store, timeout: timedelta, on_gpu: bool, dtype: torch.dtype
-) -> Accelerator:
-    """An accelerator that shards with FSDP2, on GPUs and on CPUs, for one rank and for many."""
-    # how accelerate finds out about a group that it did not make; a rank sees one GPU, and with one rank too this
-    # keeps it from concluding that nothing is distributed
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1"
-    )
-    if on_gpu:
-        torch.cuda.set_device(0)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
-    )
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        reshard_after_forward=True,
-        # gradients are reduced in float32 even where layers compute in bfloat16
-        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-    )
-    if on_gpu:
-        return Accelerator(fsdp_plugin=plugin)
-    accelerator = Accelerator(cpu=True)
-    _enable_fsdp_on_cpu(plugin)
-    return accelerator
-
-
-def _enable_fsdp_on_cpu(plugin: FullyShardedDataParallelPlugin) -> None:
-    """accelerate 1.15 falls back to DDP on CPUs although FSDP2 runs over gloo: this says what it would on a GPU."""
-    AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
 @contextmanager
@@ -434,8 +314,3 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
         yield
     finally:
         seconds[stage] += time.perf_counter() - start
-
-
-def _aligned(logprobs_BT: torch.Tensor) -> torch.Tensor:
-    """[B, S] from [B, S − 1]: entry i belongs to token i, entry 0 is 0."""
-    return torch.nn.functional.pad(logprobs_BT, (1, 0))

@@ -18,6 +18,7 @@ def modules_of(package: ModuleType) -> list[str]:
     return [package.__name__] + [f"{package.__name__}.{stem}" for stem in stems if stem not in ("__init__", "actor")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "modules",
     [["asyncrl"], modules_of(asyncrl.config), [*modules_of(asyncrl.buffer), "asyncrl.weights.gate"]],

@@ -25,6 +25,7 @@ def _heavy_after(statements: str) -> list[str]:
     return done.stderr.splitlines()[-1].split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -41,6 +42,7 @@ def test_light_commands_import_no_framework(arguments: list[str]) -> None:
     assert _heavy_after(f"{call}    assert not end.code") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "mistake"),
     [
@@ -58,6 +60,7 @@ def test_f28_a_run_that_cannot_be_is_refused_before_anything_heavy_is_imported_o
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_help_imports_no_command() -> None:
     code = "from asyncrl.cli.main import app\ntry:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
     code += "import sys\nassert not {'asyncrl.cli.config', 'asyncrl.cli.doctor', 'pydantic'} & sys.modules.keys()"

@@ -9,10 +9,12 @@ import msgspec
 import pytest
 
 from asyncrl.buffer.actor import RunStatus
+from asyncrl.buffer.membership import RunState
 from asyncrl.config.schema import Config
 from asyncrl.deployment import generators
-from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress
+from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress, _Replica
 from asyncrl.deployment.launch import Prompts
+from asyncrl.errors import GeneratorPoolExhausted
 
 
 def deployment_of(config: Config) -> GeneratorDeployment:
@@ -93,3 +95,40 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
         stop.set()
         await running
     assert calls[-1] == "detach", "and nothing after it"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("least", "survives"), [(1, True), (2, False)])
+async def test_f2_a_deployment_that_lost_a_replica_goes_on_while_enough_are_left(
+    run_status: Callable[..., RunStatus], monkeypatch: pytest.MonkeyPatch, least: int, survives: bool
+) -> None:
+    monkeypatch.setattr(generators, "WATCH_EVERY_S", 0.0)
+    deployment = deployment_of(Config.model_validate({"generator": {"replicas": 2, "min_replicas": least}}))
+    ended: list[str] = []
+
+    async def end_one(replica: _Replica) -> None:
+        ended.append(replica.name)
+
+    monkeypatch.setattr(deployment, "_end_one", end_one)
+    replicas = [_Replica(name, handle=None) for name in ("generator-a", "generator-b")]
+
+    async def killed() -> None:
+        raise RuntimeError("the worker died")
+
+    async def status() -> RunStatus:
+        return run_status(state=RunState.FINISHED if ended and survives else RunState.RUNNING)
+
+    left, lost = replicas
+    left.running = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+    lost.running = asyncio.create_task(killed())
+    handles: Any = SimpleNamespace(buffer=SimpleNamespace(status=status))
+    async with asyncio.timeout(10):
+        watching = deployment._watch(replicas, handles, asyncio.Event())
+        if survives:
+            await watching
+            assert replicas == [left]
+        else:
+            with pytest.raises(GeneratorPoolExhausted, match=r"1 replicas live.*is 2; generator-b: .*the worker died"):
+                await watching
+    assert ended == ["generator-b"]
+    left.running.cancel()

@@ -89,6 +89,7 @@ def test_f28_a_size_of_nothing_is_refused() -> None:
         ReasoningGym("spell_backward", size=0)
 
 
+@pytest.mark.slow
 def test_a_task_whose_metadata_json_cannot_carry_is_refused_before_its_rewards_are_all_wrong() -> None:
     with pytest.raises(ConfigError, match="arc_agi keeps metadata that JSON cannot carry"):
         ReasoningGym("arc_agi", size=1).tasks(0)

@@ -81,10 +81,6 @@ def status(address: str, run: str) -> dict[str, Any]:
     return loaded
 
 
-def replicas(address: str, run: str) -> int:
-    return len(status(address, run).get("replicas", []))
-
-
 def steps_of(tmp_path: Path) -> int:
     path = tmp_path / tmp_path.name / "steps.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
@@ -94,106 +90,76 @@ def engines() -> set[int]:
     return {process.pid for process in psutil.process_iter() if process.name().startswith("VLLM")}
 
 
-def test_learner_first_then_generators_that_join_and_leave_and_another_config_is_refused(
+def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
     run_command: Run, ray_head: str, model_path: str, tmp_path: Path
 ) -> None:
-    others = engines()
-    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path)
-    learner.wait_for(lambda: "waiting for a generator" in learner.output(), timeout_s=READY_S, what="a waiting learner")
-    first = deployment(run_command, "generator", ray_head, model_path, tmp_path)
+    others, name = engines(), tmp_path.name
+    overrides = [
+        "learner.samples_logged=4",  # one of each group of a step
+        "generator.max_starts_per_s=3",  # a replica holds tickets that it has not started yet: none is ever idle
+    ]
+    first = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
+    first.wait_for(lambda: status(ray_head, name), timeout_s=READY_S, what="a run without a learner")
+    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path, *overrides)
     learner.wait_for(lambda: steps_of(tmp_path) >= 3, timeout_s=READY_S, what="steps")
+    of_first = engines() - others
 
-    second = deployment(run_command, "generator", ray_head, model_path, tmp_path)
-    second.wait_for(
-        lambda: replicas(ray_head, tmp_path.name) == 2,
-        timeout_s=READY_S,
-        what="a second replica",
-    )
-    joined = status(ray_head, tmp_path.name)
-    assert steps_of(tmp_path) > 3
+    second = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
     wrong = run_command(
         "learner", "--address", ray_head, "-c", str(QUICKSTART), f"run.dir={tmp_path}/other",
-        f"run.name={tmp_path.name}", *small_overrides(model_path), "learner.total_steps=100000",
+        f"run.name={name}", *small_overrides(model_path), *overrides, "learner.total_steps=100000",
     )  # fmt: skip
     assert wrong.wait(90) == 1
     assert "eval.prompts = 16, but the run was started with 4" in wrong.output()
-    for replica in joined["replicas"]:
-        if replica["busy_slots"]:
-            assert replica["version"] is not None, "tickets before a version was loaded"
 
-    first.terminate()
-    assert first.wait(90) == 0, first.output()[-3000:]
-    reached = steps_of(tmp_path)
-    learner.wait_for(lambda: steps_of(tmp_path) > reached + 3, timeout_s=60, what="steps without the first generator")
-
-    learner.terminate()
-    assert learner.wait(90) == 0, learner.output()[-3000:]
-    assert second.wait(90) == 0, second.output()[-3000:]
-    assert engines() <= others, "an engine outlived its deployment"
-    summary = json.loads((tmp_path / tmp_path.name / "summary.json").read_bytes())
-    assert summary["ledger_closed"] is True
-    assert summary["max_token_staleness"] <= 2
-    assert status(ray_head, tmp_path.name) == {}, "the run's actors outlived the last deployment"
-
-
-def test_f2_generators_first_and_one_killed_in_the_middle_of_rollouts_costs_no_group(
-    run_command: Run, ray_head: str, model_path: str, tmp_path: Path
-) -> None:
-    others, steps, name = engines(), 60, tmp_path.name
-    overrides = [
-        f"learner.total_steps={steps}",
-        "learner.samples_logged=4",  # one of each group of a step
-        "generator.replicas=2",
-        "generator.min_replicas=1",
-        "generator.max_starts_per_s=3",  # a replica holds tickets that it has not started yet: none is ever idle
-    ]
-    pool = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
-    pool.wait_for(lambda: status(ray_head, name), timeout_s=READY_S, what="a run without a learner")
-    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path, *overrides)
-    learner.wait_for(lambda: steps_of(tmp_path) >= 3, timeout_s=READY_S, what="steps")
-
-    seen: list[dict[str, Any]] = [{}]
+    seen: list[dict[str, Any]] = []
 
     def both_generate() -> bool:
         seen.append(status(ray_head, name))
         views = seen[-1].get("replicas", [])
+        for view in views:
+            assert view["version"] is not None or not view["busy_slots"], "tickets before a version was loaded"
         return len(views) == 2 and all(view["busy_slots"] for view in views)
 
-    learner.wait_for(both_generate, timeout_s=60, what="two replicas in the middle of rollouts")
-    # An engine's parent is its replica's process.
-    workers = {psutil.Process(engine).ppid() for engine in engines() - others}
-    assert len(workers) == 2
-    os.kill(min(workers), signal.SIGKILL)
+    second.wait_for(both_generate, timeout_s=READY_S, what="two replicas in the middle of rollouts")
+    # an engine's parent is its replica's process
+    [worker] = {psutil.Process(engine).ppid() for engine in engines() - others - of_first}
+    os.kill(worker, signal.SIGKILL)
     killed_at = steps_of(tmp_path)
-    assert killed_at < steps - 30, "too late to show that the run goes on"
+    assert second.wait(90) == 1, second.output()[-3000:]
+    assert "generator.min_replicas is 1" in second.output()
 
     def one_is_forgotten() -> bool:
-        now = status(ray_head, name)
-        if now:  # the run's actors end with the run
-            seen.append(now)
+        seen.append(status(ray_head, name))
         return len(seen[-1]["replicas"]) == 1 and seen[-1]["account"]["events"]["ticket_expired"] > 0
 
     learner.wait_for(one_is_forgotten, timeout_s=90, what="expired tickets")
-    assert learner.wait(200) == 0, learner.output()[-3000:]
-    assert pool.wait(90) == 0, pool.output()[-3000:]
-    assert "is lost: " in pool.output()
-    assert engines() <= others, "the killed replica's engine outlived it"
+    reached = steps_of(tmp_path)
+    # at most three steps' groups were under way at the kill, and lost tickets come first again
+    learner.wait_for(lambda: steps_of(tmp_path) > reached + 8, timeout_s=60, what="steps with what is left")
+    events = status(ray_head, name)["account"]["events"]
 
-    events = seen[-1]["account"]["events"]
+    first.terminate()
+    assert first.wait(90) == 0, first.output()[-3000:]
+    assert learner.process.is_running()
+    learner.terminate()
+    assert learner.wait(90) == 0, learner.output()[-3000:]
+    assert engines() <= others, "an engine outlived its deployment"
+    assert status(ray_head, name) == {}, "the run's actors outlived the last deployment"
+
     assert events["replica_lost"] >= 1
     assert events["retry"] >= events["ticket_expired"]
     assert not [event for event in events if event.startswith("commit_") and events[event]], "a commit was refused"
     run = tmp_path / name
     summary = json.loads((run / "summary.json").read_bytes())
-    assert summary["steps"] == steps
     assert summary["ledger_closed"] is True
     assert summary["groups_discarded"] == 0
     assert summary["max_token_staleness"] <= summary["max_group_staleness"] <= 2
-    fates = json.loads((run / "steps.jsonl").read_text().splitlines()[-1])["ledger_groups"]
-    assert {fate: groups for fate, groups in fates.items() if groups} == {"trained": 4 * steps}
-    # Groups are numbered as they are issued: each was trained once, those of the killed replica as well.
+    # Groups are numbered as they are issued: each of before the kill was trained, and none twice.
     samples = [line for file in (run / "samples").glob("step-*.jsonl") for line in file.read_text().splitlines()]
-    assert sorted(json.loads(line)["group"] for line in samples) == list(range(4 * steps))
+    trained = [json.loads(line)["group"] for line in samples]
+    assert len(trained) == len(set(trained)) == 4 * summary["steps"]
+    assert set(range(4 * (killed_at + 3))) <= set(trained)
 
 
 def test_down_ends_what_a_killed_deployment_left(

@@ -1,0 +1,111 @@
+"""One micro-batch through the live policy and the loss: something to differentiate, and what was measured.
+
+Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from asyncrl.algorithms.diagnostics import OffPolicySums, off_policy_sums
+from asyncrl.algorithms.interfaces import LossFunction, LossInputType
+from asyncrl.algorithms.kernel import KernelSums, kernel_sums
+from asyncrl.algorithms.loss import entropy, gather_logprobs
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.policy.batching import trained_mask
+from asyncrl.policy.logprobs import model_logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchOutcome:
+    """`differentiable` has the loss's gradient by the weights, not always its value."""
+
+    differentiable: torch.Tensor
+    loss: float = 0.0
+    sums: OffPolicySums = field(default_factory=OffPolicySums)
+    kernel: KernelSums = field(default_factory=KernelSums)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def loss_of(
+    data: BatchedDataDict,
+    *,
+    model: PreTrainedModel,
+    loss_fn: LossFunction,
+    counts: Mapping[str, torch.Tensor],
+    temperature: float,
+    step: int,
+) -> MicroBatchOutcome:
+    """Loss, diagnostics and the loss's own metrics; `counts` are the step's `global_valid_seqs` and `…_toks`."""
+    from_logprobs = loss_fn.input_type is LossInputType.LOGPROB
+    if from_logprobs:
+        logprobs_BT, entropy_BT = model_logprobs(model, data["input_ids"], temperature=temperature, with_entropy=True)
+        assert entropy_BT is not None
+    else:
+        logits_BSV = _logits(model, data["input_ids"], temperature=temperature)
+        logprobs_BT = gather_logprobs(logits_BSV, input_ids_BS=data["input_ids"])
+        entropy_BT = entropy(logits_BSV.detach())
+    mask_BT = trained_mask(data)[:, 1:]
+    if not bool(mask_BT.any()):
+        # the graph stays, so that FSDP's hooks and collectives run as on the other ranks
+        return MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum())
+    if "prev_logprobs" not in data:
+        # The weights at the step's start are the current ones in its only update; an interpolated proximal policy,
+        # which the loss makes for itself, starts from the current ones in every update.
+        data["prev_logprobs"] = aligned(logprobs_BT.detach())
+    kernel = KernelSums()
+    if from_logprobs:
+        # The loss alone is differentiated first: its slopes by the log-probs are the kernel, and all that the
+        # model's own backward pass needs.
+        leaf_BT = logprobs_BT.detach().requires_grad_()
+        loss, metrics = loss_fn(data=data, **counts, next_token_logprobs=leaf_BT)
+        slopes_BT = _slopes(loss, leaf_BT)
+        differentiable = (logprobs_BT * slopes_BT).sum()
+        kernel = kernel_sums(
+            slopes_BT=slopes_BT,
+            advantages_BT=data["advantages"][:, 1:],
+            staleness_BT=data["staleness"][:, 1:],
+            log_rho_BT=data["prev_logprobs"][:, 1:] - data["generation_logprobs"][:, 1:],
+            mask_BT=mask_BT,
+        )
+    else:
+        loss, metrics = loss_fn(logits_BSV, data, **counts)
+        differentiable = loss
+    sums = off_policy_sums(
+        proximal_BT=data["prev_logprobs"][:, 1:],
+        behaviour_BT=data["generation_logprobs"][:, 1:],
+        entropy_BT=entropy_BT,
+        mask_BT=mask_BT,
+        on_policy_BT=data["weight_versions"][:, 1:] == step,
+    )
+    return MicroBatchOutcome(
+        differentiable=differentiable,
+        loss=float(loss.detach()),
+        sums=sums,
+        kernel=kernel,
+        metrics={name: float(value) for name, value in metrics.items()},
+    )
+
+
+def aligned(logprobs_BT: torch.Tensor) -> torch.Tensor:
+    """[B, S] from [B, S − 1]: entry i belongs to token i, entry 0 is 0."""
+    return torch.nn.functional.pad(logprobs_BT, (1, 0))
+
+
+def _logits(model: PreTrainedModel, input_ids_BS: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """[B, S, V] float32, divided by the temperature: for a loss that wants them all.
+
+    No attention mask: padding is on the right, where causal attention never looks.
+    """
+    logits_BSV: torch.Tensor = model(input_ids=input_ids_BS, use_cache=False).logits.float()
+    return logits_BSV if temperature == 1.0 else logits_BSV / temperature
+
+
+def _slopes(loss: torch.Tensor, leaf_BT: torch.Tensor) -> torch.Tensor:
+    """∂loss/∂leaf; zeros for a loss that does not look at it."""
+    if not loss.requires_grad:
+        return torch.zeros_like(leaf_BT)
+    [slopes_BT] = torch.autograd.grad(loss, leaf_BT, allow_unused=True)
+    return torch.zeros_like(leaf_BT) if slopes_BT is None else slopes_BT
