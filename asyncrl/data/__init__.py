@@ -1,1 +1,55 @@
+"""Batches, datasets and tokenizers.
 
+The names of a batch's interface are loaded when they are asked for: they need torch, and what imports
+`asyncrl.data.prompts` must not.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.data.batched_data_dict import BatchedDataDict, SlicedDataDict
+    from asyncrl.data.packing import get_packer
+    from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs
+    from asyncrl.data.specs import (
+        DP_TRAIN_FIELDS,
+        LP_SEED_FIELDS,
+        GenerationDatumSpec,
+        GenerationOutputSpec,
+        TrainDatumSpec,
+        verify_right_padding,
+    )
+
+_MODULES = {
+    "BatchedDataDict": "batched_data_dict",
+    "SlicedDataDict": "batched_data_dict",
+    "get_packer": "packing",
+    "DynamicBatchingArgs": "sharding",
+    "SequencePackingArgs": "sharding",
+    "DP_TRAIN_FIELDS": "specs",
+    "LP_SEED_FIELDS": "specs",
+    "GenerationDatumSpec": "specs",
+    "GenerationOutputSpec": "specs",
+    "TrainDatumSpec": "specs",
+    "verify_right_padding": "specs",
+}
+
+__all__ = [
+    "DP_TRAIN_FIELDS",
+    "LP_SEED_FIELDS",
+    "BatchedDataDict",
+    "DynamicBatchingArgs",
+    "GenerationDatumSpec",
+    "GenerationOutputSpec",
+    "SequencePackingArgs",
+    "SlicedDataDict",
+    "TrainDatumSpec",
+    "get_packer",
+    "verify_right_padding",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

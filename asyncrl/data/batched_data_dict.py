@@ -1,17 +1,56 @@
 """A batch as a dictionary of columns: tensors with rows first, or lists with one entry a row.
 
 Right padding everywhere. A `UserDict`, not a `dict`, so that a batch is never mistaken for plain keyword arguments.
+What cannot be done with a batch of this size is an AssertionError that names the numbers.
+
+>>> shards, indices = batch.shard_by_batch_size(ranks, batch_size=gbs, sequence_packing_args=args)
+>>> for micro_batch in shard.get_batch(step).make_microbatch_iterator_for_packable_sequences(): ...   # on each rank
+>>> results = BatchedDataDict.from_batches(results_of_ranks)              # shard after shard
+>>> results.reorder_data(indices)                                         # the caller's order
 """
 
 from collections import UserDict
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, Generic, Self, overload
 
 import torch
+import torch.distributed as dist
+from typing_extensions import TypeVar
+
+from asyncrl.data.joining import gather_columns, join_columns
+from asyncrl.data.sharding import (
+    DynamicBatchingArgs,
+    SequencePackingArgs,
+    ShardPlan,
+    caller_rows,
+    check_modes,
+    plan_dynamic,
+    plan_even,
+    plan_packed,
+    plan_uneven,
+    require,
+)
+
+ColumnsT = TypeVar("ColumnsT", default=Any)
+"""The TypedDict of a batch's columns (`asyncrl.data.specs`). For readers: columns are not checked against it."""
 
 
-class BatchedDataDict(UserDict[str, Any]):
-    """Columns of one batch. All have the same number of rows."""
+class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
+    """Columns of one batch. All have the same number of rows.
+
+    A batch that was cut into micro-batches knows where, with an entry for each chunk of `batch_size` rows:
+    `micro_batch_indices[c]` [start, end) from the chunk's first row, `micro_batch_lengths[c]` tokens of each, and
+    `elem_counts_per_gb[c]` rows of the chunk. None otherwise, and in all that is made of it but by `get_batch`.
+    """
+
+    micro_batch_indices: list[list[list[int]]] | None
+    micro_batch_lengths: list[list[int]] | None
+    elem_counts_per_gb: list[int] | None
+
+    def __init__(self, data: Mapping[str, Any] | None = None, /, **columns: Any) -> None:
+        self._forget_micro_batches()
+        super().__init__(data, **columns)
 
     @property
     def size(self) -> int:
@@ -35,22 +74,143 @@ class BatchedDataDict(UserDict[str, Any]):
         pads = pad_value_dict or {}
         keys = dict.fromkeys(key for batch in filled for key in batch)
         return cls(
-            {key: _joined([batch[key] for batch in filled], pad_value=pads.get(key, 0), key=key) for key in keys}
+            {key: join_columns([batch[key] for batch in filled], pad_value=pads.get(key, 0), key=key) for key in keys}
         )
 
+    @overload
+    def shard_by_batch_size(
+        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
+    ) -> "list[SlicedDataDict[ColumnsT]]": ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        *,
+        dynamic_batching_args: DynamicBatchingArgs,
+    ) -> "tuple[list[SlicedDataDict[ColumnsT]], list[int]]": ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        *,
+        sequence_packing_args: SequencePackingArgs,
+    ) -> "tuple[list[SlicedDataDict[ColumnsT]], list[int]]": ...
+
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+    ) -> "list[SlicedDataDict[ColumnsT]] | tuple[list[SlicedDataDict[ColumnsT]], list[int]]":
+        """The batch cut for `shards` ranks: each chunk of `batch_size` rows (all rows unless given) into as many parts.
+
+        With dynamic batching or packing also the caller's row number of every row of the concatenated shards, for
+        `reorder_data`. Uneven shards have ⌈rows / shards⌉ rows, the later ones fewer or none, but all columns.
+        `asyncrl.data.sharding` has the rules, and raises when the numbers do not divide or a row is too long.
+        """
+        self._check_rows()
+        check_modes(
+            batch_size=batch_size,
+            allow_uneven_shards=allow_uneven_shards,
+            dynamic=dynamic_batching_args is not None,
+            packed=sequence_packing_args is not None,
+        )
+        if dynamic_batching_args is not None:
+            plans = plan_dynamic(
+                torch.as_tensor(self.data[dynamic_batching_args["input_lengths_key"]]).tolist(),
+                shards=shards,
+                args=dynamic_batching_args,
+                batch_size=batch_size,
+                width=self.data[dynamic_batching_args["input_key"]].shape[1],
+            )
+        elif sequence_packing_args is not None:
+            plans = plan_packed(
+                torch.as_tensor(self.data[sequence_packing_args["input_lengths_key"]]).tolist(),
+                shards=shards,
+                args=sequence_packing_args,
+                batch_size=batch_size,
+                allow_uneven_shards=allow_uneven_shards,
+            )
+        elif allow_uneven_shards:
+            return [self._shard(plan) for plan in plan_uneven(self.size, shards=shards)]
+        else:
+            return [self._shard(plan) for plan in plan_even(self.size, shards=shards, batch_size=batch_size)]
+        return [self._shard(plan) for plan in plans], caller_rows(plans)
+
+    def reorder_data(self, indices: Sequence[int]) -> None:
+        """Moves row i to row indices[i], in place. ValueError unless `indices` has each row number once."""
+        self._check_rows()
+        if sorted(indices) != list(range(self.size)):
+            raise ValueError(f"{len(indices)} indices are not the numbers of the {self.size} rows, once each")
+        sources = sorted(range(self.size), key=indices.__getitem__)
+        self.data = self.select_indices(sources).data
+        self._forget_micro_batches()
+
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """The rows `indices`, in that order."""
-        index = torch.as_tensor(indices, dtype=torch.long)
+        """The rows `indices`, in that order: copies. ValueError for a mask."""
+        index = torch.as_tensor(indices)
+        if index.dtype == torch.bool:
+            raise ValueError(f"indices are row numbers, not a mask (bool, {len(index)} entries)")
+        index = index.long()  # of no rows it was float
         return type(self)(
             {
-                key: column[index.to(column.device)] if isinstance(column, torch.Tensor) else [column[i] for i in index]
+                key: column[index.to(column.device)]
+                if isinstance(column, torch.Tensor)
+                else [column[i] for i in index.tolist()]
                 for key, column in self.data.items()
             }
         )
 
-    def slice(self, start: int, end: int) -> Self:
-        """Rows start … end − 1."""
-        return type(self)({key: column[start:end] for key, column in self.data.items()})
+    def slice(self, start: int, end: int) -> "SlicedDataDict[ColumnsT]":
+        """Rows start … end − 1; tensors are views."""
+        return SlicedDataDict({key: column[start:end] for key, column in self.data.items()})
+
+    def chunk(self, rank: int, chunks: int) -> "SlicedDataDict[ColumnsT]":
+        """The rank-th of `chunks` equal contiguous parts."""
+        require(0 <= rank < chunks, f"Rank {rank} must be at least 0 and less than chunks {chunks}")
+        require(self.size % chunks == 0, f"Total batch size ({self.size}) is not a multiple of chunks ({chunks})")
+        rows = self.size // chunks
+        return self.slice(rank * rows, (rank + 1) * rows)
+
+    def get_batch(self, i: int, batch_size: int | None = None) -> "SlicedDataDict[ColumnsT]":
+        """The i-th chunk, with its micro-batches: IndexError when there is none.
+
+        A shard that was cut into micro-batches knows its chunks, which packing makes unequal, and reads no
+        `batch_size`; of another batch the i-th `batch_size` rows are taken, at the end perhaps fewer.
+        """
+        counts = self.elem_counts_per_gb
+        if counts is None:
+            step = batch_size or 0
+            require(step > 0, f"batch_size is {batch_size}; of a batch without micro-batches it must be at least 1")
+            counts = [min(step, self.size - start) for start in range(0, self.size, step)]
+        if not 0 <= i < len(counts):
+            raise IndexError(f"batch {i} of {len(counts)} ({self.size} rows)")
+        start = sum(counts[:i])
+        part = self.slice(start, start + counts[i])
+        if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
+            part.micro_batch_indices = [self.micro_batch_indices[i]]
+            part.micro_batch_lengths = [self.micro_batch_lengths[i]]
+            part.elem_counts_per_gb = [counts[i]]
+        return part
+
+    def repeat_interleave(self, n: int) -> Self:
+        """Each row n times in a row. What is no tensor is copied deeply, so that no two rows share an object."""
+        return type(self)(
+            {
+                key: column.repeat_interleave(n, dim=0)
+                if isinstance(column, torch.Tensor)
+                else [deepcopy(item) for item in column for _ in range(n)]
+                for key, column in self.data.items()
+            }
+        )
 
     def truncate_tensors(self, dim: int, length: int) -> None:
         """Cuts every tensor that has dimension `dim` to `length` there, in place."""
@@ -69,19 +229,71 @@ class BatchedDataDict(UserDict[str, Any]):
         """The columns themselves, not a copy."""
         return self.data
 
+    def all_gather(
+        self, group: dist.ProcessGroup | None = None, pad_value_dict: Mapping[str, float] | None = None
+    ) -> Self:
+        """The rows of all ranks of `group`, by rank, on each of them: `from_batches` over ranks, with its errors.
 
-def _joined(columns: list[Any], *, pad_value: float, key: str) -> Any:
-    if all(isinstance(column, list) for column in columns):
-        return [item for column in columns for item in column]
-    if not all(isinstance(column, torch.Tensor) for column in columns):
-        types = sorted({type(column).__name__ for column in columns})
-        raise NotImplementedError(f"column {key!r}: batches of tensors or of lists can be joined, got {types}")
-    if columns[0].ndim == 1:
-        return torch.cat(columns)
-    longest = max(column.shape[1] for column in columns)
-    padded = []
-    for column in columns:
-        # functional.pad counts from the last dimension: (0, 0) for each after dim 1
-        widths = (0, 0) * (column.ndim - 2) + (0, longest - column.shape[1])
-        padded.append(torch.nn.functional.pad(column, widths, value=pad_value))
-    return torch.cat(padded)
+        A collective under the group's timeout. Ranks may have unequal rows and widths, or nothing at all.
+        """
+        return type(self).from_batches(gather_columns(self.data, group), pad_value_dict)
+
+    def make_microbatch_iterator(self, mb: int) -> "Iterator[SlicedDataDict[ColumnsT]]":
+        """Micro-batches of `mb` rows."""
+        require(
+            mb > 0 and self.size % mb == 0, f"Batch size ({self.size}) is not a multiple of micro-batch size ({mb})"
+        )
+        return (self.slice(start, start + mb) for start in range(0, self.size, mb))
+
+    def make_microbatch_iterator_with_dynamic_shapes(
+        self, sequence_dim: int = 1
+    ) -> "Iterator[SlicedDataDict[ColumnsT]]":
+        """The micro-batches of dynamic batching, each tensor cut to the micro-batch's width on `sequence_dim`."""
+        cuts = zip(*self._micro_batches(), strict=True)
+        return (self._cut(start, end, dim=sequence_dim, width=width) for (start, end), width in cuts)
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """How many micro-batches `make_microbatch_iterator_with_dynamic_shapes` yields: equal on all ranks."""
+        return len(self._micro_batches()[0])
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict[ColumnsT]]":
+        """The bins of sequence packing, rows still padded: packing them is the model's part."""
+        bounds, _ = self._micro_batches()
+        return (self.slice(start, end) for start, end in bounds)
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """(bins, tokens of the fullest) of `make_microbatch_iterator_for_packable_sequences`."""
+        bounds, tokens = self._micro_batches()
+        return len(bounds), max(tokens)
+
+    def _check_rows(self) -> None:
+        rows = {key: len(column) for key, column in self.data.items()}
+        require(len({*rows.values()}) < 2, f"Batch sizes are not the same across the rollout batch: {rows}")
+
+    def _forget_micro_batches(self) -> None:
+        self.micro_batch_indices = self.micro_batch_lengths = self.elem_counts_per_gb = None
+
+    def _micro_batches(self) -> tuple[list[list[int]], list[int]]:
+        if self.micro_batch_indices is None or self.micro_batch_lengths is None:
+            raise AssertionError("this batch has no micro-batches: shard it with dynamic batching or packing")
+        chunks = len(self.micro_batch_indices)
+        require(chunks == 1, f"this shard has {chunks} chunks, a step trains one: take it with get_batch(i)")
+        return self.micro_batch_indices[0], self.micro_batch_lengths[0]
+
+    def _cut(self, start: int, end: int, *, dim: int, width: int) -> "SlicedDataDict[ColumnsT]":
+        part = self.slice(start, end)
+        part.truncate_tensors(dim, width)
+        return part
+
+    def _shard(self, plan: ShardPlan) -> "SlicedDataDict[ColumnsT]":
+        # rows are copied even where a view would do: pickling a view sends all of the batch's storage to every rank
+        shard: SlicedDataDict[ColumnsT] = SlicedDataDict(self.select_indices(plan.rows).data)
+        if plan.micro_batch_indices is not None:
+            shard.micro_batch_indices = plan.micro_batch_indices
+            shard.micro_batch_lengths = plan.micro_batch_lengths
+            shard.elem_counts_per_gb = plan.rows_per_chunk
+        return shard
+
+
+class SlicedDataDict(BatchedDataDict[ColumnsT]):
+    """Some rows of a batch: a rank's shard, a chunk, a micro-batch."""

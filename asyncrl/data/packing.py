@@ -1,0 +1,257 @@
+"""Packers: which sequences share a bin of at most `bin_capacity` tokens. Pure: lengths in, lists of positions out.
+
+Whatever the algorithm: every sequence is in exactly one bin, no bin is over its capacity or empty, and the same lengths
+give the same bins, on every rank and in every process. A count that must be higher (`min_bin_count`,
+`bin_count_multiple`) is reached by cutting the heaviest bins in two, never by empty bins: a rank that gets nothing to
+do would wait in a collective.
+
+| algorithm | rule | bins, n → ∞ |
+|---|---|---|
+| concatenative | next fit: in the order given, a new bin when the last one is full | ≤ 2 · OPT |
+| first_fit_shuffle | first bin with room, in a shuffled order: lengths are mixed within bins | ≤ 1.7 · OPT |
+| first_fit_decreasing | first bin with room, longest first | ≤ 11/9 · OPT |
+| modified_first_fit_decreasing | the room beside large sequences first goes to what fills it best | ≤ 71/60 · OPT |
+
+Bounds: Johnson et al. 1974, SIAM J. Comput. 3(4); Johnson & Garey 1985, "A 71/60 theorem for bin packing".
+"""
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+Bins = list[list[int]]
+"""Positions of sequences, bin by bin."""
+
+
+class PackingAlgorithm(StrEnum):
+    """The rules there are."""
+
+    CONCATENATIVE = "concatenative"
+    FIRST_FIT_DECREASING = "first_fit_decreasing"
+    FIRST_FIT_SHUFFLE = "first_fit_shuffle"
+    MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
+
+
+@dataclass(slots=True, kw_only=True)
+class PackingMetrics:
+    """What a packer did, summed over its `pack` calls."""
+
+    calls: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    bins: int = 0
+    bins_added: int = 0
+    """Bins beyond those that the lengths need: the price of `min_bin_count` and `bin_count_multiple`."""
+    capacity_tokens: int = 0
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the bins' capacity that is tokens; 1.0 before anything was packed."""
+        return self.tokens / self.capacity_tokens if self.capacity_tokens else 1.0
+
+    @property
+    def waste_tokens(self) -> int:
+        """Capacity that stayed empty."""
+        return self.capacity_tokens - self.tokens
+
+
+class SequencePacker:
+    """Packs lengths by one algorithm; made by `get_packer`. `metrics` is None unless they are collected."""
+
+    def __init__(
+        self,
+        place: Callable[[Sequence[int], int], Bins],
+        *,
+        bin_capacity: int,
+        collect_metrics: bool,
+        min_bin_count: int,
+        bin_count_multiple: int,
+    ) -> None:
+        self._place = place
+        self._bin_capacity = bin_capacity
+        self._min_bin_count = min_bin_count
+        self._bin_count_multiple = bin_count_multiple
+        self.metrics = PackingMetrics() if collect_metrics else None
+
+    def pack(self, sequence_lengths: Iterable[int]) -> Bins:
+        """Bins of positions in `sequence_lengths` (tokens).
+
+        ValueError for a sequence that is longer than a bin or shorter than nothing, and for fewer sequences than bins.
+        """
+        lengths = [int(length) for length in sequence_lengths]
+        for i, length in enumerate(lengths):
+            if not 0 <= length <= self._bin_capacity:
+                raise ValueError(
+                    f"sequence {i} has {length} tokens, a bin holds 0 to {self._bin_capacity}: raise bin_capacity "
+                    "(max_tokens_per_microbatch), or cut the sequence"
+                )
+        bins = self._place(lengths, self._bin_capacity)
+        needed = len(bins)
+        count = _round_up(max(needed, self._min_bin_count), self._bin_count_multiple)
+        if count > len(lengths):
+            raise ValueError(
+                f"{len(lengths)} sequences cannot fill {count} bins ({needed} by length; min_bin_count "
+                f"{self._min_bin_count}, bin_count_multiple {self._bin_count_multiple}): an empty bin is no micro-batch"
+            )
+        while len(bins) < count:
+            _cut_heaviest(bins, lengths)
+        if self.metrics is not None:
+            self.metrics.calls += 1
+            self.metrics.sequences += len(lengths)
+            self.metrics.tokens += sum(lengths)
+            self.metrics.bins += count
+            self.metrics.bins_added += count - needed
+            self.metrics.capacity_tokens += count * self._bin_capacity
+        return bins
+
+
+def get_packer(
+    algorithm: str,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+    *,
+    seed: int = 0,
+) -> SequencePacker:
+    """The packer named `algorithm` (any case) with bins of `bin_capacity` tokens.
+
+    `seed` decides the order of `first_fit_shuffle`: every `pack` starts from it anew, so that equal lengths always give
+    equal bins. ValueError for an unknown name or a bin argument below its least value.
+
+    >>> get_packer("concatenative", 10).pack([4, 5, 6])
+    [[0, 1], [2]]
+    >>> get_packer("First_Fit_Decreasing", 10, bin_count_multiple=2).pack([4, 6, 10, 3])
+    [[2], [1], [0], [3]]
+    """
+    for name, value, least in (
+        ("bin_capacity", bin_capacity, 1),
+        ("min_bin_count", min_bin_count, 0),
+        ("bin_count_multiple", bin_count_multiple, 1),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"{name} is {value}, it must be at least {least}")
+    names = [known.value for known in PackingAlgorithm]
+    if algorithm.lower() not in names:
+        raise ValueError(f"unknown packing algorithm {algorithm!r}; there are {', '.join(names)}")
+
+    def shuffled(lengths: Sequence[int], capacity: int) -> Bins:
+        order = list(range(len(lengths)))
+        random.Random(seed).shuffle(order)
+        return _first_fit(order, lengths, capacity)
+
+    places: dict[PackingAlgorithm, Callable[[Sequence[int], int], Bins]] = {
+        PackingAlgorithm.CONCATENATIVE: _next_fit,
+        PackingAlgorithm.FIRST_FIT_DECREASING: _first_fit_decreasing,
+        PackingAlgorithm.FIRST_FIT_SHUFFLE: shuffled,
+        PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: _modified_first_fit_decreasing,
+    }
+    return SequencePacker(
+        places[PackingAlgorithm(algorithm.lower())],
+        bin_capacity=bin_capacity,
+        collect_metrics=collect_metrics,
+        min_bin_count=min_bin_count or 0,
+        bin_count_multiple=bin_count_multiple or 1,
+    )
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _cut_heaviest(bins: Bins, lengths: Sequence[int]) -> None:
+    """Cuts the heaviest bin of two or more as evenly as one cut can; the halves stay neighbours, in their order."""
+    loads = [sum(lengths[i] for i in content) if len(content) > 1 else -1 for content in bins]
+    heaviest = max(range(len(bins)), key=loads.__getitem__)
+    content = bins[heaviest]
+
+    def larger_half(cut: int) -> int:
+        before = sum(lengths[i] for i in content[:cut])
+        return max(before, loads[heaviest] - before)
+
+    cut = min(range(1, len(content)), key=larger_half)
+    bins[heaviest : heaviest + 1] = [content[:cut], content[cut:]]
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: -lengths[i])
+
+
+def _next_fit(lengths: Sequence[int], capacity: int) -> Bins:
+    bins: Bins = []
+    room = -1
+    for i, length in enumerate(lengths):
+        if length > room:
+            bins.append([])
+            room = capacity
+        bins[-1].append(i)
+        room -= length
+    return bins
+
+
+def _first_fit(order: Iterable[int], lengths: Sequence[int], capacity: int) -> Bins:
+    """Each sequence of `order` to the first bin with room, in O(log n).
+
+    Node k of a binary tree has the most room of any bin below it, its children are 2k and 2k + 1, the leaves are the
+    bins. A bin that is not open yet is one with all of its room.
+    """
+    leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    most_room = [capacity] * (2 * leaves)
+    bins: Bins = []
+    for i in order:
+        node = 1
+        while node < leaves:
+            node *= 2
+            if most_room[node] < lengths[i]:
+                node += 1
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(i)
+        most_room[node] -= lengths[i]
+        while node > 1:
+            node //= 2
+            most_room[node] = max(most_room[2 * node], most_room[2 * node + 1])
+    return bins
+
+
+def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
+    return _first_fit(_longest_first(lengths), lengths, capacity)
+
+
+def _modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
+    """Johnson & Garey's five phases; large, medium, small: over 1/2, 1/3, 1/6 of a bin."""
+    large = [i for i in _longest_first(lengths) if 2 * lengths[i] > capacity]
+    rest = sorted((length, i) for i, length in enumerate(lengths) if 2 * length <= capacity)
+    medium = [item for item in rest if 3 * item[0] > capacity]
+    small = [item for item in rest if 3 * item[0] <= capacity < 6 * item[0]]
+    tiny = [item for item in rest if 6 * item[0] <= capacity]
+
+    bins: Bins = [[i] for i in large]
+    rooms = [capacity - lengths[i] for i in large]
+
+    def move(items: list[tuple[int, int]], place: int, to: int) -> None:
+        length, i = items.pop(place)
+        bins[to].append(i)
+        rooms[to] -= length
+
+    for b in range(len(bins)):
+        if medium and medium[0][0] <= rooms[b]:
+            move(medium, _largest_that_fits(medium, rooms[b]), b)
+    for b in reversed(range(len(bins))):
+        if len(bins[b]) == 1 and len(small) > 1 and small[0][0] + small[1][0] <= rooms[b]:
+            move(small, 0, b)
+            move(small, _largest_that_fits(small, rooms[b]), b)
+    left = sorted(medium + small + tiny)
+    for b in range(len(bins)):
+        while left and left[0][0] <= rooms[b]:
+            move(left, _largest_that_fits(left, rooms[b]), b)
+    # longest first, equal lengths in the order given, as first_fit_decreasing has them
+    order = [i for _, i in sorted(left, key=lambda item: (-item[0], item[1]))]
+    return bins + _first_fit(order, lengths, capacity)
+
+
+def _largest_that_fits(items: list[tuple[int, int]], room: int) -> int:
+    """Place in `items` (ascending) of the longest one that is no longer than `room`; the shortest one must fit."""
+    return bisect_right(items, room, key=lambda item: item[0]) - 1
