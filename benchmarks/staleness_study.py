@@ -22,7 +22,7 @@ from typing import Any
 from asyncrl.algorithms.interfaces import LossFunction
 
 REPOSITORY = Path(__file__).parents[1]
-STEPS = 100
+STEPS = 64
 LIMITS = (0, 1, 4, 16)
 SEEDS = (0, 1, 2)
 OBJECTIVES = {

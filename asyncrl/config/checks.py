@@ -97,6 +97,11 @@ def _step_shape(config: Config) -> Iterator[str]:
             f"{ranks} × {updates} = {unit}, so that every rank has an equal share of every update; take "
             f"{-(-groups // unit) * unit}"
         )
+    if learner.batching != "padded" and learner.micro_batch_tokens < config.model.max_length:
+        yield (
+            f"learner.micro_batch_tokens = {learner.micro_batch_tokens}: must hold a sequence of model.max_length = "
+            f"{config.model.max_length} with learner.batching = {learner.batching}; raise it"
+        )
     if config.learner.optimizer.warmup_steps > learner.total_steps:
         yield (
             f"learner.optimizer.warmup_steps = {learner.optimizer.warmup_steps}: must be at most learner.total_steps "

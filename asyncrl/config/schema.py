@@ -206,8 +206,14 @@ class LearnerSection(Section):
     """G: samples of one prompt."""
     updates_per_step: PositiveInt = 1
     """Optimizer updates within a step; each takes an equal share of the step's groups."""
+    batching: Literal["padded", "dynamic", "packed"] = "padded"
+    """What goes through a rank's model in one pass: `padded`, `micro_batch_size` sequences, as wide as the longest;
+    `dynamic`, as many of like length as `micro_batch_tokens` hold, padding included; `packed`, as many as
+    `micro_batch_tokens` hold, end to end without padding. Results are the same."""
     micro_batch_size: PositiveInt = 64
-    """Sequences in one forward and backward pass of a rank."""
+    """Sequences in one forward and backward pass of a rank, for `batching: padded`."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Tokens in one forward and backward pass of a rank, for `batching: dynamic` and `packed`."""
     optimizer: OptimizerSection = OptimizerSection()
     """AdamW and its schedule."""
     max_nonfinite_steps: PositiveInt = 3

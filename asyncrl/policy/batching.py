@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import RunError, StalenessViolation
 from asyncrl.policy.interfaces import TrainGroup
@@ -106,12 +107,42 @@ def staleness_counts(batch: BatchedDataDict, *, step: int) -> dict[int, int]:
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def micro_batches(batch: BatchedDataDict, *, size: int) -> list[BatchedDataDict]:
-    """At most `size` rows each, longest rows first (a batch too big for memory fails at once), cut to their longest."""
+def micro_batches(batch: BatchedDataDict, learner: LearnerSection) -> list[BatchedDataDict]:
+    """What `learner.batching` makes of the rows, each part cut to its longest row.
+
+    Long rows come first, where rows are sorted: a batch that is too big for memory fails at once.
+    """
     if batch.size == 0:
         return []
-    order = batch["input_lengths"].argsort(descending=True, stable=True)
-    parts = [batch.select_indices(order[start : start + size]) for start in range(0, batch.size, size)]
+    parts: list[BatchedDataDict]
+    match learner.batching:
+        case "padded":
+            size = learner.micro_batch_size
+            order = batch["input_lengths"].argsort(descending=True, stable=True)
+            parts = [batch.select_indices(order[start : start + size]) for start in range(0, batch.size, size)]
+        case "dynamic":
+            [shard], _ = batch.shard_by_batch_size(
+                1,
+                dynamic_batching_args={
+                    "max_tokens_per_microbatch": learner.micro_batch_tokens,
+                    "sequence_length_round": MIN_WIDTH,
+                    "input_key": "input_ids",
+                    "input_lengths_key": "input_lengths",
+                },
+            )
+            parts = [*reversed(list(shard.make_microbatch_iterator_with_dynamic_shapes()))]
+        case "packed":
+            [shard], _ = batch.shard_by_batch_size(
+                1,
+                sequence_packing_args={
+                    "max_tokens_per_microbatch": learner.micro_batch_tokens,
+                    "input_key": "input_ids",
+                    "input_lengths_key": "input_lengths",
+                    "algorithm": "modified_first_fit_decreasing",
+                    "sequence_length_pad_multiple": 1,
+                },
+            )
+            parts = [*shard.make_microbatch_iterator_for_packable_sequences()]
     for part in parts:
         part.truncate_tensors(1, max(int(part["input_lengths"].max()), MIN_WIDTH))
     return parts

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
+from asyncrl.policy.packed import PackedRows
 
 CHUNK_LOGITS = 2**24
 """64 MiB of float32. Measured by benchmarks/chunked_head.py."""
@@ -37,45 +38,53 @@ def model_logprobs(
     *,
     temperature: float,
     with_entropy: bool,
+    packed_lengths_B: torch.Tensor | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log-probs [B, T] of the tokens that follow and, if asked for, the entropies [B, T] they were drawn at; float32.
 
     Both of softmax(logits / temperature), both differentiable. The model's own forward runs, hooks of FSDP included;
     its head returns these numbers instead of logits for the one call. No attention mask: padding is on the right,
-    where causal attention never looks. ConfigError for a model whose logits are not a plain product with the head.
+    where causal attention never looks. With `packed_lengths_B` the model, whose attention must be
+    `asyncrl.policy.packed`'s, sees no padding at all, and what lies beyond a row's length is 0. ConfigError for a model
+    whose logits are not a plain product with the head.
     """
     head = _plain_head(model)
+    packed = None if packed_lengths_B is None else PackedRows.of(input_ids_BS, lengths_B=packed_lengths_B)
+    model_inputs = {"input_ids": input_ids_BS} if packed is None else packed.model_inputs()
+    tokens: torch.Tensor = model_inputs["input_ids"]
     made: list[torch.Tensor] = []
 
     def forward(hidden_BSD: torch.Tensor) -> torch.Tensor:
-        if hidden_BSD.shape[:2] != input_ids_BS.shape:
+        if hidden_BSD.shape[:2] != tokens.shape:
             raise ConfigError(
                 f"model.path: the output head of {type(model).__name__} gets hidden states of shape "
-                f"{tuple(hidden_BSD.shape)} for tokens of shape {tuple(input_ids_BS.shape)}; "
+                f"{tuple(hidden_BSD.shape)} for tokens of shape {tuple(tokens.shape)}; "
                 f"name a model whose head reads every position",
                 key="model.path",
             )
         columns = chunked_logprobs(
             hidden_BSD[:, :-1].flatten(0, 1),
             head.weight,
-            targets_N=input_ids_BS[:, 1:].flatten(),
+            targets_N=tokens[:, 1:].flatten(),
             temperature=temperature,
             with_entropy=with_entropy,
             chunk_logits=chunk_logits,
         )
-        packed = torch.stack([column for column in columns if column is not None], dim=-1)
-        made.append(packed.view(*input_ids_BS[:, 1:].shape, packed.shape[-1]))
+        stacked = torch.stack([column for column in columns if column is not None], dim=-1)
+        made.append(stacked.view(*tokens[:, 1:].shape, stacked.shape[-1]))
         return made[-1]
 
     with _forward_replaced(head, forward):
-        returned = model(input_ids=input_ids_BS, use_cache=False).logits
+        returned = model(**model_inputs, use_cache=False).logits
     if len(made) != 1 or returned is not made[0]:
         raise ConfigError(
             f"model.path: {type(model).__name__} changes its logits after the output head, and log-probs taken from "
             f"the head would be others; name a model that does not",
             key="model.path",
         )
+    if packed is not None:
+        returned = packed.padded(returned, width=input_ids_BS.shape[1] - 1)
     logprobs_BT, *entropy_BT = returned.unbind(-1)
     return logprobs_BT, entropy_BT[0] if entropy_BT else None
 

@@ -16,6 +16,7 @@ from asyncrl.algorithms.loss import entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.batching import trained_mask
 from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.policy.packed import PackedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +37,19 @@ def loss_of(
     loss_fn: LossFunction,
     counts: Mapping[str, torch.Tensor],
     temperature: float,
+    packed: bool,
     step: int,
 ) -> MicroBatchOutcome:
     """Loss, diagnostics and the loss's own metrics; `counts` are the step's `global_valid_seqs` and `…_toks`."""
     from_logprobs = loss_fn.input_type is LossInputType.LOGPROB
+    lengths_B = data["input_lengths"] if packed else None
     if from_logprobs:
-        logprobs_BT, entropy_BT = model_logprobs(model, data["input_ids"], temperature=temperature, with_entropy=True)
+        logprobs_BT, entropy_BT = model_logprobs(
+            model, data["input_ids"], temperature=temperature, with_entropy=True, packed_lengths_B=lengths_B
+        )
         assert entropy_BT is not None
     else:
-        logits_BSV = _logits(model, data["input_ids"], temperature=temperature)
+        logits_BSV = _logits(model, data["input_ids"], temperature=temperature, packed_lengths_B=lengths_B)
         logprobs_BT = gather_logprobs(logits_BSV, input_ids_BS=data["input_ids"])
         entropy_BT = entropy(logits_BSV.detach())
     mask_BT = trained_mask(data)[:, 1:]
@@ -94,12 +99,24 @@ def aligned(logprobs_BT: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(logprobs_BT, (1, 0))
 
 
-def _logits(model: PreTrainedModel, input_ids_BS: torch.Tensor, *, temperature: float) -> torch.Tensor:
+def _logits(
+    model: PreTrainedModel,
+    input_ids_BS: torch.Tensor,
+    *,
+    temperature: float,
+    packed_lengths_B: torch.Tensor | None,
+) -> torch.Tensor:
     """[B, S, V] float32, divided by the temperature: for a loss that wants them all.
 
     No attention mask: padding is on the right, where causal attention never looks.
     """
-    logits_BSV: torch.Tensor = model(input_ids=input_ids_BS, use_cache=False).logits.float()
+    if packed_lengths_B is None:
+        logits_BSV: torch.Tensor = model(input_ids=input_ids_BS, use_cache=False).logits.float()
+    else:
+        packed = PackedRows.of(input_ids_BS, lengths_B=packed_lengths_B)
+        logits_1NV = model(**packed.model_inputs(), use_cache=False).logits.float()
+        # logits of a row's last token predict nothing that is trained
+        logits_BSV = torch.nn.functional.pad(packed.padded(logits_1NV, width=input_ids_BS.shape[1] - 1), (0, 0, 0, 1))
     return logits_BSV if temperature == 1.0 else logits_BSV / temperature
 
 

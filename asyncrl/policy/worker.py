@@ -44,6 +44,7 @@ from asyncrl.policy.batching import (
 from asyncrl.policy.interfaces import ParameterSpec, StepReport, TrainGroup
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import aligned, loss_of
+from asyncrl.policy.packed import ATTENTION
 from asyncrl.policy.schedule import learning_rate
 from asyncrl.policy.sharded import gather_weights, parameter_specs, save_hf
 from asyncrl.policy.step_report import RankRecord, UpdateOutcome, UpdatePlan, global_plan, step_report
@@ -60,6 +61,7 @@ class PolicyWorker:
         self.snapshot: Any = None  # the newest one, kept for whoever delivers it
         self._timeout = timedelta(seconds=learner.collective_timeout_s)
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        self._packed = learner.batching == "packed"
         self._loss = build_loss(config)
         torch.manual_seed(config.run.seed)
         on_gpu = learner.gpus > 0
@@ -77,7 +79,7 @@ class PolicyWorker:
         # small objects, on the CPU and beside the gradients' traffic
         self._control = dist.new_group(backend="gloo", timeout=self._timeout)
         # master weights are float32 whatever the engine's precision: bfloat16 loses updates below 2⁻⁸ of a weight
-        model = _loaded(model_path)
+        model = self._loaded(model_path)
         # dropout would make a token's ratio to itself differ from 1
         model.train(False)
         optimizer = torch.optim.AdamW(
@@ -89,7 +91,15 @@ class PolicyWorker:
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         self._reference = (
-            frozen(_loaded(model_path), accelerator=self._accelerator) if _needs_reference(self._loss) else None
+            frozen(self._loaded(model_path), accelerator=self._accelerator) if _needs_reference(self._loss) else None
+        )
+
+    def _loaded(self, model_path: str) -> torch.nn.Module:
+        return cast(
+            torch.nn.Module,
+            AutoModelForCausalLM.from_pretrained(
+                model_path, dtype=torch.float32, attn_implementation=ATTENTION if self._packed else "sdpa"
+            ),
         )
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -102,7 +112,7 @@ class PolicyWorker:
         """
         seconds: dict[str, float] = defaultdict(float)
         batches = [rank_batch(groups, step=step) for groups in updates]
-        parts = [micro_batches(batch, size=self._config.learner.micro_batch_size) for batch in batches]
+        parts = [micro_batches(batch, self._config.learner) for batch in batches]
         local = [
             UpdatePlan(tokens=tokens, samples=samples, micro_batches=len(part))
             for (tokens, samples), part in zip(map(count_trained, batches), parts, strict=True)
@@ -114,11 +124,10 @@ class PolicyWorker:
         with _timed(seconds, "log_probs"):
             for micro_batch in (micro_batch for part in parts for micro_batch in part):
                 micro_batch["staleness"] = (step - micro_batch["weight_versions"]).float()
-                input_ids_BS = micro_batch["input_ids"].to(self._device)
                 if self._reference is not None:
-                    micro_batch["reference_policy_logprobs"] = self._logprobs(self._reference, input_ids_BS)
+                    micro_batch["reference_policy_logprobs"] = self._logprobs(self._reference, micro_batch)
                 if _needs_proximal(loss_fn, updates=len(updates)):
-                    micro_batch["prev_logprobs"] = self._logprobs(self._model, input_ids_BS)
+                    micro_batch["prev_logprobs"] = self._logprobs(self._model, micro_batch)
             if isinstance(loss_fn, ObjectiveLoss) and needs_calibration(loss_fn.objective):
                 tokens = _step_tokens([micro_batch for part in parts for micro_batch in part])
                 loss_fn = ObjectiveLoss(calibrated(loss_fn.objective, tokens=tokens, reduce=self._sum))
@@ -168,6 +177,7 @@ class PolicyWorker:
                     loss_fn=loss_fn,
                     counts=counts,
                     temperature=self._config.generator.temperature,
+                    packed=self._packed,
                     step=step,
                 )
                 # FSDP averages gradients over the ranks; the loss is already a part of the global sum
@@ -196,14 +206,15 @@ class PolicyWorker:
 
     @torch.no_grad()
     def _logprobs(
-        self, model: torch.nn.Module, input_ids_BS: torch.Tensor, *, temperature: float | None = None
+        self, model: torch.nn.Module, batch: BatchedDataDict, *, temperature: float | None = None
     ) -> torch.Tensor:
         """[B, S], entry 0 is 0, at the sampler's temperature unless another is given."""
         logprobs_BT, _ = model_logprobs(
             cast(PreTrainedModel, model),
-            input_ids_BS,
+            batch["input_ids"].to(self._device),
             temperature=self._config.generator.temperature if temperature is None else temperature,
             with_entropy=False,
+            packed_lengths_B=batch["input_lengths"] if self._packed else None,
         )
         return aligned(logprobs_BT)
 
@@ -224,8 +235,7 @@ class PolicyWorker:
         parts.extend(empty_micro_batch() for _ in range(passes - len(parts)))
         rows: list[npt.NDArray[np.float32]] = []
         for part in parts:
-            input_ids_BS = part["input_ids"].to(self._device)
-            logprobs_BS = self._logprobs(self._model, input_ids_BS, temperature=temperature).cpu().numpy()
+            logprobs_BS = self._logprobs(self._model, part, temperature=temperature).cpu().numpy()
             rows.extend(row[:length] for row, length in zip(logprobs_BS, part["input_lengths"].tolist(), strict=True))
         return rows[: len(sequences)]
 
@@ -268,13 +278,6 @@ class PolicyWorker:
     def close(self) -> None:
         """Leaves the process group; another worker may then live in this process. Idempotent."""
         forget_accelerator()
-
-
-def _loaded(model_path: str) -> torch.nn.Module:
-    return cast(
-        torch.nn.Module,
-        AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa"),
-    )
 
 
 def _needs_reference(loss_fn: LossFunction) -> bool:

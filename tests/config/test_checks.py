@@ -41,6 +41,12 @@ _LIMITS = [
     (["learner.groups_per_step=15", "learner.ranks=2"], ["learner.ranks=2"], "2 × 1 = 2"),
     (["learner.updates_per_step=3"], ["learner.updates_per_step=4"], "1 × 3 = 3"),
     (
+        ["learner.batching=packed", "learner.micro_batch_tokens=63"],
+        ["learner.batching=packed", "learner.micro_batch_tokens=64"],
+        "model.max_length = 64",
+    ),
+    (["learner.batching=dynamic", "learner.micro_batch_tokens=1"], ["learner.micro_batch_tokens=1"], "raise it"),
+    (
         ["learner.ranks=4", "learner.updates_per_step=8"],
         ["learner.ranks=2", "learner.updates_per_step=8"],
         "take 32",

@@ -51,7 +51,10 @@ TRAINING: dict[str, tuple[dict[str, Any], Any]] = {
     "micro_batch_1": ({"micro_batch_size": 1}, make_groups),
     "micro_batch_3": ({"micro_batch_size": 3}, make_groups),
     "micro_batch_all": ({}, make_groups),
+    "dynamic": ({"batching": "dynamic", "micro_batch_tokens": 32}, make_groups),
+    "packed": ({"batching": "packed", "micro_batch_tokens": 32}, make_groups),
     "own_loss": ({"micro_batch_size": 5}, make_groups),
+    "own_loss_packed": ({"batching": "packed", "micro_batch_tokens": 64}, make_groups),
     "two_updates": ({"updates_per_step": 2}, make_groups),
     "one_group": ({"micro_batch_size": 2}, lambda: [make_group(4)]),
     "nonfinite": ({}, poisoned_groups),
@@ -62,6 +65,7 @@ TRAINING: dict[str, tuple[dict[str, Any], Any]] = {
 }
 LOSSES: dict[str, Any] = {
     "own_loss": f"{__name__}:LogitLoss",
+    "own_loss_packed": f"{__name__}:LogitLoss",
     "reference": {
         **msgspec.to_builtins(PRESETS["decoupled_icepop"].objective),
         "penalties": [{"kind": "k3", "beta": 10.0, "q": "reference"}],

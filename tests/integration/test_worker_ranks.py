@@ -75,7 +75,7 @@ def plain(folder: Path) -> tuple[float, float, int]:
     return float(loss.detach()), float(norm), tokens
 
 
-@pytest.mark.parametrize("scenario", ["micro_batch_1", "micro_batch_3", "micro_batch_all"])
+@pytest.mark.parametrize("scenario", ["micro_batch_1", "micro_batch_3", "micro_batch_all", "dynamic", "packed"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_any_split_into_ranks_and_micro_batches_gives_the_plain_loops_loss_and_gradient(
     results: Any, plain: Any, world_size: int, scenario: str
@@ -103,11 +103,12 @@ def test_two_ranks_report_what_one_rank_reports(results: Any, scenario: str) -> 
     assert one.diagnostics["kernel_ess_ratio"] < 1
 
 
+@pytest.mark.parametrize("scenario", ["own_loss", "own_loss_packed"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_user_s_loss_that_asks_for_logits_gets_them_and_its_metrics_add_up(
-    results: Any, plain: Any, world_size: int
+    results: Any, plain: Any, world_size: int, scenario: str
 ) -> None:
-    report = results[world_size, 0]["own_loss"]["report"]
+    report = results[world_size, 0][scenario]["report"]
     assert (report.loss, report.grad_norm) == pytest.approx(plain[:2], rel=1e-5)
     assert report.loss_metrics == {"longest_max": 13.0, "rows": 12.0}
 

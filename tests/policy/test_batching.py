@@ -1,12 +1,14 @@
 """From groups to micro-batches: alignment, the last staleness check, and no row lost."""
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from tiny_groups import STEP, make_group, make_groups
 
+from asyncrl.config.schema import LearnerSection
 from asyncrl.errors import RunError, StalenessViolation
 from asyncrl.policy.batching import (
     NO_VERSION,
@@ -19,6 +21,8 @@ from asyncrl.policy.batching import (
     trained_mask,
 )
 from asyncrl.policy.interfaces import TrainGroup, deal_groups
+
+PADDED = LearnerSection()
 
 
 def versions(group: TrainGroup, values: list[int]) -> TrainGroup:
@@ -87,7 +91,7 @@ def test_trained_tokens_and_their_staleness_are_counted_by_mask() -> None:
 
 def test_f24_no_groups_make_an_empty_batch() -> None:
     batch = rank_batch([], step=STEP)
-    assert (count_trained(batch), staleness_counts(batch, step=STEP), micro_batches(batch, size=4)) == ((0, 0), {}, [])
+    assert (count_trained(batch), staleness_counts(batch, step=STEP), micro_batches(batch, PADDED)) == ((0, 0), {}, [])
 
 
 def test_f24_a_group_of_empty_completions_has_rows_but_no_token() -> None:
@@ -101,18 +105,32 @@ def test_f24_a_prompt_without_tokens_never_trains_its_first_token() -> None:
     assert count_trained(rank_batch([bare], step=STEP)) == (2, 1)
 
 
-@pytest.mark.parametrize("size", [1, 3, 5, 100])
-def test_micro_batches_hold_every_row_once_longest_first_and_no_wider_than_needed(size: int) -> None:
+@pytest.mark.parametrize("batching", ["padded", "dynamic", "packed"])
+@pytest.mark.parametrize("tokens", [16, 32, 1000])
+def test_micro_batches_hold_every_row_once_within_their_limit_and_no_wider_than_needed(
+    tokens: int, batching: Literal["padded", "dynamic", "packed"]
+) -> None:
     batch = rank_batch(make_groups(), step=STEP)
     batch["row"] = torch.arange(batch.size)
-    parts = micro_batches(batch, size=size)
+    learner = LearnerSection(batching=batching, micro_batch_tokens=tokens, micro_batch_size=tokens // 8)
+    parts = micro_batches(batch, learner)
     assert sorted(row for part in parts for row in part["row"].tolist()) == list(range(batch.size))
-    lengths = [length for part in parts for length in part["input_lengths"].tolist()]
-    assert lengths == sorted(lengths, reverse=True)
     for part in parts:
-        assert part.size <= size
-        assert part["input_ids"].shape[1] == part["input_lengths"].max()
+        width = part["input_ids"].shape[1]
+        size = {"padded": part.size * 8, "dynamic": part.size * width, "packed": int(part["input_lengths"].sum())}
+        assert size[batching] <= tokens
+        assert width - part["input_lengths"].max() in ((0, 1) if batching == "dynamic" else (0,))
     assert sum(int(trained_mask(part).sum()) for part in parts) == count_trained(batch)[0]
+    assert len(parts) == 1 or len(parts) < batch.size, "rows share a pass"
+
+
+@pytest.mark.parametrize("batching", ["padded", "dynamic"])
+def test_the_longest_rows_come_first(batching: Literal["padded", "dynamic"]) -> None:
+    learner = LearnerSection(batching=batching, micro_batch_tokens=24, micro_batch_size=3)
+    parts = micro_batches(rank_batch(make_groups(), step=STEP), learner)
+    widths = [part["input_ids"].shape[1] for part in parts]
+    assert widths == sorted(widths, reverse=True)
+    assert len(set(widths)) > 1
 
 
 def test_the_empty_micro_batch_trains_nothing_and_has_every_column() -> None:

@@ -1,0 +1,161 @@
+"""Rows laid end to end for the model, without padding: one sequence in, each row's own numbers out.
+
+What must hold: no token sees another row, and what comes out is what each row alone would give. Models get the
+boundaries as `cu_seq_lens_q` and so on, transformers' own names for flash attention; `ATTENTION`, registered here,
+reads them too: on a GPU in half precision by torch's variable-length kernel, elsewhere row after row, so that no mask
+of N × N is ever made. Without boundaries it is plain causal attention over right-padded rows.
+
+Legend: B rows, S tokens, T = S − 1, N tokens of all rows, H heads, K heads of keys, D head width, C columns.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from asyncrl.errors import ConfigError
+
+ATTENTION = "asyncrl_packed"
+"""Name of the attention in `attn_implementation`."""
+
+_UNKNOWN = ("softcap", "s_aux", "position_bias")
+"""What some models ask of their attention and this one does not do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """`input_ids_1N`, and where each row starts and ends in it: `starts` int32 [B + 1]."""
+
+    input_ids_1N: torch.Tensor
+    position_ids_1N: torch.Tensor
+    lengths_B: torch.Tensor
+    starts: torch.Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, input_ids_BS: torch.Tensor, *, lengths_B: torch.Tensor) -> "PackedRows":
+        """The first `lengths_B` tokens of every row; of an empty one its first padding."""
+        device = input_ids_BS.device
+        lengths_B = lengths_B.to(device).clamp(min=1)
+        positions_BS = torch.arange(input_ids_BS.shape[1], device=device).expand_as(input_ids_BS)
+        inside_BS = positions_BS < lengths_B.unsqueeze(1)
+        ends_B = lengths_B.cumsum(0)
+        return cls(
+            input_ids_1N=input_ids_BS[inside_BS].unsqueeze(0),
+            position_ids_1N=positions_BS[inside_BS].unsqueeze(0),
+            lengths_B=lengths_B,
+            starts=torch.nn.functional.pad(ends_B, (1, 0)).int(),
+            longest=int(lengths_B.max()),
+        )
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the model's forward."""
+        return {
+            "input_ids": self.input_ids_1N,
+            "position_ids": self.position_ids_1N,
+            "cu_seq_lens_q": self.starts,
+            "cu_seq_lens_k": self.starts,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+        }
+
+    def padded(self, values_1NC: torch.Tensor, *, width: int) -> torch.Tensor:
+        """[B, T, C] of what stands at each token for the one that follows; 0 beyond a row's end. `width` is T.
+
+        `values_1NC` may lack the last token, after which nothing follows.
+        """
+        follows_BT = torch.arange(width, device=values_1NC.device) < (self.lengths_B - 1).unsqueeze(1)
+        has_next_N = self.position_ids_1N[0] < (self.lengths_B - 1).repeat_interleave(self.lengths_B)
+        chosen_MC = values_1NC[0, has_next_N[: values_1NC.shape[1]]]
+        out_BTC = values_1NC.new_zeros(*follows_BT.shape, values_1NC.shape[-1])
+        return out_BTC.masked_scatter(follows_BT.unsqueeze(-1), chosen_MC)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query_BHSD: torch.Tensor,
+    key_BKSD: torch.Tensor,
+    value_BKSD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention [B, S, H, D] within the rows that `cu_seq_lens_q` bounds, B being 1; else within each of B rows.
+
+    `sliding_window`: tokens that one sees, itself included. Keys and values may have fewer heads than queries.
+    """
+    asked = [name for name in _UNKNOWN if kwargs.get(name) is not None]
+    if attention_mask is not None or asked:
+        raise ConfigError(
+            f"learner.batching: {type(module).__name__} asks its attention for {', '.join(asked) or 'a mask'}, which "
+            "packed rows do not have; take `dynamic`, which pads",
+            key="learner.batching",
+        )
+    if cu_seq_lens_q is None:
+        out_BHSD = _causal(query_BHSD, key_BKSD, value_BKSD, scale=scaling, window=sliding_window)
+        return out_BHSD.transpose(1, 2).contiguous(), None
+    if query_BHSD.is_cuda and query_BHSD.dtype in (torch.bfloat16, torch.float16):
+        assert max_length_q is not None
+        out_NHD = varlen_attn(
+            query_BHSD[0].transpose(0, 1),
+            key_BKSD[0].transpose(0, 1),
+            value_BKSD[0].transpose(0, 1),
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            scale=scaling,
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            enable_gqa=query_BHSD.shape[1] != key_BKSD.shape[1],
+        )
+        assert isinstance(out_NHD, torch.Tensor)
+        return out_NHD.unsqueeze(0), None
+    bounds = cu_seq_lens_q.tolist()
+    rows = [
+        _causal(
+            query_BHSD[:, :, start:end],
+            key_BKSD[:, :, start:end],
+            value_BKSD[:, :, start:end],
+            scale=scaling,
+            window=sliding_window,
+        )
+        for start, end in pairwise(bounds)
+    ]
+    return torch.cat(rows, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _causal(
+    query_BHSD: torch.Tensor,
+    key_BKSD: torch.Tensor,
+    value_BKSD: torch.Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    tokens = query_BHSD.shape[2]
+    near_SS = None
+    if window is not None and tokens > window:
+        distance_SS = torch.arange(tokens, device=query_BHSD.device).unsqueeze(1) - torch.arange(
+            tokens, device=query_BHSD.device
+        )
+        near_SS = (distance_SS >= 0) & (distance_SS < window)
+    return scaled_dot_product_attention(
+        query_BHSD,
+        key_BKSD,
+        value_BKSD,
+        attn_mask=near_SS,
+        is_causal=near_SS is None,
+        scale=scale,
+        enable_gqa=query_BHSD.shape[1] != key_BKSD.shape[1],
+    )
+
+
+AttentionInterface.register(ATTENTION, packed_attention)

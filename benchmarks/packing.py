@@ -1,0 +1,102 @@
+"""Tokens a second of one learner rank by `learner.batching`, on rows whose lengths have a long tail.
+
+    python benchmarks/packing.py
+    python benchmarks/packing.py --width 512 --layers 8 --rows 256 --longest 2048
+
+Forward and backward of log-probs, cut into micro-batches as the learner cuts them, each within the same number of
+tokens, padding included. "in order" is padded in the caller's order, to the longest row of all, as a loop without
+batching would. Lengths are lognormal, like those of reasoning models' completions: most rows are short, a few reach
+the limit. The ways take turns within a round; a ratio is that of two ways' best rounds.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from asyncrl.config.schema import LearnerSection
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.policy.batching import micro_batches
+from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.policy.packed import ATTENTION
+
+VOCABULARY = 4096
+
+
+def long_tailed(rows: int, *, longest: int) -> torch.Tensor:
+    """Lognormal lengths: median a sixteenth of `longest`, one row in fifty at the limit."""
+    draw = torch.randn(rows, generator=torch.Generator().manual_seed(0))
+    return (longest / 16 * (1.35 * draw).exp()).long().clamp(8, longest)
+
+
+def ways(batch: BatchedDataDict, *, budget: int, longest: int) -> dict[str, list[BatchedDataDict]]:
+    """Micro-batches by way; none is of more than `budget` tokens, padding included."""
+    rows = budget // longest
+    learner = {"micro_batch_size": rows, "micro_batch_tokens": budget}
+    cut = {
+        name: micro_batches(batch, LearnerSection.model_validate({"batching": name, **learner}))
+        for name in ("padded", "dynamic", "packed")
+    }
+    return {"in order": [batch.slice(start, start + rows) for start in range(0, batch.size, rows)], **cut}
+
+
+def measured(part_of: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    part_of()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=512, help="tokens")
+    parser.add_argument("--budget", type=int, default=4096, help="tokens of a micro-batch")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=arguments.width,
+            intermediate_size=3 * arguments.width,
+            num_hidden_layers=arguments.layers,
+            num_attention_heads=arguments.width // 64,
+            num_key_value_heads=arguments.width // 64,
+            head_dim=64,
+        )
+    )
+    lengths_B = long_tailed(arguments.rows, longest=arguments.longest)
+    batch = BatchedDataDict(
+        input_ids=torch.randint(VOCABULARY, (arguments.rows, arguments.longest)), input_lengths=lengths_B
+    )
+    cuts = ways(batch, budget=arguments.budget, longest=arguments.longest)
+    tokens = int(lengths_B.sum())
+
+    def run(name: str, parts: list[BatchedDataDict]) -> None:
+        model.set_attn_implementation(ATTENTION if name == "packed" else "sdpa")
+        for part in parts:
+            packed = part["input_lengths"] if name == "packed" else None
+            logprobs_BT, _ = model_logprobs(
+                model, part["input_ids"], temperature=1.0, with_entropy=False, packed_lengths_B=packed
+            )
+            logprobs_BT.sum().backward()
+        model.zero_grad()
+
+    best = dict.fromkeys(cuts, float("inf"))
+    for _ in range(arguments.rounds):
+        for name, parts in cuts.items():
+            best[name] = min(best[name], measured(lambda name=name, parts=parts: run(name, parts)))  # type: ignore[misc]
+    print(f"{arguments.rows} rows, {tokens} tokens, median {int(lengths_B.median())}, longest {int(lengths_B.max())}")
+    print(f"{'':10} {'passes':>7} {'computed':>9} {'tokens/s':>9} {'ratio':>6}")
+    for name, parts in cuts.items():
+        computed = tokens if name == "packed" else sum(part["input_ids"].numel() for part in parts)
+        speed = tokens / best[name]
+        print(f"{name:10} {len(parts):7} {computed:9} {speed:9.0f} {best['in order'] / best[name]:6.2f}")
+
+
+if __name__ == "__main__":
+    main()

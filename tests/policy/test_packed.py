@@ -1,0 +1,103 @@
+"""Packed rows give what each row alone gives, and no token sees another row."""
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from asyncrl.errors import ConfigError
+from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.policy.packed import ATTENTION, PackedRows, packed_attention
+
+LENGTHS = (5, 1, 9, 2, 6)
+SHAPE = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2,
+}  # fmt: skip
+MODELS = {
+    "grouped heads": (Qwen3ForCausalLM, Qwen3Config(**SHAPE)),
+    "sliding window": (MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=4)),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    torch.manual_seed(3)
+    kind, config = MODELS[request.param]
+    made: PreTrainedModel = kind(config).double().eval()
+    return made
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Padding is a token like any other, so that looking at it shows."""
+    tokens_BS = torch.randint(50, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
+    return tokens_BS, torch.tensor(LENGTHS)
+
+
+def packed_logprobs(model: PreTrainedModel, tokens_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    model.set_attn_implementation(ATTENTION)
+    logprobs_BT, _ = model_logprobs(
+        model, tokens_BS, temperature=0.8, with_entropy=True, packed_lengths_B=lengths_B, chunk_logits=64 * 12
+    )
+    return logprobs_BT
+
+
+def alone(model: PreTrainedModel, tokens_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """Each row unpadded, through transformers' own attention and full logits."""
+    model.set_attn_implementation("eager")
+    found_BT = torch.zeros(tokens_BS.shape[0], tokens_BS.shape[1] - 1, dtype=torch.float64)
+    for row, length in enumerate(lengths_B.tolist()):
+        logits_1SV = model(input_ids=tokens_BS[row : row + 1, :length], use_cache=False).logits / 0.8
+        logprobs_SV = logits_1SV[0].log_softmax(-1)
+        for place in range(length - 1):
+            found_BT[row, place] = logprobs_SV[place, tokens_BS[row, place + 1]]
+    return found_BT
+
+
+def test_log_probs_and_gradients_are_those_of_each_row_alone(model: PreTrainedModel) -> None:
+    tokens_BS, lengths_B = rows()
+    weights_BT = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    want_BT, got_BT = alone(model, tokens_BS, lengths_B), packed_logprobs(model, tokens_BS, lengths_B)
+    torch.testing.assert_close(got_BT, want_BT, rtol=1e-6, atol=1e-6)
+    parameters = list(model.parameters())
+    want = torch.autograd.grad((want_BT * weights_BT).sum(), parameters)
+    got = torch.autograd.grad((got_BT * weights_BT).sum(), parameters)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)  # its norms compute in float32
+
+
+def test_no_token_sees_another_row_or_a_later_token(model: PreTrainedModel) -> None:
+    tokens_BS, lengths_B = rows()
+    before_BT = packed_logprobs(model, tokens_BS, lengths_B).detach()
+    changed_BS = tokens_BS.clone()
+    changed_BS[2, 4] = (changed_BS[2, 4] + 1) % 50
+    after_BT = packed_logprobs(model, changed_BS, lengths_B).detach()
+    differs_BT = after_BT != before_BT
+    assert not differs_BT[[0, 1, 3, 4]].any()
+    assert not differs_BT[2, :3].any()
+    assert differs_BT[2, 3:6].all(), "the change must show where it may"
+
+
+def test_without_boundaries_it_is_causal_attention_over_padded_rows(model: PreTrainedModel) -> None:
+    tokens_BS, lengths_B = rows()
+    want_BT = alone(model, tokens_BS, lengths_B).detach()
+    model.set_attn_implementation(ATTENTION)
+    got_BT, _ = model_logprobs(model, tokens_BS, temperature=0.8, with_entropy=False)
+    inside_BT = torch.arange(8) < (lengths_B - 1).unsqueeze(1)
+    torch.testing.assert_close(got_BT[inside_BT], want_BT[inside_BT], rtol=1e-6, atol=1e-6)
+
+
+def test_values_return_to_their_rows_with_or_without_the_last_token() -> None:
+    tokens_BS, lengths_B = rows()
+    packed = PackedRows.of(tokens_BS, lengths_B=lengths_B)
+    numbers_1NC = torch.arange(sum(LENGTHS), dtype=torch.float32).view(1, -1, 1)
+    want = [[0, 1, 2, 3], [], [6, 7, 8, 9, 10, 11, 12, 13], [15], [17, 18, 19, 20, 21]]
+    for values_1NC in (numbers_1NC, numbers_1NC[:, :-1]):
+        found_BT = packed.padded(values_1NC, width=8)[..., 0]
+        assert [row[: len(part)] for row, part in zip(found_BT.tolist(), want, strict=True)] == want
+        assert found_BT.sum() == sum(map(sum, want)), "and nothing beyond"
+
+
+@pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"s_aux": torch.zeros(1)}])
+def test_attention_of_another_kind_is_refused(asked: dict[str, object]) -> None:
+    one_1HSD = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ConfigError, match=f"learner.batching: Linear asks its attention for {next(iter(asked))}"):
+        packed_attention(torch.nn.Linear(1, 1), one_1HSD, one_1HSD, one_1HSD, None, **asked)
