@@ -34,7 +34,7 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, Task
 from asyncrl.data_plane.calls import finished
-from asyncrl.data_plane.object_store import RowClient
+from asyncrl.data_plane.row_store import RowClient
 from asyncrl.errors import FailureClass
 from asyncrl.metrics.recorders import BufferMetrics
 from asyncrl.metrics.server import MetricsServer

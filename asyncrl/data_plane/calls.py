@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from asyncrl.errors import ActorGone, AsyncRLError
 
@@ -26,6 +26,24 @@ async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:
         raise
     except RayTaskError as error:
         if isinstance(error.cause, AsyncRLError):
+            raise error.cause from error
+        raise
+    except RayActorError as error:
+        raise ActorGone(f"{what}: the process behind it is gone ({error})") from error
+
+
+def answer(ref: Any, *, timeout_s: float, what: str) -> Any:
+    """Result of an actor call for a caller that blocks.
+
+    Like `finished`; also the KeyError, ValueError and TypeError of a data-plane call come as themselves.
+    """
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except GetTimeoutError:
+        ray.cancel(ref)
+        raise TimeoutError(f"{what} took longer than {timeout_s:g} s") from None
+    except RayTaskError as error:
+        if isinstance(error.cause, AsyncRLError | KeyError | ValueError | TypeError):
             raise error.cause from error
         raise
     except RayActorError as error:

@@ -23,14 +23,15 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished
-from asyncrl.data_plane.object_store import RowClient
+from asyncrl.data_plane.partition_actor import PARTITIONS
+from asyncrl.data_plane.row_store import STORE_PREFIX, RowClient
 from asyncrl.errors import PlacementError, RunError
 from asyncrl.weights.store import WeightClient, WeightStore
 
 logger = logging.getLogger(__name__)
 
 BUFFER, WEIGHTS = "buffer", "weights"
-DETACHED_PREFIXES = (BUFFER, WEIGHTS, "rows-")
+DETACHED_PREFIXES = (BUFFER, WEIGHTS, STORE_PREFIX, PARTITIONS)
 ACTOR_CONCURRENCY = 10_000
 STATUS_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 5.0

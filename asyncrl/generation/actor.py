@@ -16,7 +16,7 @@ from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
-from asyncrl.data_plane.object_store import RowClient, ensure_row_store
+from asyncrl.data_plane.row_store import RowClient, ensure_row_store
 from asyncrl.environments.scoring import Scorer
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.rollout import Rollouts

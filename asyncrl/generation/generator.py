@@ -18,7 +18,7 @@ from asyncrl.buffer.actor import Failure, ReplicaReport
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, Refusal, Reservation, Ticket, Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
-from asyncrl.data_plane.object_store import Rows
+from asyncrl.data_plane.row_store import Rows
 from asyncrl.errors import DataError, InfraError, RolloutError, RunError
 from asyncrl.generation.rollout import FinishedGroup, Rollouts
 from asyncrl.generation.weight_updates import WeightUpdates

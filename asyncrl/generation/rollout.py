@@ -13,7 +13,7 @@ from asyncrl.buffer.records import GroupMeta, Ticket
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt
-from asyncrl.data_plane.object_store import Rows, row_bytes
+from asyncrl.data_plane.row_store import Rows, row_bytes
 from asyncrl.environments.prompt_lengths import longest_prompt_tokens
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion, InferenceEngine

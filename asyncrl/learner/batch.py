@@ -15,7 +15,7 @@ import torch
 from asyncrl.algorithms.advantages import Estimator, Groups, compute_advantages
 from asyncrl.algorithms.filters import SampleFilters
 from asyncrl.buffer.records import Lease, LeasedGroup
-from asyncrl.data_plane.object_store import Rows
+from asyncrl.data_plane.row_store import Rows
 from asyncrl.errors import StalenessViolation
 from asyncrl.learner.records import SampleRecord
 from asyncrl.policy.interfaces import TrainGroup

@@ -11,7 +11,7 @@ from asyncrl.buffer.actor import BufferActor
 from asyncrl.buffer.records import CommitOutcome, Counts, GroupMeta, Lease, Reservation, Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
-from asyncrl.data_plane.object_store import Rows
+from asyncrl.data_plane.row_store import Rows
 from asyncrl.errors import DataError, ManifestVoid
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.rollout import Rollouts

@@ -13,7 +13,7 @@ from asyncrl.buffer.actor import BufferActor, Failure, ReplicaReport, RunStatus
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, LeaseWait, Ticket, Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
-from asyncrl.data_plane.object_store import Rows
+from asyncrl.data_plane.row_store import Rows
 from asyncrl.errors import ActorGone, FailureClass
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.interfaces import RunLog

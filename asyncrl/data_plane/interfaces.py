@@ -1,0 +1,248 @@
+"""Rows by name: `KVBatchMeta` names rows and holds none, `DataPlaneClient` moves them.
+
+A row is one sample, `<group>.<attempt>_g<i>`; a field is one of its columns. A partition is a set of rows with declared
+fields and consumer tasks. Producing a field is the ready signal: there is no other, and no call to mark one consumed.
+
+    client.register_partition("train", fields, 64, ["train"])
+    meta = client.put_samples(ids, "train", fields={"input_ids": ids_BS, "input_lengths": lengths_B})
+    client.put_samples(ids, "train", fields={"advantages": advantages_BS})
+    meta = client.claim_meta("train", "train", ["input_ids", "advantages"], batch_size=64)
+    batch = client.get_data(meta)
+    client.clear_samples(meta.sample_ids, "train")
+
+What must hold on every client: a put is all or nothing for readers, and the last one of a (sample, field) wins, so that
+a put whose answer was lost may be repeated; a row goes to each task once; every wait ends at a deadline.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from asyncrl.data.batched_data_dict import BatchedDataDict
+
+PAD_SEQLEN = "global_forward_pad_seqlen"
+"""In `extra_info`: tokens that every per-token column of the step is padded to, on all ranks."""
+LENGTHS_FIELD = "input_lengths"
+"""The column [B] of tokens a row; in a put it says where the per-token columns of that put end."""
+
+
+@dataclass
+class KVBatchMeta:
+    """Names rows of one partition. Every method but `stamp_tags` returns a copy that shares nothing with this one.
+
+    `sequence_lengths` (tokens) and `tags` (a dict of scalars a row) align with `sample_ids`, or ValueError.
+    `extra_info` is about the whole batch: the stamped width, the cut into micro-batches.
+    """
+
+    partition_id: str
+    task_name: str | None
+    sample_ids: list[str]
+    fields: list[str] | None = None
+    sequence_lengths: list[int] | None = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    tags: list[dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        for name, column in (("sequence_lengths", self.sequence_lengths), ("tags", self.tags)):
+            if column is not None and len(column) != len(self.sample_ids):
+                raise ValueError(
+                    f"KVBatchMeta: {len(column)} {name} for {len(self.sample_ids)} sample_ids: they must align 1:1"
+                )
+
+    @property
+    def size(self) -> int:
+        """Rows named."""
+        return len(self.sample_ids)
+
+    def subset(self, indices: Sequence[int]) -> Self:
+        """The rows `indices`, in that order. IndexError beyond the batch."""
+        rows = [int(i) for i in indices]
+        return self._with_rows(
+            [self.sample_ids[i] for i in rows],
+            sequence_lengths=None if self.sequence_lengths is None else [self.sequence_lengths[i] for i in rows],
+            tags=None if self.tags is None else [self.tags[i] for i in rows],
+        )
+
+    def slice(self, start: int, stop: int) -> Self:
+        """Rows start … stop − 1, as a list would cut them."""
+        return self.subset(range(self.size)[start:stop])
+
+    def drop(self, indices: Sequence[int]) -> Self | None:
+        """The other rows, in order; None when none is left. IndexError beyond the batch."""
+        everything = range(self.size)
+        dropped = {everything[int(i)] for i in indices}
+        kept = [i for i in everything if i not in dropped]
+        return self.subset(kept) if kept else None
+
+    def concat(self, *others: "KVBatchMeta") -> Self:
+        """These rows, then the others'. ValueError unless all are of one partition.
+
+        Lengths and tags become None if a side lacks them; `fields` are those that all sides have, None if a side names
+        none; an entry of `extra_info` that two sides contradict is dropped, because it holds for neither any more.
+        """
+        sides: list[KVBatchMeta] = [self, *others]
+        partitions = sorted({side.partition_id for side in sides})
+        if len(partitions) > 1:
+            raise ValueError(f"KVBatchMeta.concat: rows of partitions {partitions}: they must be of one")
+        fields: list[str] | None = None
+        if all(side.fields is not None for side in sides):
+            fields = [name for name in self.fields or [] if all(name in (side.fields or []) for side in others)]
+        joined = self._with_rows(
+            [sample_id for side in sides for sample_id in side.sample_ids],
+            sequence_lengths=None
+            if any(side.sequence_lengths is None for side in sides)
+            else [length for side in sides for length in side.sequence_lengths or []],
+            tags=None if any(side.tags is None for side in sides) else [tag for s in sides for tag in s.tags or []],
+        )
+        joined.fields = fields
+        joined.extra_info = _agreed([side.extra_info for side in sides])
+        return joined
+
+    def with_fields(self, field_names: Sequence[str]) -> Self:
+        """A copy that names these fields too."""
+        named = self.slice(0, self.size)
+        named.fields = list(dict.fromkeys([*(self.fields or []), *field_names]))
+        return named
+
+    def stamp_tags(self, scalars: Mapping[str, Sequence[Any]]) -> None:
+        """Writes `scalars[name][i]` to the tags of row i, in place. ValueError when a column has another length."""
+        for name, values in scalars.items():
+            if len(values) != self.size:
+                raise ValueError(f"KVBatchMeta.stamp_tags: {len(values)} values of {name!r} for {self.size} rows")
+        if self.tags is None:
+            self.tags = [{} for _ in self.sample_ids]
+        for name, values in scalars.items():
+            for tag, value in zip(self.tags, values, strict=True):
+                tag[name] = value
+
+    def _with_rows(
+        self, sample_ids: list[str], *, sequence_lengths: list[int] | None, tags: list[dict[str, Any]] | None
+    ) -> Self:
+        return type(self)(
+            partition_id=self.partition_id,
+            task_name=self.task_name,
+            sample_ids=sample_ids,
+            fields=None if self.fields is None else list(self.fields),
+            sequence_lengths=sequence_lengths,
+            extra_info=copy.deepcopy(self.extra_info),
+            tags=None if tags is None else [copy.deepcopy(tag) for tag in tags],
+        )
+
+
+def _agreed(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    union: dict[str, Any] = {}
+    for info in infos:
+        union.update({key: value for key, value in info.items() if key not in union})
+    return copy.deepcopy(
+        {key: value for key, value in union.items() if all(info.get(key, value) == value for info in infos)}
+    )
+
+
+class DataPlaneClient(ABC):
+    """One process's access to the rows. Its calls are blocking and may be made from several threads.
+
+    KeyError for a partition that was not registered, and for a row or field that was never produced or is cleared;
+    ValueError for arguments that contradict each other or the registration; TimeoutError when an answer is late;
+    ActorGone when a process that keeps rows or the books is dead. RunError after `close`.
+    """
+
+    @abstractmethod
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+    ) -> None:
+        """Declares a partition. Again: fields and tasks are added, the numbers replaced, rows and cursors stay.
+
+        `num_samples`: rows that a round has, see `check_consumption_status`. With `grpo_group_size`, claims hand out
+        whole groups of that many samples.
+        """
+
+    @abstractmethod
+    def put_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: Mapping[str, Any] | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+    ) -> KVBatchMeta:
+        """Adds columns, tags or both to rows; makes the rows that are new.
+
+        Columns have rows first: tensors or arrays [B] and [B, S, …], lists, or what `codec.encode` made of them.
+        Those with tokens end where `input_lengths` of the same put says, else they are kept whole. The last put of a
+        (sample, field) wins; tags are merged. ValueError for a field that was not registered, a repeated sample, a
+        column of another length, and neither fields nor tags.
+        """
+
+    @abstractmethod
+    def get_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        select_fields: Sequence[str],
+        *,
+        pad_value_dict: Mapping[str, float] | None = None,
+    ) -> BatchedDataDict:
+        """These fields of these rows, in this order, right-padded to the longest row.
+
+        Padding is 0, −1 in `weight_versions`, or what `pad_value_dict` says. KeyError names what is not there.
+        """
+
+    @abstractmethod
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+    ) -> KVBatchMeta:
+        """The next `batch_size` rows that have all these fields and that this task has not claimed, oldest first.
+
+        All ranks share the task's cursor, so that a row goes to one of them; `dp_rank` is noted in `extra_info`. With
+        fewer rows, a blocking claim waits, and raises TimeoutError after `timeout_s` with the number that is ready; one
+        that does not block returns an empty meta. Either claims nothing then.
+        """
+
+    @abstractmethod
+    def get_data(
+        self,
+        meta: KVBatchMeta,
+        select_fields: Sequence[str] | None = None,
+        *,
+        pad_value_dict: Mapping[str, float] | None = None,
+    ) -> BatchedDataDict:
+        """`get_samples` of the rows that `meta` names, of its own fields unless told otherwise.
+
+        Padded to `extra_info["global_forward_pad_seqlen"]` when it is stamped; ValueError for a row beyond it, and when
+        neither names a field.
+        """
+
+    @abstractmethod
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """Whether each task has claimed every row that is there, and no fewer than `num_samples` were ever put.
+
+        A row that was cleared before a task claimed it is not waited for.
+        """
+
+    @abstractmethod
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        """Drops these rows, or all of them (None), which also begins the count of `num_samples` anew.
+
+        What is not there is cleared already. The partition stays registered.
+        """
+
+    @abstractmethod
+    def rows_outstanding(self) -> dict[str, int]:
+        """Rows a partition that were put and not cleared: for a gauge, and for finding who forgets to clear."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of what this client holds. Rows stay, unless they live in this process. Idempotent."""

@@ -1,0 +1,247 @@
+"""What all clients have in common: the books say where rows are, a store keeps them, the codec is between.
+
+A client is three methods, `_store`, `_load` and `_release`, and books: `Bookkeeping` is `Partitions` as seen from a
+process, under a lock or behind an actor. Books are written after the rows are stored, so that whoever finds a row in
+them can read it.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.codec import Column, decode, encode, row_lengths
+from asyncrl.data_plane.interfaces import LENGTHS_FIELD, PAD_SEQLEN, DataPlaneClient, KVBatchMeta
+from asyncrl.data_plane.partitions import Claim
+from asyncrl.errors import RunError
+
+W = TypeVar("W")
+
+READ_ATTEMPTS = 3
+"""What is in the books and not in the store was cleared or replaced in between: the books are asked again."""
+
+
+class Bookkeeping(Protocol[W]):
+    """`Partitions` from a process; the same methods, which may be called from several threads."""
+
+    def register(
+        self,
+        partition_id: str,
+        *,
+        fields: Sequence[str],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        group_size: int | None,
+    ) -> None: ...
+
+    def check_fields(self, partition_id: str, fields: Sequence[str]) -> None: ...
+
+    def produce(
+        self,
+        partition_id: str,
+        sample_ids: Sequence[str],
+        *,
+        fields: Sequence[str],
+        where: Sequence[W],
+        lengths: Sequence[int] | None,
+        tags: Sequence[Mapping[str, Any]] | None,
+    ) -> None: ...
+
+    def claim(
+        self, partition_id: str, task: str, *, fields: Sequence[str], batch_size: int, wait_s: float
+    ) -> Claim | None:
+        """Waits up to `wait_s` for enough rows, else None."""
+
+    def ready(self, partition_id: str, task: str, *, fields: Sequence[str]) -> int: ...
+
+    def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> dict[str, list[W]]: ...
+
+    def consumed(self, partition_id: str, tasks: Sequence[str]) -> bool: ...
+
+    def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> list[W]: ...
+
+    def rows_outstanding(self) -> dict[str, int]: ...
+
+
+class PartitionedClient(DataPlaneClient, Generic[W]):
+    """The contract of `DataPlaneClient` on books and a store."""
+
+    def __init__(self, books: Bookkeeping[W]) -> None:
+        self._books_when_open = books
+        self._closed = False
+
+    @abstractmethod
+    def _store(self, partition_id: str, sample_ids: Sequence[str], columns: Mapping[str, Column]) -> Sequence[W]:
+        """Keeps the columns; where each sample's rows are."""
+
+    @abstractmethod
+    def _load(
+        self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[W]]
+    ) -> Mapping[str, Sequence[tuple[Column, int]]]:
+        """Column and row of each sample, by field. KeyError for what is not there any more."""
+
+    @abstractmethod
+    def _release(self, partition_id: str, sample_ids: Sequence[str] | None, places: Sequence[W]) -> None:
+        """Lets go of rows that the books have forgotten."""
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+    ) -> None:
+        self._books.register(
+            partition_id,
+            fields=list(fields),
+            num_samples=num_samples,
+            consumer_tasks=list(consumer_tasks),
+            group_size=grpo_group_size,
+        )
+
+    def put_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: Mapping[str, Any] | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+    ) -> KVBatchMeta:
+        ids = list(sample_ids)
+        columns = encode(fields or {})
+        _check_put(ids, columns, tags)
+        self._books.check_fields(partition_id, list(columns))  # before any row is stored
+        lengths = row_lengths(columns[LENGTHS_FIELD]) if LENGTHS_FIELD in columns else None
+        if ids:
+            where = self._store(partition_id, ids, columns)
+            self._books.produce(
+                partition_id,
+                ids,
+                fields=list(columns),
+                where=where,
+                lengths=lengths,
+                tags=None if tags is None else [dict(tag) for tag in tags],
+            )
+        return KVBatchMeta(
+            partition_id=partition_id,
+            task_name=None,
+            sample_ids=ids,
+            fields=list(columns),
+            sequence_lengths=lengths,
+            tags=None if tags is None else [dict(tag) for tag in tags],
+        )
+
+    def get_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        select_fields: Sequence[str],
+        *,
+        pad_value_dict: Mapping[str, float] | None = None,
+    ) -> BatchedDataDict:
+        return self._read(partition_id, sample_ids, select_fields, width=None, pad_value_dict=pad_value_dict)
+
+    def get_data(
+        self,
+        meta: KVBatchMeta,
+        select_fields: Sequence[str] | None = None,
+        *,
+        pad_value_dict: Mapping[str, float] | None = None,
+    ) -> BatchedDataDict:
+        fields = meta.fields if select_fields is None else select_fields
+        if fields is None:
+            raise ValueError("get_data: neither select_fields nor the meta's fields name a field")
+        width = meta.extra_info.get(PAD_SEQLEN)
+        return self._read(meta.partition_id, meta.sample_ids, fields, width=width, pad_value_dict=pad_value_dict)
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+    ) -> KVBatchMeta:
+        fields = list(required_fields)
+        claim = self._books.claim(
+            partition_id, task_name, fields=fields, batch_size=batch_size, wait_s=timeout_s if blocking else 0.0
+        )
+        if claim is None:
+            if blocking:
+                ready = self._books.ready(partition_id, task_name, fields=fields)
+                raise TimeoutError(
+                    f"task {task_name!r} waited {timeout_s:g} s (timeout_s) for {batch_size} rows of partition "
+                    f"{partition_id!r} with {fields}; {ready} are ready"
+                )
+            claim = Claim(sample_ids=[], sequence_lengths=[], tags=[])
+        return KVBatchMeta(
+            partition_id=partition_id,
+            task_name=task_name,
+            sample_ids=claim.sample_ids,
+            fields=fields,
+            sequence_lengths=claim.sequence_lengths,
+            extra_info={} if dp_rank is None else {"dp_rank": dp_rank},
+            tags=claim.tags,
+        )
+
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        return self._books.consumed(partition_id, list(task_names))
+
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        ids = None if sample_ids is None else list(sample_ids)
+        self._release(partition_id, ids, self._books.clear(partition_id, ids))
+
+    def rows_outstanding(self) -> dict[str, int]:
+        return self._books.rows_outstanding()
+
+    def close(self) -> None:
+        self._closed = True
+
+    @property
+    def _books(self) -> Bookkeeping[W]:
+        if self._closed:
+            raise RunError("this data-plane client is closed")
+        return self._books_when_open
+
+    def _read(
+        self,
+        partition_id: str,
+        sample_ids: Sequence[str],
+        fields: Sequence[str],
+        *,
+        width: int | None,
+        pad_value_dict: Mapping[str, float] | None,
+    ) -> BatchedDataDict:
+        ids, names = list(sample_ids), list(dict.fromkeys(fields))
+
+        def load() -> Mapping[str, Sequence[tuple[Column, int]]]:
+            return self._load(partition_id, ids, self._books.locate(partition_id, ids, fields=names))
+
+        return decode(_again_on_key_error(load), width=width, pad_value_dict=pad_value_dict)
+
+
+def _again_on_key_error(
+    load: Callable[[], Mapping[str, Sequence[tuple[Column, int]]]],
+) -> Mapping[str, Sequence[tuple[Column, int]]]:
+    for _ in range(READ_ATTEMPTS - 1):
+        try:
+            return load()
+        except KeyError:
+            continue
+    return load()
+
+
+def _check_put(ids: Sequence[str], columns: Mapping[str, Column], tags: Sequence[Mapping[str, Any]] | None) -> None:
+    if not columns and tags is None:
+        raise ValueError("put_samples: neither fields nor tags were given")
+    if len(set(ids)) != len(ids):
+        repeated = sorted({sample_id for sample_id in ids if ids.count(sample_id) > 1})
+        raise ValueError(f"put_samples: samples {repeated[:5]} are named more than once")
+    rows = {name: len(column) for name, column in columns.items()}
+    if tags is not None:
+        rows["tags"] = len(tags)
+    unequal = {name: count for name, count in rows.items() if count != len(ids)}
+    if unequal:
+        raise ValueError(f"put_samples: {len(ids)} samples, but rows of {unequal}")

@@ -1,0 +1,183 @@
+"""The data plane on the TransferQueue package, for users who operate it already: the extra `transfer-queue`.
+
+TransferQueue keeps the rows and hands them out by key; nothing else of it is used. Its own queueing is no bounded
+buffer, so claims, waiting and the books are ours (`partition_actor.py`), as on Ray's object store.
+
+- Its controller and storage units are Ray actors of one logical CPU each. Without room for them its `init` waits for
+  ever, without a word: so the room is asked for first, and `init` has a deadline.
+- One controller serves a cluster, and dies with the process that started it; whoever comes later attaches.
+- Its calls have deadlines of minutes, so each is made on a thread that is given up after `timeout_s`.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import ray
+import torch
+
+from asyncrl.data_plane.codec import Column, encode
+from asyncrl.data_plane.partition_actor import ActorBooks
+from asyncrl.data_plane.partitioned_client import PartitionedClient
+from asyncrl.errors import ConfigError, PlacementError
+
+T = TypeVar("T")
+
+CONTROLLER_CPUS = 1
+STORAGE_UNIT_CPUS = 1
+POLL_S = 0.2
+
+
+class TransferQueueClient(PartitionedClient[str]):
+    """A process's access to the rows of the run `namespace`; every call has the deadline `timeout_s`.
+
+    Attaches to the cluster's TransferQueue, or starts one with `storage_units` within `start_timeout_s`. ConfigError
+    without the package, PlacementError when there is no room for it.
+    """
+
+    def __init__(
+        self, *, namespace: str, timeout_s: float, storage_units: int = 2, start_timeout_s: float = 60.0
+    ) -> None:
+        self._package = _package()
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="transfer-queue")
+        self._started_it = _start(self._package, storage_units=storage_units, timeout_s=start_timeout_s)
+        super().__init__(ActorBooks(namespace=namespace, timeout_s=timeout_s))
+
+    def close(self) -> None:
+        """Ends TransferQueue if this client started it; its own client in an attached process ends with the process,
+        because TransferQueue's `close` would end the controller for everyone."""
+        if self._closed:
+            return
+        super().close()
+        if self._started_it:
+            self._call(self._package.close, what="closing TransferQueue")
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _store(self, partition_id: str, sample_ids: Sequence[str], columns: Mapping[str, Column]) -> list[str]:
+        if columns:
+            from tensordict import TensorDict
+
+            fields = {name: _for_tensordict(column) for name, column in columns.items()}
+            batch = TensorDict(fields, batch_size=len(sample_ids))
+            self._call(
+                lambda: self._package.kv_batch_put(keys=list(sample_ids), partition_id=partition_id, fields=batch),
+                what=f"storing {len(sample_ids)} rows in TransferQueue",
+            )
+        return list(sample_ids)
+
+    def _load(
+        self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[str]]
+    ) -> dict[str, list[tuple[Column, int]]]:
+        keys, names = list(dict.fromkeys(sample_ids)), list(places)
+        if not keys or not names:
+            return {name: [] for name in names}
+        batch = self._call(
+            lambda: _found(self._package, keys=keys, partition_id=partition_id, names=names),
+            what=f"fetching {len(keys)} rows from TransferQueue",
+        )
+        row_of = {key: row for row, key in enumerate(keys)}
+        columns = encode({name: _from_tensordict(batch, name) for name in names}, lengths=None)
+        return {name: [(columns[name], row_of[key]) for key in of_field] for name, of_field in places.items()}
+
+    def _release(self, partition_id: str, sample_ids: Sequence[str] | None, places: Sequence[str]) -> None:
+        keys = list(dict.fromkeys(places))
+        if keys:
+            self._call(
+                lambda: self._package.kv_clear(keys=keys, partition_id=partition_id),
+                what=f"clearing {len(keys)} rows in TransferQueue",
+            )
+
+    def _call(self, call: Callable[[], T], *, what: str) -> T:
+        future: Future[T] = self._threads.submit(call)
+        try:
+            return future.result(timeout=self._timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise TimeoutError(f"{what} took longer than {self._timeout_s:g} s") from None
+
+
+def _package() -> Any:
+    try:
+        import transfer_queue
+    except ImportError as error:
+        raise ConfigError(
+            f"the data plane transfer_queue needs the TransferQueue package ({error}); `pip install "
+            '"asyncrl[transfer-queue]"`, or choose the data plane object_store'
+        ) from error
+    return transfer_queue
+
+
+def _start(package: Any, *, storage_units: int, timeout_s: float) -> bool:
+    """Attaches or starts; whether it started one."""
+    deadline_s = time.monotonic() + timeout_s
+    started = not _is_running()
+    cpus = CONTROLLER_CPUS + storage_units * STORAGE_UNIT_CPUS
+    while started and (free := _free_cpus()) < cpus:
+        if time.monotonic() > deadline_s:
+            raise PlacementError(
+                f"TransferQueue needs {cpus} logical CPUs (a controller and {storage_units} storage units), {free:g} "
+                f"are free after {timeout_s:g} s: give Ray more (--num-cpus), or use fewer storage units"
+            )
+        time.sleep(POLL_S)
+    settings = {"backend": {"SimpleStorage": {"num_data_storage_units": storage_units}}}
+    failures: list[BaseException] = []
+
+    def init() -> None:
+        try:
+            package.init(settings)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=init, name="transfer-queue-init", daemon=True)  # may hang for good
+    thread.start()
+    thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
+    if thread.is_alive():
+        raise PlacementError(f"TransferQueue did not start within {timeout_s:g} s; is there room for {cpus} CPUs?")
+    if failures:
+        raise failures[0]
+    return started
+
+
+def _free_cpus() -> float:
+    resources: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    return resources.get("CPU", 0.0)
+
+
+def _is_running() -> bool:
+    try:
+        ray.get_actor("TransferQueueController", namespace="transfer_queue")
+    except ValueError:
+        return False
+    return True
+
+
+def _found(package: Any, *, keys: list[str], partition_id: str, names: list[str]) -> Any:
+    """Rows of TransferQueue; a KeyError where it has a ValueError, or leaves out what is missing with a warning."""
+    try:
+        batch = package.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=names)
+    except (ValueError, package.StorageKeyNotFoundError) as error:
+        raise KeyError(f"rows of partition {partition_id!r} are not in TransferQueue ({error})") from error
+    if batch.batch_size[0] != len(keys):
+        raise KeyError(f"TransferQueue has {batch.batch_size[0]} of {len(keys)} rows of partition {partition_id!r}")
+    return batch
+
+
+def _for_tensordict(column: Column) -> Any:
+    from tensordict.tensorclass import NonTensorStack
+
+    if column.dtype is None:
+        return NonTensorStack(*column.values)
+    flat = torch.from_numpy(np.asarray(column.values)).view(column.dtype)
+    if column.ends is None:
+        return flat
+    lengths = np.diff(column.ends, prepend=0).tolist()
+    return torch.nested.as_nested_tensor(list(torch.split(flat, lengths)), layout=torch.jagged)
+
+
+def _from_tensordict(batch: Any, name: str) -> Any:
+    column = batch.get(name)
+    return column if isinstance(column, torch.Tensor) else list(column.tolist())

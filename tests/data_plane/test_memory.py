@@ -1,0 +1,47 @@
+"""The data plane within one process."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from client_contract import IDS, ClientContract, Connect
+
+from asyncrl.data_plane.memory import MemoryClient, Place
+
+
+class TestMemoryClient(ClientContract):
+    @pytest.fixture
+    def connect(self) -> Connect:
+        client = MemoryClient()
+        return lambda: client
+
+
+class RewrittenMeanwhile(MemoryClient):
+    """A read finds in the store that another put has just replaced what the books said."""
+
+    def __init__(self, *, replacements: int) -> None:
+        super().__init__()
+        self.replacements = replacements
+
+    def _load(
+        self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[dict[str, Place]]]
+    ) -> dict[str, list[Place]]:
+        if self.replacements:
+            self.replacements -= 1
+            self.put_samples(sample_ids, partition_id, fields={"kept": [self.replacements] * len(sample_ids)})
+            raise KeyError("dropped")
+        return super()._load(partition_id, sample_ids, places)
+
+
+def test_a_read_that_meets_a_put_asks_the_books_again() -> None:
+    client = RewrittenMeanwhile(replacements=2)
+    client.register_partition("p", ["kept"], 4, ["train"])
+    client.put_samples(IDS, "p", fields={"kept": [9] * 4})
+    assert client.get_samples(IDS, "p", ["kept"])["kept"] == [0] * 4
+
+
+def test_a_read_that_keeps_missing_its_rows_gives_up() -> None:
+    client = RewrittenMeanwhile(replacements=9)
+    client.register_partition("p", ["kept"], 4, ["train"])
+    client.put_samples(IDS, "p", fields={"kept": [9] * 4})
+    with pytest.raises(KeyError, match="dropped"):
+        client.get_samples(IDS, "p", ["kept"])

@@ -1,0 +1,114 @@
+"""KVBatchMeta: pure methods that copy, and the laws between them."""
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.data_plane.interfaces import PAD_SEQLEN, KVBatchMeta
+
+
+@st.composite
+def metas(draw: st.DrawFn, min_size: int = 0) -> KVBatchMeta:
+    size = draw(st.integers(min_size, 8))
+    return KVBatchMeta(
+        "train",
+        draw(st.sampled_from([None, "logprob"])),
+        [f"{i // 2}.0_g{i % 2}" for i in range(size)],
+        fields=draw(st.sampled_from([None, ["input_ids", "advantages"]])),
+        sequence_lengths=draw(st.none() | st.lists(st.integers(0, 99), min_size=size, max_size=size)),
+        extra_info=draw(st.sampled_from([{}, {PAD_SEQLEN: 128, "micro_batch_indices": [[[0, 1]]]}])),
+        tags=draw(st.none() | st.just([{"reward": i, "nested": [i]} for i in range(size)])),
+    )
+
+
+@given(metas(), st.data())
+@settings(max_examples=50, deadline=None)
+def test_slices_at_any_cut_concatenate_to_the_whole(meta: KVBatchMeta, data: st.DataObject) -> None:
+    first, second = sorted(data.draw(st.tuples(st.integers(0, meta.size), st.integers(0, meta.size))))
+    parts = [meta.slice(0, first), meta.slice(first, second), meta.slice(second, meta.size)]
+    assert parts[0].concat(*parts[1:]) == meta
+
+
+@given(metas(min_size=1), st.data())
+@settings(max_examples=50, deadline=None)
+def test_subset_moves_ids_lengths_and_tags_together_and_drop_is_its_complement(
+    meta: KVBatchMeta, data: st.DataObject
+) -> None:
+    rows = data.draw(st.lists(st.integers(0, meta.size - 1)))
+    subset = meta.subset(rows)
+    assert subset.sample_ids == [meta.sample_ids[i] for i in rows]
+    assert subset.sequence_lengths == (meta.sequence_lengths and [meta.sequence_lengths[i] for i in rows])
+    assert subset.tags == (meta.tags and [meta.tags[i] for i in rows])
+    kept = [i for i in range(meta.size) if i not in rows]
+    assert meta.drop(rows) == (meta.subset(kept) if kept else None)
+
+
+@given(metas(min_size=2), st.data())
+@settings(max_examples=50, deadline=None)
+def test_every_copy_shares_nothing_with_its_source(meta: KVBatchMeta, data: st.DataObject) -> None:
+    meta.stamp_tags({"flag": list(range(meta.size))})
+    meta.extra_info["nested"] = {"list": [1]}
+    before = copy.deepcopy(meta)
+    for result in (
+        meta.subset([0, 0]), meta.slice(0, 2), meta.drop([0]), meta.concat(meta), meta.with_fields(["returns"])
+    ):  # fmt: skip
+        assert result is not None
+        result.stamp_tags({"flag": ["changed"] * result.size})
+        result.extra_info["nested"]["list"].append(2)
+        result.sample_ids.append("more")
+        for column in (result.fields, result.sequence_lengths):
+            if column is not None:
+                column.clear()
+        for tag in result.tags or []:
+            tag.get("nested", []).append("changed")
+        assert meta == before
+
+
+def test_a_row_named_twice_has_tags_of_its_own() -> None:
+    twice = KVBatchMeta("train", None, ["a"], tags=[{"x": 1}]).subset([0, 0])
+    assert twice.tags is not None
+    twice.tags[0]["x"] = 2
+    assert twice.tags[1] == {"x": 1}
+
+
+@pytest.mark.parametrize("column", [{"sequence_lengths": [1]}, {"tags": [{}, {}, {}]}])
+def test_lengths_and_tags_that_do_not_align_are_refused(column: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="for 2 sample_ids"):
+        KVBatchMeta("train", None, ["a", "b"], **column)
+
+
+def test_concat_of_two_partitions_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\['train', 'val'\]"):
+        KVBatchMeta("train", None, ["a"]).concat(KVBatchMeta("val", None, ["b"]))
+
+
+def test_concat_keeps_only_what_holds_for_all_sides() -> None:
+    whole = KVBatchMeta(
+        "train", "t", ["a"], fields=["x", "y"], sequence_lengths=[1], extra_info={PAD_SEQLEN: 4, "step": 1}, tags=[{}]
+    )
+    joined = whole.concat(KVBatchMeta("train", "t", ["b"], fields=["y", "z"], extra_info={PAD_SEQLEN: 8, "more": 2}))
+    assert joined == KVBatchMeta("train", "t", ["a", "b"], fields=["y"], extra_info={"step": 1, "more": 2})
+    assert whole.concat(KVBatchMeta("train", "t", ["b"])).fields is None
+
+
+def test_drop_of_a_row_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        KVBatchMeta("train", None, ["a"]).drop([1])
+
+
+def test_with_fields_appends_each_name_once() -> None:
+    meta = KVBatchMeta("train", None, ["a"], fields=["x"])
+    assert meta.with_fields(["y", "x", "y"]).fields == ["x", "y"]
+    assert KVBatchMeta("train", None, ["a"]).with_fields(["y"]).fields == ["y"]
+
+
+def test_stamping_tags_of_another_length_writes_nothing() -> None:
+    meta = KVBatchMeta("train", None, ["a", "b"])
+    with pytest.raises(ValueError, match="1 values of 'short' for 2 rows"):
+        meta.stamp_tags({"fine": [1, 2], "short": [1]})
+    assert meta.tags is None
+    meta.stamp_tags({"reward": [0.5, 1.0]})
+    assert meta.tags == [{"reward": 0.5}, {"reward": 1.0}]

@@ -1,0 +1,110 @@
+"""The data plane on row stores and Ray's object store, on a real Ray."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import ray
+import torch
+from client_contract import IDS, ClientContract, Connect
+
+from asyncrl.data_plane.object_store import ObjectStoreClient
+from asyncrl.data_plane.partition_actor import PARTITIONS
+from asyncrl.data_plane.row_store import ensure_row_store
+from asyncrl.errors import ActorGone
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+NAMESPACE = "plane"
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    # actors cannot import a test module
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        namespace=NAMESPACE,
+        object_store_memory=80 * 2**20,
+    )
+    yield
+    ray.shutdown()
+
+
+def connect_client() -> ObjectStoreClient:
+    return ObjectStoreClient(namespace=NAMESPACE, timeout_s=TIMEOUT_S)
+
+
+class Writer:
+    """A process that puts rows and may be killed."""
+
+    def put(self, partition: str, rows: torch.Tensor) -> int:
+        connect_client().put_samples(IDS, partition, fields={"input_ids": rows})
+        return os.getpid()
+
+
+def stored(partition: str) -> int:
+    """Objects of the partition that this node's row store holds, by asking it to drop them."""
+    store = ray.get_actor(ensure_row_store(namespace=NAMESPACE), namespace=NAMESPACE)
+    # the books' own calls came before this one, but from another process: ask them first
+    ray.get(ray.get_actor(PARTITIONS, namespace=NAMESPACE).rows_outstanding.remote(), timeout=TIMEOUT_S)
+    count: int = ray.get(store.clear_prefix.remote(f"{partition}/"), timeout=TIMEOUT_S)
+    return count
+
+
+class TestObjectStoreClient(ClientContract):
+    @pytest.fixture
+    def connect(self) -> Connect:
+        return connect_client
+
+    def test_f2_rows_outlive_the_process_that_put_them(self, partition: str) -> None:
+        writer = ray.remote(Writer).options(num_cpus=0).remote()
+        rows_BS = torch.arange(4 * 50_000).reshape(4, 50_000)  # more than Ray passes inline
+        process = psutil.Process(ray.get(writer.put.remote(partition, rows_BS), timeout=TIMEOUT_S))
+        process.kill()
+        process.wait(timeout=10)
+        assert torch.equal(connect_client().get_samples(IDS, partition, ["input_ids"])["input_ids"], rows_BS)
+
+    def test_a_put_makes_one_object_a_group(self, partition: str) -> None:
+        connect_client().put_samples(IDS, partition, fields={"kept": [1] * 4, "text": [""] * 4})
+        assert stored(partition) == 2
+
+    def test_a_put_that_is_refused_stores_nothing(self, partition: str) -> None:
+        with pytest.raises(ValueError, match="keptt"):
+            connect_client().put_samples(IDS, partition, fields={"keptt": [1] * 4})
+        assert stored(partition) == 0
+
+    def test_objects_are_dropped_when_their_last_row_is_cleared_or_replaced(self, partition: str) -> None:
+        client = connect_client()
+        client.put_samples(IDS, partition, fields={"kept": [1] * 4})
+        client.put_samples(IDS, partition, fields={"kept": [2] * 4})  # replaces both objects
+        client.put_samples(IDS, partition, fields={"text": [""] * 4})
+        client.clear_samples([IDS[0], IDS[2], IDS[3]], partition)  # one row of the first group is left
+        assert client.get_samples(IDS[1:2], partition, ["kept", "text"])["kept"] == [2]
+        assert stored(partition) == 2
+
+    def test_clearing_the_partition_also_drops_what_a_writer_did_not_live_to_enter(self, partition: str) -> None:
+        client = connect_client()
+        client.put_samples(IDS, partition, fields={"kept": [1] * 4})
+        store = ray.get_actor(ensure_row_store(namespace=NAMESPACE), namespace=NAMESPACE)
+        ray.get(store.put.remote({f"{partition}/0.0/lost": {}}), timeout=TIMEOUT_S)
+        client.clear_samples(None, partition)
+        assert stored(partition) == 0
+
+    def test_f37_rows_of_a_dead_store_are_a_typed_error_and_the_next_put_makes_a_new_one(self, partition: str) -> None:
+        client = connect_client()
+        client.put_samples(IDS, partition, fields={"kept": [1] * 4})
+        ray.kill(ray.get_actor(ensure_row_store(namespace=NAMESPACE), namespace=NAMESPACE), no_restart=True)
+        with pytest.raises(ActorGone, match="rows-"):
+            client.get_samples(IDS, partition, ["kept"])
+        with pytest.raises(ActorGone):
+            client.put_samples(IDS, partition, fields={"kept": [2] * 4})
+        client.put_samples(IDS, partition, fields={"kept": [3] * 4})
+        assert client.get_samples(IDS, partition, ["kept"])["kept"] == [3] * 4

@@ -1,0 +1,143 @@
+"""The books of the data plane, against a model of plain sets over random histories."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from asyncrl.data_plane.partitions import Partitions, group_of
+
+FIELDS = ("rollout", "advantages", "logprobs")
+TASKS = ("train", "score")
+GROUP_SIZE = 2
+IDS = [f"{group}.0_g{i}" for group in range(4) for i in range(GROUP_SIZE)]
+
+some_ids = st.lists(st.sampled_from(IDS), unique=True)
+some_fields = st.lists(st.sampled_from(FIELDS), unique=True)
+
+
+class Histories(RuleBasedStateMachine):
+    """`fields` and `claimed` are the model; `where` of a put is its number, so that the last one is known."""
+
+    grouped = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.books: Partitions[int] = Partitions()
+        self.fields: dict[str, dict[str, int]] = {}
+        self.claimed: dict[str, set[str]] = {"train": set()}
+        self.ever = 0
+        self.puts = 0
+        self.num_samples = 4
+        self.register()
+
+    def register(self) -> None:
+        self.books.register(
+            "p",
+            fields=FIELDS,
+            num_samples=self.num_samples,
+            consumer_tasks=list(self.claimed),
+            group_size=GROUP_SIZE if self.grouped else None,
+        )
+
+    @rule(num_samples=st.integers(1, 6), task=st.sampled_from(TASKS))
+    def register_again(self, num_samples: int, task: str) -> None:
+        self.num_samples = num_samples
+        self.claimed.setdefault(task, set())
+        self.register()
+
+    @rule(ids=some_ids, fields=some_fields)
+    def put(self, ids: list[str], fields: list[str]) -> None:
+        self.puts += 1
+        replaced = self.books.produce("p", ids, fields=fields, where=[self.puts] * len(ids))
+        expected = []
+        for sample_id in ids:
+            self.ever += sample_id not in self.fields
+            row = self.fields.setdefault(sample_id, {})
+            expected += [row[name] for name in fields if name in row]
+            row.update(dict.fromkeys(fields, self.puts))
+        assert sorted(replaced) == sorted(expected)
+
+    def ready(self, task: str, fields: list[str]) -> list[str]:
+        """What may be claimed, in the order of the rows; whole groups only, if they are grouped."""
+        free = [i for i, row in self.fields.items() if i not in self.claimed[task] and set(fields) <= set(row)]
+        if not self.grouped:
+            return free
+        return [i for i in free if sum(group_of(other) == group_of(i) for other in free) == GROUP_SIZE]
+
+    @rule(data=st.data(), fields=some_fields, units=st.integers(1, 3))
+    def claim(self, data: st.DataObject, fields: list[str], units: int) -> None:
+        task = data.draw(st.sampled_from(sorted(self.claimed)))
+        size = units * (GROUP_SIZE if self.grouped else 1)
+        ready = self.ready(task, fields)
+        assert self.books.ready("p", task, fields=fields) == len(ready)
+        claim = self.books.claim("p", task, fields=fields, batch_size=size)
+        if len(ready) < size:
+            assert claim is None
+            return
+        assert claim is not None
+        assert len(claim.sample_ids) == len(set(claim.sample_ids)) == size
+        assert set(claim.sample_ids) <= set(ready)
+        if not self.grouped:
+            assert claim.sample_ids == ready[:size]
+        else:
+            groups = [group_of(sample_id) for sample_id in claim.sample_ids]
+            assert all(groups.count(group) == GROUP_SIZE for group in groups)
+        self.claimed[task] |= set(claim.sample_ids)
+
+    @rule(ids=some_ids)
+    def clear(self, ids: list[str]) -> None:
+        self.check_cleared(ids, self.books.clear("p", ids))
+
+    @precondition(lambda self: self.puts > 3)
+    @rule()
+    def clear_everything(self) -> None:
+        self.check_cleared(list(self.fields), self.books.clear("p", None))
+        self.ever = 0
+
+    def check_cleared(self, ids: list[str], released: list[int]) -> None:
+        assert sorted(released) == sorted(put for i in ids for put in self.fields.pop(i, {}).values())
+        for claimed in self.claimed.values():
+            claimed.difference_update(ids)
+
+    @invariant()
+    def the_books_say_what_the_model_says(self) -> None:
+        assert self.books.rows_outstanding() == {"p": len(self.fields)}
+        for name in FIELDS:
+            having = [i for i, row in self.fields.items() if name in row]
+            places = self.books.locate("p", having, fields=[name])
+            assert places == {name: [self.fields[i][name] for i in having]}
+        for task, claimed in self.claimed.items():
+            assert self.books.consumed("p", [task]) == (claimed >= set(self.fields) and self.ever >= self.num_samples)
+
+    @invariant()
+    def what_is_not_there_is_a_key_error(self) -> None:
+        for sample_id in IDS:
+            for name in FIELDS:
+                if name not in self.fields.get(sample_id, {}):
+                    with pytest.raises(KeyError, match=sample_id):
+                        self.books.locate("p", [sample_id], fields=[name])
+
+
+class GroupedHistories(Histories):
+    grouped = True
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestGroupedHistories = GroupedHistories.TestCase
+TestGroupedHistories.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+
+
+def test_samples_without_a_group_in_their_name_are_groups_of_their_own() -> None:
+    assert [group_of(i) for i in ("7.0_g12", "val_3", "a_g1_gx", "_g1")] == ["7.0", "val_3", "a_g1_gx", "_g1"]
+
+
+def test_a_group_is_handed_out_once_even_with_more_members_than_its_size() -> None:
+    books: Partitions[int] = Partitions()
+    books.register("p", fields=["x"], num_samples=3, consumer_tasks=["t"], group_size=2)
+    books.produce("p", ["0.0_g0", "0.0_g1", "0.0_g2"], fields=["x"], where=[0, 0, 0])
+    claim = books.claim("p", "t", fields=["x"], batch_size=2)
+    assert claim is not None
+    assert claim.sample_ids == ["0.0_g0", "0.0_g1"]
+    assert books.claim("p", "t", fields=["x"], batch_size=2) is None

@@ -1,0 +1,63 @@
+"""The data plane on the real TransferQueue package, on a real Ray; without the package there is nothing to test."""
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+from client_contract import ClientContract, Connect
+
+from asyncrl.data_plane.transfer_queue import TransferQueueClient
+from asyncrl.errors import PlacementError
+
+pytest.importorskip("transfer_queue", reason="the extra transfer-queue is not installed")
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+NAMESPACE = "plane"
+STORAGE_UNITS = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(
+        address="local",
+        num_cpus=1 + STORAGE_UNITS,  # logical ones: TransferQueue's actors ask for one each
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        namespace=NAMESPACE,
+        object_store_memory=80 * 2**20,
+    )
+    yield
+    ray.shutdown()
+
+
+def connect_client() -> TransferQueueClient:
+    return TransferQueueClient(namespace=NAMESPACE, timeout_s=30.0, storage_units=STORAGE_UNITS, start_timeout_s=150.0)
+
+
+def test_without_room_for_its_actors_the_start_ends_with_the_numbers() -> None:
+    with pytest.raises(PlacementError, match=r"needs 5 logical CPUs \(a controller and 4 storage units\), 3 are free"):
+        TransferQueueClient(namespace=NAMESPACE, timeout_s=30.0, storage_units=4, start_timeout_s=0.0)
+
+
+@pytest.fixture(scope="module")
+def owner(cluster: None) -> Iterator[TransferQueueClient]:
+    """The client that starts TransferQueue; the others attach, and leave it running when they close."""
+    client = connect_client()
+    yield client
+    client.close()
+
+
+class TestTransferQueueClient(ClientContract):
+    @pytest.fixture
+    def connect(self, owner: TransferQueueClient) -> Iterator[Connect]:
+        clients: list[TransferQueueClient] = []
+
+        def connect() -> TransferQueueClient:
+            clients.append(connect_client())
+            return clients[-1]
+
+        yield connect
+        for client in clients:
+            client.close()
