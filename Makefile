@@ -13,9 +13,9 @@ train: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
-# In seconds: without real processes, and without the libraries that are oracles, which take longer to import than to ask.
+# In half a minute: without real processes, and without what trains or needs a library that takes long to import.
 unit: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --ignore=tests/integration --ignore-glob='*_oracle.py' \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --hypothesis-profile=quick \
 		-m "not integration and not slow" $(ARGS)
 
 check: $(STAMP)

@@ -38,9 +38,13 @@ def loss_of(
     counts: Mapping[str, torch.Tensor],
     temperature: float,
     packed: bool,
-    step: int,
+    step: int | None,
 ) -> MicroBatchOutcome:
-    """Loss, diagnostics and the loss's own metrics; `counts` are the step's `global_valid_seqs` and `…_toks`."""
+    """Loss, diagnostics and the loss's own metrics; `counts` are the step's `global_valid_seqs` and `…_toks`.
+
+    Without `step`, the version of the weights, no token counts as on-policy; without `generation_logprobs` there is
+    nothing to tell how far the data is from the policy.
+    """
     from_logprobs = loss_fn.input_type is LossInputType.LOGPROB
     lengths_B = data["input_lengths"] if packed else None
     if from_logprobs:
@@ -64,27 +68,32 @@ def loss_of(
     if from_logprobs:
         # The loss alone is differentiated first: its slopes by the log-probs are the kernel, and all that the
         # model's own backward pass needs.
-        leaf_BT = logprobs_BT.detach().requires_grad_()
-        loss, metrics = loss_fn(data=data, **counts, next_token_logprobs=leaf_BT)
-        slopes_BT = _slopes(loss, leaf_BT)
+        with torch.enable_grad():  # the slopes are wanted in evaluation too
+            leaf_BT = logprobs_BT.detach().requires_grad_()
+            loss, metrics = loss_fn(data=data, **counts, next_token_logprobs=leaf_BT)
+            slopes_BT = _slopes(loss, leaf_BT)
         differentiable = (logprobs_BT * slopes_BT).sum()
-        kernel = kernel_sums(
-            slopes_BT=slopes_BT,
-            advantages_BT=data["advantages"][:, 1:],
-            staleness_BT=data["staleness"][:, 1:],
-            log_rho_BT=data["prev_logprobs"][:, 1:] - data["generation_logprobs"][:, 1:],
-            mask_BT=mask_BT,
-        )
     else:
         loss, metrics = loss_fn(logits_BSV, data, **counts)
         differentiable = loss
-    sums = off_policy_sums(
-        proximal_BT=data["prev_logprobs"][:, 1:],
-        behaviour_BT=data["generation_logprobs"][:, 1:],
-        entropy_BT=entropy_BT,
-        mask_BT=mask_BT,
-        on_policy_BT=data["weight_versions"][:, 1:] == step,
-    )
+    sums = OffPolicySums()
+    if "generation_logprobs" in data:
+        proximal_BT, behaviour_BT = data["prev_logprobs"][:, 1:], data["generation_logprobs"][:, 1:]
+        if from_logprobs and "advantages" in data:
+            kernel = kernel_sums(
+                slopes_BT=slopes_BT,
+                advantages_BT=data["advantages"][:, 1:],
+                staleness_BT=data["staleness"][:, 1:],
+                log_rho_BT=proximal_BT - behaviour_BT,
+                mask_BT=mask_BT,
+            )
+        sums = off_policy_sums(
+            proximal_BT=proximal_BT,
+            behaviour_BT=behaviour_BT,
+            entropy_BT=entropy_BT,
+            mask_BT=mask_BT,
+            on_policy_BT=data["weight_versions"][:, 1:] == step if step is not None else torch.zeros_like(mask_BT),
+        )
     return MicroBatchOutcome(
         differentiable=differentiable,
         loss=float(loss.detach()),

@@ -1,4 +1,4 @@
-"""A step's account: what each rank planned and did, added up over ranks and updates. Pure; no model, no process group.
+"""A step's account: what each rank planned and did, added up over ranks and updates. No model, no process group.
 
 What must hold: sums are added before anything is divided, so that micro-batches, updates and ranks weigh by their
 tokens; a step without a trained token divides by nothing (F24).
@@ -7,6 +7,9 @@ tokens; a step without a trained token divides by nothing (F24).
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from asyncrl.algorithms.diagnostics import OffPolicySums, merge_metrics
 from asyncrl.algorithms.interfaces import MetricNormalization
@@ -33,15 +36,16 @@ class UpdateOutcome:
     finite: bool
     sums: OffPolicySums
     kernel: KernelSums
-    loss_metrics: Mapping[str, float]
+    micro_batch_metrics: tuple[Mapping[str, float], ...]
+    """The loss's own, of every micro-batch with a trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank did in a step. Every rank has an outcome for the same updates."""
+    """What one rank did in a step. Every rank has an outcome for the same updates, those with a trained token."""
 
     outcomes: tuple[UpdateOutcome, ...]
-    staleness: tuple[Mapping[int, int], ...]
+    staleness: tuple[Mapping[int, int], ...] = ()
 
 
 def global_plan(ranks: Sequence[UpdatePlan]) -> UpdatePlan:
@@ -73,7 +77,7 @@ def step_report(
         MetricNormalization.SEQUENCES: max(samples, 1),
         MetricNormalization.NONE: 1,
     }
-    loss_metrics = merge_metrics(outcome.loss_metrics for outcome in everywhere)
+    loss_metrics = merge_metrics(part for outcome in everywhere for part in outcome.micro_batch_metrics)
     return StepReport(
         skipped=bool(updates) and applied == 0,
         updates_applied=applied,
@@ -99,6 +103,26 @@ def step_report(
         },
         seconds=dict(seconds),
     )
+
+
+def train_result(ranks: Sequence[RankRecord]) -> dict[str, Any]:
+    """What `PolicyInterface.train` returns of the records of its ranks.
+
+    `loss`, `grad_norm` float32 [updates]; `all_mb_metrics`: by name a value for every micro-batch of all ranks, rank
+    after rank.
+    """
+    metrics: dict[str, list[float]] = defaultdict(list)
+    for rank in ranks:
+        for outcome in rank.outcomes:
+            for part in outcome.micro_batch_metrics:
+                for name, value in part.items():
+                    metrics[name].append(value)
+    updates = list(zip(*[rank.outcomes for rank in ranks], strict=True))
+    return {
+        "loss": torch.tensor([sum(outcome.loss for outcome in update) for update in updates]),
+        "grad_norm": torch.tensor([update[0].grad_norm for update in updates]),
+        "all_mb_metrics": dict(metrics),
+    }
 
 
 def _histogram(counts: Sequence[Mapping[int, int]]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ the same for any number of ranks and any micro-batch size, to float tolerance; e
 Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
 
+import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,30 +25,29 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
-from asyncrl.algorithms.diagnostics import OffPolicySums, merge_metrics
+from asyncrl.algorithms.diagnostics import OffPolicySums
 from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.algorithms.kernel import KernelSums
-from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
+from asyncrl.algorithms.loss import build_loss
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.accelerator import forget_accelerator, frozen, make_accelerator
-from asyncrl.policy.batching import (
-    count_trained,
-    empty_micro_batch,
-    micro_batches,
-    rank_batch,
-    staleness_counts,
-    token_batch,
-    trained_mask,
-)
+from asyncrl.policy.batching import empty_micro_batch, micro_batches, rank_batch, staleness_counts, token_batch
 from asyncrl.policy.interfaces import ParameterSpec, StepReport, TrainGroup
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import aligned, loss_of
 from asyncrl.policy.packed import ATTENTION
 from asyncrl.policy.schedule import learning_rate
 from asyncrl.policy.sharded import gather_weights, parameter_specs, save_hf
-from asyncrl.policy.step_report import RankRecord, UpdateOutcome, UpdatePlan, global_plan, step_report
+from asyncrl.policy.step_plan import (
+    PlannedUpdate,
+    calibrated_loss,
+    cut_updates,
+    needs_proximal,
+    needs_reference,
+    planned_updates,
+)
+from asyncrl.policy.step_report import RankRecord, UpdateOutcome, step_report
 
 
 class PolicyWorker:
@@ -90,9 +90,10 @@ class PolicyWorker:
             weight_decay=learner.optimizer.weight_decay,
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
-        self._reference = (
-            frozen(self._loaded(model_path), accelerator=self._accelerator) if _needs_reference(self._loss) else None
-        )
+        self._calls = 0  # of `train`, which the schedule counts
+        self._first_weights: torch.nn.Module | None = None
+        if needs_reference(self._loss):
+            self._reference()
 
     def _loaded(self, model_path: str) -> torch.nn.Module:
         return cast(
@@ -112,87 +113,115 @@ class PolicyWorker:
         """
         seconds: dict[str, float] = defaultdict(float)
         batches = [rank_batch(groups, step=step) for groups in updates]
-        parts = [micro_batches(batch, self._config.learner) for batch in batches]
-        local = [
-            UpdatePlan(tokens=tokens, samples=samples, micro_batches=len(part))
-            for (tokens, samples), part in zip(map(count_trained, batches), parts, strict=True)
-        ]
-        plans = [global_plan(ranks) for ranks in zip(*self._gather(local), strict=True)]
-        for part, plan in zip(parts, plans, strict=True):
-            part.extend(empty_micro_batch() for _ in range(plan.micro_batches - len(part)))
-        loss_fn = self._loss
+        cuts = [micro_batches(batch, self._config.learner) for batch in batches]
+        planned = planned_updates(cuts, gather=self._gather)
         with _timed(seconds, "log_probs"):
-            for micro_batch in (micro_batch for part in parts for micro_batch in part):
-                micro_batch["staleness"] = (step - micro_batch["weight_versions"]).float()
-                if self._reference is not None:
-                    micro_batch["reference_policy_logprobs"] = self._logprobs(self._reference, micro_batch)
-                if _needs_proximal(loss_fn, updates=len(updates)):
-                    micro_batch["prev_logprobs"] = self._logprobs(self._model, micro_batch)
-            if isinstance(loss_fn, ObjectiveLoss) and needs_calibration(loss_fn.objective):
-                tokens = _step_tokens([micro_batch for part in parts for micro_batch in part])
-                loss_fn = ObjectiveLoss(calibrated(loss_fn.objective, tokens=tokens, reduce=self._sum))
-        rate = learning_rate(self._config.learner.optimizer, step=step, total_steps=self._config.learner.total_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        outcomes = [
-            self._update(part, loss_fn=loss_fn, plan=plan, step=step, seconds=seconds)
-            for part, plan in zip(parts, plans, strict=True)
-            if plan.tokens > 0
-        ]
+            for part in (part for update in planned for part in update.parts):
+                part["staleness"] = (step - part["weight_versions"]).float()
+                if needs_reference(self._loss):
+                    part["reference_policy_logprobs"] = self._logprobs(self._reference(), part)
+                if needs_proximal(self._loss, updates=len(updates)):
+                    part["prev_logprobs"] = self._logprobs(self._model, part)
+            loss_fn = calibrated_loss(self._loss, planned, reduce=self._sum)
+        rate = self._set_learning_rate(step)
         record = RankRecord(
-            outcomes=tuple(outcomes),
+            outcomes=tuple(
+                self._update(update, loss_fn=loss_fn, step=step, seconds=seconds)
+                for update in planned
+                if update.plan.tokens > 0
+            ),
             staleness=tuple(staleness_counts(batch, step=step) for batch in batches),
         )
         return step_report(
             self._gather(record),
-            plans=plans,
+            plans=[update.plan for update in planned],
             normalizations=getattr(self._loss, "metric_normalizations", {}),
             learning_rate=rate,
             seconds=seconds,
         )
 
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        *,
+        rows_per_update: int,
+        micro_batch_size: int | None = None,
+        eval_mode: bool = False,
+    ) -> RankRecord:
+        """Trains on this rank's rows `data` with the columns that `loss_fn` reads, cut as `cut_updates` says.
+
+        The learning rate goes one step on. In eval mode nothing changes, and no gradient is made. The record is of this
+        rank alone, for `train_result`.
+        """
+        cuts = cut_updates(
+            data, self._config.learner, rows_per_update=rows_per_update, micro_batch_size=micro_batch_size
+        )
+        planned = planned_updates(cuts, gather=self._gather)
+        for part in (part for update in planned for part in update.parts):
+            part.setdefault("staleness", torch.zeros_like(part["token_mask"]))
+        if not eval_mode:
+            self._set_learning_rate(self._calls)
+            self._calls += 1
+        loss_fn = calibrated_loss(loss_fn, planned, reduce=self._sum)
+        return RankRecord(
+            outcomes=tuple(
+                self._update(update, loss_fn=loss_fn, step=None, seconds=defaultdict(float), train=not eval_mode)
+                for update in planned
+                if update.plan.tokens > 0
+            )
+        )
+
+    def _set_learning_rate(self, step: int) -> float:
+        rate = learning_rate(self._config.learner.optimizer, step=step, total_steps=self._config.learner.total_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
     def _update(
         self,
-        parts: list[BatchedDataDict],
+        update: PlannedUpdate,
         *,
         loss_fn: LossFunction,
-        plan: UpdatePlan,
-        step: int,
+        step: int | None,
         seconds: dict[str, float],
+        train: bool = True,
     ) -> UpdateOutcome:
-        """Forward, backward and, when every rank is finite, one optimizer step."""
-        loss_total, sums, kernel = 0.0, OffPolicySums(), KernelSums()
+        """Forward, and to train backward and, when every rank is finite, one optimizer step."""
+        loss_total, sums, kernel, grad_norm = 0.0, OffPolicySums(), KernelSums(), 0.0
         metrics: list[Mapping[str, float]] = []
         counts = {
-            "global_valid_seqs": torch.tensor(plan.samples, device=self._device),
-            "global_valid_toks": torch.tensor(plan.tokens, device=self._device),
+            "global_valid_seqs": torch.tensor(update.plan.samples, device=self._device),
+            "global_valid_toks": torch.tensor(update.plan.tokens, device=self._device),
         }
         with _timed(seconds, "forward_backward"):
             self._optimizer.zero_grad()
-            for part in parts:
-                data = part.to(self._device)
-                outcome = loss_of(
-                    data,
-                    model=self._model,
-                    loss_fn=loss_fn,
-                    counts=counts,
-                    temperature=self._config.generator.temperature,
-                    packed=self._packed,
-                    step=step,
-                )
-                # FSDP averages gradients over the ranks; the loss is already a part of the global sum
-                self._accelerator.backward(outcome.differentiable * self.world_size)
+            for part in update.parts:
+                with torch.set_grad_enabled(train):
+                    outcome = loss_of(
+                        part.to(self._device),
+                        model=self._model,
+                        loss_fn=loss_fn,
+                        counts=counts,
+                        temperature=self._config.generator.temperature,
+                        packed=self._packed,
+                        step=step,
+                    )
+                if train:
+                    # FSDP averages gradients over the ranks; the loss is already a part of the global sum
+                    self._accelerator.backward(outcome.differentiable * self.world_size)
                 loss_total += outcome.loss
                 sums += outcome.sums
                 kernel += outcome.kernel
                 metrics.append(outcome.metrics)
         with _timed(seconds, "optimizer"):
-            norm = self._accelerator.clip_grad_norm_(
-                self._model.parameters(), self._config.learner.optimizer.max_grad_norm
-            )
-            grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            if train:
+                norm = self._accelerator.clip_grad_norm_(
+                    self._model.parameters(), self._config.learner.optimizer.max_grad_norm
+                )
+                grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
             finite = all(self._gather(bool(np.isfinite([loss_total, grad_norm]).all())))
-            if finite:
+            if train and finite:
                 self._optimizer.step()
             self._optimizer.zero_grad()
         return UpdateOutcome(
@@ -201,8 +230,55 @@ class PolicyWorker:
             finite=finite,
             sums=sums,
             kernel=kernel,
-            loss_metrics=merge_metrics(metrics),
+            micro_batch_metrics=tuple(part for part in metrics if part),
         )
+
+    # -- scoring and weights -------------------------------------------------------------------------------------
+
+    def get_logprobs(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """`logprobs` float32 [B, S] of this rank's rows at the sampler's temperature; 0 at the first token and beyond a
+        row's length. Reads `input_ids`, `input_lengths`."""
+        return BatchedDataDict(logprobs=self._scored(data, model=self._model, micro_batch_size=micro_batch_size))
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, *, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`reference_logprobs` [B, S]: the same under the first weights. The live ones are not touched."""
+        scored_BS = self._scored(data, model=self._reference(), micro_batch_size=micro_batch_size)
+        return BatchedDataDict(reference_logprobs=scored_BS)
+
+    def probe(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        """Temperature-1 log-probs (nats) of tokens[1:] given their prefixes; all ranks pass the same sequences."""
+        scored_BS = self._scored(token_batch(sequences), model=self._model, temperature=1.0).numpy()
+        return [row[1 : len(tokens)] for row, tokens in zip(scored_BS, sequences, strict=True)]
+
+    def _reference(self) -> torch.nn.Module:
+        """The first weights, sharded like the live ones; loaded when they are first asked for."""
+        if self._first_weights is None:
+            self._first_weights = frozen(self._loaded(self._model_path), accelerator=self._accelerator)
+        return self._first_weights
+
+    def _scored(
+        self,
+        data: BatchedDataDict,
+        *,
+        model: torch.nn.Module,
+        temperature: float | None = None,
+        micro_batch_size: int | None = None,
+    ) -> torch.Tensor:
+        """[B, S] on the CPU, in the order of the rows; each rank passes its own, perhaps none."""
+        rows = copy.copy(data)
+        rows["row"] = torch.arange(data.size)
+        cuts = cut_updates(rows, self._config.learner, rows_per_update=data.size, micro_batch_size=micro_batch_size)
+        parts = [part for update in cuts for part in update]
+        passes = max(self._gather(len(parts)))
+        scored_BS = torch.zeros(data["input_ids"].shape if data else (0, 0))
+        for part in [*parts, *(empty_micro_batch() for _ in range(passes - len(parts)))]:
+            part_BS = self._logprobs(model, part, temperature=temperature).cpu()
+            if "row" in part:
+                inside_BS = torch.arange(part_BS.shape[1]) < part["input_lengths"].cpu().unsqueeze(1)
+                scored_BS[part["row"], : part_BS.shape[1]] = part_BS * inside_BS
+        return scored_BS
 
     @torch.no_grad()
     def _logprobs(
@@ -217,27 +293,6 @@ class PolicyWorker:
             packed_lengths_B=batch["input_lengths"] if self._packed else None,
         )
         return aligned(logprobs_BT)
-
-    # -- scoring and weights -------------------------------------------------------------------------------------
-
-    def probe(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Temperature-1 log-probs (nats) of tokens[1:] given their prefixes; all ranks pass the same sequences."""
-        return [row[1:] for row in self._score(sequences, temperature=1.0)]
-
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Log-probs at the sampler's temperature, entry i of token i, entry 0 is 0; each rank passes its own."""
-        return self._score(sequences, temperature=self._config.generator.temperature)
-
-    def _score(self, sequences: Sequence[Sequence[int]], *, temperature: float) -> list[npt.NDArray[np.float32]]:
-        size = self._config.learner.micro_batch_size
-        parts = [token_batch(sequences[start : start + size]) for start in range(0, len(sequences), size)]
-        passes = max(self._gather(len(parts)))
-        parts.extend(empty_micro_batch() for _ in range(passes - len(parts)))
-        rows: list[npt.NDArray[np.float32]] = []
-        for part in parts:
-            logprobs_BS = self._logprobs(self._model, part, temperature=temperature).cpu().numpy()
-            rows.extend(row[:length] for row, length in zip(logprobs_BS, part["input_lengths"].tolist(), strict=True))
-        return rows[: len(sequences)]
 
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:
         """Every parameter, in the order of `gather_weights` and in the engine's precision. No collective."""
@@ -278,36 +333,6 @@ class PolicyWorker:
     def close(self) -> None:
         """Leaves the process group; another worker may then live in this process. Idempotent."""
         forget_accelerator()
-
-
-def _needs_reference(loss_fn: LossFunction) -> bool:
-    return isinstance(loss_fn, ObjectiveLoss) and "reference" in loss_fn.objective.sources()
-
-
-def _needs_proximal(loss_fn: LossFunction, *, updates: int) -> bool:
-    """Whether the weights at the step's start must be asked before they change, in a forward pass of its own."""
-    if isinstance(loss_fn, ObjectiveLoss):
-        if needs_calibration(loss_fn.objective):
-            return True
-        if loss_fn.objective.proximal == "interpolated":
-            return False
-    return updates > 1
-
-
-def _step_tokens(parts: Sequence[BatchedDataDict]) -> StepTokens:
-    """This rank's trained tokens of the whole step, flat."""
-    columns = {
-        "proximal": "prev_logprobs",
-        "behaviour": "generation_logprobs",
-        "reference": "reference_policy_logprobs",
-        "advantages": "advantages",
-    }
-    flat = {
-        name: torch.cat([part[column].cpu()[trained_mask(part)] for part in parts])
-        for name, column in columns.items()
-        if column in parts[0]
-    }
-    return StepTokens(advantages=flat.pop("advantages"), sources=flat)
 
 
 @contextmanager

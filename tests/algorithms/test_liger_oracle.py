@@ -20,6 +20,8 @@ from asyncrl.algorithms.objective import Aggregation, Clipped
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (6, 4, 5, 3, 6, 2)
 ADVANTAGES = (1.5, 0.7, -1.2, -0.4, 0.9, -0.8)
 HIDDEN, VOCABULARY, CONSTANT = 8, 13, 9

@@ -14,6 +14,8 @@ from asyncrl.algorithms.objective import Aggregation, Objective, Reinforce
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (5, 3, 6, 1)
 PROMPT = 2
 PER_TOKEN = ("logprobs", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages", "staleness")

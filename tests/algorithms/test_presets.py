@@ -27,6 +27,7 @@ from asyncrl.config.schema import AlgorithmSection
 from asyncrl.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_presets_import_without_torch() -> None:
     code = "import sys, asyncrl.algorithms.presets; sys.exit(bool({'torch', 'ray', 'vllm'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

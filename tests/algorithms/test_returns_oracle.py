@@ -7,6 +7,8 @@ from torchrl.objectives.value.functional import generalized_advantage_estimate, 
 
 from asyncrl.algorithms.returns import TokenAdvantages
 
+pytestmark = pytest.mark.slow
+
 
 def compacted(column_BS: torch.Tensor, mask_BS: torch.Tensor, row: int) -> torch.Tensor:
     """The row's trained tokens alone, as torchrl wants them: [T, 1]."""

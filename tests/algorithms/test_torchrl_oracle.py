@@ -16,6 +16,8 @@ from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
+pytestmark = pytest.mark.slow
+
 TOKENS, VOCABULARY = 24, 5
 
 

@@ -80,9 +80,7 @@ class BufferHistories(RuleBasedStateMachine):
 
 
 BufferHistories.TestCase.settings = settings(
-    max_examples=50,
     stateful_step_count=10,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],  # explaining costs minutes here
     report_multiple_bugs=False,

@@ -13,6 +13,8 @@ from asyncrl.buffer.records import Version
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Room, admissible
 
+pytestmark = pytest.mark.slow
+
 POOLS = 2000
 BROKEN_POOLS = 16
 
@@ -28,7 +30,6 @@ def dead(*, buffer_class: type[ReplayBuffer] = ReplayBuffer, **fixed: float) -> 
     return sum(simulate(seed, buffer_class=buffer_class, **fixed)[1].end != "finished" for seed in range(BROKEN_POOLS))
 
 
-@pytest.mark.slow
 def test_random_pools_finish_within_the_bound_and_discard_nothing() -> None:
     stalest: dict[int, int] = {}
     for seed in range(POOLS):

@@ -1,7 +1,7 @@
 """The containers: whatever goes in and is discarded, what comes out is in order, and nothing is left behind."""
 
 from buffer_scenes import Scene
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.buffer.records import Ticket, Version
@@ -25,7 +25,6 @@ def ready(group: int, deadline: int) -> Slot:
 
 
 @given(deadlines=st.dictionaries(st.integers(0, 40), st.integers(0, 3), max_size=25), lost=st.sets(st.integers(0, 40)))
-@settings(max_examples=80, deadline=None)
 def test_ready_groups_come_by_deadline_then_prompt_order_also_after_losses(
     deadlines: dict[int, int], lost: set[int]
 ) -> None:
@@ -41,7 +40,6 @@ def test_ready_groups_come_by_deadline_then_prompt_order_also_after_losses(
 
 
 @given(st.lists(st.integers(0, 40), unique=True), st.integers(0, 10))
-@settings(max_examples=60, deadline=None)
 def test_waiting_prompts_come_in_prompt_order(groups: list[int], popped_early: int) -> None:
     front = Front()
     early = groups[:popped_early]

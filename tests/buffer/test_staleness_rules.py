@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 from buffer_scenes import limits
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.buffer.records import Refusal
@@ -31,7 +31,6 @@ def test_the_examples_in_the_docstrings_hold(module: str) -> None:
     capacity_groups=st.integers(4, 30),
     free_bytes=st.integers(0, 2000),
 )
-@settings(max_examples=80, deadline=None)
 def test_the_room_is_the_largest_number_that_breaks_no_rule(
     eta: int, per_step: int, slots: int, learner_step: int, lag: int, capacity_groups: int, free_bytes: int
 ) -> None:
@@ -70,7 +69,6 @@ def test_a_tie_names_the_end_of_the_run_then_staleness_then_capacity() -> None:
 
 
 @given(ready=DEADLINES, count=st.integers(0, 12))
-@settings(max_examples=60, deadline=None)
 def test_a_lease_takes_the_earliest_deadlines(ready: dict[int, int], count: int) -> None:
     in_order = sorted(deadline for deadline, groups in ready.items() for _ in range(groups))
     taken = earliest(ready, count)
@@ -79,7 +77,6 @@ def test_a_lease_takes_the_earliest_deadlines(ready: dict[int, int], count: int)
 
 
 @given(remaining=DEADLINES, per_step=st.integers(1, 3))
-@settings(max_examples=80, deadline=None)
 def test_rule_2_is_checked_at_every_deadline_and_names_the_first_that_fails(
     remaining: dict[int, int], per_step: int
 ) -> None:

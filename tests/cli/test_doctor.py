@@ -80,6 +80,7 @@ def test_a_probe_that_crashes_without_a_word_reports_its_status() -> None:
     assert doctor.run_probe("import os; os._exit(3)", timeout_s=60).last_line == "exit status 3"
 
 
+@pytest.mark.slow
 def test_a_probe_that_hangs_is_ended_at_its_deadline() -> None:
     probe = doctor.run_probe("import threading; threading.Event().wait()", timeout_s=0.5)
     assert not probe.succeeded

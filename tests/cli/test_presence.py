@@ -13,6 +13,8 @@ from asyncrl.cli.presence import check_presence
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 

@@ -78,6 +78,7 @@ def test_every_name_of_the_package_can_be_imported_from_it() -> None:
         asyncrl.data.Batch  # noqa: B018
 
 
+@pytest.mark.slow
 def test_the_package_and_its_pure_modules_come_without_torch() -> None:
     script = (
         "import sys, asyncrl.data, asyncrl.data.packing, asyncrl.data.prompts, asyncrl.data.sharding\n"

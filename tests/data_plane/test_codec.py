@@ -66,6 +66,7 @@ def test_arrays_come_back_as_tensors_of_the_same_type(dtype: str) -> None:
     assert np.array_equal(batch["row"].numpy(), array[:, 0])
 
 
+@pytest.mark.slow
 def test_nested_tensors_are_taken_as_they_are() -> None:
     rows = [torch.arange(3), torch.arange(0), torch.arange(5)]
     batch = decode(places(encode({"x": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}), [2, 1, 0]))

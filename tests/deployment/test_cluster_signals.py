@@ -14,6 +14,8 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.deployment import cluster
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def ray_takes_sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

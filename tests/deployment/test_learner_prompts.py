@@ -18,6 +18,8 @@ from asyncrl.errors import DatasetError
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.tiny_model import build_tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 class HangingPolicy:
     async def start(self) -> None:

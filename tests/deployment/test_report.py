@@ -19,6 +19,8 @@ from asyncrl.errors import RunError
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, build_summary, state_shares
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 
+pytestmark = pytest.mark.slow
+
 MakeStep = Callable[..., StepRecord]
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"

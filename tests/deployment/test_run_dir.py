@@ -21,6 +21,8 @@ from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import ConfigError, RunLocked
 from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, read_lines
 
+pytestmark = pytest.mark.slow
+
 MakeStep = Callable[..., StepRecord]
 
 

@@ -9,6 +9,8 @@ from asyncrl.data.prompts import Task
 from asyncrl.environments.interfaces import build_environment, build_reward, build_tasks
 from asyncrl.errors import ConfigError, DatasetError
 
+pytestmark = pytest.mark.slow
+
 SPELLING = {"task": "spell_backward", "size": 50, "task_options": {"min_word_len": 3, "max_word_len": 4}}
 
 

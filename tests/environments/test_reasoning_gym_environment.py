@@ -10,6 +10,8 @@ from asyncrl.environments.reasoning_gym import ReasoningGym
 from asyncrl.environments.reasoning_gym_tasks import task_names
 from asyncrl.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 def spelling(*, exact: bool = True) -> ReasoningGym:
     return ReasoningGym("spell_backward", size=20, task_options={"min_word_len": 4, "max_word_len": 4}, exact=exact)
@@ -89,7 +91,6 @@ def test_f28_a_size_of_nothing_is_refused() -> None:
         ReasoningGym("spell_backward", size=0)
 
 
-@pytest.mark.slow
 def test_a_task_whose_metadata_json_cannot_carry_is_refused_before_its_rewards_are_all_wrong() -> None:
     with pytest.raises(ConfigError, match="arc_agi keeps metadata that JSON cannot carry"):
         ReasoningGym("arc_agi", size=1).tasks(0)

@@ -6,6 +6,8 @@ from asyncrl.data.prompts import Task
 from asyncrl.environments.math import Math
 from asyncrl.environments.verifiers import exact_match, math_verify
 
+pytestmark = pytest.mark.slow
+
 
 def task(answer: str) -> Task:
     return Task(question="q", prompt="q", answer=answer)

@@ -14,6 +14,8 @@ from torch.distributed import FileStore
 from asyncrl.algorithms.interfaces import LossInputType, LossType
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.policy.batching import rank_batch, token_batch
 from asyncrl.policy.interfaces import TrainGroup, deal_groups
 from asyncrl.policy.worker import PolicyWorker
 
@@ -75,6 +77,31 @@ LOSSES: dict[str, Any] = {
 }
 
 
+CUTS: dict[str, dict[str, Any]] = {
+    "padded 1": {"micro_batch_size": 1},
+    "padded 4": {"micro_batch_size": 4},
+    "padded all": {},
+    "dynamic": {"batching": "dynamic", "micro_batch_tokens": 32},
+    "packed": {"batching": "packed", "micro_batch_tokens": 32},
+}
+"""Ways to cut a rank's rows into micro-batches."""
+UPDATE_ROWS = 4
+
+
+def shard_of(data: BatchedDataDict, *, rank: int, world_size: int, learner: dict[str, Any]) -> BatchedDataDict:
+    """A rank's rows as a driver cuts them: updates of `UPDATE_ROWS` over all ranks."""
+    lengths = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
+    tokens = {"max_tokens_per_microbatch": learner.get("micro_batch_tokens")}
+    options: dict[str, Any] = {}
+    if learner.get("batching") == "dynamic":
+        options = {"dynamic_batching_args": {**tokens, **lengths, "sequence_length_round": 4}}
+    elif learner.get("batching") == "packed":
+        packing = {"algorithm": "first_fit_decreasing", "sequence_length_pad_multiple": 2}
+        options = {"sequence_packing_args": {**tokens, **lengths, **packing}}
+    shards = data.shard_by_batch_size(world_size, UPDATE_ROWS, **options)
+    return (shards[0] if options else shards)[rank]
+
+
 def run_rank(rank: int, world_size: int, folder: Path) -> None:
     results: dict[str, Any] = {}
 
@@ -88,6 +115,10 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
             store=store,
         )
 
+    results["interface"] = _interface_scenarios(worker, rank=rank, world_size=world_size)
+    if world_size > 2:
+        (folder / f"results-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))
+        return
     for name, (learner, groups) in TRAINING.items():
         policy = worker(name, **learner)
         share = deal_groups(groups(), ranks=world_size, updates=learner.get("updates_per_step", 1))[rank]
@@ -100,6 +131,43 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
     (folder / f"results-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))
 
 
+def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str, Any]:
+    """`train`, `get_logprobs` and `get_reference_policy_logprobs` on rows, cut in every way."""
+    loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
+    data = rank_batch(make_groups(), step=STEP)
+    data["index"] = torch.arange(data.size)
+    found: dict[str, Any] = {}
+    for name, learner in CUTS.items():
+        policy = worker(f"interface {name}", **learner)
+        shard = shard_of(data, rank=rank, world_size=world_size, learner=learner)
+        before = policy.get_logprobs(shard)["logprobs"]
+        shard["prev_logprobs"] = before
+        untouched = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
+        evaluated = policy.train(shard, loss, rows_per_update=UPDATE_ROWS // world_size, eval_mode=True)
+        kept = all(np.array_equal(tensor.numpy(), untouched[key]) for key, tensor in policy.gather_weights())
+        trained = policy.train(shard, loss, rows_per_update=UPDATE_ROWS // world_size)
+        found[name] = {
+            "index": shard["index"].numpy(),
+            "before": before.numpy(),
+            "evaluated": evaluated,
+            "kept": kept,
+            "trained": trained,
+            "reference": policy.get_reference_policy_logprobs(shard)["reference_logprobs"].numpy(),
+            "after": policy.get_logprobs(shard)["logprobs"].numpy(),
+            "weights": {key: tensor.numpy() for key, tensor in policy.gather_weights()},
+        }
+        policy.close()
+    policy = worker("interface uneven", micro_batch_size=1)
+    few = data.slice(0, 5)
+    shard = few.shard_by_batch_size(world_size, allow_uneven_shards=True)[rank]
+    found["uneven"] = {
+        "trained": policy.train(shard, loss, rows_per_update=5),
+        "weights": {key: tensor.numpy() for key, tensor in policy.gather_weights()},
+    }
+    policy.close()
+    return found
+
+
 def _weights_scenario(policy: PolicyWorker, saved: Path, *, rank: int) -> dict[str, Any]:
     before = dict(policy.gather_weights())
     kept = {name: tensor.clone() for name, tensor in before.items()}
@@ -107,7 +175,7 @@ def _weights_scenario(policy: PolicyWorker, saved: Path, *, rank: int) -> dict[s
         "specs": policy.weights_metadata(),
         "probe": policy.probe(PROBE),
         # rank 0 scores two sequences, rank 1 none: the ranks still run the same collectives
-        "logprobs": policy.logprobs(PROBE[:2] if rank == 0 else []),
+        "logprobs": policy.get_logprobs(token_batch(PROBE[:2] if rank == 0 else []))["logprobs"].numpy(),
         "gathered": {name: tensor.numpy() for name, tensor in kept.items()},
         "after_probe": all(torch.equal(tensor, kept[name]) for name, tensor in policy.gather_weights()),
         "types": {type(parameter).__name__ for parameter in policy._model.parameters()},

@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_scenarios import PROBE, run_rank
+from rank_scenarios import CUTS, PROBE, run_rank
 from tiny_groups import TEMPERATURE, make_groups, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.policy.step_report import train_result
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs every scenario on one rank and on two, at the same time."""
+    """Runs every scenario on one rank and on two, those of the interface on four as well, at the same time."""
     folder = tmp_path_factory.mktemp("ranks")
     make_model(folder / "model")
     # one process pays for the imports, the ranks are forked from it
@@ -27,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.multiprocessing.start_processes(
             _start, args=(world_size, folder), nprocs=world_size, join=False, start_method="forkserver"
         )
-        for world_size in (1, 2)
+        for world_size in (1, 2, 4)
     ]
     for context in contexts:
         while not context.join():
@@ -44,7 +46,8 @@ def results(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
     """By (world size, rank)."""
     return {
         (world, rank): pickle.loads((folder / f"results-{world}-{rank}.pkl").read_bytes())
-        for world, rank in ((1, 0), (2, 0), (2, 1))
+        for world in (1, 2, 4)
+        for rank in range(world)
     }
 
 
@@ -150,6 +153,63 @@ def test_two_updates_move_the_weights_twice_and_keep_the_step_s_proximal_policy(
     )
 
 
+def whole(results: Any, world_size: int, cut: str, column: str) -> np.ndarray:
+    """A column of all ranks' rows in the caller's order; rows are as wide as the batch."""
+    ranks = [results[world_size, rank]["interface"][cut] for rank in range(world_size)]
+    index = np.concatenate([found["index"] for found in ranks])
+    assert sorted(index.tolist()) == list(range(len(index)))
+    values: np.ndarray = np.concatenate([found[column] for found in ranks])
+    return values[index.argsort()]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_rows_give_the_same_log_probs_loss_and_weights_however_they_are_cut(
+    results: Any, world_size: int, cut: str
+) -> None:
+    ranks = [results[world_size, rank]["interface"][cut] for rank in range(world_size)]
+    first = results[1, 0]["interface"]["padded all"]
+    for column in ("before", "after", "reference"):
+        np.testing.assert_allclose(
+            whole(results, world_size, cut, column), whole(results, 1, "padded all", column), rtol=1e-5, atol=2e-6
+        )
+    np.testing.assert_array_equal(
+        whole(results, world_size, cut, "before"), whole(results, world_size, cut, "reference")
+    )
+    assert np.abs(whole(results, 1, "padded all", "after") - whole(results, 1, "padded all", "before")).max() > 1e-3
+    trained = train_result([found["trained"] for found in ranks])
+    wanted = train_result([first["trained"]])
+    assert len(trained["loss"]) == 3
+    torch.testing.assert_close(trained["loss"], wanted["loss"], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(trained["grad_norm"], wanted["grad_norm"], rtol=1e-5, atol=0.0)
+    for name, values in wanted["all_mb_metrics"].items():
+        assert sum(trained["all_mb_metrics"][name]) == pytest.approx(sum(values)), name
+    for found in ranks:
+        for name, weight in first["weights"].items():
+            np.testing.assert_allclose(found["weights"][name], weight, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_evaluation_gives_the_loss_and_changes_nothing(results: Any, world_size: int, cut: str) -> None:
+    ranks = [results[world_size, rank]["interface"][cut] for rank in range(world_size)]
+    assert all(found["kept"] for found in ranks)
+    evaluated, trained = (train_result([found[name] for found in ranks]) for name in ("evaluated", "trained"))
+    assert not evaluated["grad_norm"].any()
+    assert evaluated["loss"][0] == pytest.approx(trained["loss"][0].item(), rel=1e-6)
+    assert evaluated["loss"][1] != trained["loss"][1], "the second update of training saw other weights"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_with_few_rows_or_none_keeps_step(results: Any, world_size: int) -> None:
+    ranks = [results[world_size, rank]["interface"]["uneven"] for rank in range(world_size)]
+    first = results[1, 0]["interface"]["uneven"]
+    trained, wanted = train_result([found["trained"] for found in ranks]), train_result([first["trained"]])
+    torch.testing.assert_close(trained["loss"], wanted["loss"], rtol=1e-5, atol=1e-7)
+    for name, weight in first["weights"].items():
+        np.testing.assert_allclose(ranks[-1]["weights"][name], weight, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("key", [(1, 0), (2, 0), (2, 1)])
 def test_f21_all_ranks_skip_the_update_when_one_rank_is_not_finite(results: Any, key: Any) -> None:
     outcome, original = results[key]["nonfinite"], results[key]["weights"]["gathered"]
@@ -207,7 +267,8 @@ def test_probe_is_at_temperature_1_and_logprobs_at_the_sampler_s(results: Any, f
     own = PROBE[:2] if key[1] == 0 else []
     for tokens, scored in zip(own, found["logprobs"], strict=True):
         assert scored[0] == 0.0
-        np.testing.assert_allclose(scored[1:], expected(tokens, TEMPERATURE), atol=2e-6)
+        np.testing.assert_allclose(scored[1 : len(tokens)], expected(tokens, TEMPERATURE), atol=2e-6)
+        assert not scored[len(tokens) :].any()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

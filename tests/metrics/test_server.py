@@ -14,6 +14,8 @@ from asyncrl.metrics import server as server_module
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 20.0
 
 

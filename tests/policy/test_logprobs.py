@@ -15,6 +15,8 @@ from transformers import (
 from asyncrl.errors import ConfigError
 from asyncrl.policy.logprobs import chunked_logprobs, model_logprobs
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 200
 SMALL = 64 * 12  # one chunk of the smallest width for twelve tokens: the last of four chunks is narrower
 

@@ -8,6 +8,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.packed import ATTENTION, PackedRows, packed_attention
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (5, 1, 9, 2, 6)
 SHAPE = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,

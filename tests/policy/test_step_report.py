@@ -12,7 +12,7 @@ from asyncrl.config.schema import OptimizerSection
 from asyncrl.policy import interfaces, schedule
 from asyncrl.policy.interfaces import StepReport
 from asyncrl.policy.schedule import learning_rate
-from asyncrl.policy.step_report import RankRecord, UpdateOutcome, UpdatePlan, global_plan, step_report
+from asyncrl.policy.step_report import RankRecord, UpdateOutcome, UpdatePlan, global_plan, step_report, train_result
 
 
 @pytest.mark.parametrize("module", [advantages, presets, interfaces, schedule])
@@ -30,7 +30,7 @@ def outcome(*, loss: float = 0.0, grad_norm: float = 1.0, finite: bool = True, t
         finite=finite,
         sums=sums,
         kernel=KernelSums({"silent_ratio": (1.0, 4.0)}),
-        loss_metrics={"share": 3.0, "per_sample": 4.0, "own": 5.0},
+        micro_batch_metrics=({"share": 2.0, "per_sample": 4.0, "own": 5.0}, {"share": 1.0}),
     )
 
 
@@ -56,6 +56,16 @@ def test_losses_add_over_ranks_and_average_over_updates() -> None:
     assert found.loss_metrics == {"share": 1.2, "per_sample": 3.2, "own": 20.0}
     assert found.token_staleness == (4, 0, 0, 3)
     assert found.diagnostics == {"silent_ratio": 0.25}
+
+
+def test_a_result_has_losses_of_all_ranks_by_update_and_every_micro_batchs_metrics() -> None:
+    ranks = [
+        RankRecord(outcomes=(outcome(loss=1.0), outcome(loss=2.0, grad_norm=3.0))),
+        RankRecord(outcomes=(outcome(loss=4.0), outcome(loss=1.0, grad_norm=3.0))),
+    ]
+    found = train_result(ranks)
+    assert (found["loss"].tolist(), found["grad_norm"].tolist()) == ([5.0, 3.0], [1.0, 3.0])
+    assert found["all_mb_metrics"] == {"share": [2.0, 1.0] * 4, "per_sample": [4.0] * 4, "own": [5.0] * 4}
 
 
 def test_means_weigh_ranks_by_their_tokens() -> None:

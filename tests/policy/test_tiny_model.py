@@ -22,6 +22,8 @@ from asyncrl.policy.tiny_model import (
     greedy_accuracy,
 )
 
+pytestmark = pytest.mark.slow
+
 TASKS = [Task(question=word, prompt=f"{word}>", answer=word[::-1]) for word in ("abc", "ab", "cab", "abba", "c")]
 TOKENIZER = build_tokenizer(max_length=16)
 
@@ -117,7 +119,6 @@ def test_building_leaves_the_processs_random_numbers_and_threads_alone(tmp_path:
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.slow
 def test_warm_up_ends_at_its_accuracy_and_says_so(tmp_path: Path) -> None:
     lines: list[str] = []
     section = small(warmup_steps=400, warmup_batch_size=16, warmup_learning_rate=1e-2, warmup_accuracy=0.5)
@@ -127,7 +128,6 @@ def test_warm_up_ends_at_its_accuracy_and_says_so(tmp_path: Path) -> None:
     assert any("held-out accuracy" in line for line in lines)
 
 
-@pytest.mark.slow
 def test_a_share_of_the_examples_is_shown_the_wrong_way_and_the_model_imitates_the_larger_part(
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,105 @@
+"""What a step is going to do: its updates' micro-batches on this rank, and what its objective must know beforehand.
+
+What must hold: every rank runs equally many micro-batches in every update, because their collectives line up.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
+from asyncrl.algorithms.interfaces import LossFunction
+from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.config.schema import LearnerSection
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.policy.batching import count_trained, empty_micro_batch, micro_batches, trained_mask
+from asyncrl.policy.step_report import UpdatePlan, global_plan
+
+
+class PlannedUpdate(NamedTuple):
+    """One optimizer update: what all ranks train together, and this rank's micro-batches."""
+
+    plan: UpdatePlan
+    parts: list[BatchedDataDict]
+
+
+def cut_updates(
+    data: BatchedDataDict, learner: LearnerSection, *, rows_per_update: int, micro_batch_size: int | None = None
+) -> list[list[BatchedDataDict]]:
+    """Micro-batches of every update of `data`, a rank's rows.
+
+    Updates and micro-batches are what the driver cut; otherwise an update is `rows_per_update` rows, and `learner` says
+    how they share passes, `micro_batch_size` at a time when it is given.
+    """
+    if data.micro_batch_indices is None:
+        if micro_batch_size is not None:
+            learner = learner.model_copy(update={"batching": "padded", "micro_batch_size": micro_batch_size})
+        starts = range(0, data.size, max(rows_per_update, 1))
+        return [micro_batches(data.slice(start, start + rows_per_update), learner) for start in starts]
+    batches = [data.get_batch(i) for i in range(len(data.micro_batch_indices))]
+    if learner.batching == "packed":
+        return [[*batch.make_microbatch_iterator_for_packable_sequences()] for batch in batches]
+    return [[*batch.make_microbatch_iterator_with_dynamic_shapes()] for batch in batches]
+
+
+def planned_updates(
+    cuts: Sequence[list[BatchedDataDict]], *, gather: Callable[[Any], list[Any]]
+) -> list[PlannedUpdate]:
+    """The updates of all ranks; a rank that has fewer micro-batches, or none, runs empty ones. A collective."""
+    own = []
+    for parts in cuts:
+        counts = [count_trained(part) for part in parts]
+        own.append(
+            UpdatePlan(
+                tokens=sum(tokens for tokens, _ in counts),
+                samples=sum(samples for _, samples in counts),
+                micro_batches=len(parts),
+            )
+        )
+    ranks: list[list[UpdatePlan]] = gather(own)
+    updates = []
+    for i in range(max(map(len, ranks))):
+        plan = global_plan([rank[i] for rank in ranks if i < len(rank)])
+        parts = cuts[i] if i < len(cuts) else []
+        updates.append(
+            PlannedUpdate(plan, [*parts, *(empty_micro_batch() for _ in range(plan.micro_batches - len(parts)))])
+        )
+    return updates
+
+
+def needs_reference(loss_fn: LossFunction) -> bool:
+    """Whether the loss reads `reference_policy_logprobs`, as far as it can be known."""
+    return isinstance(loss_fn, ObjectiveLoss) and "reference" in loss_fn.objective.sources()
+
+
+def needs_proximal(loss_fn: LossFunction, *, updates: int) -> bool:
+    """Whether the weights at the step's start must be asked before they change, in a forward pass of its own."""
+    if isinstance(loss_fn, ObjectiveLoss):
+        if needs_calibration(loss_fn.objective):
+            return True
+        if loss_fn.objective.proximal == "interpolated":
+            return False
+    return updates > 1
+
+
+def calibrated_loss(
+    loss_fn: LossFunction, updates: Sequence[PlannedUpdate], *, reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> LossFunction:
+    """The loss with the bounds that it takes from the whole step's tokens, if it takes any. A collective then."""
+    if not (isinstance(loss_fn, ObjectiveLoss) and needs_calibration(loss_fn.objective)):
+        return loss_fn
+    parts = [part for update in updates for part in update.parts]
+    columns = {
+        "proximal": "prev_logprobs",
+        "behaviour": "generation_logprobs",
+        "reference": "reference_policy_logprobs",
+        "advantages": "advantages",
+    }
+    flat = {
+        name: torch.cat([part[column].cpu()[trained_mask(part)] for part in parts])
+        for name, column in columns.items()
+        if column in parts[0]
+    }
+    tokens = StepTokens(advantages=flat.pop("advantages"), sources=flat)
+    return ObjectiveLoss(calibrated(loss_fn.objective, tokens=tokens, reduce=reduce))
