@@ -162,18 +162,23 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
     assert set(range(4 * (killed_at + 3))) <= set(trained)
 
 
-def test_down_ends_what_a_killed_deployment_left(
+def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left(
     run_command: Run, ray_head: str, model_path: str, tmp_path: Path
 ) -> None:
+    others, name = engines(), tmp_path.name
     learner = deployment(run_command, "learner", ray_head, model_path, tmp_path)
     learner.wait_for(lambda: "waiting for a generator" in learner.output(), timeout_s=READY_S, what="a waiting learner")
+    generator = deployment(run_command, "generator", ray_head, model_path, tmp_path)
+    learner.wait_for(lambda: steps_of(tmp_path) >= 2, timeout_s=READY_S, what="steps")
     learner.process.kill()
     learner.process.wait(30)
-    assert status(ray_head, tmp_path.name), "the buffer outlives a killed deployment"
-    down = run_command("down", tmp_path.name, "--address", ray_head)
+    assert status(ray_head, name), "the buffer outlives a killed deployment"
+    down = run_command("down", name, "--address", ray_head)
     assert down.wait(60) == 0, down.output()
     assert {"buffer", "weights"} <= set(re.findall(r"\w+", down.output()))
-    assert status(ray_head, tmp_path.name) == {}
-    again = run_command("down", tmp_path.name, "--address", ray_head)
+    assert status(ray_head, name) == {}
+    assert generator.wait(90) == 1, generator.output()[-3000:]
+    assert engines() <= others, "an engine outlived its deployment"
+    again = run_command("down", name, "--address", ray_head)
     assert again.wait(60) == 0, again.output()
-    assert f"nothing of run {tmp_path.name} was there" in again.output()
+    assert f"nothing of run {name} was there" in again.output()
