@@ -42,9 +42,10 @@ def ways(batch: BatchedDataDict, *, budget: int, longest: int) -> dict[str, list
     return {"in order": [batch.slice(start, start + rows) for start in range(0, batch.size, rows)], **cut}
 
 
-def measured(part_of: Callable[[], None]) -> float:
+def measured(work: Callable[[], None]) -> float:
+    """Seconds."""
     start = time.perf_counter()
-    part_of()
+    work()
     return time.perf_counter() - start
 
 
