@@ -11,11 +11,15 @@ AsyncRLError
 │   ├── StallError             nothing moved within `run.stall_timeout_s` (F5)
 │   ├── PlacementError         Ray has no room for a process within the deadline
 │   ├── ActorGone              the process behind a call has ended
+│   │   └── RowsLost           rows died with the process that kept them (F37)
 │   ├── NonFiniteError         too many non-finite steps in a row (F21)
 │   └── StalenessViolation     a token older than the limit reached a batch: our bug
 ├── RolloutError               one rollout failed; every one is INFRA or DATA
 │   ├── InfraError             retried elsewhere, bounded by `buffer.max_attempts`
 │   └── DataError              counted; `generator.max_data_failures` in a row stop the run
+├── CheckpointError            a checkpoint cannot be written or loaded
+│   ├── CheckpointIncomplete   its save did not end, or files of it are gone (F7)
+│   └── CheckpointMismatch     a name, shape or dtype is not the live model's
 └── WeightError                a weight update cannot be applied
     ├── ManifestMismatch       a name, shape or dtype differs, or a checksum is wrong (F12)
     ├── VersionRegression      the version is older than the one that is loaded (F13)
@@ -26,6 +30,7 @@ AsyncRLError
 Messages name the key or value, the limit and the mend.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 
@@ -80,6 +85,21 @@ class ActorGone(RunError):
     """The process behind a call has ended."""
 
 
+class RowsLost(ActorGone):
+    """Rows died with the process that kept them, or are out of reach. `sample_ids` names them."""
+
+    def __init__(self, message: str, *, sample_ids: Sequence[str]) -> None:
+        super().__init__(message)
+        self.sample_ids = tuple(sample_ids)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_rows_lost, (str(self), self.sample_ids)
+
+
+def _rebuild_rows_lost(message: str, sample_ids: tuple[str, ...]) -> RowsLost:
+    return RowsLost(message, sample_ids=sample_ids)
+
+
 class PlacementError(RunError):
     """Ray has no room for a process within `ray.placement_timeout_s`."""
 
@@ -126,6 +146,18 @@ class DataError(RolloutError):
     """The prompt's, the environment's or our own fault: another attempt would fail alike."""
 
     failure_class = FailureClass.DATA
+
+
+class CheckpointError(AsyncRLError):
+    """A checkpoint cannot be written or loaded. What was loaded before is unchanged."""
+
+
+class CheckpointIncomplete(CheckpointError):
+    """A directory without the marker of a finished save, or without a file that the marker speaks of."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A tensor's name, shape or dtype is not the live one's, or two directories are not of one save."""
 
 
 class WeightError(AsyncRLError):

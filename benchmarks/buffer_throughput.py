@@ -36,7 +36,6 @@ def finished(ticket: Ticket) -> GroupMeta:
         attempt=ticket.attempt,
         incarnation=ticket.version.incarnation,
         replica=ticket.replica,
-        store="rows-0",
         row_bytes=1000,
         prompt_tokens=8,
         completion_tokens=(16,) * GROUP_SIZE,

@@ -4,8 +4,8 @@
     python benchmarks/staleness_study.py report --results benchmarks/staleness_study.jsonl
 
 `run` makes every run that the results do not have yet, one after the other, minutes each; end it at any time and go on
-later. Weights are published every η steps, so that data are as old as the limit allows. `report` writes
-docs/staleness-study.md and its picture.
+later. Weights are published every η steps, so that data are as old as the limit allows. `report` writes the table in
+docs/tuning-staleness.md, between its two marks, and its picture.
 """
 
 import argparse
@@ -25,6 +25,9 @@ REPOSITORY = Path(__file__).parents[1]
 STEPS = 64
 LIMITS = (0, 1, 4, 16)
 SEEDS = (0, 1, 2)
+PAGE = REPOSITORY / "docs" / "tuning-staleness.md"
+PICTURE = REPOSITORY / "docs" / "staleness-study.svg"
+MARKS = ("<!-- the study's table: benchmarks/staleness_study.py report -->", "<!-- end of the table -->")
 OBJECTIVES = {
     "clipped": f"{Path(__file__).stem}:uncorrected",
     "decoupled_icepop": "decoupled_icepop",
@@ -56,7 +59,8 @@ def one_run(title: str, *, limit: int, seed: int, directory: Path) -> dict[str, 
         }
         command = [sys.executable, "-m", "asyncrl", "up", "-c", "configs/quickstart.yaml"]
         command += [f"{key}={value}" for key, value in overrides.items()]
-        environment = {"PYTHONPATH": str(Path(__file__).parent)}
+        # this checkout's asyncrl in Ray's workers too, whatever is installed
+        environment = {"PYTHONPATH": f"{Path(__file__).parent}:{REPOSITORY}"}
         subprocess.run(command, cwd=REPOSITORY, check=True, stdout=sys.stderr, env=os.environ | environment)
         folder = Path(runs, "quickstart")
         summary = json.loads((folder / "summary.json").read_bytes())
@@ -96,12 +100,11 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def report(results: Path) -> None:
-    """Writes the table and the picture."""
+    """Writes the table into its page, and the picture."""
     rows: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for row in read(results):
         rows[row["objective"], row["limit"]].append(row)
     lines = [
-        f"# {STEPS} steps of the quickstart, {len(SEEDS)} seeds\n",
         "| η | objective | seeds | held-out, mean | lowest | mean staleness | mean ESS | lowest ESS | silent tokens |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -115,9 +118,10 @@ def report(results: Path) -> None:
                     f"{mean(runs, 'ess_mean'):.3f} | {min(run['ess_min'] for run in runs):.3f} | "
                     f"{mean(runs, 'silent_mean'):.3f} |"
                 )
-    lines.append("\n![held-out accuracy and ESS by staleness limit](staleness-study.svg)\n")
-    (REPOSITORY / "docs" / "staleness-study.md").write_text("\n".join(lines))
-    draw(rows, REPOSITORY / "docs" / "staleness-study.svg")
+    before, _, rest = PAGE.read_text().partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    PAGE.write_text("\n".join([f"{before}{MARKS[0]}\n", *lines, f"\n{MARKS[1]}{after}"]))
+    draw(rows, PICTURE)
 
 
 def mean(runs: list[dict[str, Any]], key: str) -> float:

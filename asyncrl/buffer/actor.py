@@ -34,7 +34,7 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, Task
 from asyncrl.data_plane.calls import finished
-from asyncrl.data_plane.row_store import RowClient
+from asyncrl.data_plane.clients import GroupRows
 from asyncrl.errors import FailureClass
 from asyncrl.metrics.recorders import BufferMetrics
 from asyncrl.metrics.server import MetricsServer
@@ -47,7 +47,6 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 
     actor: str
     deployment: str
-    store: str
     metrics_address: str
     state_seconds: dict[str, float]
     samples: int
@@ -111,7 +110,7 @@ class BufferActor:
         config: Config,
         tasks: Sequence[Task],
         nonce: str,
-        rows: RowClient,
+        rows: GroupRows,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -276,6 +275,7 @@ class BufferActor:
         async with self._changed:
             while True:
                 answer = self._buffer.lease()
+                self._clear(self._buffer.take_dropped())
                 left_s = wait_s - (self._clock() - started_s)
                 if isinstance(answer, Lease) or answer is LeaseWait.FINISHED or left_s <= 0:
                     self._metrics.lease_waited(self._clock() - started_s)
@@ -341,15 +341,15 @@ class BufferActor:
                 logger.exception("the expiry clock of the buffer failed once")
 
     def _clear(self, keys: Sequence[str]) -> None:
-        for store in {report.store for report in self._reports.values()} if keys else ():
-            task = asyncio.create_task(self._rows.clear(store, list(keys)), name=f"clear {store}")
+        if keys:
+            task = asyncio.create_task(self._rows.clear(keys), name="clear rows")
             self._clearing.add(task)
             task.add_done_callback(self._cleared)
 
     def _cleared(self, task: "asyncio.Task[None]") -> None:
         self._clearing.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            logger.warning("rows of expired tickets were not cleared: %s", task.exception())
+            logger.warning("rows that nobody will train were not cleared: %s", task.exception())
 
     def _record(self) -> None:
         counts, account = self._buffer.counts(), self._buffer.ledger

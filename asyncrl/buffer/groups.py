@@ -136,12 +136,14 @@ class Groups:
             self._ledger.settle(Fate.ROWS_LOST, self._amount([slot]))
             self._to_front(slot, issued=False)
 
-    def drop_ready(self) -> None:
-        """Every ready group is dropped: no step will ever train it."""
-        for slot in self.ready.take(self.ready.by_deadline()):
+    def drop_ready(self) -> tuple[str, ...]:
+        """Every ready group is dropped: no step will ever train it. Their keys."""
+        slots = self.ready.take(self.ready.by_deadline())
+        for slot in slots:
             self._count_unleased(slot.ticket.deadline, -1)
             self._free(slot)
             self._end(slot, Fate.DROPPED)
+        return tuple(slot.ticket.key for slot in slots)
 
     def lease(self, share: Mapping[int, int]) -> list[Slot]:
         """Ready to leased: so many groups of each deadline."""

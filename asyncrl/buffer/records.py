@@ -84,14 +84,13 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     """What the control plane knows of a finished group: no tokens, no tensors.
 
     `oldest` and `newest` are the steps of the smallest and largest version that produced one of its tokens.
-    Tuples have one entry a sample. `row_bytes` is the size of its rows in the row store `store`.
+    Tuples have one entry a sample. `row_bytes` is the size of its rows in the data plane.
     """
 
     group: int
     attempt: int
     incarnation: int
     replica: str
-    store: str
     row_bytes: int
     prompt_tokens: int
     completion_tokens: tuple[int, ...]

@@ -68,6 +68,7 @@ class ReplayBuffer:
         self._groups = Groups(limits=limits, prompts=prompts, ledger=self._ledger, seed=seed)
         self._replicas = Replicas(timeout_s=limits.heartbeat_timeout_s)
         self._lease: Lease | None = None
+        self._dropped: list[str] = []
         self._last_end: tuple[Fate, int, tuple[str, ...]] | None = None
         self._lease_wait: LeaseWait | None = None
         self._published: Version | None = None
@@ -151,7 +152,7 @@ class ReplayBuffer:
         """One step's groups, earliest deadline first, ties in prompt order, or why there are none now.
 
         A repeated call returns the lease that is held. When prompts ran out, the last step is short, or with
-        `drop_last` its groups are dropped: their rows end with the run's row stores.
+        `drop_last` its groups are dropped: see `take_dropped`.
         """
         if self._lease is not None:
             self._ledger.count(Event.LEASE_REPEATED)
@@ -159,6 +160,11 @@ class ReplayBuffer:
         answer = self._start_lease()
         self._lease_wait = None if isinstance(answer, Lease) else answer
         return answer
+
+    def take_dropped(self) -> tuple[str, ...]:
+        """Keys of groups dropped since the last such call, whose rows may be cleared."""
+        dropped, self._dropped = tuple(self._dropped), []
+        return dropped
 
     def ack(self, incarnation: int, step: int) -> tuple[str, ...]:
         """The step was trained: the learner's version grows by one. Keys whose rows may be cleared."""
@@ -305,7 +311,7 @@ class ReplayBuffer:
             if groups.reserved or groups.front or not groups.exhausted:
                 return LeaseWait.NOT_ENOUGH_READY
             if self._drop_last:
-                groups.drop_ready()
+                self._dropped += groups.drop_ready()
             if not groups.ready:
                 return LeaseWait.FINISHED
         share = earliest(groups.ready.by_deadline(), size)

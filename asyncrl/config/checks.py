@@ -16,8 +16,10 @@ from asyncrl.config.import_path import is_import_path, suggest
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
-BYTES_PER_TOKEN = 16
-"""Bytes of a row per token: token id int32, behaviour log-prob float32, weight version int64."""
+BYTES_PER_TOKEN = 24
+"""Bytes of a row per token: id and weight version int64, behaviour log-prob and mask float32."""
+BYTES_PER_ROW = 8
+"""And once a row: its length, int64."""
 
 BUILT_IN_NAMES = {
     "data.dataset": ("environment", "jsonl"),
@@ -57,7 +59,7 @@ def check_config(config: Config) -> list[str]:
 
 def worst_case_group_bytes(config: Config) -> int:
     """Bytes of the largest group's rows: what a reserve books before anyone knows the group's true size."""
-    return config.learner.group_size * config.model.max_length * BYTES_PER_TOKEN
+    return config.learner.group_size * (config.model.max_length * BYTES_PER_TOKEN + BYTES_PER_ROW)
 
 
 def _staleness(config: Config) -> Iterator[str]:
@@ -83,7 +85,7 @@ def _buffer(config: Config) -> Iterator[str]:
         yield (
             f"buffer.capacity_bytes = {config.buffer.capacity_bytes}: must hold the worst case of one step, "
             f"{step_bytes} = learner.groups_per_step {step_groups} × learner.group_size {config.learner.group_size} × "
-            f"model.max_length {config.model.max_length} × {BYTES_PER_TOKEN} bytes; raise it"
+            f"(model.max_length {config.model.max_length} × {BYTES_PER_TOKEN} + {BYTES_PER_ROW}) bytes; raise it"
         )
 
 
@@ -106,6 +108,26 @@ def _step_shape(config: Config) -> Iterator[str]:
         yield (
             f"learner.optimizer.warmup_steps = {learner.optimizer.warmup_steps}: must be at most learner.total_steps "
             f"= {learner.total_steps}; lower it"
+        )
+
+
+def _sharding(config: Config) -> Iterator[str]:
+    learner = config.learner
+    shards = learner.ranks if learner.shards is None else learner.shards
+    if learner.ranks % shards or shards == 1 < learner.ranks:
+        fits = [n for n in range(2, learner.ranks + 1) if learner.ranks % n == 0] or [1]
+        yield (
+            f"learner.shards = {shards}: must divide learner.ranks = {learner.ranks} and be at least 2; take "
+            f"{' or '.join(map(str, fits))}, or leave it unset"
+        )
+    if (
+        learner.mixed_precision == "bf16"
+        and config.model.dtype == "float32"
+        and config.weights.parity_tolerance_nats is None
+    ):
+        yield (
+            "learner.mixed_precision = bf16: differs from the engine's model.dtype = float32 by more than float32's "
+            "tolerance of log-probs; set model.dtype to bfloat16, or weights.parity_tolerance_nats to what you accept"
         )
 
 
@@ -230,6 +252,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _staleness,
     _buffer,
     _step_shape,
+    _sharding,
     _model,
     _lengths,
     _deadlines,

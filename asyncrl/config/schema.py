@@ -198,6 +198,14 @@ class LearnerSection(Section):
 
     ranks: PositiveInt = 1
     """Processes that share the policy (FSDP2)."""
+    shards: PositiveInt | None = None
+    """Ranks that share one copy of the policy (HSDP): a divisor of `ranks`, at least 2. `ranks` ÷ `shards` copies cost
+    memory; parameters are then gathered among `shards` ranks only, such as those of one node. Unset: one copy."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Precision of forward and backward passes, `no` being float32; weights, optimizer and sums of gradients stay
+    float32. Unset: that of `model.dtype`."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the layer again there: less memory, more time."""
     total_steps: PositiveInt = 200
     """Steps of the run."""
     groups_per_step: PositiveInt = 16
@@ -278,6 +286,16 @@ class BufferSection(Section):
     """Seconds that one call to the buffer may wait."""
 
 
+class DataPlaneSection(Section):
+    """What carries the rows of finished groups from the generators to the learner's ranks."""
+
+    backend: Literal["object_store", "transfer_queue"] = "object_store"
+    """`object_store`: Ray's, nothing to install; `transfer_queue`: the TransferQueue package (the extra
+    `transfer-queue`), for those who operate it already."""
+    transfer_queue_storage_units: PositiveInt = 2
+    """Storage processes of TransferQueue, one logical Ray CPU each, and one more for its controller."""
+
+
 class WeightsSection(Section):
     """Publication of weights to the generators."""
 
@@ -352,6 +370,8 @@ class Config(Section):
     """How old training data may be."""
     buffer: BufferSection = BufferSection()
     """The replay buffer."""
+    data_plane: DataPlaneSection = DataPlaneSection()
+    """The carrier of rows."""
     weights: WeightsSection = WeightsSection()
     """Publication of weights."""
     eval: EvalSection = EvalSection()

@@ -9,6 +9,9 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
+NO_VERSION = -1
+"""In `weight_versions`: prompt or padding, which no policy sampled."""
+
 LP_SEED_FIELDS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 """What a log-prob stage reads."""
 

@@ -17,9 +17,10 @@ import numpy.typing as npt
 import torch
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import NO_VERSION
 from asyncrl.data_plane.interfaces import LENGTHS_FIELD
 
-PAD_VALUES: Mapping[str, float] = {"weight_versions": -1}
+PAD_VALUES: Mapping[str, float] = {"weight_versions": NO_VERSION}
 """Padding of columns in which 0 would mean something."""
 
 WireColumn = tuple[npt.NDArray[Any] | list[Any], npt.NDArray[np.int64] | None, str | None]

@@ -10,6 +10,7 @@ have been entered or not; repeating it is right in both cases. If its writer doe
 not enter stays until the partition is cleared as a whole.
 """
 
+import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from asyncrl.data_plane.partition_actor import ActorBooks, StoredAt
 from asyncrl.data_plane.partitioned_client import PartitionedClient
 from asyncrl.data_plane.partitions import group_of
 from asyncrl.data_plane.row_store import ensure_row_store
-from asyncrl.errors import ActorGone
+from asyncrl.errors import ActorGone, RowsLost
 
 Address = tuple[str, str]
 """(store, key) of an object."""
@@ -55,23 +56,35 @@ class ObjectStoreClient(PartitionedClient[StoredAt]):
                 key: {name: column.rows(rows).wire() for name, column in columns.items()}
                 for key, rows in rows_by_key.items()
             }
-            try:
-                answer(
-                    self._handle(store).put.remote(objects),
-                    timeout_s=self._timeout_s,
-                    what=f"storing rows of {len(objects)} groups in {store}",
-                )
-            except ActorGone:
-                self._own_store = None  # the next put makes this node's store anew
-                self._handles.pop(store, None)
-                raise
+            self._put(store, objects)
         return where
+
+    def _put(self, store: str, objects: Mapping[str, Mapping[str, WireColumn]]) -> None:
+        """When the store has died since it was last used, it is made anew, once."""
+        what = f"storing rows of {len(objects)} groups in {store}"
+        try:
+            answer(self._handle(store).put.remote(objects), timeout_s=self._timeout_s, what=what)
+        except ActorGone:
+            self._handles.pop(store, None)
+            ensure_row_store(namespace=self._namespace)
+            answer(self._handle(store).put.remote(objects), timeout_s=self._timeout_s, what=what)
 
     def _load(
         self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[StoredAt]]
     ) -> dict[str, list[tuple[Column, int]]]:
         addresses = list(dict.fromkeys((place.store, place.key) for of_field in places.values() for place in of_field))
-        objects = dict(zip(addresses, self._fetch(self._references(addresses)), strict=True))
+        objects = self._fetch(addresses)
+        lost = [
+            sample_id
+            for i, sample_id in enumerate(sample_ids)
+            if any((of_field[i].store, of_field[i].key) not in objects for of_field in places.values())
+        ]
+        if lost:
+            raise RowsLost(
+                f"{len(lost)} of {len(sample_ids)} rows are lost with the row store that kept them, or out of reach "
+                f"for {self._timeout_s:g} s (buffer.call_timeout_s): {', '.join(lost[:5])}",
+                sample_ids=lost,
+            )
         columns: dict[tuple[Address, str], Column] = {}
 
         def column(place: StoredAt, name: str) -> Column:
@@ -85,27 +98,41 @@ class ObjectStoreClient(PartitionedClient[StoredAt]):
     def _release(self, partition_id: str, sample_ids: Sequence[str] | None, places: Sequence[StoredAt]) -> None:
         """The books tell the stores."""
 
-    def _references(self, addresses: Sequence[Address]) -> list[Any]:
-        """A reference an address; all stores are asked at once."""
+    def _references(self, addresses: Sequence[Address]) -> dict[Address, Any]:
+        """References of what the stores that live have; all of them are asked at once. A store that was made anew has
+        nothing of the one before it."""
         keys: dict[str, list[str]] = {}
         for store, key in addresses:
             keys.setdefault(store, []).append(key)
-        asked = {store: self._handle(store).refs.remote(of_store) for store, of_store in keys.items()}
+        asked: dict[str, Any] = {}
         found: dict[Address, Any] = {}
+        for store, of_store in keys.items():
+            with contextlib.suppress(ActorGone):
+                asked[store] = self._handle(store).refs.remote(of_store)
         for store, ref in asked.items():
             what = f"finding {len(keys[store])} objects in {store}"
-            refs = answer(ref, timeout_s=self._timeout_s, what=what)
-            found.update({(store, key): ref for key, ref in zip(keys[store], refs, strict=True)})
-        return [found[address] for address in addresses]
+            try:
+                refs: dict[str, Any] = answer(ref, timeout_s=self._timeout_s, what=what)
+            except ActorGone:
+                self._handles.pop(store, None)  # another may have taken its name since
+            else:
+                found.update({(store, key): ref for key, ref in refs.items()})
+        return found
 
-    def _fetch(self, refs: list[Any]) -> list[dict[str, WireColumn]]:
+    def _fetch(self, addresses: Sequence[Address]) -> dict[Address, dict[str, WireColumn]]:
+        """The objects that can be had within the deadline."""
+        refs = self._references(addresses)
+        if not refs:
+            return {}
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._timeout_s)
         try:
-            objects: list[dict[str, WireColumn]] = ray.get(refs, timeout=self._timeout_s)
-        except GetTimeoutError:
-            raise TimeoutError(f"fetching {len(refs)} objects took longer than {self._timeout_s:g} s") from None
-        except ObjectLostError as error:  # OwnerDiedError is one
-            raise ActorGone(f"rows are lost with the row store that kept them ({error})") from error
-        return objects
+            return dict(zip(refs, ray.get(list(refs.values()), timeout=0), strict=True))
+        except (GetTimeoutError, ObjectLostError):  # OwnerDiedError is one
+            objects: dict[Address, dict[str, WireColumn]] = {}
+            for address, ref in refs.items():
+                with contextlib.suppress(GetTimeoutError, ObjectLostError):
+                    objects[address] = ray.get(ref, timeout=0)
+            return objects
 
     def _handle(self, store: str) -> Any:
         if store not in self._handles:

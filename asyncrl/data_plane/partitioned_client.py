@@ -13,7 +13,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.codec import Column, decode, encode, row_lengths
 from asyncrl.data_plane.interfaces import LENGTHS_FIELD, PAD_SEQLEN, DataPlaneClient, KVBatchMeta
 from asyncrl.data_plane.partitions import Claim
-from asyncrl.errors import RunError
+from asyncrl.errors import RowsLost, RunError
 
 W = TypeVar("W")
 
@@ -78,7 +78,7 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
     def _load(
         self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[W]]
     ) -> Mapping[str, Sequence[tuple[Column, int]]]:
-        """Column and row of each sample, by field. KeyError for what is not there any more."""
+        """Column and row of each sample, by field. KeyError or RowsLost for what is not there any more."""
 
     @abstractmethod
     def _release(self, partition_id: str, sample_ids: Sequence[str] | None, places: Sequence[W]) -> None:
@@ -219,16 +219,16 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
         def load() -> Mapping[str, Sequence[tuple[Column, int]]]:
             return self._load(partition_id, ids, self._books.locate(partition_id, ids, fields=names))
 
-        return decode(_again_on_key_error(load), width=width, pad_value_dict=pad_value_dict)
+        return decode(_again_when_missing(load), width=width, pad_value_dict=pad_value_dict)
 
 
-def _again_on_key_error(
+def _again_when_missing(
     load: Callable[[], Mapping[str, Sequence[tuple[Column, int]]]],
 ) -> Mapping[str, Sequence[tuple[Column, int]]]:
     for _ in range(READ_ATTEMPTS - 1):
         try:
             return load()
-        except KeyError:
+        except (KeyError, RowsLost):
             continue
     return load()
 

@@ -25,6 +25,15 @@ def group_of(sample_id: str) -> str:
     return group if group and number.isdecimal() else sample_id
 
 
+def samples_of(group: str, *, count: int) -> list[str]:
+    """Ids of a group's samples.
+
+    >>> samples_of("7.0", count=2)
+    ['7.0_g0', '7.0_g1']
+    """
+    return [f"{group}_g{i}" for i in range(count)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """Rows that a task got. Lengths are None when the length of a row is not known."""

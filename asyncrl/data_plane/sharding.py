@@ -13,9 +13,11 @@ from asyncrl.data.sharding import (
     SequencePackingArgs,
     ShardPlan,
     caller_rows,
+    check_modes,
     plan_dynamic,
     plan_even,
     plan_packed,
+    plan_uneven,
 )
 from asyncrl.data_plane.interfaces import PAD_SEQLEN, KVBatchMeta
 
@@ -25,13 +27,15 @@ def shard_meta_for_dp(
     *,
     dp_world: int,
     batch_size: int | None = None,
+    allow_uneven_shards: bool = False,
     sequence_packing_args: SequencePackingArgs | None = None,
     dynamic_batching_args: DynamicBatchingArgs | None = None,
 ) -> tuple[list[KVBatchMeta], list[int] | None]:
     """A meta a rank, and the indices with which `reorder_data` restores the caller's order of concatenated results.
 
-    The indices are None when that order was kept. Rows keep their tags and lengths. ValueError for an empty meta, for
-    lengths that are missing, and for both kinds of args; what else does not fit is an error of `asyncrl.data.sharding`.
+    The indices are None when that order was kept. Rows keep their tags and lengths. `allow_uneven_shards` is for a
+    plain cut: later shards may be short or empty. ValueError for an empty meta, for lengths that are missing, and for
+    both kinds of args; what else does not fit is an error of `asyncrl.data.sharding`.
     """
     if meta.size == 0:
         raise ValueError("shard_meta_for_dp: the meta names no rows")
@@ -39,9 +43,21 @@ def shard_meta_for_dp(
         raise ValueError(f"shard_meta_for_dp: the meta of {meta.size} rows has no sequence_lengths to cut by")
     if sequence_packing_args is not None and dynamic_batching_args is not None:
         raise ValueError("shard_meta_for_dp: sequence_packing_args and dynamic_batching_args exclude each other")
+    check_modes(
+        batch_size=batch_size,
+        allow_uneven_shards=allow_uneven_shards,
+        dynamic=dynamic_batching_args is not None,
+        packed=sequence_packing_args is not None,
+    )
     lengths = meta.sequence_lengths
     if sequence_packing_args is not None:
-        plans = plan_packed(lengths, shards=dp_world, args=sequence_packing_args, batch_size=batch_size)
+        plans = plan_packed(
+            lengths,
+            shards=dp_world,
+            args=sequence_packing_args,
+            batch_size=batch_size,
+            allow_uneven_shards=allow_uneven_shards,
+        )
     elif dynamic_batching_args is not None:
         plans = plan_dynamic(
             lengths,
@@ -50,6 +66,8 @@ def shard_meta_for_dp(
             batch_size=batch_size,
             width=_width(meta.extra_info, lengths),
         )
+    elif allow_uneven_shards:
+        plans = plan_uneven(meta.size, shards=dp_world)
     else:
         plans = plan_even(meta.size, shards=dp_world, batch_size=batch_size)
     order = caller_rows(plans)

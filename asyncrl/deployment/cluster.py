@@ -23,8 +23,9 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished
+from asyncrl.data_plane.clients import GroupRows
 from asyncrl.data_plane.partition_actor import PARTITIONS
-from asyncrl.data_plane.row_store import STORE_PREFIX, RowClient
+from asyncrl.data_plane.row_store import STORE_PREFIX
 from asyncrl.errors import PlacementError, RunError
 from asyncrl.weights.store import WeightClient, WeightStore
 
@@ -135,7 +136,6 @@ class RunHandles:
     deployment: Deployment
     buffer: BufferClient
     weights: WeightClient
-    rows: RowClient
     nonce: str
 
 
@@ -150,13 +150,12 @@ async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Seque
     RunMismatch names the config key that differs from the run's; RunLocked the learner that is there already.
     """
     namespace, timeout_s = config.run.name, config.buffer.call_timeout_s
-    rows = RowClient(namespace=namespace, timeout_s=timeout_s)
     options = {"namespace": namespace, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
     options["max_concurrency"] = ACTOR_CONCURRENCY
     buffer_handle: Any = (
         ray.remote(BufferActor)
         .options(name=BUFFER, **options)
-        .remote(config=config, tasks=ray.put(list(tasks)), nonce=secrets.token_hex(8), rows=rows)
+        .remote(config=config, tasks=ray.put(list(tasks)), nonce=secrets.token_hex(8), rows=GroupRows(config))
     )
     weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
     buffer = BufferClient(buffer_handle, timeout_s=timeout_s)
@@ -167,7 +166,6 @@ async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Seque
         deployment=member,
         buffer=buffer,
         weights=WeightClient(weights_handle, timeout_s=timeout_s),
-        rows=rows,
         nonce=nonce,
     )
 

@@ -25,7 +25,7 @@ from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRec
 from asyncrl.metrics.discovery import Target, write_targets
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
-from asyncrl.policy.lm_policy import LMPolicy
+from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.weights.manifest import Manifest, layout
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
@@ -81,13 +81,13 @@ class LearnerDeployment:
             asyncio.create_task(self._discover(handles)),
             asyncio.create_task(self._show_regularly()),
         ]
-        policy: LMPolicy | None = None
+        policy: TQPolicy | None = None
         failure = ""
         try:
             await handles.buffer.call("add_target", "learner", server.address)
             self._enter("preparing the model")
             model_path = await unless_stopped(stop, self._model_path)
-            policy = LMPolicy(config, model_path=model_path)
+            policy = TQPolicy(config, model_path=model_path, dp_cfg=config.data_plane)
             totals = await self._train(handles, policy, model_path, prompts, metrics, stop)
             await self._save_weights(policy)
             if stop.is_set():
@@ -112,13 +112,13 @@ class LearnerDeployment:
             with contextlib.suppress(Exception):
                 await leave_run(handles, namespace=config.run.name)
             if policy is not None:
-                await policy.shutdown()
+                await asyncio.to_thread(policy.shutdown)
             server.close()
 
     async def _train(
         self,
         handles: RunHandles,
-        policy: LMPolicy,
+        policy: TQPolicy,
         model_path: str,
         prompts: Prompts,
         metrics: LearnerMetrics,
@@ -131,7 +131,7 @@ class LearnerDeployment:
         # The buffer has all the prompts already; what does not fit may still come up there, and fails as DATA.
         prompts = await fitting_prompts(config, prompts, tokenizer=tokenizer)
         self._enter("starting the learner's ranks")
-        await unless_stopped(stop, policy.start())
+        await unless_stopped(stop, asyncio.to_thread(policy.start))
 
         def delivered(manifest: Manifest, seconds: dict[str, float]) -> None:
             metrics.published(bytes=manifest.nbytes, phase_seconds=seconds)
@@ -159,7 +159,6 @@ class LearnerDeployment:
             policy=policy,
             publisher=publisher,
             buffer=handles.buffer,
-            rows=handles.rows,
             heldout=heldout,
             log=self,
             metrics=metrics,
@@ -168,12 +167,13 @@ class LearnerDeployment:
         )
         return await self._loop.run(stop)
 
-    async def _save_weights(self, policy: LMPolicy) -> None:
+    async def _save_weights(self, policy: TQPolicy) -> None:
         """The trained weights as a Hugging Face directory; none before the first trained step."""
         if any(record.trained for record in self._steps):
-            await policy.save_hf(self._run_dir.path / "checkpoints" / f"step-{self._steps[-1].version_after}" / "hf")
+            path = self._run_dir.path / "checkpoints" / f"step-{self._steps[-1].version_after}" / "hf"
+            await asyncio.to_thread(policy.save_hf, path)
 
-    async def _rescue_weights(self, policy: LMPolicy) -> None:
+    async def _rescue_weights(self, policy: TQPolicy) -> None:
         """A run that fails keeps what it has trained, if its ranks still can."""
         try:
             await self._save_weights(policy)

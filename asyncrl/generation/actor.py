@@ -16,7 +16,7 @@ from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
-from asyncrl.data_plane.row_store import RowClient, ensure_row_store
+from asyncrl.data_plane.clients import GroupRows
 from asyncrl.environments.scoring import Scorer
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.rollout import Rollouts
@@ -67,7 +67,6 @@ class GeneratorActor:
         # Nothing is generated before the first weights of the learner: those on the disk would be read for nothing.
         self._engine = await VLLMEngine.start(config, model_path=model_path, load_weights=False)
         await scorer_started
-        store = ensure_row_store(namespace=namespace)
         metrics = GeneratorMetrics(environment=config.environment.name)
         self._server = MetricsServer(metrics.registry, host=config.metrics.host, port=0)
         self._rollouts = Rollouts(
@@ -76,7 +75,6 @@ class GeneratorActor:
             tokenizer=tokenizer,
             scorer=self._scorer,
             replica=self._name,
-            store=store,
         )
         updates = WeightUpdates(
             config=config,
@@ -93,8 +91,7 @@ class GeneratorActor:
             deployment=self._deployment,
             rollouts=self._rollouts,
             buffer=buffer,
-            rows=RowClient(namespace=namespace, timeout_s=timeout_s),
-            store=store,
+            rows=GroupRows(config),
             weights=updates,
             metrics=metrics,
             metrics_address=self._server.address,

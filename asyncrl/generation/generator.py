@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from asyncio_throttle.throttler import Throttler
@@ -17,8 +17,8 @@ from asyncio_throttle.throttler import Throttler
 from asyncrl.buffer.actor import Failure, ReplicaReport
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, Refusal, Reservation, Ticket, Version
 from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
-from asyncrl.data_plane.row_store import Rows
 from asyncrl.errors import DataError, InfraError, RolloutError, RunError
 from asyncrl.generation.rollout import FinishedGroup, Rollouts
 from asyncrl.generation.weight_updates import WeightUpdates
@@ -48,8 +48,8 @@ class Buffer(Protocol):
 class RowSink(Protocol):
     """Where finished rows go."""
 
-    async def put(self, store: str, rows_by_key: dict[str, Rows]) -> None: ...
-    async def clear(self, store: str, keys: list[str]) -> None: ...
+    async def put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None: ...
+    async def clear(self, keys: Sequence[str]) -> None: ...
 
 
 class Generator:
@@ -64,7 +64,6 @@ class Generator:
         rollouts: Rollouts,
         buffer: Buffer,
         rows: RowSink,
-        store: str,
         weights: WeightUpdates,
         metrics: GeneratorMetrics,
         metrics_address: str = "",
@@ -76,7 +75,6 @@ class Generator:
         self._rollouts = rollouts
         self._buffer = buffer
         self._rows = rows
-        self._store = store
         self._weights = weights
         self._metrics = metrics
         self._clock = clock
@@ -255,7 +253,7 @@ class Generator:
                 elif outcome is not CommitOutcome.DUPLICATE:
                     refused.append(group.meta.key)
             if refused:
-                await self._rows.clear(self._store, refused)
+                await self._rows.clear(refused)
 
     def _take_finished(self) -> list[FinishedGroup]:
         groups, self._finished = self._finished, []
@@ -265,7 +263,7 @@ class Generator:
     async def _stored(self, groups: Sequence[FinishedGroup]) -> bool:
         """Whether the rows are in the store: metadata must never name rows that are not there."""
         try:
-            await self._rows.put(self._store, {group.meta.key: group.rows for group in groups})
+            await self._rows.put({group.meta.key: group.rows for group in groups})
         except (RunError, TimeoutError) as error:
             for group in groups:
                 await self._fail(
@@ -291,7 +289,6 @@ class Generator:
         report = ReplicaReport(
             actor=self._name,
             deployment=self._deployment,
-            store=self._store,
             metrics_address=self._metrics_address,
             state_seconds=self._states.seconds(),
             samples=self._samples,

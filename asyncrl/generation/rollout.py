@@ -7,16 +7,21 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
+import torch
 
 from asyncrl.buffer.records import GroupMeta, Ticket
+from asyncrl.config.checks import BYTES_PER_ROW, BYTES_PER_TOKEN
 from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
+from asyncrl.data.specs import NO_VERSION
 from asyncrl.data.tokenizer import encode_prompt
-from asyncrl.data_plane.row_store import Rows, row_bytes
 from asyncrl.environments.prompt_lengths import longest_prompt_tokens
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion, InferenceEngine
+
+GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
+"""Columns of a finished group's rows; what else a step needs is added under the same keys."""
 
 
 class GroupScorer(Protocol):
@@ -27,24 +32,23 @@ class GroupScorer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
-    """A scored group: rows for the row store, metadata for the buffer."""
+    """A scored group: metadata for the buffer, and rows for the data plane."""
 
     meta: GroupMeta
-    rows: Rows
+    rows: BatchedDataDict
 
 
 class Rollouts:
     """Single-turn episodes on one engine."""
 
     def __init__(
-        self, *, config: Config, engine: InferenceEngine, tokenizer: Any, scorer: GroupScorer, replica: str, store: str
+        self, *, config: Config, engine: InferenceEngine, tokenizer: Any, scorer: GroupScorer, replica: str
     ) -> None:
         self._config = config
         self._engine = engine
         self._tokenizer = tokenizer
         self._scorer = scorer
         self._replica = replica
-        self._store = store
 
     async def run(self, ticket: Ticket) -> FinishedGroup:
         """One `generate` call for the whole group, so that it shares its prompt's KV cache, then the scores."""
@@ -66,7 +70,6 @@ class Rollouts:
             completions=completions,
             rewards=rewards,
             replica=self._replica,
-            store=self._store,
         )
 
     async def answer(self, task: Task) -> tuple[float, Completion]:
@@ -105,27 +108,19 @@ def finished_group(
     completions: Sequence[Completion],
     rewards: Sequence[float],
     replica: str,
-    store: str,
 ) -> FinishedGroup:
-    """Rows and metadata of a group. Columns are flat over the group's samples; `output_lengths` cuts them."""
+    """Rows and metadata of a group."""
+    rows = sample_rows(prompt_ids, completions)
     steps = [version.step for completion in completions for version in completion.versions]
-    rows: Rows = {
-        "prompt_ids": np.asarray(prompt_ids, dtype=np.int32),
-        "output_ids": np.asarray([token for c in completions for token in c.token_ids], dtype=np.int32),
-        "output_lengths": np.asarray([len(c.token_ids) for c in completions], dtype=np.int32),
-        "logprobs": np.asarray([logprob for c in completions for logprob in c.logprobs], dtype=np.float32),
-        "weight_versions": np.asarray(steps, dtype=np.int64),
-        "truncated": np.asarray([c.truncated for c in completions], dtype=np.bool_),
-    }
+    lengths = [len(c.token_ids) for c in completions]
     meta = GroupMeta(
         group=ticket.group,
         attempt=ticket.attempt,
         incarnation=ticket.version.incarnation,
         replica=replica,
-        store=store,
-        row_bytes=row_bytes(rows),
+        row_bytes=sum(len(prompt_ids) + tokens for tokens in lengths) * BYTES_PER_TOKEN + len(lengths) * BYTES_PER_ROW,
         prompt_tokens=len(prompt_ids),
-        completion_tokens=tuple(len(c.token_ids) for c in completions),
+        completion_tokens=tuple(lengths),
         rewards=tuple(float(reward) for reward in rewards),
         truncated=tuple(c.truncated for c in completions),
         oldest=min(steps, default=ticket.version.step),
@@ -133,3 +128,25 @@ def finished_group(
         mid_sequence_updates=sum(len(set(c.versions)) - 1 for c in completions if c.versions),
     )
     return FinishedGroup(meta=meta, rows=rows)
+
+
+def sample_rows(prompt_ids: Sequence[int], completions: Sequence[Completion]) -> BatchedDataDict:
+    """[G, S]: the prompt and each of its completions. What the engine did not sample has no log-prob, no version, and
+    a mask of 0."""
+    start = len(prompt_ids)
+    shape = (len(completions), start + max((len(c.token_ids) for c in completions), default=0))
+    rows = BatchedDataDict(
+        input_ids=torch.zeros(shape, dtype=torch.int64),
+        weight_versions=torch.full(shape, NO_VERSION),
+        generation_logprobs=torch.zeros(shape),
+        token_mask=torch.zeros(shape),
+        input_lengths=torch.tensor([start + len(c.token_ids) for c in completions]),
+    )
+    rows["input_ids"][:, :start] = torch.tensor(prompt_ids)
+    for i, completion in enumerate(completions):
+        sampled = slice(start, start + len(completion.token_ids))
+        rows["input_ids"][i, sampled] = torch.tensor(completion.token_ids, dtype=torch.int64)
+        rows["weight_versions"][i, sampled] = torch.tensor([v.step for v in completion.versions], dtype=torch.int64)
+        rows["generation_logprobs"][i, sampled] = torch.tensor(completion.logprobs)
+        rows["token_mask"][i, sampled] = 1.0
+    return rows

@@ -1,4 +1,4 @@
-"""From a lease to what the ranks train: filters, advantages from rewards, references to rows, masks. Metadata only.
+"""From a lease to what the ranks train: filters, advantages from rewards, masks, names of rows. Metadata only.
 
 The bound is checked once more here: a group whose oldest token is beyond the η of its ticket is our bug.
 """
@@ -6,19 +6,20 @@ The bound is checked once more here: a group whose oldest token is beyond the η
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from asyncrl.algorithms.advantages import Estimator, Groups, compute_advantages
 from asyncrl.algorithms.filters import SampleFilters
 from asyncrl.buffer.records import Lease, LeasedGroup
-from asyncrl.data_plane.row_store import Rows
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.data_plane.partitions import samples_of
 from asyncrl.errors import StalenessViolation
+from asyncrl.generation.rollout import GENERATED_FIELDS
 from asyncrl.learner.records import SampleRecord
-from asyncrl.policy.interfaces import TrainGroup
+from asyncrl.policy.meta_rank import LIMIT, STEP
 
 
 def check_staleness(lease: Lease) -> None:
@@ -34,15 +35,15 @@ def check_staleness(lease: Lease) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSamples:
-    """What filters and estimator make of a step: one array [G] a group, in the lease's order.
+    """What filters and estimator make of a step: one value a sample [B], group after group in the lease's order.
 
     `zero_variance_ratio` is the share of groups whose rewards, as the estimator sees them, are all equal;
     `overlong_ratio` that of samples cut at their limit; `masked_ratio` that of samples with a mask of 0, by a filter or
     because they have no token.
     """
 
-    advantages: Sequence[npt.NDArray[np.float32]]
-    masks: Sequence[npt.NDArray[np.float32]]
+    advantages_B: torch.Tensor
+    mask_B: torch.Tensor
     zero_variance_ratio: float
     overlong_ratio: float
     masked_ratio: float
@@ -63,34 +64,31 @@ def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator, filter
     zero_variance_N = ~Groups(rewards_N, ids_N).informative_N
     mask_N = (tokens_N > 0) & ~filters.masked(zero_variance_N=zero_variance_N, truncated_N=truncated_N)
     return StepSamples(
-        advantages=[part.numpy() for part in torch.split(advantages_N, sizes)],
-        masks=[part.numpy() for part in torch.split(mask_N.float(), sizes)],
+        advantages_B=advantages_N,
+        mask_B=mask_N.float(),
         zero_variance_ratio=sum(bool(part.all()) for part in torch.split(zero_variance_N, sizes)) / len(groups),
         overlong_ratio=float(truncated_N.float().mean()),
         masked_ratio=float((~mask_N).float().mean()),
     )
 
 
-def train_groups(groups: Sequence[LeasedGroup], *, samples: StepSamples, rows: Sequence[Any]) -> list[TrainGroup]:
-    """What the ranks get: `rows` are references that only the rank that trains the group resolves."""
-    return [
-        TrainGroup(
-            key=group.meta.key,
-            rows=ref,
-            advantages_G=advantages_G,
-            sample_mask_G=mask_G,
-            max_staleness_versions=group.max_staleness_versions,
-        )
-        for group, advantages_G, mask_G, ref in zip(groups, samples.advantages, samples.masks, rows, strict=True)
-    ]
+def sample_ids(group: LeasedGroup) -> list[str]:
+    """Keys of a group's rows in the data plane."""
+    return samples_of(group.meta.key, count=len(group.meta.rewards))
 
 
-def keys_by_store(groups: Sequence[LeasedGroup]) -> dict[str, list[str]]:
-    """Keys of the groups' rows by the row store that keeps them."""
-    keys: dict[str, list[str]] = {}
-    for group in groups:
-        keys.setdefault(group.meta.store, []).append(group.meta.key)
-    return keys
+def step_meta(lease: Lease) -> KVBatchMeta:
+    """Names the rows of a lease, with all that the ranks must know of each: its length, and the limit of its ticket."""
+    samples = [(group, i) for group in lease.groups for i in range(len(group.meta.rewards))]
+    return KVBatchMeta(
+        partition_id=TRAIN_PARTITION,
+        task_name="train",
+        sample_ids=[sample for group in lease.groups for sample in sample_ids(group)],
+        fields=list(GENERATED_FIELDS),
+        sequence_lengths=[group.meta.prompt_tokens + group.meta.completion_tokens[i] for group, i in samples],
+        extra_info={STEP: lease.step},
+        tags=[{LIMIT: group.max_staleness_versions} for group, _ in samples],
+    )
 
 
 def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
@@ -108,18 +106,18 @@ def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
 
 
 def sample_record(
-    leased: LeasedGroup, group: TrainGroup, rows: Rows, *, sample: int, decode: Callable[[Sequence[int]], str]
+    leased: LeasedGroup, rows: BatchedDataDict, *, row: int, sample: int, decode: Callable[[Sequence[int]], str]
 ) -> SampleRecord:
-    """One rollout of a group in full."""
-    start = int(rows["output_lengths"][:sample].sum())
-    cut = slice(start, start + int(rows["output_lengths"][sample]))
+    """One rollout of a group in full, from row `row` of `rows`: `input_ids`, `weight_versions`, `advantages`."""
+    prompt, tokens = leased.meta.prompt_tokens, leased.meta.completion_tokens[sample]
+    cut = slice(prompt, prompt + tokens)
     return SampleRecord(
         group=leased.meta.group,
         prompt=leased.task.prompt,
-        completion=decode(rows["output_ids"][cut].tolist()),
+        completion=decode(rows["input_ids"][row, cut].tolist()),
         answer=leased.task.answer,
         reward=leased.meta.rewards[sample],
-        advantage=float(group.advantages_G[sample]),
-        version_spans=tuple(sorted(Counter(rows["weight_versions"][cut].tolist()).items())),
+        advantage=float(rows["advantages"][row]),
+        version_spans=tuple(sorted(Counter(rows["weight_versions"][row, cut].tolist()).items())),
         truncated=leased.meta.truncated[sample],
     )

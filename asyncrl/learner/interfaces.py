@@ -1,22 +1,34 @@
-"""What the learner's loop asks of everything around it: the policy, the publisher, the buffer, the rows, the run's log.
+"""What the learner's loop asks of everything around it: the policy, the publisher, the buffer, the run's log.
 
-In a run these are `LMPolicy`, `Publisher`, `BufferClient`, `RowClient` and the deployment; every call that leaves the
-process has a deadline of its own there.
+In a run these are `TQPolicy`, `Publisher`, `BufferClient` and the deployment; every call that leaves the process has a
+deadline of its own there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.records import Lease, LeaseWait, Version
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
-from asyncrl.policy.interfaces import StepReport, TrainGroup
 
 
 class Trainer(Protocol):
-    """The policy."""
+    """The policy: `TQPolicy`'s calls, which block."""
 
-    async def train_step(self, groups: Sequence[TrainGroup], *, step: int) -> StepReport: ...
+    def prepare_step(self, num_samples: int, group_size: int | None = None) -> None: ...
+    def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None: ...
+    def read_from_dataplane(self, meta: KVBatchMeta, *, select_fields: Sequence[str]) -> BatchedDataDict: ...
+    def get_logprobs_from_meta(self, meta: KVBatchMeta) -> None: ...
+    def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta) -> None: ...
+    def train_from_meta(
+        self, meta: KVBatchMeta, loss_fn: LossFunction, *, gbs: int | None = None
+    ) -> dict[str, Any]: ...
+    def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None: ...
+    def finish_step(self, meta: KVBatchMeta) -> None: ...
+    def rows_outstanding(self) -> dict[str, int]: ...
 
 
 class Publications(Protocol):
@@ -34,13 +46,6 @@ class Buffer(Protocol):
     async def lease(self, *, wait_s: float) -> Lease | LeaseWait: ...
     async def status(self) -> RunStatus: ...
     async def call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any: ...
-
-
-class RowSource(Protocol):
-    """Where a group's rows are, and who drops them; a reference is awaitable."""
-
-    async def refs(self, store: str, keys: list[str]) -> list[Any]: ...
-    async def clear(self, store: str, keys: list[str]) -> None: ...
 
 
 class RunLog(Protocol):

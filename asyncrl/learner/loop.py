@@ -10,32 +10,38 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from asyncrl.algorithms.advantages import resolve_estimator
 from asyncrl.algorithms.filters import build_filters
+from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import baseline_of
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.membership import RunState
-from asyncrl.buffer.records import Lease, LeasedGroup, LeaseWait, Version
+from asyncrl.buffer.records import Lease, LeaseWait, Version
 from asyncrl.config.schema import Config
-from asyncrl.errors import NonFiniteError, ParityError
-from asyncrl.learner.batch import check_staleness, judge_samples, keys_by_store, train_groups
+from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.data_plane.partitions import group_of
+from asyncrl.errors import NonFiniteError, ParityError, RowsLost
+from asyncrl.learner.batch import StepSamples, check_staleness, judge_samples, sample_ids, step_meta
 from asyncrl.learner.heldout import HeldoutEvaluation
-from asyncrl.learner.interfaces import Buffer, Publications, RowSource, RunLog, Trainer
+from asyncrl.learner.interfaces import Buffer, Publications, RunLog, Trainer
 from asyncrl.learner.progress import check_progress
 from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import RunTotals
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
-from asyncrl.policy.interfaces import StepReport, TrainGroup
+from asyncrl.policy.interfaces import StepReport
+from asyncrl.policy.step_plan import needs_proximal, needs_reference
 from asyncrl.weights.gate import should_publish
 from asyncrl.weights.parity import parity_tolerance_nats
 
 logger = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
+ROWS_SETTLE_S = 5.0
+ROWS_POLL_S = 0.1
 
 
 class LearnerLoop:
@@ -48,7 +54,6 @@ class LearnerLoop:
         policy: Trainer,
         publisher: Publications,
         buffer: Buffer,
-        rows: RowSource,
         heldout: HeldoutEvaluation,
         log: RunLog,
         metrics: LearnerMetrics,
@@ -60,10 +65,10 @@ class LearnerLoop:
         self._policy = policy
         self._publisher = publisher
         self._buffer = buffer
-        self._rows = rows
         self._heldout = heldout
         self._metrics = metrics
         self._clock = clock
+        self._loss = build_loss(config)
         self._estimator = resolve_estimator(baseline_of(config.algorithm))
         self._filters = build_filters(config)
         self._states = StateClock(states=LEARNER_STATES, initial="other", clock=clock)
@@ -81,6 +86,9 @@ class LearnerLoop:
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
         """Trains until the last step, the last prompt or `stop`."""
+        learner = self._config.learner
+        samples = learner.groups_per_step * learner.group_size
+        await asyncio.to_thread(self._policy.prepare_step, samples, learner.group_size)
         await self._buffer.call("pause")
         version = (await self._buffer.status()).version
         await self._publish(version)
@@ -106,7 +114,8 @@ class LearnerLoop:
                 await self._publish(version)
             await self._evaluate(version, stop)
         await self._publisher.settle()
-        return self._recorder.run_totals(await self._buffer.status())
+        rows = await self._rows_outstanding(until_none=not stop.is_set())
+        return self._recorder.run_totals(await self._buffer.status(), rows_outstanding=rows)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -128,18 +137,16 @@ class LearnerLoop:
         started_s = self._clock()
         check_staleness(lease)
         samples = judge_samples(lease.groups, estimator=self._estimator, filters=self._filters)
-        groups = train_groups(lease.groups, samples=samples, rows=await self._refs(lease.groups))
-        report = await self._train(groups, step=lease.step)
-        if report.rows_lost:
-            await self._buffer.call("give_back", lease.incarnation, lease.step)
-            await self._buffer.call("rows_lost", list(report.lost_keys))
-            return Version(lease.incarnation, lease.step)
+        meta = step_meta(lease)
+        try:
+            report = await self._train(meta, samples)
+        except RowsLost as lost:
+            return await self._give_back(lease, lost)
         if not report.skipped:  # NaN log-probs skip the step; they say nothing of two models' agreement
             self._check_parity(report, step=lease.step)
         status = await (self._skip(lease) if report.skipped else self._ack(lease))
         ended = EndedStep(
             lease=lease,
-            groups=groups,
             samples=samples,
             report=report,
             status=status,
@@ -149,29 +156,70 @@ class LearnerLoop:
         if report.skipped:
             self._recorder.skipped(ended)
         else:
-            await self._recorder.trained(ended)
-        for store, keys in keys_by_store(lease.groups).items():
-            await self._rows.clear(store, keys)
+            self._recorder.trained(ended)
+            await self._write_samples(lease, meta)
+        await asyncio.to_thread(self._policy.finish_step, meta)
+        await self._rows_outstanding()
         self._check_nonfinite(report, lease)
         return status.version
 
-    async def _refs(self, groups: Sequence[LeasedGroup]) -> list[Any]:
-        found: dict[str, Any] = {}
-        for store, keys in keys_by_store(groups).items():
-            found |= dict(zip(keys, await self._rows.refs(store, keys), strict=True))
-        return [found[group.meta.key] for group in groups]
-
-    async def _train(self, groups: Sequence[TrainGroup], *, step: int) -> StepReport:
+    async def _train(self, meta: KVBatchMeta, samples: StepSamples) -> StepReport:
+        """The step's stages, in order. RowsLost when rows are gone; then nothing was trained."""
+        policy, loss_fn = self._policy, self._loss
+        columns = {"advantages": samples.advantages_B, "sample_mask": samples.mask_B}
+        await asyncio.to_thread(policy.write_to_dataplane, meta, columns)
+        updates = self._config.learner.updates_per_step
+        with self._states.within("log_probs"):
+            if needs_reference(loss_fn):
+                await asyncio.to_thread(policy.get_reference_policy_logprobs_from_meta, meta)
+            if needs_proximal(loss_fn, updates=updates):
+                await asyncio.to_thread(policy.get_logprobs_from_meta, meta)
         self._states.enter("forward_backward")
         started_s = self._clock()
-        report = await self._policy.train_step(groups, step=step)
+        # a last short step that cannot be shared evenly is one update
+        gbs = meta.size if meta.size % (updates * self._config.learner.ranks) else meta.size // updates
+        result = await asyncio.to_thread(policy.train_from_meta, meta, loss_fn, gbs=gbs)
+        report: StepReport = result["report"]
         # The ranks know best: what the call took beyond their own stages is `other`.
         elsewhere = {name: report.seconds.get(name, 0.0) for name in ("log_probs", "optimizer")}
-        inside_s = sum(report.seconds.values())
-        elsewhere["other"] = max(0.0, self._clock() - started_s - inside_s)
+        elsewhere["other"] = max(0.0, self._clock() - started_s - sum(report.seconds.values()))
         self._states.enter("other")
         self._states.reattribute("forward_backward", elsewhere)
         return report
+
+    async def _give_back(self, lease: Lease, lost: RowsLost) -> Version:
+        """Nothing was trained: what is left of the step is leased again, with others in the place of what is lost."""
+        logger.warning("step %d is given back: %s", lease.step, lost)
+        keys = {group_of(sample): None for sample in lost.sample_ids}
+        await self._buffer.call("give_back", lease.incarnation, lease.step)
+        await self._buffer.call("rows_lost", list(keys))
+        samples = [name for g in lease.groups if g.meta.key in keys for name in sample_ids(g)]
+        await asyncio.to_thread(self._policy.discard_samples, samples, TRAIN_PARTITION)
+        return Version(lease.incarnation, lease.step)
+
+    async def _rows_outstanding(self, *, until_none: bool = False) -> int:
+        """Rows in the data plane. At the run's end others may still be clearing what nobody trained: for a while, what
+        is left is looked at again."""
+        deadline_s = self._clock() + ROWS_SETTLE_S
+        while True:
+            rows = sum((await asyncio.to_thread(self._policy.rows_outstanding)).values())
+            self._metrics.rows_outstanding(rows)
+            if not (until_none and rows) or self._clock() > deadline_s:
+                return rows
+            await asyncio.sleep(ROWS_POLL_S)
+
+    async def _write_samples(self, lease: Lease, meta: KVBatchMeta) -> None:
+        """The first `learner.samples_logged` rollouts in full: one of each group before a second of any."""
+        places = self._recorder.logged_samples(lease)
+        if places:
+            row_of = {name: row for row, name in enumerate(meta.sample_ids)}
+            names = [sample_ids(lease.groups[group])[sample] for group, sample in places]
+            rows = await asyncio.to_thread(
+                self._policy.read_from_dataplane,
+                meta.subset([row_of[name] for name in names]),
+                select_fields=["input_ids", "weight_versions", "advantages"],
+            )
+            self._recorder.write_samples(lease, places, rows)
 
     async def _ack(self, lease: Lease) -> RunStatus:
         """The step is trained: the version grows, and is published if the gate says so."""

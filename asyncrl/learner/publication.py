@@ -15,10 +15,10 @@ from asyncrl.weights.transports.interfaces import Transport
 
 
 class Ranks(Protocol):
-    """The policy's ranks: a function on each of them, in the order of their steps or beside those."""
+    """The policy's ranks: a function on each of them, in the order of their steps or beside those. Calls block."""
 
-    async def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
-    async def beside_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
+    def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
+    def beside_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
 
 
 class Publisher:
@@ -57,7 +57,7 @@ class Publisher:
         """Returns when the snapshot is taken; the previous delivery, if any, is awaited first."""
         await self.settle()
         started_s = time.monotonic()
-        logprobs = (await self._ranks.on_ranks(take_snapshot, self._entries, self._probe_tokens))[0]
+        logprobs = (await asyncio.to_thread(self._ranks.on_ranks, take_snapshot, self._entries, self._probe_tokens))[0]
         snapshot_s = time.monotonic() - started_s
         probe = Probe(tokens=self._probe_tokens, logprobs=tuple(tuple(row) for row in logprobs))
         previous, self._published = self._published, version
@@ -73,7 +73,9 @@ class Publisher:
 
     async def _deliver(self, version: Version, *, previous: Version | None, probe: Probe, snapshot_s: float) -> None:
         started_s = time.monotonic()
-        by_rank: list[list[DeliveredBucket]] = await self._ranks.beside_ranks(deliver, self._transport)
+        by_rank: list[list[DeliveredBucket]] = await asyncio.to_thread(
+            self._ranks.beside_ranks, deliver, self._transport
+        )
         buckets = sorted((bucket for rank in by_rank for bucket in rank), key=lambda bucket: bucket.index)
         manifest = Manifest(
             version=version,

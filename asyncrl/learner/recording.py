@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import Lease, Version
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.learner.batch import StepSamples, counts_by_staleness, sample_record
 from asyncrl.learner.interfaces import RunLog
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.policy.interfaces import StepReport, TrainGroup
+from asyncrl.policy.interfaces import StepReport
 
 DISCARDED_FATES = (Fate.DROPPED, Fate.FILTERED, Fate.SKIPPED, Fate.ROWS_LOST, Fate.FAILED, Fate.RETURNED_ON_RESUME)
 
@@ -27,7 +28,6 @@ class EndedStep:
     weights were copied, `duration_s` the time from the lease on."""
 
     lease: Lease
-    groups: Sequence[TrainGroup]
     samples: StepSamples
     report: StepReport
     status: RunStatus
@@ -60,20 +60,19 @@ class StepRecorder:
         self._state_seconds = state_seconds
         self._mid_sequence_updates = 0
 
-    async def trained(self, step: EndedStep) -> None:
-        """The step was acked; its rows are still there."""
+    def trained(self, step: EndedStep) -> None:
+        """The step was acked."""
         self._mid_sequence_updates += sum(group.meta.mid_sequence_updates for group in step.lease.groups)
         self._show(step, outcome="trained", tokens=step.report.trained_tokens)
         self._show_trained(step)
         self._log.append_step(self._record(step))
-        await self._write_samples(step)
 
     def skipped(self, step: EndedStep) -> None:
         """The step changed nothing, for a loss or a gradient was not finite."""
         self._show(step, outcome="skipped", tokens=0)
         self._log.append_step(self._record(step))
 
-    def run_totals(self, status: RunStatus) -> RunTotals:
+    def run_totals(self, status: RunStatus, *, rows_outstanding: int) -> RunTotals:
         """What the run's end adds to its steps."""
         fates = status.account.fates
         return RunTotals(
@@ -81,6 +80,7 @@ class StepRecorder:
             generated_tokens=status.account.issued.tokens,
             groups_discarded=sum(fates[fate].groups for fate in DISCARDED_FATES),
             ledger_closed=status.account.closed,
+            rows_outstanding=rows_outstanding,
             weight_updates=sum(report.weight_updates for report in status.reports.values()),
             mid_sequence_updates=self._mid_sequence_updates,
             probe_parity_max_nats=max((report.parity_max_nats for report in status.reports.values()), default=None),
@@ -163,17 +163,21 @@ class StepRecorder:
             diagnostics={name: _finite(value) for name, value in {**report.diagnostics, **report.loss_metrics}.items()},
         )
 
-    async def _write_samples(self, step: EndedStep) -> None:
-        """The first `samples_logged` rollouts in full: one of each group before a second of any."""
-        leased, groups = step.lease.groups, step.groups
-        size = max(len(group.meta.rewards) for group in leased)
-        pairs = [(index, sample) for sample in range(size) for index in range(len(groups))][: self._samples_logged]
-        rows = {index: await groups[index].rows for index in sorted({index for index, _ in pairs})}
+    # --- samples ------------------------------------------------------------------------------------------------
+
+    def logged_samples(self, lease: Lease) -> list[tuple[int, int]]:
+        """(group, sample) of the rollouts to be written in full: one of each group before a second of any."""
+        size = max(len(group.meta.rewards) for group in lease.groups)
+        places = [(group, sample) for sample in range(size) for group in range(len(lease.groups))]
+        return [p for p in places if p[1] < len(lease.groups[p[0]].meta.rewards)][: self._samples_logged]
+
+    def write_samples(self, lease: Lease, places: Sequence[tuple[int, int]], rows: BatchedDataDict) -> None:
+        """Writes the rollouts at `places`, whose rows are those of `rows`."""
         self._log.write_samples(
-            step.lease.step,
+            lease.step,
             [
-                sample_record(leased[index], groups[index], rows[index], sample=sample, decode=self._decode)
-                for index, sample in pairs
+                sample_record(lease.groups[group], rows, row=row, sample=sample, decode=self._decode)
+                for row, (group, sample) in enumerate(places)
             ],
         )
 

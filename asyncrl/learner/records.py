@@ -83,19 +83,21 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What only the end of a run knows. `probe_parity_max_nats` is the worst probe of any replica."""
+    """What only the end of a run knows. `rows_outstanding` is what the data plane still holds, 0 unless the run was
+    stopped; `probe_parity_max_nats` is the worst probe of any replica."""
 
     wall_s: float
     generated_tokens: int
     groups_discarded: int
     ledger_closed: bool
+    rows_outstanding: int
     weight_updates: int
     mid_sequence_updates: int
     probe_parity_max_nats: float | None
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in twenty numbers: `summary.json`. Steps are trained steps: a skipped one is nothing but time lost.
+    """A run in some twenty numbers: `summary.json`. Steps are trained steps: a skipped one is nothing but time lost.
 
     `reward_first` and `reward_last` are means over the first and last 5 % of steps, at least 1 and at most 10.
     `samples_per_s` counts trained samples between the first and the last step's end, as do the busy ratios: the
@@ -116,6 +118,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     max_token_staleness: int
     groups_discarded: int
     ledger_closed: bool
+    rows_outstanding: int
     weight_updates: int
     mid_sequence_updates: int
     parity_max_nats: float | None
@@ -149,6 +152,7 @@ def build_summary(
         max_token_staleness=max(max(record.token_staleness, default=0) for record in steps),
         groups_discarded=totals.groups_discarded,
         ledger_closed=totals.ledger_closed,
+        rows_outstanding=totals.rows_outstanding,
         weight_updates=totals.weight_updates,
         mid_sequence_updates=totals.mid_sequence_updates,
         parity_max_nats=max(_present(parities), default=None),

@@ -236,6 +236,13 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
     ),
     "staleness": (
         Metric(
+            G,
+            "asyncrl_rows_outstanding",
+            "Rows in the data plane after the last step: those of finished groups that wait. A run ends with none.",
+            "rows",
+            LEARNER,
+        ),
+        Metric(
             H,
             "asyncrl_group_staleness_versions",
             "Staleness of a group's oldest token, when trained.",

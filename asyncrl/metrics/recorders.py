@@ -154,6 +154,11 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.set("asyncrl_trained_to_dispatched_length_ratio", ratio)
 
     @recording
+    def rows_outstanding(self, rows: int) -> None:
+        """After a step's rows were cleared."""
+        self._instruments.set("asyncrl_rows_outstanding", rows)
+
+    @recording
     def heldout(self, reward_mean: float) -> None:
         """After a held-out evaluation."""
         self._instruments.set("asyncrl_learner_heldout_reward_mean", reward_mean)

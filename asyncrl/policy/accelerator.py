@@ -6,18 +6,19 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from asyncrl.config.schema import Config, LearnerSection
 
-def make_accelerator(
-    *, rank: int, world_size: int, store: Store, timeout: timedelta, on_gpu: bool, dtype: torch.dtype
-) -> Accelerator:
-    """An accelerator that shards with FSDP2, on GPUs and on CPUs, for one rank and for many."""
+
+def make_accelerator(*, rank: int, world_size: int, store: Store, timeout: timedelta, config: Config) -> Accelerator:
+    """An accelerator that shards with FSDP2 as `learner` says, on GPUs and on CPUs, for one rank and for many."""
+    on_gpu = config.learner.gpus > 0
     # how accelerate finds out about a group that it did not make; a rank sees one GPU, and with one rank too this
     # keeps it from concluding that nothing is distributed
     os.environ.update(
@@ -33,19 +34,38 @@ def make_accelerator(
         auto_wrap_policy="transformer_based_wrap",
         reshard_after_forward=True,
         # gradients are reduced in float32 even where layers compute in bfloat16
-        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=compute_dtype(config), reduce_dtype=torch.float32),
+        activation_checkpointing=config.learner.activation_checkpointing,
     )
+    parallelism = _parallelism(config.learner)
     if on_gpu:
-        return Accelerator(fsdp_plugin=plugin)
+        return Accelerator(fsdp_plugin=plugin, parallelism_config=parallelism)
     accelerator = Accelerator(cpu=True)
-    _enable_fsdp_on_cpu(plugin)
+    _enable_fsdp_on_cpu(plugin, parallelism)
     return accelerator
 
 
-def _enable_fsdp_on_cpu(plugin: FullyShardedDataParallelPlugin) -> None:
+def compute_dtype(config: Config) -> torch.dtype:
+    """Of forward and backward passes; the engine's unless `learner.mixed_precision` says otherwise."""
+    if config.learner.mixed_precision is None:
+        return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    return torch.bfloat16 if config.learner.mixed_precision == "bf16" else torch.float32
+
+
+def _parallelism(learner: LearnerSection) -> ParallelismConfig | None:
+    """The ranks as copies × shards (HSDP); None when all of them share one copy."""
+    if learner.shards is None or learner.shards == learner.ranks:
+        return None
+    return ParallelismConfig(dp_replicate_size=learner.ranks // learner.shards, dp_shard_size=learner.shards)
+
+
+def _enable_fsdp_on_cpu(plugin: FullyShardedDataParallelPlugin, parallelism: ParallelismConfig | None) -> None:
     """accelerate 1.15 falls back to DDP on CPUs although FSDP2 runs over gloo: this says what it would on a GPU."""
     AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    if parallelism is not None:
+        mesh = parallelism.get_device_mesh("cpu")
+        AcceleratorState._shared_state.update(parallelism_config=parallelism, device_mesh=mesh)
 
 
 def frozen(model: torch.nn.Module, *, accelerator: Accelerator) -> torch.nn.Module:

@@ -1,87 +1,34 @@
-"""From a rank's groups to padded micro-batches; the last place where staleness is checked.
+"""From a rank's rows to padded micro-batches; the last place where staleness is checked.
 
 Legend: B rows, S tokens, T = S − 1. Column `c[b, i]` belongs to token `input_ids[b, i]`; right padding.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import RunError, StalenessViolation
-from asyncrl.policy.interfaces import TrainGroup
+from asyncrl.data.specs import NO_VERSION
+from asyncrl.errors import StalenessViolation
 
-NO_VERSION = -1
-"""In `weight_versions`: this token is prompt or padding."""
 MIN_WIDTH = 2
 """Tokens of the narrowest batch: one to predict from and one to predict."""
 
 
-def rank_batch(groups: Sequence[TrainGroup], *, step: int) -> BatchedDataDict:
-    """All samples of a rank's groups, [B, S]; empty without groups.
-
-    Columns: `input_ids`, `weight_versions` int64 [B, S], `generation_logprobs`, `advantages`, `token_mask` float32
-    [B, S], `input_lengths` int64 [B], `sample_mask` float32 [B].
-
-    StalenessViolation for a trained token that is older than its group's limit, or newer than the weights.
-    """
-    return BatchedDataDict.from_batches(
-        [_group_batch(group, step=step) for group in groups], pad_value_dict={"weight_versions": NO_VERSION}
-    )
-
-
-def _group_batch(group: TrainGroup, *, step: int) -> BatchedDataDict:
-    rows = group.rows
-    prompt_length = len(rows["prompt_ids"])
-    lengths = np.asarray(rows["output_lengths"], dtype=np.int64)
-    _check_lengths(group, total=int(lengths.sum()))
-    width = max(prompt_length + int(lengths.max(initial=0)), MIN_WIDTH)
-    columns: dict[str, npt.NDArray[Any]] = {
-        "input_ids": np.zeros((len(lengths), width), dtype=np.int64),
-        "weight_versions": np.full((len(lengths), width), NO_VERSION, dtype=np.int64),
-        "generation_logprobs": np.zeros((len(lengths), width), dtype=np.float32),
-        "token_mask": np.zeros((len(lengths), width), dtype=np.float32),
-    }
-    columns["input_ids"][:, :prompt_length] = rows["prompt_ids"]
-    ends = lengths.cumsum()
-    for i, (start, end) in enumerate(zip(ends - lengths, ends, strict=True)):
-        completion = slice(prompt_length, prompt_length + end - start)
-        columns["input_ids"][i, completion] = rows["output_ids"][start:end]
-        columns["weight_versions"][i, completion] = rows["weight_versions"][start:end]
-        columns["generation_logprobs"][i, completion] = rows["logprobs"][start:end]
-        columns["token_mask"][i, completion] = 1.0
-    batch = BatchedDataDict({name: torch.from_numpy(column) for name, column in columns.items()})
-    batch["input_lengths"] = torch.from_numpy(prompt_length + lengths)
-    batch["sample_mask"] = torch.tensor(group.sample_mask_G, dtype=torch.float32)
-    advantages_B = torch.tensor(group.advantages_G, dtype=torch.float32)
-    batch["advantages"] = advantages_B.unsqueeze(1).expand(-1, width).clone()
-    _check_staleness(group, staleness=step - batch["weight_versions"][trained_mask(batch)])
-    return batch
-
-
-def _check_lengths(group: TrainGroup, *, total: int) -> None:
-    sizes = {name: len(group.rows[name]) for name in ("output_ids", "logprobs", "weight_versions")}
-    samples = {
-        "output_lengths": len(group.rows["output_lengths"]),
-        "advantages": len(group.advantages_G),
-        "sample_mask": len(group.sample_mask_G),
-    }
-    if set(sizes.values()) != {total} or len(set(samples.values())) != 1:
-        raise RunError(f"group {group.key}: columns disagree: {total} tokens by length, {sizes}; samples: {samples}")
-
-
-def _check_staleness(group: TrainGroup, *, staleness: torch.Tensor) -> None:
-    if staleness.numel() == 0:
+def check_staleness(batch: BatchedDataDict, *, step: int, limits: Sequence[int], sample_ids: Sequence[str]) -> None:
+    """StalenessViolation for a trained token that is older than its row's limit (the η of its ticket), or newer than
+    the weights. The last place where it is looked at."""
+    if batch.size == 0:
         return
-    oldest, newest = int(staleness.max()), int(staleness.min())
-    if oldest > group.max_staleness_versions or newest < 0:
+    staleness_BS = (step - batch["weight_versions"]).where(trained_mask(batch), 0)
+    wrong_B = (staleness_BS > torch.tensor(limits).unsqueeze(1)).any(1) | (staleness_BS < 0).any(1)
+    if wrong_B.any():
+        row = int(wrong_B.nonzero()[0])
+        newest, oldest = staleness_BS[row].aminmax()
         raise StalenessViolation(
-            f"group {group.key}: a token to be trained is {oldest if newest >= 0 else newest} versions old; the limit "
-            f"of its ticket (staleness.max_versions) is {group.max_staleness_versions}"
+            f"sample {sample_ids[row]}: a token to be trained is {int(newest if newest < 0 else oldest)} versions old; "
+            f"the limit of its ticket (staleness.max_versions) is {limits[row]}"
         )
 
 

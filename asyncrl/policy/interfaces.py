@@ -1,32 +1,22 @@
-"""What the driver hands to the ranks of a policy and gets back. Torch-free: plain arrays, numbers and tuples.
+"""What a policy is, for whoever trains one, and what it reports of a step.
 
-Legend: G samples of one prompt, P its tokens.
+Legend: B rows, S tokens. Column `c[b, i]` belongs to token `input_ids[b, i]` given its prefix; right padding.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import torch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainGroup:
-    """One group of a step, as a rank trains it.
-
-    `rows` is a mapping of arrays (or, between driver and rank, the Ray ObjectRef of one, which only the rank that
-    trains the group fetches): `prompt_ids` int32 [P], `output_lengths` int32 [G], and flat over the G completions, in
-    order, `output_ids` int32, `logprobs` float32 (nats, as sampled), `weight_versions` int64 (steps).
-    A sample with `sample_mask_G` 0 is not trained. `max_staleness_versions` is the η of the group's ticket.
-    """
-
-    key: str
-    rows: Any
-    advantages_G: npt.NDArray[np.float32]
-    sample_mask_G: npt.NDArray[np.float32]
-    max_staleness_versions: int
+    from asyncrl.algorithms.interfaces import LossFunction
+    from asyncrl.data.batched_data_dict import BatchedDataDict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +24,7 @@ class StepReport:
     """What one step did, over all ranks.
 
     `skipped`: nothing was applied because every update was non-finite on some rank (F21). A step without a trained
-    token applies no update either, but is not skipped. `rows_lost`: some rank could not fetch the rows of `lost_keys`;
-    then nothing was trained and nothing else is set (F37).
+    token applies no update either, but is not skipped.
     """
 
     skipped: bool = False
@@ -62,8 +51,6 @@ class StepReport:
     """The loss's own metrics, normalised: `clipped_ratio` and `gated_ratio` for the presets."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall seconds of rank 0 in `log_probs`, `forward_backward` and `optimizer`."""
-    rows_lost: bool = False
-    lost_keys: tuple[str, ...] = ()
 
 
 class ParameterSpec(NamedTuple):
@@ -75,19 +62,77 @@ class ParameterSpec(NamedTuple):
     nbytes: int
 
 
-def deal_groups(
-    groups: Sequence[TrainGroup], *, ranks: int, updates: int
-) -> tuple[tuple[tuple[TrainGroup, ...], ...], ...]:
-    """Groups by [rank][update]: equal contiguous shares to the updates, each share dealt in turn to the ranks.
+class LogprobOutputSpec(TypedDict):
+    """Columns that `get_logprobs` returns."""
 
-    The shares are cut first, so that every update sees the same groups with any number of ranks. A last short step
-    has uneven shares, some of them empty.
+    logprobs: torch.Tensor
+    """float32 [B, S], nats; 0 at the first token and beyond a row's length."""
 
-    >>> groups = [TrainGroup(key=str(i), rows={}, advantages_G=np.zeros(1, np.float32),
-    ...     sample_mask_G=np.ones(1, np.float32), max_staleness_versions=0) for i in range(5)]
-    >>> [[[g.key for g in share] for share in rank] for rank in deal_groups(groups, ranks=2, updates=2)]
-    [[['0', '2'], ['3']], [['1'], ['4']]]
-    """
-    cuts = [-(-len(groups) * update // updates) for update in range(updates + 1)]
-    shares = [groups[start:end] for start, end in pairwise(cuts)]
-    return tuple(tuple(tuple(share[rank::ranks]) for share in shares) for rank in range(ranks))
+
+class ReferenceLogprobOutputSpec(TypedDict):
+    """Columns that `get_reference_policy_logprobs` returns."""
+
+    reference_logprobs: torch.Tensor
+    """float32 [B, S], nats; 0 at the first token and beyond a row's length."""
+
+
+class Timer(Protocol):
+    """Whoever measures: `with timer.time("policy_training/train"): …`."""
+
+    def time(self, label: str) -> AbstractContextManager[Any]: ...
+
+
+class PolicyInterface(ABC):
+    """A model that scores and learns. Calls block; rows are in the caller's order, and results on the CPU."""
+
+    @abstractmethod
+    def get_logprobs(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
+        """`LogprobOutputSpec` of rows with `input_ids`, `input_lengths`, at the sampler's temperature.
+
+        No gradient. AssertionError when B is no multiple of the ranks, and when tensors of two or more dimensions
+        differ in dimension 1.
+        """
+
+    @abstractmethod
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
+        """`ReferenceLogprobOutputSpec`: the same under the first weights. The live ones are not touched."""
+
+    @abstractmethod
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step for every `gbs` rows (all of them unless given), one scheduler step a call.
+
+        `data` has the columns that the loss reads; `advantages` may be [B, S] or [B]. `mbs` rows of a rank share a
+        pass, padded, when it is given. In eval mode nothing changes. Returns `loss`, `grad_norm` float32 [steps],
+        `all_mb_metrics` (by name a value for every micro-batch of all ranks), `timing` (seconds by stage) and
+        `report`, a `StepReport`. AssertionError when the rows are no multiple of `gbs`, or `gbs` of the ranks unless it
+        is all rows.
+        """
+
+    @abstractmethod
+    def prepare_for_training(self) -> None:
+        """Weights and optimizer are on the ranks' devices when it returns."""
+
+    @abstractmethod
+    def finish_training(self) -> None:
+        """Lets go of gradients."""
+
+    @abstractmethod
+    def save_checkpoint(
+        self, weights_path: Path, optimizer_path: Path | None = None, tokenizer_path: Path | None = None
+    ) -> None:
+        """Writes the sharded weights and, where paths are given, the optimizer's state and the tokenizer."""
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """Ends the ranks; idempotent, and dead ones do no harm. Whether all of them left in order."""

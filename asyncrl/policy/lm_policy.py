@@ -1,241 +1,183 @@
-"""The driver's side of the policy: one Ray actor a rank, calls that fan out to all of them, and one fate for all.
+"""The driver's side of the policy: it cuts batches for its ranks and puts their answers together again.
 
-What must hold: every wait has a deadline; when one rank fails, none of the others outlives it, and what is raised is
-the first cause, not a neighbour's broken connection (F34); rows never pass through the driver.
-
-    policy = LMPolicy(config, model_path=path)
-    await policy.start()
-    report = await policy.train_step(groups, step=0)
-    await policy.shutdown()
+policy = Policy(config, model_path=path)
+policy.start()
+scored = policy.get_logprobs(batch)
+result = policy.train(batch, loss_fn, gbs=64)
+policy.shutdown()
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+import torch
 
+from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.config.schema import Config
-from asyncrl.errors import AsyncRLError, PlacementError, RunError
-from asyncrl.policy.interfaces import ParameterSpec, StepReport, TrainGroup, deal_groups
-from asyncrl.policy.rank_actor import BESIDE, LOOPBACK, RankActor
-
-FIRST_CAUSE_GRACE_S = 3.0
-"""When only broken connections are known, how long to wait for the rank that broke them to be known too."""
-CLOSE_TIMEOUT_S = 5.0
-"""Seconds that a rank gets to leave its process group before its process is ended."""
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs
+from asyncrl.policy.batching import MIN_WIDTH
+from asyncrl.policy.interfaces import ParameterSpec, PolicyInterface, Timer
+from asyncrl.policy.ranks import RankGroup
+from asyncrl.policy.step_report import RankRecord, step_report, train_result
 
 
-class LMPolicy:
-    """`config.learner.ranks` ranks of the model at `model_path`. Its methods belong to one event loop."""
+class Policy(PolicyInterface):
+    """`config.learner.ranks` ranks of the model at `model_path`; every call but `start` and `shutdown` needs them."""
 
     def __init__(self, config: Config, *, model_path: str) -> None:
         self._config = config
-        self._model_path = model_path
-        self._ranks: list[Any] = []
-        self._placement: Any = None
+        self._ranks = RankGroup(config, model_path=model_path)
         self._specs: tuple[ParameterSpec, ...] = ()
 
-    async def start(self) -> None:
-        """Places the ranks and loads the model. PlacementError when Ray has no room within
-        `ray.placement_timeout_s`, RunError when a rank fails or takes longer than `learner.startup_timeout_s`."""
-        learner = self._config.learner
-        await self._place()
-        deadline_s = learner.startup_timeout_s
-        addresses = await self._all("node_address", deadline_s=deadline_s)
-        host = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
-        knob = "learner.startup_timeout_s"
-        rendezvous = [self._ranks[0].open_rendezvous.remote(host)]
-        [port] = await self._wait(rendezvous, what="open_rendezvous", deadline_s=deadline_s, knob=knob)
-        await self._all("setup", deadline_s=deadline_s, knob=knob, model_path=self._model_path, host=host, port=port)
-        self._specs = (await self.on_ranks(_weights_metadata))[0]
+    def start(self) -> None:
+        """Places the ranks and loads the model; errors are those of `RankGroup.start`."""
+        self._ranks.start()
+        self._specs = self._ranks.call("weights_metadata")[0]
 
-    async def _place(self) -> None:
-        learner, timeout_s = self._config.learner, self._config.ray.placement_timeout_s
-        bundle = {"CPU": learner.cpus} | ({"GPU": learner.gpus} if learner.gpus else {})
-        self._placement = ray.util.placement_group([bundle] * learner.ranks, strategy="PACK")
-        if not await asyncio.to_thread(self._placement.wait, timeout_s):
-            total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
-            await self.shutdown()
-            raise PlacementError(
-                f"Ray has no room for {learner.ranks} learner ranks (learner.ranks) of {bundle} each (learner.cpus, "
-                f"learner.gpus) within ray.placement_timeout_s={timeout_s}: the cluster has "
-                + ", ".join(f"{total.get(name, 0.0):g} {name}, {free.get(name, 0.0):g} free" for name in bundle)
+    # -- the contract --------------------------------------------------------------------------------------------
+
+    def get_logprobs(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
+        with timed(timer, "get_logprobs"):
+            return self._scored("get_logprobs", data, micro_batch_size=None)
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
+        with timed(timer, "get_reference_policy_logprobs"):
+            return self._scored("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size)
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> dict[str, Any]:
+        _check_widths(data)
+        rows = data.size if gbs is None else gbs
+        with timed(timer, "policy_training"):
+            shards, _ = self._cut(data, rows_per_update=rows, micro_batch_size=mbs)
+            records = self._ranks.call_each(
+                "train",
+                [(shard, loss_fn) for shard in shards],
+                rows_per_update=self._rank_rows(rows),
+                micro_batch_size=mbs,
+                eval_mode=eval_mode,
             )
-        threads = str(learner.threads)
-        env = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        if not learner.gpus:
-            # torch's CUDA build would otherwise make its default device mesh of GPUs that were not asked for
-            env["CUDA_VISIBLE_DEVICES"] = ""
-        actor = ray.remote(concurrency_groups={BESIDE: 1})(RankActor)  # type: ignore[call-overload]
-        self._ranks = [
-            actor.options(
-                num_cpus=learner.cpus,
-                num_gpus=learner.gpus,
-                max_restarts=0,
-                runtime_env={"env_vars": env},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._placement, placement_group_bundle_index=rank
-                ),
-            ).remote(rank=rank, world_size=learner.ranks, config=self._config)
-            for rank in range(learner.ranks)
-        ]
+        return trained(records, loss_fn)
 
-    # -- what the learner calls ----------------------------------------------------------------------------------
+    def prepare_for_training(self) -> None:
+        self._ranks.call("prepare_for_training")
 
-    async def train_step(self, groups: Sequence[TrainGroup], *, step: int) -> StepReport:
-        """Trains step `step`. Each group's `rows` is the ObjectRef that only its rank fetches.
+    def finish_training(self) -> None:
+        self._ranks.call("finish_training")
 
-        The deadline is `run.stall_timeout_s`: a step has no size that a collective's deadline could know of.
-        """
-        learner = self._config.learner
-        shares = deal_groups(groups, ranks=learner.ranks, updates=learner.updates_per_step)
-        calls = [rank.train_on_refs.remote(share, step=step) for rank, share in zip(self._alive(), shares, strict=True)]
-        reports: list[StepReport] = await self._wait(
-            calls, what="train_step", deadline_s=self._config.run.stall_timeout_s, knob="run.stall_timeout_s"
-        )
-        if any(report.rows_lost for report in reports):
-            return StepReport(rows_lost=True, lost_keys=tuple(key for report in reports for key in report.lost_keys))
-        return reports[0]
+    def save_checkpoint(
+        self, weights_path: Path, optimizer_path: Path | None = None, tokenizer_path: Path | None = None
+    ) -> None:
+        self._ranks.call("save_checkpoint", weights_path, optimizer_path, tokenizer_path)
 
-    async def probe(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Temperature-1 log-probs of tokens[1:] of each sequence, under the current weights."""
-        answers: list[list[npt.NDArray[np.float32]]] = await self.on_ranks(_probe, sequences)
-        return answers[0]
+    def shutdown(self) -> bool:
+        return self._ranks.shutdown()
+
+    # -- beyond it -----------------------------------------------------------------------------------------------
 
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:
         """Names, shapes, dtypes and bytes of what `PolicyWorker.gather_weights` yields, in order; after `start`."""
         return self._specs
 
-    async def save_hf(self, path: Path) -> None:
+    def save_hf(self, path: Path) -> None:
         """Writes a Hugging Face directory that vLLM serves, on rank 0's node."""
-        await self.on_ranks(_save_hf, path, deadline_s=self._config.run.stall_timeout_s, knob="run.stall_timeout_s")
+        self._ranks.call("save_hf", path)
 
-    async def on_ranks(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        deadline_s: float | None = None,
-        knob: str = "learner.collective_timeout_s",
-    ) -> list[Any]:
-        """`function(worker, *args)` on every rank at once, `worker` being its PolicyWorker; answers in rank order.
+    def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`RankGroup.on_ranks`: how other layers, such as weight publication, reach the ranks' models."""
+        return self._ranks.on_ranks(function, *args)
 
-        `function` must be importable by the ranks. The deadline is `learner.collective_timeout_s` unless given.
+    def beside_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`RankGroup.beside_ranks`."""
+        return self._ranks.beside_ranks(function, *args)
+
+    # -- cutting -------------------------------------------------------------------------------------------------
+
+    def _scored(self, method: str, data: BatchedDataDict, *, micro_batch_size: int | None) -> BatchedDataDict:
+        _check_widths(data)
+        shards, indices = self._cut(data, rows_per_update=None, micro_batch_size=micro_batch_size)
+        answers = self._ranks.call_each(method, [(shard,) for shard in shards], micro_batch_size=micro_batch_size)
+        scored = BatchedDataDict.from_batches(answers)
+        if indices is not None:
+            scored.reorder_data(indices)
+        return scored
+
+    def _cut(
+        self, data: BatchedDataDict, *, rows_per_update: int | None, micro_batch_size: int | None
+    ) -> tuple[Sequence[BatchedDataDict], list[int] | None]:
+        """A shard a rank, and how to restore the order of a single update's rows (None: it was kept)."""
+        if rows_per_update == data.size and data.size % self._ranks.size:
+            return data.shard_by_batch_size(self._ranks.size, allow_uneven_shards=True), None
+        packing, dynamic = self._packing_args("train_mb_tokens") if micro_batch_size is None else (None, None)
+        if packing is not None:
+            return data.shard_by_batch_size(self._ranks.size, rows_per_update, sequence_packing_args=packing)
+        if dynamic is not None:
+            return data.shard_by_batch_size(self._ranks.size, rows_per_update, dynamic_batching_args=dynamic)
+        return data.shard_by_batch_size(self._ranks.size, rows_per_update), None
+
+    def _packing_args(self, mb_tokens_key: str) -> tuple[SequencePackingArgs | None, DynamicBatchingArgs | None]:
+        """How a stage's rows share passes, fresh copies: neither of them in padded mode.
+
+        `mb_tokens_key` names the stage, `logprob_mb_tokens` or `train_mb_tokens`; `learner.micro_batch_tokens` is the
+        limit of both.
         """
-        deadline_s = self._config.learner.collective_timeout_s if deadline_s is None else deadline_s
-        calls = [rank.on_rank.remote(function, *args) for rank in self._alive()]
-        return await self._wait(calls, what=function.__name__.lstrip("_"), deadline_s=deadline_s, knob=knob)
+        if mb_tokens_key not in ("logprob_mb_tokens", "train_mb_tokens"):
+            raise ValueError(f"{mb_tokens_key!r} is no stage: logprob_mb_tokens or train_mb_tokens")
+        learner = self._config.learner
+        match learner.batching:
+            case "packed":
+                return (
+                    SequencePackingArgs(
+                        max_tokens_per_microbatch=learner.micro_batch_tokens,
+                        input_key="input_ids",
+                        input_lengths_key="input_lengths",
+                        algorithm="modified_first_fit_decreasing",
+                        sequence_length_pad_multiple=1,
+                    ),
+                    None,
+                )
+            case "dynamic":
+                return None, DynamicBatchingArgs(
+                    max_tokens_per_microbatch=learner.micro_batch_tokens,
+                    sequence_length_round=MIN_WIDTH,
+                    input_key="input_ids",
+                    input_lengths_key="input_lengths",
+                )
+            case "padded":
+                return None, None
 
-    async def beside_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(worker, *args)` on every rank, in a thread beside the rank's steps: no collective, no weights."""
-        calls = [rank.on_rank.options(concurrency_group=BESIDE).remote(function, *args) for rank in self._alive()]
-        deadline_s = self._config.weights.load_timeout_s
-        return await self._wait(calls, what=function.__name__, deadline_s=deadline_s, knob="weights.load_timeout_s")
-
-    async def shutdown(self) -> bool:
-        """Ends every rank; idempotent, and dead ranks do no harm. Whether all of them left in order."""
-        ranks, self._ranks = self._ranks, []
-        answers = [asyncio.wrap_future(rank.close.remote().future()) for rank in ranks]
-        in_order = True
-        if answers:
-            done, late = await asyncio.wait(answers, timeout=CLOSE_TIMEOUT_S)
-            in_order = not late and all(answer.exception() is None for answer in done)
-            _forget(late)
-        for rank in ranks:
-            ray.kill(rank, no_restart=True)
-        if self._placement is not None:
-            ray.util.remove_placement_group(self._placement)
-            self._placement = None
-        return in_order
-
-    # -- one fate for all ranks ----------------------------------------------------------------------------------
-
-    async def _all(
-        self, method: str, *, deadline_s: float, knob: str = "learner.startup_timeout_s", **arguments: Any
-    ) -> list[Any]:
-        calls = [getattr(rank, method).remote(**arguments) for rank in self._ranks]
-        return await self._wait(calls, what=method, deadline_s=deadline_s, knob=knob)
-
-    async def _wait(self, calls: Sequence[Any], *, what: str, deadline_s: float, knob: str) -> list[Any]:
-        """The answers of one call to each rank, in rank order. On the first failure, or past the deadline, every rank
-        is ended; then the first cause is raised."""
-        answers = [asyncio.wrap_future(call.future()) for call in calls]
-        _, late = await asyncio.wait(answers, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
-        failures = _failures(answers)
-        if failures and all(_is_broken_connection(error) for error in failures.values()):
-            await asyncio.wait(answers, timeout=FIRST_CAUSE_GRACE_S)
-            failures = _failures(answers)
-        if not failures and not late:
-            return [answer.result() for answer in answers]
-        self._end_all()
-        _forget(answer for answer in answers if not answer.done())
-        if failures:
-            raise _first_cause(failures, what=what)
-        unanswered = [rank for rank, answer in enumerate(answers) if answer in late]
-        raise RunError(f"learner ranks {unanswered} did not finish {what} within {knob}={deadline_s} s; all were ended")
-
-    def _alive(self) -> list[Any]:
-        if not self._ranks:
-            raise RunError("the policy has no ranks: it was not started, or it has ended")
-        return self._ranks
-
-    def _end_all(self) -> None:
-        for rank in self._ranks:
-            ray.kill(rank, no_restart=True)
-        self._ranks = []
+    def _rank_rows(self, rows_per_update: int) -> int:
+        return -(-rows_per_update // self._ranks.size)
 
 
-def _failures(answers: Sequence["asyncio.Future[Any]"]) -> dict[int, BaseException]:
-    """Errors by rank, of those that have failed by now."""
-    errors = {rank: answer.exception() for rank, answer in enumerate(answers) if answer.done()}
-    return {rank: error for rank, error in errors.items() if error is not None}
+def trained(records: Sequence[RankRecord], loss_fn: LossFunction) -> dict[str, Any]:
+    """What `train` returns, from the records of the ranks."""
+    report = step_report(records, normalizations=getattr(loss_fn, "metric_normalizations", {}))
+    return {**train_result(records), "report": report}
 
 
-def _first_cause(failures: dict[int, BaseException], *, what: str) -> BaseException:
-    """The failure that brought the others about: one that is no broken connection, before any that is."""
-    rank, error = min(failures.items(), key=lambda item: (_is_broken_connection(item[1]), item[0]))
-    cause = getattr(error, "cause", None) or error
-    if isinstance(cause, AsyncRLError):
-        cause.add_note(f"on learner rank {rank}, in {what}")
-        return cause
-    if isinstance(error, ray.exceptions.RayActorError):
-        failure = RunError(f"learner rank {rank} died in {what}: {error}")
-    else:
-        failure = RunError(f"learner rank {rank} failed in {what}: {type(cause).__name__}: {cause}")
-    failure.__cause__ = error
-    return failure
+def timed(timer: Timer | None, label: str) -> Any:
+    """`timer.time(label)`, or nothing."""
+    return nullcontext() if timer is None else timer.time(label)
 
 
-def _is_broken_connection(error: BaseException) -> bool:
-    """Whether a rank failed only because a collective with another rank did."""
-    if isinstance(error, ray.exceptions.RayActorError):
-        return False
-    cause = getattr(error, "cause", None) or error
-    text = f"{type(cause).__name__}: {cause}".lower()
-    signs = ("distbackenderror", "distnetworkerror", "diststoreerror", "gloo", "nccl", "connection closed")
-    return not isinstance(cause, AsyncRLError) and any(sign in text for sign in signs)
-
-
-def _forget(futures: Any) -> None:
-    """Reads the outcome of futures that nobody waits for any more, so that asyncio does not complain."""
-    for future in futures:
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-
-# importable by the ranks, unlike lambdas
-
-
-def _weights_metadata(worker: Any) -> tuple[ParameterSpec, ...]:
-    return worker.weights_metadata()  # type: ignore[no-any-return]
-
-
-def _probe(worker: Any, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-    return worker.probe(sequences)  # type: ignore[no-any-return]
-
-
-def _save_hf(worker: Any, path: Path) -> None:
-    worker.save_hf(path)
+def _check_widths(data: BatchedDataDict) -> None:
+    """All tensors of two or more dimensions have tokens on dimension 1."""
+    widths = {
+        name: column.shape[1] for name, column in data.items() if isinstance(column, torch.Tensor) and column.ndim >= 2
+    }
+    if len(set(widths.values())) > 1:
+        raise AssertionError(f"tensors differ in dimension 1 (tokens): {widths}")

@@ -1,4 +1,4 @@
-"""The Ray actor around one rank: it meets the others, fetches its own groups' rows, and hands calls to the worker.
+"""The Ray actor around one rank: it meets the others, and hands calls to the worker.
 
 Imports torch, accelerate and transformers only inside the actor's process, when the rank is set up.
 """
@@ -6,19 +6,19 @@ Imports torch, accelerate and transformers only inside the actor's process, when
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from asyncrl.config.schema import Config
-from asyncrl.policy.interfaces import StepReport, TrainGroup
+from asyncrl.errors import RowsLost
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+    from asyncrl.policy.meta_rank import MetaRank
     from asyncrl.policy.worker import PolicyWorker
 
 LOOPBACK = "127.0.0.1"
@@ -33,6 +33,7 @@ class RankActor:
         self._rank, self._world_size, self._config = rank, world_size, config
         self._store: Store | None = None
         self._worker: PolicyWorker | None = None
+        self._meta_rank: MetaRank | None = None
 
     def node_address(self) -> str:
         return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -71,15 +72,24 @@ class RankActor:
             model_path=model_path, config=self._config, rank=self._rank, world_size=self._world_size, store=store
         )
 
-    def train_on_refs(self, updates: Sequence[Sequence[TrainGroup]], *, step: int) -> StepReport:
-        """Fetches the rows of this rank's groups, then trains. When any rank lacks rows, none trains (F37): the report
-        then has only this rank's `lost_keys`, empty on the ranks that lack nothing."""
-        worker = self._ready()
-        # half of what the other ranks wait for this one's verdict
-        fetched, lost = _with_rows(updates, timeout_s=self._config.learner.collective_timeout_s / 2)
-        if worker.any_rank(bool(lost)):
-            return StepReport(lost_keys=lost, rows_lost=True)
-        return worker.train_step(fetched, step=step)
+    def setup_data_plane(self) -> None:
+        """Opens the rank's access to the rows that `call_with_meta` names."""
+        from asyncrl.data_plane.clients import open_client
+        from asyncrl.policy.meta_rank import MetaRank
+
+        self._meta_rank = MetaRank(self._ready(), open_client(self._config))
+
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """A method of the worker."""
+        return getattr(self._ready(), method)(*args, **options)
+
+    def call_with_meta(self, method: str, *args: Any, **options: Any) -> Any:
+        """A method of `MetaRank`. Lost rows are an answer, for all ranks agree on it and can go on."""
+        assert self._meta_rank is not None, "setup_data_plane() comes first"
+        try:
+            return getattr(self._meta_rank, method)(*args, **options)
+        except RowsLost as lost:
+            return lost
 
     def on_rank(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(worker, *args)`: how other layers, such as weight publication, reach a rank's model."""
@@ -92,23 +102,3 @@ class RankActor:
     def _ready(self) -> PolicyWorker:
         assert self._worker is not None, "setup() comes first"
         return self._worker
-
-
-def _with_rows(
-    updates: Sequence[Sequence[TrainGroup]], *, timeout_s: float
-) -> tuple[list[list[TrainGroup]], tuple[str, ...]]:
-    """The groups with their rows fetched, all at once, and the keys of those whose rows are gone or out of reach."""
-    refs = [group.rows for groups in updates for group in groups if isinstance(group.rows, ray.ObjectRef)]
-    if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
-    fetched: list[list[TrainGroup]] = []
-    lost: list[str] = []
-    for groups in updates:
-        fetched.append([])
-        for group in groups:
-            try:
-                rows = ray.get(group.rows, timeout=0) if isinstance(group.rows, ray.ObjectRef) else group.rows
-                fetched[-1].append(replace(group, rows=rows))
-            except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):
-                lost.append(group.key)
-    return fetched, tuple(lost)

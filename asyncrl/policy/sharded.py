@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
@@ -23,8 +24,21 @@ def parameter_specs(model: torch.nn.Module, *, dtype: torch.dtype) -> tuple[Para
     label = str(dtype).removeprefix("torch.")
     return tuple(
         ParameterSpec(name=name, shape=tuple(parameter.shape), dtype=label, nbytes=parameter.numel() * dtype.itemsize)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for name, parameter in _named_parameters(model)
     )
+
+
+def _named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Under the names of the model as it was loaded: activation checkpointing wraps its layers."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name.replace(_CHECKPOINT_PREFIX, ""), parameter
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Frees what a forward pass without a backward left whole, in the precision of computation. No collective."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @torch.no_grad()
@@ -33,12 +47,9 @@ def gather_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tu
 
     One gather a parameter; a tied one is gathered once and yielded, as the same tensor, under each of its names.
     """
-    for module in model.modules():
-        # a forward pass without a backward leaves some parameters whole, in the precision of computation
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(model)
     tied: dict[int, torch.Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in _named_parameters(model):
         if id(parameter) not in tied:
             # cast first: the gather then moves the engine's bytes, not the master weights'
             cast = parameter.detach().to(dtype)
@@ -71,3 +82,14 @@ def save_hf(model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtype: t
     if model.generation_config is not None:
         model.generation_config.save_pretrained(path)
     AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(path)
+
+
+def move(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """This rank's shards of the weights and of the optimizer's state, to `device`; gradients are let go."""
+    optimizer.zero_grad(set_to_none=True)
+    model.to(device)
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            # AdamW counts its steps on the CPU
+            if isinstance(value, torch.Tensor) and value.ndim > 0:
+                state[name] = value.to(device)

@@ -42,10 +42,14 @@ class UpdateOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank did in a step. Every rank has an outcome for the same updates, those with a trained token."""
+    """What one rank did in a step. Every rank has the same plans and learning rate, and an outcome for the same
+    updates, those with a trained token. `staleness` is of its own trained tokens; `seconds` are by stage."""
 
+    plans: tuple[UpdatePlan, ...]
     outcomes: tuple[UpdateOutcome, ...]
-    staleness: tuple[Mapping[int, int], ...] = ()
+    staleness: Mapping[int, int]
+    learning_rate: float
+    seconds: Mapping[str, float]
 
 
 def global_plan(ranks: Sequence[UpdatePlan]) -> UpdatePlan:
@@ -57,16 +61,9 @@ def global_plan(ranks: Sequence[UpdatePlan]) -> UpdatePlan:
     )
 
 
-def step_report(
-    ranks: Sequence[RankRecord],
-    *,
-    plans: Sequence[UpdatePlan],
-    normalizations: Mapping[str, MetricNormalization],
-    learning_rate: float,
-    seconds: Mapping[str, float],
-) -> StepReport:
-    """The report of a step from the records of its ranks and its global plans."""
-    updates = ranks[0].outcomes
+def step_report(ranks: Sequence[RankRecord], *, normalizations: Mapping[str, MetricNormalization]) -> StepReport:
+    """The report of a step from the records of its ranks."""
+    plans, updates = ranks[0].plans, ranks[0].outcomes
     everywhere = [outcome for rank in ranks for outcome in rank.outcomes]
     sums = sum((outcome.sums for outcome in everywhere), OffPolicySums())
     kernel = sum((outcome.kernel for outcome in everywhere), KernelSums())
@@ -84,7 +81,7 @@ def step_report(
         updates_nonfinite=len(updates) - applied,
         loss=sum(outcome.loss for outcome in everywhere) / max(len(updates), 1),
         grad_norm=sum(update.grad_norm for update in updates) / max(len(updates), 1),
-        learning_rate=learning_rate,
+        learning_rate=ranks[0].learning_rate,
         trained_tokens=tokens,
         trained_samples=samples,
         entropy_nats=sums.mean(sums.entropy_nats),
@@ -96,21 +93,17 @@ def step_report(
         on_policy_tokens=sums.on_policy_tokens,
         on_policy_parity_max_nats=sums.on_policy_parity_max_nats,
         diagnostics=kernel.means(),
-        token_staleness=_histogram([counts for rank in ranks for counts in rank.staleness]),
+        token_staleness=_histogram([rank.staleness for rank in ranks]),
         loss_metrics={
             name: value / divisors[normalizations.get(name, MetricNormalization.NONE)]
             for name, value in loss_metrics.items()
         },
-        seconds=dict(seconds),
+        seconds=dict(ranks[0].seconds),
     )
 
 
 def train_result(ranks: Sequence[RankRecord]) -> dict[str, Any]:
-    """What `PolicyInterface.train` returns of the records of its ranks.
-
-    `loss`, `grad_norm` float32 [updates]; `all_mb_metrics`: by name a value for every micro-batch of all ranks, rank
-    after rank.
-    """
+    """What `PolicyInterface.train` returns of the records of its ranks, but for the report; rank after rank."""
     metrics: dict[str, list[float]] = defaultdict(list)
     for rank in ranks:
         for outcome in rank.outcomes:
@@ -122,6 +115,7 @@ def train_result(ranks: Sequence[RankRecord]) -> dict[str, Any]:
         "loss": torch.tensor([sum(outcome.loss for outcome in update) for update in updates]),
         "grad_norm": torch.tensor([update[0].grad_norm for update in updates]),
         "all_mb_metrics": dict(metrics),
+        "timing": dict(ranks[0].seconds),
     }
 
 

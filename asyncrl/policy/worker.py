@@ -32,22 +32,16 @@ from asyncrl.algorithms.loss import build_loss
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.accelerator import forget_accelerator, frozen, make_accelerator
-from asyncrl.policy.batching import empty_micro_batch, micro_batches, rank_batch, staleness_counts, token_batch
-from asyncrl.policy.interfaces import ParameterSpec, StepReport, TrainGroup
+from asyncrl.policy.batching import empty_micro_batch, staleness_counts, token_batch
+from asyncrl.policy.checkpoint import load_checkpoint, save_checkpoint, save_tokenizer
+from asyncrl.policy.interfaces import ParameterSpec
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import aligned, loss_of
 from asyncrl.policy.packed import ATTENTION
 from asyncrl.policy.schedule import learning_rate
-from asyncrl.policy.sharded import gather_weights, parameter_specs, save_hf
-from asyncrl.policy.step_plan import (
-    PlannedUpdate,
-    calibrated_loss,
-    cut_updates,
-    needs_proximal,
-    needs_reference,
-    planned_updates,
-)
-from asyncrl.policy.step_report import RankRecord, UpdateOutcome, step_report
+from asyncrl.policy.sharded import gather_weights, move, parameter_specs, save_hf
+from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, cut_updates, needs_reference, planned_updates
+from asyncrl.policy.step_report import RankRecord, UpdateOutcome
 
 
 class PolicyWorker:
@@ -62,22 +56,17 @@ class PolicyWorker:
         self._timeout = timedelta(seconds=learner.collective_timeout_s)
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._packed = learner.batching == "packed"
-        self._loss = build_loss(config)
         torch.manual_seed(config.run.seed)
-        on_gpu = learner.gpus > 0
         self._accelerator = make_accelerator(
-            rank=rank,
-            world_size=world_size,
-            store=store,
-            timeout=self._timeout,
-            on_gpu=on_gpu,
-            dtype=self._engine_dtype,
+            rank=rank, world_size=world_size, store=store, timeout=self._timeout, config=config
         )
         self._device = self._accelerator.device
         # after accelerate, which has its own opinion on CPUs
         torch.set_num_threads(learner.threads)
         # small objects, on the CPU and beside the gradients' traffic
         self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+        # DCP on a group with other traffic aborts the process; how long a rank writes is no collective's deadline
+        self._checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.run.stall_timeout_s))
         # master weights are float32 whatever the engine's precision: bfloat16 loses updates below 2⁻⁸ of a weight
         model = self._loaded(model_path)
         # dropout would make a token's ratio to itself differ from 1
@@ -92,8 +81,8 @@ class PolicyWorker:
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         self._calls = 0  # of `train`, which the schedule counts
         self._first_weights: torch.nn.Module | None = None
-        if needs_reference(self._loss):
-            self._reference()
+        if needs_reference(build_loss(config)):
+            self._reference()  # what does not fit into memory fails at the start
 
     def _loaded(self, model_path: str) -> torch.nn.Module:
         return cast(
@@ -105,41 +94,6 @@ class PolicyWorker:
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def train_step(self, updates: Sequence[Sequence[TrainGroup]], *, step: int) -> StepReport:
-        """Trains step `step` on this rank's groups, one optimizer update for each element of `updates`.
-
-        All ranks pass the same number of updates; a rank may have no groups in some of them. StalenessViolation when
-        a trained token is older than its ticket allows. The report is over all ranks, and the same on each.
-        """
-        seconds: dict[str, float] = defaultdict(float)
-        batches = [rank_batch(groups, step=step) for groups in updates]
-        cuts = [micro_batches(batch, self._config.learner) for batch in batches]
-        planned = planned_updates(cuts, gather=self._gather)
-        with _timed(seconds, "log_probs"):
-            for part in (part for update in planned for part in update.parts):
-                part["staleness"] = (step - part["weight_versions"]).float()
-                if needs_reference(self._loss):
-                    part["reference_policy_logprobs"] = self._logprobs(self._reference(), part)
-                if needs_proximal(self._loss, updates=len(updates)):
-                    part["prev_logprobs"] = self._logprobs(self._model, part)
-            loss_fn = calibrated_loss(self._loss, planned, reduce=self._sum)
-        rate = self._set_learning_rate(step)
-        record = RankRecord(
-            outcomes=tuple(
-                self._update(update, loss_fn=loss_fn, step=step, seconds=seconds)
-                for update in planned
-                if update.plan.tokens > 0
-            ),
-            staleness=tuple(staleness_counts(batch, step=step) for batch in batches),
-        )
-        return step_report(
-            self._gather(record),
-            plans=[update.plan for update in planned],
-            normalizations=getattr(self._loss, "metric_normalizations", {}),
-            learning_rate=rate,
-            seconds=seconds,
-        )
-
     def train(
         self,
         data: BatchedDataDict,
@@ -148,28 +102,41 @@ class PolicyWorker:
         rows_per_update: int,
         micro_batch_size: int | None = None,
         eval_mode: bool = False,
+        step: int | None = None,
     ) -> RankRecord:
         """Trains on this rank's rows `data` with the columns that `loss_fn` reads, cut as `cut_updates` says.
 
-        The learning rate goes one step on. In eval mode nothing changes, and no gradient is made. The record is of this
-        rank alone, for `train_result`.
+        All ranks cut equally many updates; a rank may have no rows. `step` is the version of the weights, without which
+        no token counts as stale or on-policy. The learning rate goes one step on, unless no update was finite. In eval
+        mode nothing changes, and no gradient is made. The record is of this rank alone.
         """
+        seconds: dict[str, float] = defaultdict(float)
+        data = copy.copy(data)
+        if data and data["advantages"].ndim == 1:
+            data["advantages"] = data["advantages"].unsqueeze(1).expand_as(data["input_ids"])
         cuts = cut_updates(
             data, self._config.learner, rows_per_update=rows_per_update, micro_batch_size=micro_batch_size
         )
-        planned = planned_updates(cuts, gather=self._gather)
+        planned = planned_updates(cuts, gather=self.gather)
         for part in (part for update in planned for part in update.parts):
-            part.setdefault("staleness", torch.zeros_like(part["token_mask"]))
-        if not eval_mode:
-            self._set_learning_rate(self._calls)
-            self._calls += 1
-        loss_fn = calibrated_loss(loss_fn, planned, reduce=self._sum)
-        return RankRecord(
-            outcomes=tuple(
-                self._update(update, loss_fn=loss_fn, step=None, seconds=defaultdict(float), train=not eval_mode)
-                for update in planned
-                if update.plan.tokens > 0
+            part["staleness"] = (
+                torch.zeros_like(part["token_mask"]) if step is None else (step - part["weight_versions"]).float()
             )
+        with _timed(seconds, "log_probs"):
+            loss_fn = calibrated_loss(loss_fn, planned, reduce=self._sum)
+        rate = self._set_learning_rate(self._calls)
+        outcomes = tuple(
+            self._update(update, loss_fn=loss_fn, step=step, seconds=seconds, train=not eval_mode)
+            for update in planned
+            if update.plan.tokens > 0
+        )
+        self._calls += not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes))
+        return RankRecord(
+            plans=tuple(update.plan for update in planned),
+            outcomes=outcomes,
+            staleness={} if step is None else staleness_counts(data, step=step),
+            learning_rate=rate,
+            seconds=seconds,
         )
 
     def _set_learning_rate(self, step: int) -> float:
@@ -220,7 +187,7 @@ class PolicyWorker:
                     self._model.parameters(), self._config.learner.optimizer.max_grad_norm
                 )
                 grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-            finite = all(self._gather(bool(np.isfinite([loss_total, grad_norm]).all())))
+            finite = all(self.gather(bool(np.isfinite([loss_total, grad_norm]).all())))
             if train and finite:
                 self._optimizer.step()
             self._optimizer.zero_grad()
@@ -271,7 +238,7 @@ class PolicyWorker:
         rows["row"] = torch.arange(data.size)
         cuts = cut_updates(rows, self._config.learner, rows_per_update=data.size, micro_batch_size=micro_batch_size)
         parts = [part for update in cuts for part in update]
-        passes = max(self._gather(len(parts)))
+        passes = max(self.gather(len(parts)))
         scored_BS = torch.zeros(data["input_ids"].shape if data else (0, 0))
         for part in [*parts, *(empty_micro_batch() for _ in range(passes - len(parts)))]:
             part_BS = self._logprobs(model, part, temperature=temperature).cpu()
@@ -311,20 +278,54 @@ class PolicyWorker:
             dtype=self._engine_dtype,
             is_writer=self.rank == 0,
         )
-        self._gather(None)
+        self.gather(None)
+
+    def save_checkpoint(
+        self, weights_path: Path, optimizer_path: Path | None = None, tokenizer_path: Path | None = None
+    ) -> None:
+        """Writes what training goes on from, by any number of ranks: weights, and where they have a path the optimizer
+        and the tokenizer, each to a directory of its own that all ranks see. CheckpointError when it cannot."""
+        save_checkpoint(
+            self._model,
+            self._optimizer.optimizer,
+            train_calls=self._calls,
+            weights_path=weights_path,
+            optimizer_path=optimizer_path,
+            group=self._checkpoints,
+        )
+        if tokenizer_path is not None:
+            save_tokenizer(self._model_path, tokenizer_path, group=self._checkpoints)
+
+    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
+        """Takes over the weights of `save_checkpoint`, and with a path the optimizer, its place in the schedule of
+        `train`, and the random generators. CheckpointError when it cannot: then nothing has changed. The reference
+        stays the model that the worker was made with."""
+        train_calls = load_checkpoint(
+            self._model,
+            self._optimizer.optimizer,
+            weights_path=weights_path,
+            optimizer_path=optimizer_path,
+            group=self._checkpoints,
+        )
+        if train_calls is not None:
+            self._calls = train_calls
+
+    def prepare_for_training(self) -> None:
+        """Weights and optimizer are on this rank's device."""
+        move(self._model, self._optimizer.optimizer, self._device)
+
+    def finish_training(self) -> None:
+        """No gradient is kept."""
+        self._optimizer.zero_grad(set_to_none=True)
 
     # -- the group of ranks --------------------------------------------------------------------------------------
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether any rank says so."""
-        return any(self._gather(flag))
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """A small tensor added up over the ranks."""
         dist.all_reduce(values, group=self._control)
         return values
 
-    def _gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """One small object of every rank, in rank order; fails after `learner.collective_timeout_s`."""
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value, group=self._control)

@@ -1,6 +1,7 @@
 """The buffer actor's shell: waits that are given up hold nothing, and rows of tickets that are over are cleared."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,10 +21,10 @@ class ClearedRows:
     """A row client that only notes what it is asked to clear."""
 
     def __init__(self) -> None:
-        self.cleared: list[tuple[str, list[str]]] = []
+        self.cleared: list[list[str]] = []
 
-    async def clear(self, store: str, keys: list[str]) -> None:
-        self.cleared.append((store, keys))
+    async def clear(self, keys: Sequence[str]) -> None:
+        self.cleared.append(list(keys))
 
 
 def actor(rows: ClearedRows) -> BufferActor:
@@ -83,7 +84,6 @@ async def test_f40_rows_of_a_generator_that_was_declared_dead_are_cleared_and_it
     report = ReplicaReport(
         actor="zombie",
         deployment="d",
-        store="rows-1",
         metrics_address="",
         state_seconds={},
         samples=0,
@@ -94,7 +94,7 @@ async def test_f40_rows_of_a_generator_that_was_declared_dead_are_cleared_and_it
     await buffer.heartbeat("zombie", NOW, 0, 2, [ticket.key, other.key], report)
     await buffer.leave("zombie")
     await asyncio.gather(*buffer._clearing)
-    assert rows.cleared == [("rows-1", [ticket.key, other.key])]
+    assert rows.cleared == [[ticket.key, other.key]]
     (winner, _) = (await buffer.reserve("b", NOW, 2, 0.0)).tickets
     assert (winner.group, winner.seed) == (ticket.group, ticket.seed)
     assert winner.key != ticket.key, "rows of two attempts would meet under one key"

@@ -37,7 +37,7 @@ _LIMITS = [
     (["weights.publish_every_steps=4"], ["weights.publish_every_steps=3"], "staleness.max_versions + 1 = 3"),
     (["staleness.max_versions=0", "weights.publish_every_steps=2"], ["staleness.max_versions=0"], "at most"),
     (["buffer.capacity_groups=15"], ["buffer.capacity_groups=16"], "learner.groups_per_step = 16"),
-    (["buffer.capacity_bytes=131071"], ["buffer.capacity_bytes=131072"], "131072 ="),
+    (["buffer.capacity_bytes=197631"], ["buffer.capacity_bytes=197632"], "197632 ="),
     (["learner.groups_per_step=15", "learner.ranks=2"], ["learner.ranks=2"], "2 × 1 = 2"),
     (["learner.updates_per_step=3"], ["learner.updates_per_step=4"], "1 × 3 = 3"),
     (
@@ -51,6 +51,15 @@ _LIMITS = [
         ["learner.ranks=2", "learner.updates_per_step=8"],
         "take 32",
     ),
+    (["learner.shards=3", "learner.ranks=4"], ["learner.shards=2", "learner.ranks=4"], "take 2 or 4"),
+    (["learner.shards=8", "learner.ranks=4"], ["learner.shards=4", "learner.ranks=4"], "learner.ranks = 4"),
+    (["learner.shards=1", "learner.ranks=4"], ["learner.shards=1"], "at least 2"),
+    (
+        ["learner.mixed_precision=bf16"],
+        ["learner.mixed_precision=bf16", "weights.parity_tolerance_nats=0.1"],
+        "model.dtype = float32",
+    ),
+    (["learner.mixed_precision=bf16"], ["learner.mixed_precision=bf16", "model.dtype=bfloat16"], "set model.dtype"),
     (["learner.optimizer.warmup_steps=201"], ["learner.optimizer.warmup_steps=200"], "learner.total_steps = 200"),
     (["generator.max_completion_tokens=64"], ["generator.max_completion_tokens=63"], "model.max_length = 64"),
     (["data.max_prompt_tokens=64"], ["data.max_prompt_tokens=63"], "model.max_length = 64"),
@@ -173,17 +182,17 @@ def test_all_violations_are_reported_at_once() -> None:
     ]
 
 
-def test_a_group_is_booked_at_16_bytes_a_token_of_every_sample() -> None:
+def test_a_group_is_booked_at_its_columns_bytes_for_every_sample() -> None:
     config = load_config([], ["learner.group_size=3", "model.max_length=100"])
-    assert worst_case_group_bytes(config) == 3 * 100 * (4 + 4 + 8)
+    assert worst_case_group_bytes(config) == 3 * (100 * (8 + 8 + 4 + 4) + 8)
 
 
 @pytest.mark.parametrize(
     ("overrides", "silencer", "says"),
     [
         (["model.dtype=bfloat16"], "generator.gpus=1", "bfloat16 on CPUs"),
-        (["buffer.capacity_bytes=393215"], "buffer.capacity_bytes=393216", "48 × 8192 bytes"),
-        (["buffer.capacity_bytes=393215"], "buffer.capacity_groups=16", "generators may wait for room"),
+        (["buffer.capacity_bytes=592895"], "buffer.capacity_bytes=592896", "48 × 12352 bytes"),
+        (["buffer.capacity_bytes=592895"], "buffer.capacity_groups=16", "generators may wait for room"),
         (["generator.max_concurrent_groups=49"], "generator.max_concurrent_groups=48", "always waits"),
         (["generator.max_completion_tokens=17"], "data.max_prompt_tokens=47", "are cut earlier"),
     ],

@@ -13,7 +13,7 @@ from client_contract import IDS, ClientContract, Connect
 from asyncrl.data_plane.object_store import ObjectStoreClient
 from asyncrl.data_plane.partition_actor import PARTITIONS
 from asyncrl.data_plane.row_store import ensure_row_store
-from asyncrl.errors import ActorGone
+from asyncrl.errors import RowsLost
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -102,9 +102,11 @@ class TestObjectStoreClient(ClientContract):
         client = connect_client()
         client.put_samples(IDS, partition, fields={"kept": [1] * 4})
         ray.kill(ray.get_actor(ensure_row_store(namespace=NAMESPACE), namespace=NAMESPACE), no_restart=True)
-        with pytest.raises(ActorGone, match="rows-"):
+        with pytest.raises(RowsLost) as lost:
             client.get_samples(IDS, partition, ["kept"])
-        with pytest.raises(ActorGone):
-            client.put_samples(IDS, partition, fields={"kept": [2] * 4})
-        client.put_samples(IDS, partition, fields={"kept": [3] * 4})
-        assert client.get_samples(IDS, partition, ["kept"])["kept"] == [3] * 4
+        assert list(lost.value.sample_ids) == IDS
+        client.put_samples(IDS[2:], partition, fields={"kept": [3] * 2})
+        assert client.get_samples(IDS[2:], partition, ["kept"])["kept"] == [3] * 2
+        with pytest.raises(RowsLost) as lost:  # the new store has the old one's name, and not its rows
+            client.get_samples(IDS, partition, ["kept"])
+        assert list(lost.value.sample_ids) == IDS[:2]

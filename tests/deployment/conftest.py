@@ -92,7 +92,6 @@ def make_status(**changed: Any) -> RunStatus:
             "generator-a": ReplicaReport(
                 actor="generator-a",
                 deployment="generator-d",
-                store="rows-a",
                 metrics_address="",
                 state_seconds={"generating": 9.0, "idle": 1.0},
                 samples=1234,

@@ -18,6 +18,7 @@ TOTALS = RunTotals(
     generated_tokens=600,
     groups_discarded=16,
     ledger_closed=True,
+    rows_outstanding=0,
     weight_updates=1,
     mid_sequence_updates=0,
     probe_parity_max_nats=None,
@@ -29,7 +30,7 @@ class SavingPolicy:
         self.saved: list[Path] = []
         self.error = error
 
-    async def save_hf(self, path: Path) -> None:
+    def save_hf(self, path: Path) -> None:
         if self.error is not None:
             raise self.error
         self.saved.append(path)

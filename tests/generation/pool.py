@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from fake_engine import FakeEngine, log_prob_of
@@ -10,8 +10,8 @@ from fake_engine import FakeEngine, log_prob_of
 from asyncrl.buffer.actor import BufferActor
 from asyncrl.buffer.records import CommitOutcome, Counts, GroupMeta, Lease, Reservation, Version
 from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
-from asyncrl.data_plane.row_store import Rows
 from asyncrl.errors import DataError, ManifestVoid
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.rollout import Rollouts
@@ -34,20 +34,19 @@ class Clock:
 
 
 class MemoryRows:
-    """Row stores as dictionaries."""
+    """Groups' rows in a dictionary."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, Rows] = {}
-
+        self.kept: dict[str, BatchedDataDict] = {}
         self.fail_next_put: Exception | None = None
 
-    async def put(self, store: str, rows_by_key: dict[str, Rows]) -> None:
+    async def put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
         if self.fail_next_put is not None:
             error, self.fail_next_put = self.fail_next_put, None
             raise error
         self.kept |= rows_by_key
 
-    async def clear(self, store: str, keys: list[str]) -> None:
+    async def clear(self, keys: Sequence[str]) -> None:
         for key in keys:
             self.kept.pop(key, None)
 
@@ -136,9 +135,7 @@ class Pool:
 
     def add(self, name: str) -> FakeEngine:
         engine = FakeEngine()
-        rollouts = Rollouts(
-            config=self.config, engine=engine, tokenizer=Tokenizer(), scorer=self.scorer, replica=name, store="rows"
-        )
+        rollouts = Rollouts(config=self.config, engine=engine, tokenizer=Tokenizer(), scorer=self.scorer, replica=name)
         metrics = self.metrics[name] = GeneratorMetrics(environment="test")
         updates = WeightUpdates(
             config=self.config,
@@ -156,7 +153,6 @@ class Pool:
             rollouts=rollouts,
             buffer=LocalBuffer(self.buffer),
             rows=self.rows,
-            store="rows",
             weights=updates,
             metrics=metrics,
         )

@@ -23,9 +23,9 @@ async def test_steps_are_filled_and_every_sample_is_accounted_for() -> None:
             for group in lease.groups:
                 assert 0 <= lease.step - group.meta.oldest <= 1
                 rows = pool.rows.kept[group.meta.key]
-                assert rows["output_lengths"].tolist() == list(group.meta.completion_tokens)
-                assert len(rows["logprobs"]) == len(rows["weight_versions"]) == group.meta.generated_tokens
-                assert rows["weight_versions"].min() == group.meta.oldest
+                assert rows["token_mask"].sum(1).tolist() == list(group.meta.completion_tokens)
+                sampled = rows["weight_versions"][rows["token_mask"] > 0]
+                assert (len(sampled), sampled.min()) == (group.meta.generated_tokens, group.meta.oldest)
         status = await pool.buffer.status()
         assert status.account.closed
         assert status.account.fates[Fate.TRAINED].groups == 24

@@ -6,9 +6,10 @@ from pool import LengthScorer, Tokenizer
 from asyncrl.buffer.records import Ticket, Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
+from asyncrl.data_plane.codec import encode
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.rollout import Rollouts, check_completion, finished_group
+from asyncrl.generation.rollout import GENERATED_FIELDS, Rollouts, check_completion, finished_group
 
 TICKET = Ticket(
     group=3, attempt=1, task=Task(question="q", prompt="q", answer="a"), seed=0, version=Version(1, 7),
@@ -25,16 +26,32 @@ def completion(*tokens: int, text: str = "") -> Completion:
 
 def test_f24_a_group_of_empty_completions_is_as_old_as_its_ticket_and_has_no_token() -> None:
     group = finished_group(
-        TICKET, prompt_ids=[4, 5], completions=[completion(), completion()], rewards=[0.0, 0.0], replica="a", store="s"
+        TICKET, prompt_ids=[4, 5], completions=[completion(), completion()], rewards=[0.0, 0.0], replica="a"
     )
     assert (group.meta.oldest, group.meta.newest, group.meta.generated_tokens) == (7, 7, 0)
-    assert group.rows["output_lengths"].tolist() == [0, 0]
-    assert all(len(group.rows[name]) == 0 for name in ("output_ids", "logprobs", "weight_versions"))
+    assert group.rows["input_lengths"].tolist() == [2, 2]
+    assert not group.rows["token_mask"].any()
+
+
+def test_rows_are_prompt_completion_padding_and_only_what_was_sampled_has_a_version() -> None:
+    group = finished_group(
+        TICKET, prompt_ids=[4, 5], completions=[completion(6), completion(7, 8)], rewards=[0.0, 1.0], replica="a"
+    )
+    assert {name: column.tolist() for name, column in group.rows.items()} == {
+        "input_ids": [[4, 5, 6, 0], [4, 5, 7, 8]],
+        "weight_versions": [[-1, -1, 8, -1], [-1, -1, 8, 8]],
+        "generation_logprobs": [[0.0, 0.0, -1.0, 0.0], [0.0, 0.0, -1.0, -1.0]],
+        "token_mask": [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]],
+        "input_lengths": [3, 4],
+    }
+    assert set(group.rows) == set(GENERATED_FIELDS)
+    columns = encode(group.rows).values()
+    assert group.meta.row_bytes == sum(column.values.nbytes for column in columns), "booked is what travels"
 
 
 def test_f24_a_completion_of_only_the_end_token_is_one_token() -> None:
     group = finished_group(
-        TICKET, prompt_ids=[4, 5], completions=[completion(1), completion()], rewards=[0.0, 0.0], replica="a", store="s"
+        TICKET, prompt_ids=[4, 5], completions=[completion(1), completion()], rewards=[0.0, 0.0], replica="a"
     )
     assert (group.meta.oldest, group.meta.newest, group.meta.completion_tokens) == (8, 8, (1, 0))
 
@@ -44,7 +61,7 @@ def test_f24_a_completion_of_only_the_end_token_is_one_token() -> None:
 async def test_f24_a_prompt_that_leaves_no_room_or_says_nothing_is_a_data_failure(prompt: str) -> None:
     config = Config.model_validate({"model": {"max_length": 8}, "data": {"max_prompt_tokens": 40}})
     rollouts = Rollouts(
-        config=config, engine=None, tokenizer=Tokenizer(), scorer=LengthScorer(), replica="a", store="s"
+        config=config, engine=None, tokenizer=Tokenizer(), scorer=LengthScorer(), replica="a"
     )  # type: ignore[arg-type]  # fmt: skip
     with pytest.raises(DataError, match="1 to 7 fit"):
         await rollouts.answer(Task(question="q", prompt=prompt, answer=""))

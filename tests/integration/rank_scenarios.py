@@ -1,6 +1,5 @@
 """What each rank of a test does: every scenario on a fresh worker, results to a file. Runs in spawned processes."""
 
-import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -8,34 +7,31 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from tiny_groups import STEP, make_config, make_group, make_groups
+from tiny_groups import STEP, join, make_batch, make_config, make_group, make_groups
 from torch.distributed import FileStore
 
 from asyncrl.algorithms.interfaces import LossInputType, LossType
-from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.policy.batching import rank_batch, token_batch
-from asyncrl.policy.interfaces import TrainGroup, deal_groups
+from asyncrl.policy.batching import token_batch
+from asyncrl.policy.interfaces import StepReport
+from asyncrl.policy.step_plan import needs_proximal, needs_reference
+from asyncrl.policy.step_report import step_report
 from asyncrl.policy.worker import PolicyWorker
 
 PROBE = ([1, 2, 3, 4, 5, 6, 7], [9, 8], [30, 31, 32, 33])
 
 
-def with_rows(group: TrainGroup, **columns: np.ndarray) -> TrainGroup:
-    return dataclasses.replace(group, rows={**group.rows, **columns})
-
-
-def poisoned_groups() -> list[TrainGroup]:
-    """The second of four groups, which goes to the second of two ranks, has an infinite log-prob."""
+def poisoned_batch() -> BatchedDataDict:
+    """A row of the third of four groups, which goes to the second of two ranks, has a log-prob that is no number."""
     groups = make_groups()
-    logprobs = groups[1].rows["logprobs"].copy()
-    logprobs[0] = np.nan
-    return [groups[0], with_rows(groups[1], logprobs=logprobs), *groups[2:]]
+    groups[2]["generation_logprobs"][0, -1] = torch.nan
+    return join(groups)
 
 
-def untrained_groups() -> list[TrainGroup]:
-    return [make_group(0, sample_mask=(0.0, 0.0, 0.0)), make_group(1, lengths=(0, 0))]
+def untrained_batch() -> BatchedDataDict:
+    return join([make_group(0, sample_mask=(0.0, 0.0, 0.0)), make_group(1, lengths=(0, 0, 0))])
 
 
 class LogitLoss:
@@ -50,20 +46,20 @@ class LogitLoss:
 
 
 TRAINING: dict[str, tuple[dict[str, Any], Any]] = {
-    "micro_batch_1": ({"micro_batch_size": 1}, make_groups),
-    "micro_batch_3": ({"micro_batch_size": 3}, make_groups),
-    "micro_batch_all": ({}, make_groups),
-    "dynamic": ({"batching": "dynamic", "micro_batch_tokens": 32}, make_groups),
-    "packed": ({"batching": "packed", "micro_batch_tokens": 32}, make_groups),
-    "own_loss": ({"micro_batch_size": 5}, make_groups),
-    "own_loss_packed": ({"batching": "packed", "micro_batch_tokens": 64}, make_groups),
-    "two_updates": ({"updates_per_step": 2}, make_groups),
-    "one_group": ({"micro_batch_size": 2}, lambda: [make_group(4)]),
-    "nonfinite": ({}, poisoned_groups),
-    "untrained": ({}, untrained_groups),
-    "reference": ({"micro_batch_size": 5}, make_groups),
-    "calibrated": ({"micro_batch_size": 5}, make_groups),
-    "interpolated": ({"micro_batch_size": 5, "updates_per_step": 2}, make_groups),
+    "micro_batch_1": ({"micro_batch_size": 1}, make_batch),
+    "micro_batch_3": ({"micro_batch_size": 3}, make_batch),
+    "micro_batch_all": ({}, make_batch),
+    "dynamic": ({"batching": "dynamic", "micro_batch_tokens": 32}, make_batch),
+    "packed": ({"batching": "packed", "micro_batch_tokens": 32}, make_batch),
+    "own_loss": ({"micro_batch_size": 4}, make_batch),
+    "own_loss_packed": ({"batching": "packed", "micro_batch_tokens": 64}, make_batch),
+    "two_updates": ({"updates_per_step": 2}, make_batch),
+    "one_group": ({"micro_batch_size": 2}, lambda: make_group(4)),
+    "nonfinite": ({}, poisoned_batch),
+    "untrained": ({}, untrained_batch),
+    "reference": ({"micro_batch_size": 5}, make_batch),
+    "calibrated": ({"micro_batch_size": 5}, make_batch),
+    "interpolated": ({"micro_batch_size": 5, "updates_per_step": 2}, make_batch),
 }
 LOSSES: dict[str, Any] = {
     "own_loss": f"{__name__}:LogitLoss",
@@ -102,6 +98,22 @@ def shard_of(data: BatchedDataDict, *, rank: int, world_size: int, learner: dict
     return (shards[0] if options else shards)[rank]
 
 
+def train_step(policy: PolicyWorker, data: BatchedDataDict, *, updates_per_step: int = 1, **_: Any) -> StepReport:
+    """A step as the learner's loop makes one: its stages on this rank's share, and the report over all ranks."""
+    ranks, loss_fn = policy.world_size, build_loss(policy._config)
+    if data.size % (ranks * updates_per_step):
+        shard = data.shard_by_batch_size(ranks, allow_uneven_shards=True)[policy.rank]
+    else:
+        shard = data.shard_by_batch_size(ranks, data.size // updates_per_step)[policy.rank]
+    if needs_reference(loss_fn):
+        shard["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(shard)["reference_logprobs"]
+    if needs_proximal(loss_fn, updates=updates_per_step):
+        shard["prev_logprobs"] = policy.get_logprobs(shard)["logprobs"]
+    rows = -(-data.size // (ranks * updates_per_step))
+    record = policy.train(shard, loss_fn, rows_per_update=rows, step=STEP)
+    return step_report(policy.gather(record), normalizations=getattr(loss_fn, "metric_normalizations", {}))
+
+
 def run_rank(rank: int, world_size: int, folder: Path) -> None:
     results: dict[str, Any] = {}
 
@@ -119,11 +131,10 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
     if world_size > 2:
         (folder / f"results-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))
         return
-    for name, (learner, groups) in TRAINING.items():
+    for name, (learner, batch) in TRAINING.items():
         policy = worker(name, **learner)
-        share = deal_groups(groups(), ranks=world_size, updates=learner.get("updates_per_step", 1))[rank]
-        report = policy.train_step(share, step=STEP)
-        again = policy.train_step(share, step=STEP) if name == "reference" else None
+        report = train_step(policy, batch(), **learner)
+        again = train_step(policy, batch(), **learner) if name == "reference" else None
         after = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
         results[name] = {"report": report, "again": again, "weights": after}
         policy.close()
@@ -134,7 +145,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
 def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str, Any]:
     """`train`, `get_logprobs` and `get_reference_policy_logprobs` on rows, cut in every way."""
     loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
-    data = rank_batch(make_groups(), step=STEP)
+    data = make_batch()
     data["index"] = torch.arange(data.size)
     found: dict[str, Any] = {}
     for name, learner in CUTS.items():
@@ -180,8 +191,7 @@ def _weights_scenario(policy: PolicyWorker, saved: Path, *, rank: int) -> dict[s
         "after_probe": all(torch.equal(tensor, kept[name]) for name, tensor in policy.gather_weights()),
         "types": {type(parameter).__name__ for parameter in policy._model.parameters()},
     }
-    shares = deal_groups(make_groups(), ranks=policy.world_size, updates=1)
-    found["trained"] = policy.train_step(shares[rank], step=STEP)
+    found["trained"] = train_step(policy, make_batch())
     found["snapshot_unchanged"] = all(torch.equal(before[name], kept[name]) for name in kept)
     found["moved"] = any(not torch.equal(tensor, kept[name]) for name, tensor in policy.gather_weights())
     policy.save_hf(saved)

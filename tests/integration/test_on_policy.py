@@ -3,20 +3,22 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import Run, small_config
 from test_up import run_up, summary_of
 
 from asyncrl.algorithms.advantages import compute_advantages, resolve_estimator
+from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import baseline_of
 from asyncrl.buffer.records import Version
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer
 from asyncrl.environments.interfaces import build_reward, build_tasks
+from asyncrl.generation.rollout import sample_rows
 from asyncrl.generation.vllm_engine import VLLMEngine
-from asyncrl.policy.interfaces import TrainGroup
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.weights.manifest import Manifest, Probe, layout
 from asyncrl.weights.publisher import take_snapshot
@@ -63,7 +65,7 @@ async def sequential_loop(config, model_path: str, engine: VLLMEngine):  # type:
     reward = build_reward(config.environment)
     policy = PolicyWorker(model_path=model_path, config=config, rank=0, world_size=1, store=dist.HashStore())
     entries = layout(policy.weights_metadata(), 2**30)
-    estimator = resolve_estimator(baseline_of(config.algorithm))
+    estimator, loss_fn = resolve_estimator(baseline_of(config.algorithm)), build_loss(config)
     seen = []
     try:
         for step in range(STEPS):
@@ -92,31 +94,19 @@ async def sequential_loop(config, model_path: str, engine: VLLMEngine):  # type:
                 batch += [(index, task.prompt, completion.text) for completion in completions]
                 groups.append((index, ids, completions, rewards))
             seen.append(batch)
-            policy.train_step([train_groups(groups, estimator, step=step)], step=step)
+            policy.train(step_rows(groups, estimator), loss_fn, rows_per_update=len(batch), step=step)
     finally:
         policy.close()
     return seen
 
 
-def train_groups(groups, estimator, *, step: int):  # type: ignore[no-untyped-def]
-    import torch
-
+def step_rows(groups, estimator) -> BatchedDataDict:  # type: ignore[no-untyped-def]
     rewards = torch.tensor([reward for *_, rewards in groups for reward in rewards])
     ids = torch.tensor([index for index, *_, rewards in groups for _ in rewards])
-    advantages = compute_advantages(estimator, rewards=rewards, group_ids=ids).split(len(groups[0][3]))
-    return [
-        TrainGroup(
-            key=str(index),
-            rows={
-                "prompt_ids": np.asarray(prompt, dtype=np.int32),
-                "output_ids": np.asarray([t for c in completions for t in c.token_ids], dtype=np.int32),
-                "output_lengths": np.asarray([len(c.token_ids) for c in completions], dtype=np.int32),
-                "logprobs": np.asarray([lp for c in completions for lp in c.logprobs], dtype=np.float32),
-                "weight_versions": np.full(sum(len(c.token_ids) for c in completions), step, dtype=np.int64),
-            },
-            advantages_G=advantage.numpy(),
-            sample_mask_G=np.ones(len(completions), dtype=np.float32),
-            max_staleness_versions=0,
-        )
-        for (index, prompt, completions, _), advantage in zip(groups, advantages, strict=True)
-    ]
+    rows = BatchedDataDict.from_batches(
+        [sample_rows(prompt, completions) for _, prompt, completions, _ in groups],
+        pad_value_dict={"weight_versions": -1},
+    )
+    rows["advantages"] = compute_advantages(estimator, rewards=rewards, group_ids=ids)
+    rows["sample_mask"] = torch.ones(rows.size)
+    return rows

@@ -44,6 +44,7 @@ def test_an_asynchronous_run_keeps_its_promises(run_command: Run, model_path: st
     assert summary["steps"] == 25
     assert summary["ledger_closed"] is True
     assert summary["groups_discarded"] == 0
+    assert summary["rows_outstanding"] == 0
     assert summary["trained_tokens"] == summary["generated_tokens"] > 0
     assert summary["max_group_staleness"] <= 2
     assert summary["max_token_staleness"] <= summary["max_group_staleness"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rank_scenarios import CUTS, PROBE, run_rank
-from tiny_groups import TEMPERATURE, make_groups, make_model
+from tiny_groups import TEMPERATURE, make_batch, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.policy.step_report import train_result
@@ -56,22 +56,21 @@ def plain(folder: Path) -> tuple[float, float, int]:
     """(loss, gradient norm, tokens) of the default objective by a loop over unpadded samples: no FSDP, no batches."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     losses, tokens = [], 0
-    for group in make_groups():
-        starts = np.concatenate([[0], group.rows["output_lengths"].cumsum()])
-        for i, advantage in enumerate(group.advantages_G.tolist()):
-            completion = slice(starts[i], starts[i + 1])
-            output = group.rows["output_ids"][completion]
-            if group.sample_mask_G[i] == 0 or len(output) == 0:
-                continue
-            ids = torch.tensor(np.concatenate([group.rows["prompt_ids"], output]), dtype=torch.long)
-            logits = model(input_ids=ids[None]).logits[0].double() / TEMPERATURE
-            logprobs = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]][-len(output) :]
-            for logprob, behaviour in zip(logprobs, group.rows["logprobs"][completion].tolist(), strict=True):
-                rho = math.exp(float(logprob.detach()) - behaviour)
-                # u = 1 with one update a step: the surrogate's gradient is REINFORCE's
-                surrogate = -advantage * (logprob - logprob.detach()).exp()
-                losses.append((rho if 0.5 <= rho <= 5 else 0.0) * surrogate)
-                tokens += 1
+    for row in make_batch().make_microbatch_iterator(1):
+        length, sampled = int(row["input_lengths"]), row["token_mask"][0] > 0
+        output = int(sampled.sum())
+        if row["sample_mask"] == 0 or output == 0:
+            continue
+        ids, advantage = row["input_ids"][0, :length], float(row["advantages"])
+        logits = model(input_ids=ids[None]).logits[0].double() / TEMPERATURE
+        logprobs = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]][-output:]
+        behaviours = row["generation_logprobs"][0, sampled].tolist()
+        for logprob, behaviour in zip(logprobs, behaviours, strict=True):
+            rho = math.exp(float(logprob.detach()) - behaviour)
+            # u = 1 with one update a step: the surrogate's gradient is REINFORCE's
+            surrogate = -advantage * (logprob - logprob.detach()).exp()
+            losses.append((rho if 0.5 <= rho <= 5 else 0.0) * surrogate)
+            tokens += 1
     loss = torch.stack(losses).sum() / tokens
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
@@ -131,12 +130,6 @@ def test_a_calibrated_gate_takes_out_some_tokens_and_not_all(results: Any) -> No
     assert 0 < results[1, 0]["calibrated"]["report"].loss_metrics["gated_ratio"] < 1
 
 
-def test_an_interpolated_proximal_policy_costs_no_forward_pass(results: Any) -> None:
-    report = results[1, 0]["interpolated"]["report"]
-    assert report.updates_applied == 2
-    assert report.seconds["log_probs"] < 0.1 * results[1, 0]["two_updates"]["report"].seconds["log_probs"]
-
-
 def test_both_ranks_give_the_same_report(results: Any) -> None:
     first, second = results[2, 0]["micro_batch_3"]["report"], results[2, 1]["micro_batch_3"]["report"]
     assert (first.loss, first.grad_norm, first.ess) == (second.loss, second.grad_norm, second.ess)
@@ -145,7 +138,6 @@ def test_both_ranks_give_the_same_report(results: Any) -> None:
 def test_two_updates_move_the_weights_twice_and_keep_the_step_s_proximal_policy(results: Any) -> None:
     report = results[1, 0]["two_updates"]["report"]
     assert report.updates_applied == 2
-    assert report.seconds["log_probs"] > 0
     # the proximal policy is that of the step's start for both updates, so what depends on it alone is unchanged
     assert report.ess == pytest.approx(results[1, 0]["micro_batch_all"]["report"].ess, rel=1e-5)
     assert report.kl_behaviour_k3_nats == pytest.approx(

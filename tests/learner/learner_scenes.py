@@ -4,23 +4,29 @@ One replica, `a`, loads a version as soon as it is delivered and fills the buffe
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.buffer.actor import BufferActor, Failure, ReplicaReport, RunStatus
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, LeaseWait, Ticket, Version
 from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
-from asyncrl.data_plane.row_store import Rows
+from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.data_plane.memory import MemoryClient
+from asyncrl.data_plane.partitions import group_of, samples_of
 from asyncrl.errors import ActorGone, FailureClass
+from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.rollout import sample_rows
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.interfaces import RunLog
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.policy.interfaces import StepReport, TrainGroup
+from asyncrl.policy.interfaces import StepReport
+from asyncrl.policy.tq_policy import STEP_FIELDS
 
 GROUPS_PER_STEP = 2
 GROUP_SIZE = 2
@@ -53,29 +59,14 @@ class KeptLog:
         self.samples[step] = samples
 
 
-class Ref:
-    """What a row store hands out for rows."""
+class BufferRows:
+    """The buffer's way to rows: it clears what nobody will train."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
+    def __init__(self, client: MemoryClient) -> None:
+        self._client = client
 
-    def __await__(self) -> Generator[None, None, Rows]:
-        yield from ()
-        return self._rows
-
-
-class MemoryRows:
-    """Row stores as one dictionary."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, Rows] = {}
-
-    async def refs(self, store: str, keys: list[str]) -> list[Ref]:
-        return [Ref(self.kept[key]) for key in keys]
-
-    async def clear(self, store: str, keys: list[str]) -> None:
-        for key in keys:
-            self.kept.pop(key, None)
+    async def clear(self, keys: Sequence[str]) -> None:
+        self._client.clear_samples(ids_of(keys), TRAIN_PARTITION)
 
 
 class LocalBuffer:
@@ -124,24 +115,64 @@ class FakePublisher:
             await self._delivered(version)
 
 
-Answer = StepReport | Exception | Callable[[Sequence[TrainGroup]], Awaitable[StepReport]]
+Answer = StepReport | Exception | Callable[[KVBatchMeta], StepReport]
 
 
 class FakeTrainer:
-    """Trains as it is told, step after step, and well when it was told nothing."""
+    """Trains as it is told, step after step, and well when it was told nothing. Its rows are real ones."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self.client = MemoryClient()
+        self.prepare_step(1)  # as generators do, the scene's may be first
         self.answers: list[Answer] = []
         self.asked: list[tuple[int, list[str]]] = []
+        self.stages: list[str] = []
+        self.gbs: list[int | None] = []
 
-    async def train_step(self, groups: Sequence[TrainGroup], *, step: int) -> StepReport:
-        self.asked.append((step, [group.key for group in groups]))
+    @property
+    def kept(self) -> set[str]:
+        """Groups whose rows are there."""
+        return {group_of(sample) for sample in self.client._books._partitions._partitions[TRAIN_PARTITION].rows}
+
+    def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
+        self.client.register_partition(TRAIN_PARTITION, STEP_FIELDS, num_samples, ["train"], group_size)
+
+    def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
+        self.client.put_samples(meta.sample_ids, meta.partition_id, fields=fields)
+
+    def read_from_dataplane(self, meta: KVBatchMeta, *, select_fields: Sequence[str]) -> BatchedDataDict:
+        return self.client.get_data(meta, select_fields)
+
+    def get_logprobs_from_meta(self, meta: KVBatchMeta) -> None:
+        self.stages.append("log-probs")
+
+    def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta) -> None:
+        self.stages.append("reference")
+
+    def train_from_meta(self, meta: KVBatchMeta, loss_fn: LossFunction, *, gbs: int | None = None) -> dict[str, Any]:
+        self.asked.append((meta.extra_info["step"], list(dict.fromkeys(map(group_of, meta.sample_ids)))))
+        self.stages.append("train")
+        self.gbs.append(gbs)
         self._clock.now_s += 1.0
         answer = self.answers.pop(0) if self.answers else trained()
         if isinstance(answer, Exception):
             raise answer
-        return answer if isinstance(answer, StepReport) else await answer(groups)
+        return {"report": answer if isinstance(answer, StepReport) else answer(meta)}
+
+    def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
+        self.client.clear_samples(sample_ids, partition_id)
+
+    def finish_step(self, meta: KVBatchMeta) -> None:
+        self.discard_samples(meta.sample_ids, meta.partition_id)
+
+    def rows_outstanding(self) -> dict[str, int]:
+        return self.client.rows_outstanding()
+
+
+def ids_of(keys: Iterable[str]) -> list[str]:
+    """Samples of the groups."""
+    return [sample for key in keys for sample in samples_of(key, count=GROUP_SIZE)]
 
 
 def trained(**changed: Any) -> StepReport:
@@ -178,7 +209,7 @@ class Scene:
         for section, values in settings.items():
             defaults[section] = defaults.get(section, {}) | values
         self.config, self.clock = Config.model_validate(defaults), Clock()
-        self.rows, self.log = MemoryRows(), KeptLog()
+        self.log, self.trainer = KeptLog(), FakeTrainer(self.clock)
         self.metrics = LearnerMetrics()
         self.loaded: Version | None = None
         self.asked: list[tuple[Version | None, int]] = []
@@ -187,11 +218,10 @@ class Scene:
             config=self.config,
             tasks=TASKS,
             nonce="n",
-            rows=self.rows,  # type: ignore[arg-type]
+            rows=BufferRows(self.trainer.client),  # type: ignore[arg-type]
             clock=self.clock,
         )
         self.buffer = LocalBuffer(self.actor, waiting=self.generate)
-        self.trainer = FakeTrainer(self.clock)
         self.publisher = FakePublisher(self.deliver)
         self.stop = asyncio.Event()
         self.heldout = HeldoutEvaluation(
@@ -209,7 +239,6 @@ class Scene:
             policy=self.trainer,
             publisher=self.publisher,
             buffer=self.buffer,
-            rows=self.rows,
             heldout=self.heldout,
             log=log or self.log,
             metrics=self.metrics,
@@ -242,7 +271,7 @@ class Scene:
         """Fills the buffer as far as it admits."""
         await self.publisher.settle()
         for ticket in await self._tickets():
-            self.rows.kept[ticket.key] = _rows(ticket)
+            self.trainer.client.put_samples(ids_of([ticket.key]), TRAIN_PARTITION, fields=_rows(ticket))
             assert await self.actor.commit([_meta(ticket)]) == [CommitOutcome.ACCEPTED]
 
     async def fail(self, wait_s: float) -> None:
@@ -262,7 +291,6 @@ class Scene:
         report = ReplicaReport(
             actor=f"generator-{replica}",
             deployment="d",
-            store="rows",
             metrics_address="",
             state_seconds={"generating": self.clock.now_s},
             samples=0,
@@ -273,14 +301,17 @@ class Scene:
         await self.actor.heartbeat(replica, self.loaded, 2 * GROUPS_PER_STEP, 0, (), report)
 
 
-def _rows(ticket: Ticket) -> Rows:
-    """Sample i has i + 1 tokens."""
-    tokens = sum(range(1, GROUP_SIZE + 1))
-    return {
-        "output_lengths": np.arange(1, GROUP_SIZE + 1, dtype=np.int32),
-        "output_ids": np.arange(tokens, dtype=np.int32),
-        "weight_versions": np.full(tokens, ticket.version.step, dtype=np.int64),
-    }
+def _rows(ticket: Ticket) -> BatchedDataDict:
+    """Prompts of 3 tokens; the completion of sample i has i + 1: 10, 11, …"""
+    version = Version(ticket.version.incarnation, ticket.version.step)
+    completions = [
+        Completion(
+            token_ids=list(range(10, 11 + i)), logprobs=[0.0] * (i + 1), versions=[version] * (i + 1), text="",
+            truncated=False,
+        )
+        for i in range(GROUP_SIZE)
+    ]  # fmt: skip
+    return sample_rows([1, 2, 3], completions)
 
 
 def _meta(ticket: Ticket) -> GroupMeta:
@@ -289,7 +320,6 @@ def _meta(ticket: Ticket) -> GroupMeta:
         attempt=ticket.attempt,
         incarnation=ticket.version.incarnation,
         replica=ticket.replica,
-        store="rows",
         row_bytes=10,
         prompt_tokens=3,
         completion_tokens=tuple(range(1, GROUP_SIZE + 1)),

@@ -2,17 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import threading
 from typing import Any
 
+import learner_scenes
 import pytest
 from learner_scenes import GROUPS_PER_STEP, Scene, skipped, trained
 
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.membership import RunState
 from asyncrl.buffer.records import Version
-from asyncrl.errors import ActorGone, NonFiniteError, ParityError, RunError, StallError
-from asyncrl.policy.interfaces import StepReport, TrainGroup
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.errors import ActorGone, NonFiniteError, ParityError, RowsLost, RunError, StallError
+from asyncrl.policy.interfaces import StepReport
 
 
 async def groups_by_fate(scene: Scene) -> dict[Fate, int]:
@@ -31,7 +33,8 @@ async def test_a_run_trains_its_steps_and_accounts_for_every_group() -> None:
     fates = await groups_by_fate(scene)
     assert fates[Fate.TRAINED] == 3 * GROUPS_PER_STEP
     assert Fate.LEASED not in fates
-    assert not set(keys) & set(scene.rows.kept), "rows of what was trained are dropped"
+    assert not set(keys) & scene.trainer.kept, "rows of what was trained are dropped"
+    assert totals.rows_outstanding == scene.metrics.registry.get_sample_value("asyncrl_rows_outstanding") == 0
     assert (totals.ledger_closed, totals.groups_discarded) == (True, 0)
     assert totals.mid_sequence_updates == 3 * GROUPS_PER_STEP
     assert [record.step for record in scene.log.steps if record.trained] == [0, 1, 2]
@@ -68,7 +71,7 @@ async def test_the_last_version_is_published_and_evaluated_before_the_run_ends()
 async def test_a_stopped_run_ends_after_its_step_without_another_version() -> None:
     scene = Scene(learner={"total_steps": 50})
 
-    async def stop_now(groups: Sequence[TrainGroup]) -> StepReport:
+    def stop_now(meta: KVBatchMeta) -> StepReport:
         scene.stop.set()
         return trained()
 
@@ -90,19 +93,19 @@ async def test_a_lease_is_given_back_when_the_trainer_raises() -> None:
     assert fates[Fate.READY] >= GROUPS_PER_STEP
     assert Fate.LEASED not in fates
     assert Fate.TRAINED not in fates
-    assert set(scene.trainer.asked[0][1]) <= set(scene.rows.kept), "the next lease needs these rows"
+    assert set(scene.trainer.asked[0][1]) <= scene.trainer.kept, "the next lease needs these rows"
     assert scene.log.steps == []
 
 
 @pytest.mark.asyncio
 async def test_a_lease_is_given_back_when_the_loop_is_cancelled_in_a_step() -> None:
     scene = Scene()
-    training = asyncio.Event()
+    loop, training, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
-    async def never(groups: Sequence[TrainGroup]) -> StepReport:
-        training.set()
-        await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+    def never(meta: KVBatchMeta) -> StepReport:
+        loop.call_soon_threadsafe(training.set)
+        release.wait()
+        return trained()
 
     scene.trainer.answers = [never]
     run = asyncio.create_task(scene.run())
@@ -111,6 +114,7 @@ async def test_a_lease_is_given_back_when_the_loop_is_cancelled_in_a_step() -> N
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
+    release.set()
     fates = await groups_by_fate(scene)
     assert Fate.LEASED not in fates
     assert fates[Fate.READY] >= GROUPS_PER_STEP
@@ -134,19 +138,59 @@ async def test_what_fails_after_the_ack_leaves_the_groups_trained() -> None:
 async def test_f37_lost_rows_give_the_lease_back_and_the_step_is_trained_with_what_replaces_them() -> None:
     scene = Scene()
 
-    async def lose_one(groups: Sequence[TrainGroup]) -> StepReport:
-        return StepReport(rows_lost=True, lost_keys=(groups[0].key,))
+    def lose_one(meta: KVBatchMeta) -> StepReport:
+        raise RowsLost("a node is gone", sample_ids=meta.sample_ids[:1])
 
     scene.trainer.answers = [lose_one]
     await scene.run()
     (first, before), (again, after) = scene.trainer.asked[:2]
     assert (first, again) == (0, 0)
     assert before[0] not in after, "it is gone"
+    assert before[1] in after, "the other one is not"
+    assert not scene.trainer.kept, "what is left of the lost group's rows is dropped"
     fates = await groups_by_fate(scene)
     assert fates[Fate.ROWS_LOST] == 1
     assert fates[Fate.TRAINED] == 3 * GROUPS_PER_STEP
     assert [(record.step, record.trained) for record in scene.log.steps] == [(0, True), (1, True), (2, True)]
     assert scene.metrics.registry.get_sample_value("asyncrl_learner_steps_total", {"outcome": "skipped"}) == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("settings", "stages", "gbs"),
+    [
+        ({}, ["train"], 4),
+        ({"learner": {"updates_per_step": 2}}, ["log-probs", "train"], 2),
+        ({"algorithm": {"loss": "m2po"}}, ["log-probs", "train"], 4),
+        ({"algorithm": {"loss": "a3po"}, "learner": {"updates_per_step": 2}}, ["train"], 2),
+        (
+            {"algorithm": {"overrides": {"penalties": [{"kind": "k3", "beta": 0.1, "q": "reference"}]}}},
+            ["reference", "train"],
+            4,
+        ),
+    ],
+)
+async def test_only_the_log_probs_that_the_objective_needs_are_asked_for(
+    settings: dict[str, Any], stages: list[str], gbs: int
+) -> None:
+    scene = Scene(**settings)
+    await scene.run()
+    assert scene.trainer.stages == stages * 3
+    assert scene.trainer.gbs == [gbs] * 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("drop_last", "steps", "gbs"), [(False, 2, [4, 2]), (True, 1, [4])])
+async def test_when_prompts_run_out_a_short_step_ends_the_run_or_is_dropped_and_no_row_stays(
+    drop_last: bool, steps: int, gbs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_scenes, "TASKS", learner_scenes.TASKS[:3])
+    scene = Scene(data={"epochs": 1, "drop_last": drop_last})
+    totals = await scene.run()
+    assert scene.trainer.gbs == gbs
+    assert len(scene.log.steps) == steps
+    assert totals.rows_outstanding == 0
+    assert not scene.trainer.kept
 
 
 @pytest.mark.asyncio
@@ -156,7 +200,7 @@ async def test_f21_a_skipped_step_ends_its_lease_by_skip_and_leaves_the_version(
     await scene.run()
     assert [step for step, _ in scene.trainer.asked] == [0, 1, 1, 2]
     assert not set(scene.trainer.asked[1][1]) & set(scene.trainer.asked[2][1]), "other prompts took their places"
-    assert not set(scene.trainer.asked[1][1]) & set(scene.rows.kept)
+    assert not set(scene.trainer.asked[1][1]) & scene.trainer.kept
     fates = await groups_by_fate(scene)
     assert (fates[Fate.SKIPPED], fates[Fate.TRAINED]) == (GROUPS_PER_STEP, 3 * GROUPS_PER_STEP)
     assert Version(1, 1) in scene.publisher.history

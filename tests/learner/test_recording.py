@@ -39,9 +39,9 @@ async def test_samples_are_one_of_each_group_before_a_second_of_any() -> None:
     groups = [int(key.split(".")[0]) for key in scene.trainer.asked[0][1]]
     logged = scene.log.samples[0]
     assert [(sample.group, sample.completion, sample.reward) for sample in logged] == [
-        (groups[0], "0", 0.0),
-        (groups[1], "0", 0.0),
-        (groups[0], "1 2", 1.0),
+        (groups[0], "10", 0.0),
+        (groups[1], "10", 0.0),
+        (groups[0], "10 11", 1.0),
     ]
     assert logged[2].version_spans == ((0, 2),)
 

@@ -5,19 +5,19 @@ from typing import Any
 
 import learner_scenes
 import msgspec
-import numpy as np
 import pytest
-from learner_scenes import GROUPS_PER_STEP, Scene
+import torch
+from learner_scenes import GROUP_SIZE, GROUPS_PER_STEP, Scene
 
 from asyncrl.algorithms.advantages import resolve_estimator
 from asyncrl.algorithms.filters import build_filters
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.records import GroupMeta, LeasedGroup
+from asyncrl.buffer.records import GroupMeta, Lease, LeasedGroup
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
-from asyncrl.learner.batch import StepSamples, judge_samples, train_groups
-from asyncrl.policy.batching import count_trained, rank_batch
-from asyncrl.policy.interfaces import StepReport, TrainGroup
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.learner.batch import StepSamples, judge_samples, step_meta
+from asyncrl.policy.interfaces import StepReport
 
 
 def leased(
@@ -28,7 +28,6 @@ def leased(
         attempt=0,
         incarnation=1,
         replica="a",
-        store="rows",
         row_bytes=10,
         prompt_tokens=2,
         completion_tokens=tuple(tokens) or (2,) * len(rewards),
@@ -46,8 +45,12 @@ def judged(groups: Sequence[LeasedGroup], *, estimator: str = "group_mean", **se
     return judge_samples(groups, estimator=resolve_estimator(estimator), filters=build_filters(config))
 
 
-def lists(arrays: Sequence[np.ndarray]) -> list[list[float]]:
-    return [array.tolist() for array in arrays]
+def advantages(samples: StepSamples, *sizes: int) -> list[list[float]]:
+    return [part.tolist() for part in torch.split(samples.advantages_B, sizes)]
+
+
+def masks(samples: StepSamples, *sizes: int) -> list[list[float]]:
+    return [part.tolist() for part in torch.split(samples.mask_B, sizes)]
 
 
 VARIED, EQUAL = leased(7, [1.0, 0.0]), leased(3, [1.0, 1.0, 1.0])
@@ -55,24 +58,21 @@ VARIED, EQUAL = leased(7, [1.0, 0.0]), leased(3, [1.0, 1.0, 1.0])
 
 def test_kept_groups_of_equal_rewards_have_advantage_zero_and_stay_in_the_denominators() -> None:
     samples = judged([VARIED, EQUAL])
-    assert lists(samples.advantages) == [[0.5, -0.5], [0.0] * 3]
-    assert lists(samples.masks) == [[1.0] * 2, [1.0] * 3]
+    assert advantages(samples, 2, 3) == [[0.5, -0.5], [0.0] * 3]
+    assert masks(samples, 2, 3) == [[1.0] * 2, [1.0] * 3]
     assert (samples.zero_variance_ratio, samples.overlong_ratio, samples.masked_ratio) == (0.5, 0.0, 0.0)
 
 
 def test_masked_groups_of_equal_rewards_leave_the_denominators_and_stay_in_the_step() -> None:
     samples = judged([VARIED, EQUAL], zero_variance="mask")
-    assert lists(samples.masks) == [[1.0] * 2, [0.0] * 3]
+    assert masks(samples, 2, 3) == [[1.0] * 2, [0.0] * 3]
     assert samples.masked_ratio == pytest.approx(3 / 5)
-    groups = train_groups([VARIED, EQUAL], samples=samples, rows=[rows(VARIED), rows(EQUAL)])
-    assert [group.key for group in groups] == ["7.0", "3.0"]
-    assert count_trained(rank_batch(groups, step=0)) == (4, 2)
 
 
 def test_masked_overlong_samples_still_count_in_their_groups_baseline() -> None:
     samples = judged([leased(0, [1.0, 0.0, 0.5], truncated=[False, True, False])], overlong="mask")
-    assert lists(samples.advantages) == [[0.5, -0.5, 0.0]]
-    assert lists(samples.masks) == [[1.0, 0.0, 1.0]]
+    assert advantages(samples, 3) == [[0.5, -0.5, 0.0]]
+    assert masks(samples, 3) == [[1.0, 0.0, 1.0]]
     assert (samples.overlong_ratio, samples.masked_ratio) == pytest.approx((1 / 3, 1 / 3))
 
 
@@ -80,33 +80,32 @@ def test_the_length_penalty_is_seen_by_advantages_and_by_the_variance() -> None:
     """Rewards 1 and 1 of 8 and 10 tokens, a buffer of 4 below 10: 1 − 0.5 and 1 − 1, so that the group does teach."""
     group = leased(0, [1.0, 1.0], tokens=[8, 10])
     penalised = judged([group], overlong="penalise", overlong_buffer_tokens=4, zero_variance="mask")
-    assert lists(penalised.advantages) == [[0.25, -0.25]]
-    assert lists(penalised.masks) == [[1.0, 1.0]]
+    assert advantages(penalised, 2) == [[0.25, -0.25]]
+    assert masks(penalised, 2) == [[1.0, 1.0]]
     assert penalised.zero_variance_ratio == 0.0
     assert judged([group]).zero_variance_ratio == 1.0
 
 
 def test_batch_statistics_are_those_of_the_whole_step() -> None:
     samples = judged([leased(0, [1.0, 0.0]), leased(1, [4.0, 3.0])], estimator="reinforce_pp")
-    assert np.concatenate(samples.advantages).std(ddof=1) == pytest.approx(1.0, rel=1e-5)
-    assert samples.advantages[0].max() < 0 < samples.advantages[1].min(), "the mean of the step lies between the groups"
+    assert float(samples.advantages_B.std()) == pytest.approx(1.0, rel=1e-5)
+    first, second = advantages(samples, 2, 2)
+    assert max(first) < 0 < min(second), "the mean of the step lies between the groups"
 
 
 def test_f24_empty_completions_are_masked_and_counted() -> None:
     samples = judged([leased(0, [1.0, 0.0], tokens=[0, 2])])
-    assert lists(samples.masks) == [[0.0, 1.0]]
+    assert masks(samples, 2) == [[0.0, 1.0]]
     assert samples.masked_ratio == 0.5
 
 
-def rows(group: LeasedGroup) -> dict[str, Any]:
-    lengths = np.asarray(group.meta.completion_tokens, dtype=np.int32)
-    return {
-        "prompt_ids": np.arange(2, dtype=np.int32),
-        "output_lengths": lengths,
-        "output_ids": np.ones(lengths.sum(), dtype=np.int32),
-        "logprobs": np.zeros(lengths.sum(), dtype=np.float32),
-        "weight_versions": np.zeros(lengths.sum(), dtype=np.int64),
-    }
+def test_a_step_names_its_rows_with_their_lengths_and_limits_in_the_lease_s_order() -> None:
+    lease = Lease(incarnation=1, step=4, groups=(VARIED, EQUAL))
+    meta = step_meta(lease)
+    assert meta.sample_ids == ["7.0_g0", "7.0_g1", "3.0_g0", "3.0_g1", "3.0_g2"]
+    assert meta.sequence_lengths == [4] * 5, "two tokens of prompt, two of completion"
+    assert meta.tags == [{"max_staleness_versions": 0}] * 5
+    assert meta.extra_info == {"step": 4}
 
 
 @pytest.mark.asyncio
@@ -116,16 +115,15 @@ async def test_f24_a_run_whose_every_sample_is_masked_goes_on_and_accounts_for_e
     made = learner_scenes._meta
     monkeypatch.setattr(learner_scenes, "_meta", lambda t: msgspec.structs.replace(made(t), rewards=(1.0, 1.0)))
     scene = Scene(algorithm={"zero_variance": "mask"})
-    seen: list[TrainGroup] = []
+    seen: list[float] = []
 
-    async def nothing_to_train(groups: Sequence[TrainGroup]) -> StepReport:
-        seen.extend(groups)
+    def nothing_to_train(meta: KVBatchMeta) -> StepReport:
+        seen.extend(scene.trainer.read_from_dataplane(meta, select_fields=["sample_mask"])["sample_mask"].tolist())
         return StepReport()
 
     scene.trainer.answers = [nothing_to_train] * 3
     totals = await scene.run()
-    assert len(seen) == 3 * GROUPS_PER_STEP
-    assert not any(group.sample_mask_G.any() for group in seen)
+    assert seen == [0.0] * 3 * GROUPS_PER_STEP * GROUP_SIZE
     fates = (await scene.status()).account.fates
     assert (fates[Fate.TRAINED].groups, totals.ledger_closed) == (3 * GROUPS_PER_STEP, True)
     assert [record.trained_samples for record in scene.log.steps] == [0, 0, 0]

@@ -41,6 +41,7 @@ def learner() -> LearnerMetrics:
     )
     metrics.staleness(groups={0: 10, 2: 6}, tokens={0: 500, 1: 100, 2: 40}, in_flight={1: 6}, in_buffer={0: 12, 1: 4})
     metrics.length_ratio(0.98)
+    metrics.rows_outstanding(3)
     metrics.heldout(0.41)
     metrics.parity(3e-6)
     metrics.versions(learner=12, published=11)

@@ -1,6 +1,5 @@
 """What the driver raises when ranks fail: the first cause, named, and never later than the deadline."""
 
-import asyncio
 from concurrent.futures import Future
 from typing import Any
 
@@ -9,8 +8,8 @@ import ray
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError, StalenessViolation
-from asyncrl.policy import lm_policy
-from asyncrl.policy.lm_policy import LMPolicy
+from asyncrl.policy import ranks
+from asyncrl.policy.ranks import RankGroup
 
 
 class Call:
@@ -28,9 +27,9 @@ class Call:
 
 
 def wait(*outcomes: Any, deadline_s: float = 60.0) -> list[Any]:
-    policy = LMPolicy(Config(), model_path="nowhere")
     calls = [Call(outcome) for outcome in outcomes]
-    return asyncio.run(policy._wait(calls, what="train_step", deadline_s=deadline_s, knob="run.stall_timeout_s"))
+    group = RankGroup(Config(), model_path="nowhere")
+    return group._wait(calls, what="train", deadline_s=deadline_s, knob="run.stall_timeout_s")
 
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
@@ -47,28 +46,28 @@ def test_f34_a_rank_that_waits_for_ever_does_not_hide_another_s_failure() -> Non
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_f34_the_cause_is_raised_and_not_the_connection_that_it_broke(order: int) -> None:
-    with pytest.raises(RunError, match=r"learner rank \d failed in train_step: ValueError: first"):
+    with pytest.raises(RunError, match=r"learner rank \d failed in train: ValueError: first"):
         wait(*[BROKEN, ValueError("first")][::order])
 
 
 def test_f34_a_dead_rank_comes_before_the_connections_that_it_broke() -> None:
-    with pytest.raises(RunError, match="learner rank 1 died in train_step"):
+    with pytest.raises(RunError, match="learner rank 1 died in train"):
         wait(BROKEN, ray.exceptions.RayActorError())
 
 
 def test_f34_when_only_connections_broke_that_is_what_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lm_policy, "FIRST_CAUSE_GRACE_S", 0.01)
-    with pytest.raises(RunError, match=r"learner rank 0 failed in train_step: RuntimeError: .*closed by peer"):
+    monkeypatch.setattr(ranks, "FIRST_CAUSE_GRACE_S", 0.01)
+    with pytest.raises(RunError, match=r"learner rank 0 failed in train: RuntimeError: .*closed by peer"):
         wait(BROKEN, None)
 
 
 def test_past_the_deadline_the_silent_ranks_the_limit_and_the_knob_are_named() -> None:
-    with pytest.raises(RunError, match=r"ranks \[1, 2\] did not finish train_step within run.stall_timeout_s=0.01 s"):
+    with pytest.raises(RunError, match=r"ranks \[1, 2\] did not finish train within run.stall_timeout_s=0.01 s"):
         wait("a", None, None, deadline_s=0.01)
 
 
-def test_a_policy_that_was_not_started_says_so() -> None:
-    policy = LMPolicy(Config(), model_path="nowhere")
+def test_a_group_that_was_not_started_says_so() -> None:
+    group = RankGroup(Config(), model_path="nowhere")
     with pytest.raises(RunError, match="no ranks"):
-        asyncio.run(policy.train_step([], step=0))
-    assert asyncio.run(policy.shutdown())
+        group.call("train")
+    assert group.shutdown()

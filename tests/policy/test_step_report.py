@@ -1,6 +1,7 @@
 """A step's account: sums before quotients, skipped only when nothing was applied, and doctests of the policy."""
 
 import doctest
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -9,13 +10,13 @@ from asyncrl.algorithms.diagnostics import OffPolicySums
 from asyncrl.algorithms.interfaces import MetricNormalization
 from asyncrl.algorithms.kernel import KernelSums
 from asyncrl.config.schema import OptimizerSection
-from asyncrl.policy import interfaces, schedule
+from asyncrl.policy import schedule
 from asyncrl.policy.interfaces import StepReport
 from asyncrl.policy.schedule import learning_rate
 from asyncrl.policy.step_report import RankRecord, UpdateOutcome, UpdatePlan, global_plan, step_report, train_result
 
 
-@pytest.mark.parametrize("module", [advantages, presets, interfaces, schedule])
+@pytest.mark.parametrize("module", [advantages, presets, schedule])
 def test_examples_in_docstrings_are_true(module: object) -> None:
     results = doctest.testmod(module)  # type: ignore[arg-type]
     assert results.attempted > 0
@@ -34,13 +35,18 @@ def outcome(*, loss: float = 0.0, grad_norm: float = 1.0, finite: bool = True, t
     )
 
 
+def record(
+    outcomes: Sequence[UpdateOutcome], *, plans: Sequence[UpdatePlan] = (), staleness: Mapping[int, int] = {}
+) -> RankRecord:
+    return RankRecord(
+        plans=tuple(plans), outcomes=tuple(outcomes), staleness=staleness, learning_rate=0.1, seconds={"optimizer": 1.0}
+    )
+
+
 def report(ranks: list[list[UpdateOutcome]], plans: list[UpdatePlan]) -> StepReport:
     return step_report(
-        [RankRecord(outcomes=tuple(outcomes), staleness=({0: 2, 3: rank + 1},)) for rank, outcomes in enumerate(ranks)],
-        plans=plans,
+        [record(outcomes, plans=plans, staleness={0: 2, 3: rank + 1}) for rank, outcomes in enumerate(ranks)],
         normalizations={"share": MetricNormalization.TOKENS, "per_sample": MetricNormalization.SEQUENCES},
-        learning_rate=0.1,
-        seconds={"optimizer": 1.0},
     )
 
 
@@ -60,8 +66,8 @@ def test_losses_add_over_ranks_and_average_over_updates() -> None:
 
 def test_a_result_has_losses_of_all_ranks_by_update_and_every_micro_batchs_metrics() -> None:
     ranks = [
-        RankRecord(outcomes=(outcome(loss=1.0), outcome(loss=2.0, grad_norm=3.0))),
-        RankRecord(outcomes=(outcome(loss=4.0), outcome(loss=1.0, grad_norm=3.0))),
+        record([outcome(loss=1.0), outcome(loss=2.0, grad_norm=3.0)]),
+        record([outcome(loss=4.0), outcome(loss=1.0, grad_norm=3.0)]),
     ]
     found = train_result(ranks)
     assert (found["loss"].tolist(), found["grad_norm"].tolist()) == ([5.0, 3.0], [1.0, 3.0])

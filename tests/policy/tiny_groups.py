@@ -1,12 +1,15 @@
 """A random tiny Qwen3 and hand-made groups: uneven lengths, an empty completion, a masked sample."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.policy.interfaces import TrainGroup
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import NO_VERSION
 
 VOCABULARY = 40
 STEP = 5
@@ -15,7 +18,6 @@ TEMPERATURE = 0.7
 
 def make_model(path: Path) -> Path:
     """Writes the model, tied embeddings included, and a tokenizer."""
-    import torch
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -53,31 +55,48 @@ def make_config(*, loss: str | dict[str, Any] = "decoupled_icepop", **learner: A
 
 def make_group(
     key: int, *, lengths: tuple[int, ...] = (5, 2, 7), sample_mask: tuple[float, ...] | None = None, staleness: int = 2
-) -> TrainGroup:
-    """Random tokens; log-probs about those of a uniform policy, so that some weights fall outside the band."""
+) -> BatchedDataDict:
+    """[G, S]: random tokens; log-probs about those of a uniform policy, so that some weights fall outside the band."""
     draw = np.random.default_rng(key)
-    tokens = sum(lengths)
-    rows = {
-        "prompt_ids": draw.integers(0, VOCABULARY, 3 + key % 3, dtype=np.int32),
-        "output_ids": draw.integers(0, VOCABULARY, tokens, dtype=np.int32),
-        "output_lengths": np.array(lengths, dtype=np.int32),
-        "logprobs": (-3.5 + draw.normal(0, 0.7, tokens)).astype(np.float32),
-        "weight_versions": (STEP - draw.integers(0, staleness + 1, tokens)).astype(np.int64),
-        "truncated": np.zeros(len(lengths), dtype=bool),
-    }
-    return TrainGroup(
-        key=f"{key}.0",
-        rows=rows,
-        advantages_G=draw.normal(0, 1, len(lengths)).astype(np.float32),
-        sample_mask_G=np.array(sample_mask or (1.0,) * len(lengths), dtype=np.float32),
-        max_staleness_versions=2,
+    start, tokens = 3 + key % 3, sum(lengths)
+    prompt = draw.integers(0, VOCABULARY, start)
+    output = draw.integers(0, VOCABULARY, tokens)
+    logprobs = (-3.5 + draw.normal(0, 0.7, tokens)).astype(np.float32)
+    versions = STEP - draw.integers(0, staleness + 1, tokens)
+    shape = (len(lengths), start + max(lengths))
+    rows = BatchedDataDict(
+        input_ids=torch.zeros(shape, dtype=torch.int64),
+        weight_versions=torch.full(shape, NO_VERSION),
+        generation_logprobs=torch.zeros(shape),
+        token_mask=torch.zeros(shape),
+        input_lengths=start + torch.tensor(lengths),
     )
+    rows["input_ids"][:, :start] = torch.from_numpy(prompt)
+    ends = np.cumsum(lengths)
+    for i, length in enumerate(lengths):
+        sampled, drawn = slice(start, start + length), slice(ends[i] - length, ends[i])
+        rows["input_ids"][i, sampled] = torch.from_numpy(output[drawn])
+        rows["generation_logprobs"][i, sampled] = torch.from_numpy(logprobs[drawn])
+        rows["weight_versions"][i, sampled] = torch.from_numpy(versions[drawn])
+        rows["token_mask"][i, sampled] = 1.0
+    rows["advantages"] = torch.from_numpy(draw.normal(0, 1, len(lengths)).astype(np.float32))
+    rows["sample_mask"] = torch.tensor(sample_mask or (1.0,) * len(lengths))
+    return rows
 
 
-def make_groups() -> list[TrainGroup]:
+def make_groups() -> list[BatchedDataDict]:
     return [
         make_group(0),
         make_group(1, lengths=(1, 0, 9)),
         make_group(2, lengths=(4, 4, 4), sample_mask=(1.0, 0.0, 1.0)),
         make_group(3, lengths=(8, 1, 3)),
     ]
+
+
+def join(groups: Sequence[BatchedDataDict]) -> BatchedDataDict:
+    """Their rows, group after group; a value a row in `advantages`."""
+    return BatchedDataDict.from_batches(groups, pad_value_dict={"weight_versions": NO_VERSION})
+
+
+def make_batch() -> BatchedDataDict:
+    return join(make_groups())

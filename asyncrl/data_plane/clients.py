@@ -1,0 +1,72 @@
+"""The data plane that the config names, and finished groups' way into and out of it.
+
+The training partition holds the rows of all steps to come: a sample is `<group>.<attempt>_g<i>`, so that a zombie's
+late put can never overwrite a winner's rows. Nothing here imports torch before rows are at hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from asyncrl.config.schema import Config
+from asyncrl.data_plane.partitions import samples_of
+
+if TYPE_CHECKING:
+    from asyncrl.data.batched_data_dict import BatchedDataDict
+    from asyncrl.data_plane.interfaces import DataPlaneClient
+
+TRAIN_PARTITION = "train"
+
+
+def open_client(config: Config) -> DataPlaneClient:
+    """A client of the run; each of its calls of another process ends within `buffer.call_timeout_s`."""
+    namespace, timeout_s = config.run.name, config.buffer.call_timeout_s
+    match config.data_plane.backend:
+        case "object_store":
+            from asyncrl.data_plane.object_store import ObjectStoreClient
+
+            return ObjectStoreClient(namespace=namespace, timeout_s=timeout_s)
+        case "transfer_queue":
+            from asyncrl.data_plane.transfer_queue import TransferQueueClient
+
+            units = config.data_plane.transfer_queue_storage_units
+            return TransferQueueClient(namespace=namespace, timeout_s=timeout_s, storage_units=units)
+
+
+class GroupRows:
+    """Rows of whole groups for processes with an event loop: each call waits on a thread. Opens its client when it is
+    first needed, so that it can be handed to another process before. RunError and TimeoutError are the client's."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._client: DataPlaneClient | None = None
+
+    async def put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
+        """Stores the rows [G, S] of the groups `<group>.<attempt>`, all of them or none."""
+        await asyncio.to_thread(self._put, rows_by_key)
+
+    async def clear(self, keys: Sequence[str]) -> None:
+        """Drops the rows of these groups; what is not there is cleared already."""
+        ids = [sample for key in keys for sample in samples_of(key, count=self._config.learner.group_size)]
+        await asyncio.to_thread(lambda: self._opened().clear_samples(ids, TRAIN_PARTITION))
+
+    def _put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
+        from asyncrl.data.batched_data_dict import BatchedDataDict
+        from asyncrl.data_plane.codec import PAD_VALUES
+
+        ids = [sample for key, rows in rows_by_key.items() for sample in samples_of(key, count=rows.size)]
+        rows = BatchedDataDict.from_batches([*rows_by_key.values()], pad_value_dict=dict(PAD_VALUES))
+        self._opened().put_samples(ids, TRAIN_PARTITION, fields=rows)
+
+    def _opened(self) -> DataPlaneClient:
+        with _OPENING:
+            if self._client is None:
+                self._client = open_client(self._config)
+        return self._client
+
+
+_OPENING = threading.Lock()
+"""Of this process: a client is opened once, whichever thread comes first."""

@@ -1,0 +1,394 @@
+"""Checkpoints of one group of ranks: weights and optimizer, written by N ranks and loaded by any number.
+
+    <weights_path>/    state/shard-*.safetensors  COMPLETE
+    <optimizer_path>/  state/shard-*.safetensors  training.json  COMPLETE
+
+`state/` is what torch's distributed checkpoint (DCP) writes in its safetensors format: every rank its own shards. Its
+default format is not used because loading it unpickles. `training.json` has what is no tensor. Hyperparameters are not
+saved: they are the configuration's.
+
+What must hold: a directory with a `COMPLETE` is whole, one without it is refused; a save that ends at any point leaves
+the last complete one to be loaded; a load that fails leaves weights and optimizer as they were, on every rank. Every
+function that takes `group` is a collective over it, and raises on all ranks when it fails on one.
+"""
+
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from transformers import AutoTokenizer
+
+from asyncrl.atomic_write import write_atomically
+from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointIncomplete, CheckpointMismatch
+from asyncrl.policy.sharded import reshard
+
+COMPLETE = "COMPLETE"
+"""The file that is written last into a checkpoint's directory."""
+_STATE, _TRAINING = "state", "training.json"
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_MOMENTS = "state."
+"""Prefix of the optimizer's tensors in its flat state dict; the rest of it are hyperparameters."""
+
+Tensors = dict[str, torch.Tensor]
+T = TypeVar("T")
+
+
+class _Generators(msgspec.Struct, frozen=True, kw_only=True):
+    """States of torch's random generators on one rank."""
+
+    cpu: bytes
+    cuda: bytes | None
+
+
+class _Training(msgspec.Struct, frozen=True, kw_only=True):
+    """`training.json`. `generators` has those of each rank that saved."""
+
+    train_calls: int
+    has_moments: bool
+    """False before the first update: an AdamW has no state then, and a step of zero gradients would count as one."""
+    generators: tuple[_Generators, ...]
+
+
+class _Complete(msgspec.Struct, frozen=True, kw_only=True):
+    """`COMPLETE`: bytes by file, and an id that the directories of one save share."""
+
+    save_id: str
+    files: dict[str, int]
+
+
+# -- save ----------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    train_calls: int,
+    weights_path: Path,
+    optimizer_path: Path | None,
+    group: dist.ProcessGroup,
+) -> None:
+    """Writes the weights, and the optimizer when it has a path, each to a directory that all ranks see.
+
+    A complete checkpoint at a path is replaced once the new one is whole; CheckpointError when something else is there,
+    or when a rank cannot write.
+    """
+    paths = [weights_path] if optimizer_path is None else [weights_path, optimizer_path]
+    _on_first_rank(lambda: list(map(_prepare, paths)), group=group)
+    reshard(model)
+    _write_state(_weights(model), _unfinished(weights_path), group=group)
+    if optimizer_path is not None:
+        _save_training(model, optimizer, train_calls=train_calls, path=_unfinished(optimizer_path), group=group)
+    for path in paths:
+        _check_shared(_unfinished(path), group=group)
+    save_id = uuid.uuid4().hex
+    _on_first_rank(lambda: list(map(partial(_finish, save_id=save_id), paths)), group=group)
+    _on_first_rank(lambda: list(map(_publish, paths)), group=group)
+
+
+def _save_training(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    train_calls: int,
+    path: Path,
+    group: dist.ProcessGroup,
+) -> None:
+    # DCP's state dict of an optimizer without state makes one, by a step of which AdamW's bias correction would know
+    has_moments = bool(optimizer.state)
+    if has_moments:
+        _write_state(_moments(model, optimizer), path, group=group)
+    training = _Training(
+        train_calls=train_calls, has_moments=has_moments, generators=tuple(_gather(_generators(), group=group))
+    )
+    _on_first_rank(lambda: write_atomically(path / _TRAINING, msgspec.json.encode(training)), group=group)
+
+
+def save_tokenizer(model_path: str, path: Path, *, group: dist.ProcessGroup) -> None:
+    """Writes the files of the tokenizer of the model at `model_path`."""
+    _on_first_rank(lambda: AutoTokenizer.from_pretrained(model_path).save_pretrained(path), group=group)
+
+
+def _write_state(tensors: Tensors, path: Path, *, group: dist.ProcessGroup) -> None:
+    writer = HuggingFaceStorageWriter(str(path / _STATE), save_distributed=True)
+    try:
+        save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        raise _first_failure(error, f"cannot write the checkpoint {path}") from error
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _replaced(path: Path) -> Path:
+    """Where the complete checkpoint at `path` stays while another takes its place."""
+    return path.with_name(path.name + ".replaced")
+
+
+def _prepare(path: Path) -> None:
+    """An empty directory to write in, without what a killed save left; nothing that is no checkpoint is deleted."""
+    if path.exists() and not (path / COMPLETE).exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} exists and is no checkpoint: it has no {COMPLETE}; name another path")
+    shutil.rmtree(_unfinished(path), ignore_errors=True)
+    _unfinished(path).mkdir(parents=True)
+
+
+def _finish(path: Path, *, save_id: str) -> None:
+    unfinished = _unfinished(path)
+    marker = _Complete(save_id=save_id, files=_sizes(unfinished))
+    write_atomically(unfinished / COMPLETE, msgspec.json.encode(marker))
+
+
+def _publish(path: Path) -> None:
+    """At each point a complete checkpoint is at `path` or at `_replaced(path)`, if there ever was one."""
+    if (path / COMPLETE).exists():
+        shutil.rmtree(_replaced(path), ignore_errors=True)
+        path.rename(_replaced(path))
+    _unfinished(path).rename(path)
+    shutil.rmtree(_replaced(path), ignore_errors=True)
+
+
+def _check_shared(path: Path, *, group: dist.ProcessGroup) -> None:
+    """CheckpointError when the ranks wrote to different disks: rank 0 would call a part of the shards complete."""
+    seen = _gather(_sizes(path), group=group)
+    apart = next((rank for rank, files in enumerate(seen) if files != seen[0]), None)
+    if apart is not None:
+        raise CheckpointError(
+            f"{path}: rank 0 sees {sorted(seen[0])}, rank {apart} {sorted(seen[apart])}; name a path on a file system "
+            "that all ranks share"
+        )
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    return {str(file.relative_to(path)): file.stat().st_size for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+# -- load ----------------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    weights_path: Path,
+    optimizer_path: Path | None,
+    group: dist.ProcessGroup,
+) -> int | None:
+    """Loads the weights, and the optimizer and the random generator when they have a path; returns `train_calls` then.
+
+    CheckpointIncomplete when a directory has no `COMPLETE` or not the files it speaks of; CheckpointMismatch names the
+    first tensor whose name, shape or dtype is not the live one's, before a byte is read. DCP writes into the tensors
+    that it is given, in any order: it is given copies, one shard each of the weights and of the optimizer's state, so
+    that an error while reading has changed nothing either.
+    """
+    reshard(model)
+    found = _on_all_ranks(lambda: _locate(weights_path, optimizer_path), group=group)
+    weights = _read_state(_weights(model), found.weights, group=group)
+    fresh = not optimizer.state
+    try:
+        moments = None
+        if found.optimizer is not None and found.training is not None and found.training.has_moments:
+            moments = _read_state(_moments(model, optimizer), found.optimizer, group=group)
+    except BaseException:
+        if fresh:
+            optimizer.state.clear()
+        raise
+    set_model_state_dict(model, {name: weights[first] for name, first in _names(model).items()})
+    if found.training is None:
+        return None
+    _set_moments(model, optimizer, moments)
+    # a rank that did not save takes those of one that did
+    _set_generators(found.training.generators[dist.get_rank(group) % len(found.training.generators)])
+    return found.training.train_calls
+
+
+class _Found(NamedTuple):
+    weights: Path
+    optimizer: Path | None
+    training: _Training | None
+
+
+def _locate(weights_path: Path, optimizer_path: Path | None) -> _Found:
+    """The complete directories at the two paths, which must be of one save."""
+    weights, weights_marker = _complete(weights_path)
+    if optimizer_path is None:
+        return _Found(weights, None, None)
+    optimizer, optimizer_marker = _complete(optimizer_path)
+    if optimizer_marker.save_id != weights_marker.save_id:
+        raise CheckpointMismatch(
+            f"{weights} and {optimizer} are of different saves ({weights_marker.save_id} and "
+            f"{optimizer_marker.save_id}); load two that were written together"
+        )
+    return _Found(weights, optimizer, msgspec.json.decode((optimizer / _TRAINING).read_bytes(), type=_Training))
+
+
+def _complete(path: Path) -> tuple[Path, _Complete]:
+    """The directory of the complete checkpoint at `path`: that, or the one that was being replaced when a save died."""
+    if not (path / COMPLETE).exists() and (_replaced(path) / COMPLETE).exists():
+        path = _replaced(path)
+    try:
+        marker = msgspec.json.decode((path / COMPLETE).read_bytes(), type=_Complete)
+    except FileNotFoundError:
+        raise CheckpointIncomplete(
+            f"{path} is no complete checkpoint: it has no {COMPLETE}, so its save did not end; load an earlier one"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise CheckpointIncomplete(f"{path / COMPLETE} cannot be read ({error}); load an earlier checkpoint") from error
+    sizes = _sizes(path)
+    for name, nbytes in marker.files.items():
+        if sizes.get(name) != nbytes:
+            raise CheckpointIncomplete(
+                f"{path / name} has {sizes.get(name, 'no')} bytes, {COMPLETE} says {nbytes}; load an earlier checkpoint"
+            )
+    return path, marker
+
+
+def _read_state(live: Tensors, path: Path, *, group: dist.ProcessGroup) -> Tensors:
+    """What `path` has for the tensors of `live`, in new ones that are sharded like them."""
+    staged = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+    planner = _ExactPlanner(path)
+    reader = HuggingFaceStorageReader(str(path / _STATE))
+    try:
+        load(staged, storage_reader=reader, planner=planner, process_group=group)
+    except CheckpointException as error:
+        raise _first_failure(error, f"cannot load the checkpoint {path}") from error
+    return staged
+
+
+class _ExactPlanner(DefaultLoadPlanner):
+    """Refuses what DCP would take: tensors that the live state does not have, and another dtype."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        saved = {
+            name: (tuple(entry.size), entry.properties.dtype)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state_dict.items()}
+        if mismatch := first_mismatch(saved, wanted):
+            raise CheckpointMismatch(f"{self._path}: {mismatch}; load it into the model that saved it")
+
+
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def first_mismatch(saved: Layout, wanted: Layout) -> str | None:
+    """The first name, in order, by which a checkpoint's tensors are not the live ones; None when they are alike.
+
+    >>> first_mismatch({"a": ((2, 3), torch.float32)}, {"a": ((3, 2), torch.float32)})
+    'a is (2, 3) in the checkpoint and (3, 2) here'
+    """
+    for name in sorted(saved.keys() | wanted.keys()):
+        if name not in saved:
+            return f"{name} is not in the checkpoint"
+        if name not in wanted:
+            return f"{name} is in the checkpoint and not here"
+        for theirs, ours in zip(saved[name], wanted[name], strict=True):
+            if theirs != ours:
+                return f"{name} is {theirs} in the checkpoint and {ours} here"
+    return None
+
+
+# -- what is saved -------------------------------------------------------------------------------------------------
+
+
+def _names(model: torch.nn.Module) -> dict[str, str]:
+    """Every name in the model's state dict, and the first name of its tensor: a tied one has several."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def _weights(model: torch.nn.Module) -> Tensors:
+    """This rank's shards, a tied one once."""
+    tensors: dict[str, Any] = get_model_state_dict(model)
+    return {first: tensors[first] for first in _names(model).values()}
+
+
+def _moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """This rank's shards of the optimizer's state; makes one of zeros in an optimizer that has none."""
+    flat: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+    return {name: tensor for name, tensor in flat.items() if name.startswith(_MOMENTS)}
+
+
+def _set_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: Tensors | None) -> None:
+    if moments is None:
+        optimizer.state.clear()
+        return
+    flat: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+    set_optimizer_state_dict(model, optimizer, flat | moments, options=_FLAT)
+
+
+def _generators() -> _Generators:
+    cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None
+    return _Generators(cpu=torch.get_rng_state().numpy().tobytes(), cuda=cuda)
+
+
+def _set_generators(saved: _Generators) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(saved.cpu), dtype=torch.uint8))
+    if saved.cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(saved.cuda), dtype=torch.uint8))
+
+
+# -- one fate for all ranks ----------------------------------------------------------------------------------------
+
+
+def _on_first_rank(action: Callable[[], Any], *, group: dist.ProcessGroup) -> None:
+    _on_all_ranks(lambda: action() if dist.get_rank(group) == 0 else None, group=group)
+
+
+def _on_all_ranks(action: Callable[[], T], *, group: dist.ProcessGroup) -> T:
+    """`action()`; when it fails on any rank, the first rank's error on all of them."""
+    outcome: T | None = None
+    failure: AsyncRLError | None = None
+    try:
+        outcome = action()
+    except AsyncRLError as error:
+        failure = error
+    except Exception as error:
+        failure = CheckpointError(f"rank {dist.get_rank(group)}: {type(error).__name__}: {error}")
+    first = next((error for error in _gather(failure, group=group) if error is not None), None)
+    if first is not None:
+        raise first
+    return outcome  # type: ignore[return-value]
+
+
+def _gather(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _first_failure(error: CheckpointException, what: str) -> AsyncRLError:
+    """Every rank knows of all failures: the same one is raised on each. DCP's own error is no Exception."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    if isinstance(cause, AsyncRLError):
+        return cause
+    return CheckpointError(f"{what}: rank {rank}: {type(cause).__name__}: {cause}")

@@ -1,0 +1,158 @@
+"""Training goes on from a checkpoint on any number of ranks as if it had not stopped; a bad one changes nothing."""
+
+import multiprocessing
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_scenarios import WORLDS, run_loader, run_saver
+from tiny_groups import make_model
+from transformers import AutoTokenizer
+
+from asyncrl.policy.step_report import train_result
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saves on one, two and four ranks at the same time, then loads each of them on one, two and four."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    make_model(folder / "model")
+    # one process pays for the imports, the ranks are forked from it
+    multiprocessing.set_forkserver_preload(["asyncrl.policy.worker"])
+    for run in (run_saver, run_loader):
+        contexts = [
+            torch.multiprocessing.start_processes(
+                run, args=(world_size, folder), nprocs=world_size, join=False, start_method="forkserver"
+            )
+            for world_size in WORLDS
+        ]
+        for context in contexts:
+            while not context.join():
+                pass
+    return folder
+
+
+def results(folder: Path, stage: str, world_size: int) -> list[dict[str, Any]]:
+    """Of each rank."""
+    return [pickle.loads((folder / f"{stage}-{world_size}-{rank}.pkl").read_bytes()) for rank in range(world_size)]
+
+
+def assert_alike(found: dict[str, Any], wanted: dict[str, Any], **tolerance: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], err_msg=name, **tolerance)
+
+
+@pytest.mark.parametrize("loaded_by", WORLDS)
+@pytest.mark.parametrize("saved_by", WORLDS)
+def test_a_policy_trains_on_from_a_checkpoint_as_if_it_had_not_stopped(
+    folder: Path, saved_by: int, loaded_by: int
+) -> None:
+    unbroken = [found["policy"]["after"] for found in results(folder, "saved", 1)]
+    resumed = [found["policy"][saved_by] for found in results(folder, "loaded", loaded_by)]
+    assert resumed[0]["rates"] == unbroken[0]["rates"]
+    assert unbroken[0]["rates"][1] < unbroken[0]["rates"][0] < 1e-3, "the schedule must have moved by then"
+    for step in range(2):
+        wanted = train_result([found["records"][step] for found in unbroken])
+        trained = train_result([found["records"][step] for found in resumed])
+        torch.testing.assert_close(trained["loss"], wanted["loss"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(trained["grad_norm"], wanted["grad_norm"], rtol=1e-5, atol=1e-6)
+    for found in resumed:
+        assert_alike(found["weights"], unbroken[0]["weights"], rtol=1e-5, atol=2e-6)
+
+
+def test_weights_alone_leave_the_optimizer_and_the_schedule_where_they_are(folder: Path) -> None:
+    for found in results(folder, "saved", 2):
+        before, alone = found["policy"]["before"], found["policy"]["weights_only"]
+        assert_alike(alone["weights"], before["weights"], rtol=0)
+        assert alone["calls"] == 4
+        assert alone["moments"] > 0
+
+
+def test_the_tokenizer_is_saved_beside_them(folder: Path) -> None:
+    assert AutoTokenizer.from_pretrained(folder / "policy-4/tokenizer").pad_token == "t0"
+
+
+def test_each_rank_writes_its_own_shard_and_nothing_is_pickled(folder: Path) -> None:
+    files = {str(path.relative_to(folder / "policy-4")) for path in (folder / "policy-4").rglob("*") if path.is_file()}
+    shards = {f"state/shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2, 3, 4)}
+    saved = {name for name in files if not name.startswith("tokenizer/")}
+    assert saved == {
+        f"{part}/{name}" for part in ("weights", "optimizer") for name in {*shards, "COMPLETE"}
+    } | {"optimizer/training.json"}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("loaded_by", WORLDS)
+@pytest.mark.parametrize("saved_by", WORLDS)
+def test_uneven_tied_and_stepless_state_is_the_same_on_any_number_of_ranks(
+    folder: Path, saved_by: int, loaded_by: int, start: int, steps: int
+) -> None:
+    """Saved after `steps` updates, loaded into a model of other weights that made `start`. Without an update AdamW has
+    no state, and the first one after a load must count as the first."""
+    saved = [found["toy"][str(steps)] for found in results(folder, "saved", saved_by)]
+    for rank, ranks in enumerate(results(folder, "loaded", loaded_by)):
+        found = ranks["toy"][saved_by][f"{steps} into {start}"]
+        assert_alike(found["loaded"], saved[0]["saved"], rtol=0)
+        assert_alike(found["after"], saved[0]["after"], rtol=1e-6)
+        assert found["tied"]
+        assert found["train_calls"] == 7
+        np.testing.assert_array_equal(found["drawn"], saved[rank % saved_by]["drawn"])
+    assert ("norm exp_avg" in saved[0]["saved"]) == (steps > 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        ("no directory", "CheckpointIncomplete", "nothing/weights is no complete checkpoint: it has no COMPLETE"),
+        ("no marker", "CheckpointIncomplete", "no marker/optimizer is no complete checkpoint"),
+        ("short", "CheckpointIncomplete", "has 40 bytes"),
+        ("gone", "CheckpointIncomplete", "has no bytes"),
+        ("garbled", "CheckpointError", "cannot load the checkpoint"),
+        ("of two saves", "CheckpointMismatch", "are of different saves"),
+        ("another shape", "CheckpointMismatch", "embed.weight is (5, 3) in the checkpoint and (5, 2) here"),
+        ("another dtype", "CheckpointMismatch", "embed.weight is torch.float32 in the checkpoint and torch.bfloat16"),
+        ("missing", "CheckpointMismatch", "more is not in the checkpoint"),
+        ("unknown", "CheckpointMismatch", "more is in the checkpoint and not here"),
+    ],
+)
+def test_what_cannot_be_loaded_says_why_on_every_rank_and_changes_nothing(
+    folder: Path, fault: str, error: str, says: str
+) -> None:
+    found = [ranks["faults"][fault] for ranks in results(folder, "saved", 2)]
+    assert found[0]["error"] == found[1]["error"]
+    kind, message = found[0]["error"]
+    assert kind == error
+    assert says in message
+    assert all(rank["untouched"] for rank in found)
+
+
+@pytest.mark.parametrize("fault", ["before the marker", "disk full on rank 1", "between the renames"])
+def test_f7_f27_a_save_that_dies_leaves_the_last_one_and_the_next_one_works(folder: Path, fault: str) -> None:
+    for ranks in results(folder, "saved", 2):
+        found = ranks["faults"][fault]
+        assert found["error"][0] == "CheckpointError"
+        assert "No space left on device" in found["error"][1]
+        assert_alike(found["left"], ranks["faults"]["first"], rtol=0)
+        assert_alike(found["then"], ranks["faults"]["second"], rtol=0)
+        assert found["files"] == ["optimizer", "weights"], "leftovers must be cleaned"
+
+
+def test_a_directory_that_is_no_checkpoint_is_not_replaced(folder: Path) -> None:
+    for ranks in results(folder, "saved", 2):
+        assert ranks["faults"]["foreign"]["kept"]
+        assert ranks["faults"]["foreign"]["error"][0] == "CheckpointError"
+        assert "is no checkpoint" in ranks["faults"]["foreign"]["error"][1]
+
+
+def test_ranks_that_write_to_different_disks_are_told_so(folder: Path) -> None:
+    for ranks in results(folder, "saved", 2):
+        kind, message = ranks["faults"]["apart"]["error"]
+        assert kind == "CheckpointError"
+        assert "a file system that all ranks share" in message

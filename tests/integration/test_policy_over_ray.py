@@ -1,0 +1,273 @@
+"""The driver over real Ray actors: rows by batch and by name, no bulk at the driver, one fate for all ranks."""
+
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from tiny_groups import STEP, make_batch, make_config, make_model
+
+from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.presets import PRESETS
+from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.data_plane.row_store import ensure_row_store
+from asyncrl.errors import PlacementError, RowsLost, RunError, StalenessViolation
+from asyncrl.policy.lm_policy import Policy
+from asyncrl.policy.tq_policy import TQPolicy
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+LOSS = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
+IDS = [f"{group}.0_g{i}" for group in range(4) for i in range(3)]
+BULK = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model(tmp_path_factory.mktemp("policy") / "model"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    # the ranks cannot import a test module
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(
+        address="local",  # never whatever cluster another test left word of
+        num_cpus=3,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 * 2**20,
+        namespace=make_config().run.name,
+    )
+    yield
+    ray.shutdown()
+
+
+def config(**learner: Any) -> Config:
+    """The collective's deadline is far beyond the test's: a test that passes did not wait for it."""
+    return make_config(cpus=0.5, collective_timeout_s=600.0, **learner)
+
+
+def die(worker: Any) -> None:
+    os._exit(1)
+
+
+def weights(worker: Any) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in worker.gather_weights()}
+
+
+def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    return all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def named(ids: Sequence[str] = IDS, *, limit: int = 2) -> KVBatchMeta:
+    lengths = dict(zip(IDS, make_batch()["input_lengths"].tolist(), strict=True))
+    return KVBatchMeta(
+        partition_id=TRAIN_PARTITION,
+        task_name="train",
+        sample_ids=list(ids),
+        fields=list(BULK),
+        sequence_lengths=[lengths[name] for name in ids],
+        extra_info={"step": STEP},
+        tags=[{"max_staleness_versions": limit} for _ in ids],
+    )
+
+
+def put_rows(client: Any) -> BatchedDataDict:
+    """What generators put, and after it the driver; the batch."""
+    batch = make_batch()
+    client.put_samples(IDS, TRAIN_PARTITION, fields={name: batch[name] for name in BULK})
+    return batch
+
+
+def started(settings: Config, model_path: str) -> TQPolicy:
+    policy = TQPolicy(settings, model_path=model_path, dp_cfg=settings.data_plane)
+    policy.start()
+    policy.prepare_step(len(IDS), 3)
+    return policy
+
+
+def learn(policy: TQPolicy, batch: BatchedDataDict, meta: KVBatchMeta, **options: Any) -> dict[str, Any]:
+    """A step's stages as the learner's loop makes them."""
+    policy.write_to_dataplane(meta, {"advantages": batch["advantages"], "sample_mask": batch["sample_mask"]})
+    policy.get_logprobs_from_meta(meta)
+    return policy.train_from_meta(meta, LOSS, **options)
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [
+        {"micro_batch_size": 3},
+        {"batching": "packed", "micro_batch_tokens": 32},
+    ],
+    ids=["padded", "packed"],
+)
+def test_rows_by_name_train_bit_for_bit_as_the_rows_themselves(learner: dict[str, Any], model_path: str) -> None:
+    """Two policies of two ranks begin with the same weights; one is given rows, the other their names."""
+    settings = config(ranks=2, **learner)
+    client = open_client(settings)
+    by_name, by_row = started(settings, model_path), Policy(settings, model_path=model_path)
+    by_row.start()
+    try:
+        batch = put_rows(client)
+        with pytest.raises(AssertionError, match="not a multiple of shards"):
+            by_row.get_logprobs(batch.slice(0, 3))
+        scored = by_row.get_logprobs(batch)["logprobs"]
+        meta = named()
+        result = learn(by_name, batch, meta, gbs=4)
+        written = by_name.read_from_dataplane(meta, select_fields=["prev_logprobs"])["prev_logprobs"]
+        assert torch.equal(written, scored), "log-probs came back in another order, or others"
+
+        expected = by_row.train(BatchedDataDict(**batch, prev_logprobs=scored), LOSS, gbs=4)
+        for name in ("loss", "grad_norm"):
+            assert torch.equal(result[name], expected[name]), name
+        assert len(result["loss"]) == 3
+        assert result["all_mb_metrics"] == expected["all_mb_metrics"]
+        trained = by_name.on_ranks(weights)[0]
+        assert same(trained, by_row.on_ranks(weights)[0])
+
+        reference = by_row.get_reference_policy_logprobs(batch)["reference_logprobs"]
+        assert torch.equal(reference, scored), "the reference is the first weights"
+        by_name.get_reference_policy_logprobs_from_meta(meta)
+        rows = by_name.read_from_dataplane(meta, select_fields=["reference_policy_logprobs"])
+        assert torch.equal(rows["reference_policy_logprobs"], reference)
+
+        evaluated = by_name.train_from_meta(meta, LOSS, eval_mode=True, gbs=4)
+        assert not evaluated["grad_norm"].any()
+        assert same(trained, by_name.on_ranks(weights)[0])
+        by_name.finish_step(meta)
+        assert by_name.rows_outstanding() == {TRAIN_PARTITION: 0}
+    finally:
+        by_name.shutdown()
+        by_row.shutdown()
+
+
+class Counted:
+    """Counts the bytes that the driver hands to a function and gets back."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.bytes = 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        answer = self._function(*args, **options)
+        self.bytes += len(pickle.dumps((args, options, answer)))
+        return answer
+
+
+def test_no_bulk_passes_the_driver(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the driver says to ranks and to the data plane, and hears, counted over a whole step: the same for rows
+    of a hundred times the tokens."""
+    settings = config(ranks=1)
+    policy = started(settings, model_path)
+    client = open_client(settings)
+    try:
+        sizes = {}
+        for repeats in (1, 100):
+            batch = make_batch()
+            wide = BatchedDataDict(
+                {name: column.repeat(1, repeats) if column.ndim == 2 else column for name, column in batch.items()}
+            )
+            wide["input_lengths"] = torch.full((len(IDS),), wide["input_ids"].shape[1])
+            client.put_samples(IDS, TRAIN_PARTITION, fields={name: wide[name] for name in BULK})
+            calls = Counted(policy._ranks.call_each)
+            puts, gets = Counted(policy._open.put_samples), Counted(policy._open.get_data)
+            with monkeypatch.context() as patched:
+                patched.setattr(policy._ranks, "call_each", calls)
+                patched.setattr(policy._open, "put_samples", puts)
+                patched.setattr(policy._open, "get_data", gets)
+                meta = named()
+                meta.sequence_lengths = wide["input_lengths"].tolist()
+                result = learn(policy, wide, meta)
+            assert result["report"].trained_tokens > 0
+            policy.finish_step(meta)
+            sizes[repeats] = calls.bytes + puts.bytes + gets.bytes
+            row_bytes = sum(wide[name].nbytes for name in BULK)
+        assert abs(sizes[100] - sizes[1]) < 1000, sizes
+        assert sizes[100] < 0.1 * row_bytes
+    finally:
+        policy.shutdown()
+
+
+def test_a_short_last_step_of_rows_that_ranks_cannot_share_evenly_trains_them_all(model_path: str) -> None:
+    policy = started(config(ranks=2), model_path)
+    try:
+        batch = put_rows(open_client(config(ranks=2)))
+        meta = named(IDS[:3])
+        result = learn(policy, batch.slice(0, 3), meta)
+        assert (result["report"].trained_samples, result["report"].trained_tokens) == (3, 14)
+    finally:
+        policy.shutdown()
+
+
+def test_f34_f37_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str, tmp_path: Path) -> None:
+    settings = config(ranks=2, micro_batch_size=3)
+    policy, client = started(settings, model_path), open_client(settings)
+    batch = put_rows(client)
+    result = learn(policy, batch, named())
+    report = result["report"]
+    assert (report.updates_applied, report.trained_tokens, report.trained_samples) == (1, 44, 11)
+    assert report.token_staleness
+    assert {"forward_backward", "optimizer"} <= set(report.seconds)
+    policy.prepare_for_training()
+    policy.finish_training()
+
+    # another layer reaches the ranks' models
+    trained = policy.on_ranks(weights)
+    assert [list(names) for names in trained] == [[spec.name for spec in policy.weights_metadata()]] * 2
+    policy.save_hf(tmp_path / "hf")
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+
+    # F37: rows whose row store died are named, and nobody trains
+    name = ensure_row_store(namespace=settings.run.name)
+    ray.kill(ray.get_actor(name, namespace=settings.run.name), no_restart=True)
+    with pytest.raises(RowsLost) as lost:
+        policy.get_logprobs_from_meta(named())
+    assert set(lost.value.sample_ids) == set(IDS), "what either rank lacks is named"
+    client.put_samples(IDS[:6], TRAIN_PARTITION, fields={name: batch.slice(0, 6)[name] for name in BULK})
+    for_all = {"advantages": batch["advantages"], "sample_mask": batch["sample_mask"]}
+    policy.write_to_dataplane(named(), for_all)
+    meta = named().with_fields(list(for_all))
+    with pytest.raises(RowsLost) as lost:
+        policy.train_from_meta(meta, LOSS)
+    assert set(lost.value.sample_ids) == set(IDS[6:]), "rank 0 has its rows, and did not train alone"
+    assert same(trained[0], policy.on_ranks(weights)[0])
+
+    # F34: rank 1 refuses its rows, rank 0 waits for it in a collective
+    put_rows(client)
+    old = named().with_fields(list(for_all))
+    assert old.tags is not None
+    old.tags[-1]["max_staleness_versions"] = 0
+    with pytest.raises(StalenessViolation, match=r"sample 3\.0_g2") as caught:
+        policy.train_from_meta(old, LOSS)
+    assert "learner rank 1" in caught.value.__notes__[-1]
+    with pytest.raises(RunError, match="no ranks"):
+        policy.train_from_meta(named(), LOSS)
+    policy.shutdown()
+    assert policy.shutdown(), "a second shutdown finds nothing to do"
+
+
+def test_f34_a_rank_that_dies_is_named(model_path: str) -> None:
+    policy = Policy(config(ranks=1), model_path=model_path)
+    policy.start()
+    with pytest.raises(RunError, match="learner rank 0 died in die"):
+        policy.on_ranks(die)
+    policy.shutdown()
+
+
+def test_a_cluster_without_room_is_refused_within_the_deadline_with_numbers() -> None:
+    settings = make_config(ranks=4, cpus=1.0).model_dump()
+    settings["ray"]["placement_timeout_s"] = 0.5
+    policy = Policy(Config.model_validate(settings), model_path="nowhere")
+    with pytest.raises(PlacementError, match=r"4 learner ranks.*placement_timeout_s=0.5.*the cluster has 3 CPU"):
+        policy.start()
