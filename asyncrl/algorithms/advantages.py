@@ -12,7 +12,7 @@ batch) gives exactly 0, never 0/0 and never amplified rounding. Standard deviati
 |---|---|---|
 | `group_norm` | group mean | group std |
 | `group_mean` | group mean | – |
-| `leave_one_out` | mean of the others | group std |
+| `leave_one_out` | mean of the others | – |
 | `batch_std` | group mean | batch std |
 | `reinforce_pp` | batch mean | batch std |
 | `reinforce_pp_baseline` | group mean, then batch mean | batch std of what is left |
@@ -52,13 +52,15 @@ def group_mean(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
 
 
 def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """(r − mean of the others) / std, the std being that of the whole group about its plain mean.
+    """r − mean of the others (RLOO, 2402.14740), which equals n / (n − 1) · (r − mean): a baseline without the sample
+    itself does not bias the gradient, and nothing else is divided.
 
-    A baseline without the sample itself is unbiased (RLOO, 2402.14740); it equals n / (n − 1) · (r − mean).
+    >>> leave_one_out(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([7, 7, 7])).tolist()
+    [1.0, -0.5, -0.5]
     """
     groups = Groups(rewards, group_ids)
     others_mean_N = (groups.sum_N - groups.rewards_N) / (groups.size_N - 1).clamp(min=1)
-    return groups.where_informative((groups.rewards_N - others_mean_N) / (groups.std_N + STD_EPSILON))
+    return groups.where_informative(groups.rewards_N - others_mean_N)
 
 
 def batch_std(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
@@ -147,14 +149,20 @@ def resolve_estimator(name: str) -> Estimator:
 
 
 def compute_advantages(estimator: Estimator, *, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """float32 advantages [N]. RunError when a reward or an advantage is not finite or the shape is wrong: a NaN would
-    otherwise become a loss of 0 and a run that looks well and learns nothing."""
+    """float32 advantages [N]. RunError when a reward or an advantage is not finite in float32, or an estimator gives
+    anything but one number a reward: a NaN would otherwise become a loss of 0 and a run that looks well and learns
+    nothing."""
     if not bool(torch.isfinite(rewards).all()):
         raise RunError(f"{int((~torch.isfinite(rewards)).sum())} of {len(rewards)} rewards are not finite")
-    advantages_N = estimator(rewards, group_ids)
+    found: object = estimator(rewards, group_ids)
+    if not isinstance(found, torch.Tensor):
+        raise RunError(
+            f"algorithm.advantage gave a {type(found).__name__} instead of a tensor of {len(rewards)} values"
+        )
+    advantages_N = found.float()
     if advantages_N.shape != rewards.shape or not bool(torch.isfinite(advantages_N).all()):
         raise RunError(
             f"algorithm.advantage gave {tuple(advantages_N.shape)} values for {tuple(rewards.shape)} rewards, "
-            f"{int((~torch.isfinite(advantages_N)).sum())} of them not finite"
+            f"{int((~torch.isfinite(advantages_N)).sum())} of them not finite in float32"
         )
-    return advantages_N.float()
+    return advantages_N

@@ -21,14 +21,16 @@ _SMALLEST, _LARGEST = 1e-12, 1e18
 
 
 class StepTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """The trained tokens of one rank's step, flat: log-probs by whose they are, and advantages."""
+    """The trained tokens of one rank's step, flat: log-probs by whose they are, and advantages.
+
+    Before the first gradient the current policy is the recomputed proximal one; an interpolated one is another.
+    """
 
     sources: dict[str, torch.Tensor]
     advantages: torch.Tensor
 
     def log_ratio(self, p: str, q: str) -> torch.Tensor:
-        """log p − log q, float64. Before the first gradient the current policy is the proximal one."""
-        p, q = ("proximal" if source == "current" else source for source in (p, q))
+        """log p − log q, float64."""
         return self.sources[p].double() - self.sources[q].double()
 
 
@@ -53,7 +55,11 @@ def calibrated(objective: Objective, *, tokens: StepTokens, reduce: Reduce) -> O
 
 def _budgeted(gate: Gate, *, tokens: StepTokens, reduce: Reduce) -> Gate:
     """hi is the largest τ for which k2 ≤ τ leaves a mean k2 of at most the budget, among the tokens that the gate is
-    about (M2PO's τ*, 2510.01161, whose second moment is twice k2)."""
+    about (M2PO's τ*, 2510.01161, whose second moment is twice k2).
+
+    The mean is over the tokens that are kept, as the paper's algorithm has it. The authors' code caps the outliers at τ
+    instead of dropping them, and never goes below a ratio band of [.7, 1.5]: its τ is another.
+    """
     assert gate.budget is not None
     difference = tokens.log_ratio(gate.p, gate.q)
     subject = torch.ones_like(difference, dtype=torch.bool)

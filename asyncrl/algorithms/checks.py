@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from asyncrl.algorithms.objective import Clipped, Objective, is_corrected, is_product
-from asyncrl.algorithms.presets import baseline_of, is_own_loss, resolve_objective
+from asyncrl.algorithms.objective import Objective, inert_in_one_update, is_corrected, is_product
+from asyncrl.algorithms.presets import baseline_of, is_own_loss, published_baseline, resolve_objective
 from asyncrl.config.import_path import is_import_path, suggest
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -52,8 +52,9 @@ def _baseline(config: Config) -> Iterator[str]:
     if name in NEEDS_CRITIC:
         because = "without one its weight on early tokens is a product of every later ratio" if name == "vtrace" else ""
         yield (
-            f"algorithm.advantage = {name} needs a critic, and this run has none{because and ': ' + because}; take a "
-            "group estimator such as group_norm"
+            f"algorithm.advantage = {name} needs a critic, and this run has none{because and ': ' + because}; set "
+            "algorithm.advantage to a group estimator such as group_norm, which leaves only the policy's part of the "
+            "preset, or take another loss"
         )
 
 
@@ -97,16 +98,22 @@ def _unknown(config: Config) -> Iterator[str]:
 
 
 def _warnings(config: Config, objective: Objective) -> Iterator[str]:
-    one_update = config.learner.updates_per_step == 1
-    if one_update and isinstance(objective.surrogate, Clipped) and objective.anchor == "proximal":
+    inert = inert_in_one_update(objective) if config.learner.updates_per_step == 1 else []
+    if inert:
         yield (
-            "learner.updates_per_step = 1: the proximal policy is the current one, so that a clip anchored at it "
-            "never acts; the off-policy correction is all in the importance weight"
+            f"learner.updates_per_step = 1: the proximal policy is the current one, and what compares the two "
+            f"({', '.join(inert)}) never acts; an off-policy correction is all in what looks at the sampler"
+        )
+    published, baseline = published_baseline(config.algorithm), baseline_of(config.algorithm)
+    if published in NEEDS_CRITIC and baseline not in NEEDS_CRITIC:
+        yield (
+            f"algorithm.advantage = {baseline}: algorithm.loss = {config.algorithm.loss} was published with a critic "
+            f"and {published}; without them only its policy objective is left (`asyncrl losses` says whose that is)"
         )
     if is_product(objective) and config.staleness.max_versions > 0:
         length = config.generator.max_completion_tokens
         yield (
             f"algorithm.loss = {config.algorithm.loss} multiplies ratios over whole sequences: of {length} tokens "
-            f"whose log-ratios spread by {TOKEN_NOISE_NATS:g} nats each, the effective share of the samples is about "
-            f"e^(−{TOKEN_NOISE_NATS:g}² · {length}) = {math.exp(-(TOKEN_NOISE_NATS**2) * length):.2g}"
+            f"whose log-ratios spread by {TOKEN_NOISE_NATS:g} nats each, the effective share of the samples before any "
+            f"bound is about e^(−{TOKEN_NOISE_NATS:g}² · {length}) = {math.exp(-(TOKEN_NOISE_NATS**2) * length):.2g}"
         )

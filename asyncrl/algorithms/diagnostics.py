@@ -5,6 +5,7 @@ of the weights at the start of the step; ρ = e^(prox − beh), never truncated 
 always read healthy.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ class OffPolicySums:
     weight: float = 0.0
     weight_squared: float = 0.0
     weight_max: float = 0.0
+    exp_abs_log_rho: float = 0.0
+    abs_log_rho_max_nats: float = 0.0
     k1_nats: float = 0.0
     k3_nats: float = 0.0
     entropy_nats: float = 0.0
@@ -38,6 +41,8 @@ class OffPolicySums:
             weight=self.weight + other.weight,
             weight_squared=self.weight_squared + other.weight_squared,
             weight_max=max(self.weight_max, other.weight_max),
+            exp_abs_log_rho=self.exp_abs_log_rho + other.exp_abs_log_rho,
+            abs_log_rho_max_nats=max(self.abs_log_rho_max_nats, other.abs_log_rho_max_nats),
             k1_nats=self.k1_nats + other.k1_nats,
             k3_nats=self.k3_nats + other.k3_nats,
             entropy_nats=self.entropy_nats + other.entropy_nats,
@@ -47,10 +52,19 @@ class OffPolicySums:
 
     @property
     def ess(self) -> float:
-        """Effective share of the tokens, (Σρ)² / (N · Σρ²), from 1/N to 1; 1 when there are none."""
+        """Effective share of the tokens, (Σρ)² / (N · Σρ²), from 1/N to 1; NaN when there are none."""
         if self.weight_squared == 0.0:
-            return 1.0
+            return math.nan
         return self.weight / self.tokens * (self.weight / self.weight_squared)
+
+    def extremes(self) -> dict[str, float]:
+        """Mean e^|log ρ| and the largest |log ρ|; nothing when there are no tokens."""
+        if not self.tokens:
+            return {}
+        return {
+            "exp_abs_log_rho_mean": self.exp_abs_log_rho / self.tokens,
+            "abs_log_rho_max_nats": self.abs_log_rho_max_nats,
+        }
 
     def mean(self, total: float) -> float:
         """`total` over the tokens; 0 when there are none."""
@@ -79,6 +93,8 @@ def off_policy_sums(
         weight=float(rho.sum()),
         weight_squared=float(rho.square().sum()),
         weight_max=float(rho.max()),
+        exp_abs_log_rho=float(bounded.abs().exp().sum()),
+        abs_log_rho_max_nats=float(log_rho.abs().max()),
         k1_nats=float(-log_rho.sum()),
         k3_nats=float((rho - 1 - bounded).sum()),
         entropy_nats=float(entropy_BT.double()[mask_BT].sum()),

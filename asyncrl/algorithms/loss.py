@@ -8,7 +8,7 @@ told apart by segment ids, so that a packed row and padded ones give the same lo
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,12 +30,13 @@ from asyncrl.algorithms.objective import (
     SoftGate,
     Surrogate,
     Weight,
+    uses_ratio,
 )
 from asyncrl.algorithms.presets import is_own_loss, resolve_objective
 from asyncrl.config.import_path import resolve
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RunError
 
 MAX_LOG_RATIO = 40.0
 """A ratio and an unbounded weight beyond e^40 ≈ 2e17 are a broken log-prob (F22): they read as e^40, whose product
@@ -44,6 +45,13 @@ still fits float32, and the ratio carries no gradient."""
 Sources = Mapping[str, torch.Tensor]
 """Log-probs [B, T] by whose they are: current, proximal, behaviour, reference."""
 
+SOURCE_COLUMNS: Mapping[str, str] = {
+    "proximal": "prev_logprobs",
+    "behaviour": "generation_logprobs",
+    "reference": "reference_policy_logprobs",
+}
+"""The columns [B, S] that other policies' log-probs are in."""
+
 
 class Segments:
     """Which tokens belong to one sequence: `mask_BT` are the trained ones, `ids_BT` their sequences, counted anew in
@@ -51,7 +59,8 @@ class Segments:
 
     def __init__(self, mask_BT: torch.Tensor, ids_BT: torch.Tensor | None = None) -> None:
         rows, tokens = mask_BT.shape
-        ids_BT = torch.zeros_like(mask_BT, dtype=torch.long) if ids_BT is None else ids_BT.long()
+        # padding may have any id: what is masked is zero wherever it is added
+        ids_BT = torch.zeros_like(mask_BT, dtype=torch.long) if ids_BT is None else ids_BT.long().clamp(min=0)
         row_B1 = torch.arange(rows, device=mask_BT.device).unsqueeze(1)
         width = int(ids_BT.max()) + 1 if ids_BT.numel() else 1
         self.mask_BT = mask_BT
@@ -76,9 +85,13 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTerms:
-    """What the objective says of every token, zero and false at masked ones. `loss_BT` carries gradient."""
+    """What the objective says of every token, zero and false at masked ones. `loss_BT` and `push_BT` carry gradient.
+
+    `push_BT` is W · K · S alone: what the advantage asks for, without penalties and aggregation.
+    """
 
     loss_BT: torch.Tensor
+    push_BT: torch.Tensor
     clipped_BT: torch.Tensor
     gated_BT: torch.Tensor
 
@@ -101,19 +114,21 @@ def token_terms(
 
     lp_BT, adv_BT = inside(logprobs_BT), inside(advantages_BT.detach())
     fixed = {name: inside(values_BT.detach()) for name, values_BT in sources.items()} | {"current": lp_BT.detach()}
-    log_u_BT = _log_u(objective, lp_BT=lp_BT, anchor_BT=fixed[objective.anchor], adv_BT=adv_BT, segments=segments)
-    loss_BT, clipped_BT = _surrogate(objective.surrogate, lp_BT=lp_BT, log_u_BT=log_u_BT, adv_BT=adv_BT)
+    # whoever looks at no ratio need not bring an anchor
+    anchor_BT = fixed[objective.anchor if uses_ratio(objective.surrogate) else "current"]
+    log_u_BT = _log_u(objective, lp_BT=lp_BT, anchor_BT=anchor_BT, adv_BT=adv_BT, segments=segments)
+    push_BT, clipped_BT = _surrogate(objective.surrogate, lp_BT=lp_BT, log_u_BT=log_u_BT, adv_BT=adv_BT)
     gated_BT = torch.zeros_like(mask_BT)
     if objective.weight is not None:
         weight_BT, gated_BT = _weight(objective.weight, fixed=fixed, segments=segments)
-        loss_BT = weight_BT * loss_BT
+        push_BT = weight_BT * push_BT
     for gate in objective.gates:
         gated_BT = gated_BT | _gated(gate, fixed=fixed, adv_BT=adv_BT, segments=segments)
     # where, not only a product with 0: the surrogate of a gated token may be inf
-    loss_BT = torch.where(gated_BT, 0.0, loss_BT)
+    push_BT = loss_BT = inside(torch.where(gated_BT, 0.0, push_BT))
     for penalty in objective.penalties:
         loss_BT = loss_BT + penalty.beta * inside(_penalty(penalty, lp_BT=lp_BT, fixed=fixed, entropy_BT=entropy_BT))
-    return TokenTerms(loss_BT=inside(loss_BT), clipped_BT=clipped_BT & mask_BT, gated_BT=gated_BT & mask_BT)
+    return TokenTerms(loss_BT=loss_BT, push_BT=push_BT, clipped_BT=clipped_BT & mask_BT, gated_BT=gated_BT & mask_BT)
 
 
 def _log_u(
@@ -232,7 +247,7 @@ def _penalty(
     penalty: Penalty, *, lp_BT: torch.Tensor, fixed: Mapping[str, torch.Tensor], entropy_BT: torch.Tensor | None
 ) -> torch.Tensor:
     if penalty.kind == "entropy":
-        assert entropy_BT is not None, "an entropy penalty needs logits"
+        assert entropy_BT is not None, "an entropy penalty needs entropies"
         value_BT = -entropy_BT
     else:
         difference_BT = lp_BT - fixed[penalty.q]
@@ -282,10 +297,11 @@ def coefficients(
 class ObjectiveLoss:
     """An `Objective` as a `LossFunction`.
 
-    Reads the columns `input_ids`, `generation_logprobs`, `prev_logprobs`, `advantages`, `token_mask` [B, S] and
-    `sample_mask` [B]; `reference_policy_logprobs` [B, S] where a penalty, weight or gate names the reference;
-    `staleness` [B, S], in versions, where the proximal policy is interpolated; and, if it is there, `segment_ids`
-    [B, S], which sequence of a packed row a token belongs to.
+    Reads the columns `advantages`, `token_mask` [B, S] and `sample_mask` [B], those of `columns` [B, S], `input_ids`
+    [B, S] when it is given logits and, if it is there, `segment_ids` [B, S], which sequence of a packed row a token
+    belongs to. RunError names a column that is missing.
+
+    With an entropy penalty it takes logits, or log-probs and entropies.
     """
 
     metric_normalizations: Mapping[str, MetricNormalization] = {
@@ -297,8 +313,9 @@ class ObjectiveLoss:
         self.objective = objective
         by_sequence = objective.aggregation not in (Aggregation.TOKEN_MEAN, Aggregation.SUM)
         self.loss_type = LossType.SEQUENCE_LEVEL if by_sequence else LossType.TOKEN_LEVEL
-        self._needs_entropy = any(penalty.kind == "entropy" for penalty in objective.penalties)
-        self.input_type = LossInputType.LOGIT if self._needs_entropy else LossInputType.LOGPROB
+        self.needs_entropy = any(penalty.kind == "entropy" for penalty in objective.penalties)
+        self.columns = _columns(objective)
+        self.input_type = LossInputType.LOGIT if self.needs_entropy else LossInputType.LOGPROB
 
     def __call__(
         self,
@@ -308,26 +325,19 @@ class ObjectiveLoss:
         global_valid_toks: torch.Tensor | None = None,
         *,
         next_token_logprobs: torch.Tensor | None = None,
+        next_token_entropies: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         if data is None or global_valid_seqs is None or global_valid_toks is None:
             raise TypeError("a loss needs data, global_valid_seqs and global_valid_toks")
-        if next_token_logits is None and (next_token_logprobs is None or self._needs_entropy):
+        if next_token_logits is not None:
+            next_token_logprobs = gather_logprobs(next_token_logits, input_ids_BS=data["input_ids"])
+            next_token_entropies = entropy(next_token_logits) if self.needs_entropy else None
+        if next_token_logprobs is None or (self.needs_entropy and next_token_entropies is None):
             raise TypeError(f"this loss needs next_token_{self.input_type.value}s")
-        if next_token_logprobs is None:
-            next_token_logprobs = gather_logprobs(cast(Any, next_token_logits), input_ids_BS=data["input_ids"])
-        mask_BT = (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)) > 0
-        segments = Segments(mask_BT, data["segment_ids"][:, 1:] if "segment_ids" in data else None)
-        terms = token_terms(
-            self.objective,
-            logprobs_BT=next_token_logprobs,
-            sources=self._sources(data, logprobs_BT=next_token_logprobs),
-            advantages_BT=data["advantages"][:, 1:],
-            segments=segments,
-            entropy_BT=entropy(cast(Any, next_token_logits)) if self._needs_entropy else None,
-        )
+        terms = self.terms(data, logprobs_BT=next_token_logprobs, entropy_BT=next_token_entropies)
         a_BT = coefficients(
             self.objective,
-            segments=segments,
+            segments=_segments(data),
             global_valid_seqs=global_valid_seqs,
             global_valid_toks=global_valid_toks,
         )
@@ -336,16 +346,48 @@ class ObjectiveLoss:
             "gated_ratio": float(terms.gated_BT.sum()),
         }
 
+    def terms(
+        self, data: BatchedDataDict, *, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor | None = None
+    ) -> TokenTerms:
+        """What the loss says of every token, before the aggregation."""
+        return token_terms(
+            self.objective,
+            logprobs_BT=logprobs_BT,
+            sources=self._sources(data, logprobs_BT=logprobs_BT),
+            advantages_BT=data["advantages"][:, 1:],
+            segments=_segments(data),
+            entropy_BT=entropy_BT,
+        )
+
     def _sources(self, data: BatchedDataDict, *, logprobs_BT: torch.Tensor) -> dict[str, torch.Tensor]:
-        behaviour_BT = data["generation_logprobs"][:, 1:]
-        sources = {"behaviour": behaviour_BT, "proximal": data["prev_logprobs"][:, 1:]}
-        if self.objective.proximal == "interpolated":
+        missing = sorted(self.columns - set(data))
+        if missing:
+            raise missing_columns(missing)
+        sources = {name: data[column][:, 1:] for name, column in SOURCE_COLUMNS.items() if column in self.columns}
+        if "staleness" in self.columns:
             sources["proximal"] = interpolated_proximal(
-                logprobs_BT=logprobs_BT, behaviour_BT=behaviour_BT, staleness_BT=data["staleness"][:, 1:]
+                logprobs_BT=logprobs_BT, behaviour_BT=sources["behaviour"], staleness_BT=data["staleness"][:, 1:]
             )
-        if "reference" in self.objective.sources():
-            sources["reference"] = data["reference_policy_logprobs"][:, 1:]
         return sources
+
+
+def _segments(data: BatchedDataDict) -> Segments:
+    mask_BT = (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)) > 0
+    return Segments(mask_BT, data["segment_ids"][:, 1:] if "segment_ids" in data else None)
+
+
+def _columns(objective: Objective) -> frozenset[str]:
+    """The columns of other policies' log-probs that an objective reads, and of what its proximal policy is made of."""
+    sources = objective.sources()
+    if objective.proximal == "interpolated":
+        return frozenset({SOURCE_COLUMNS[name] for name in sources - {"proximal"} | {"behaviour"}} | {"staleness"})
+    return frozenset(SOURCE_COLUMNS[name] for name in sources)
+
+
+def missing_columns(names: Sequence[str]) -> RunError:
+    """What to raise where rows lack columns that the loss reads."""
+    hint = "; `staleness` is made of `weight_versions` where a step is given" if "staleness" in names else ""
+    return RunError(f"algorithm.loss reads {', '.join(names)}, which the rows do not have{hint}")
 
 
 def gather_logprobs(logits_BSV: torch.Tensor, *, input_ids_BS: torch.Tensor) -> torch.Tensor:
@@ -360,7 +402,7 @@ def entropy(logits_BSV: torch.Tensor) -> torch.Tensor:
     logits_BTV = logits_BSV[:, :-1].float()
     # row by row: the probabilities of a whole micro-batch would double its logits' memory
     rows = [logits_TV.logsumexp(-1) - (logits_TV.softmax(-1) * logits_TV).sum(-1) for logits_TV in logits_BTV]
-    return torch.stack(rows)
+    return torch.stack(rows) if rows else logits_BTV.new_zeros(logits_BTV.shape[:2])
 
 
 def build_loss(config: Config) -> LossFunction:

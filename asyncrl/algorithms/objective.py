@@ -40,8 +40,8 @@ class Linear(_Axis, frozen=True, kw_only=True, tag="linear", tag_field="kind"):
 class Clipped(_Axis, frozen=True, kw_only=True, tag="clipped", tag_field="kind"):
     """S = max(−A · u, −A · clamp(u, lo, hi)), the PPO clip (1707.06347).
 
-    `dual` bounds S by −dual · A where A < 0 (1912.09729), or a sample that the policy has come to like much more
-    than it did would dominate the step. Capping u itself there (2505.07291) is the same function.
+    `dual` bounds S by −dual · A where A < 0, where hi never acts (1912.09729), or a sample that the policy has come to
+    like much more than it did would dominate the step. Capping u itself there (2505.07291) is the same function.
     """
 
     lo: float = 0.8
@@ -51,8 +51,8 @@ class Clipped(_Axis, frozen=True, kw_only=True, tag="clipped", tag_field="kind")
     def __post_init__(self) -> None:
         if not 0 <= self.lo <= 1 <= self.hi:
             raise ValueError(f"clip bounds are ratios with 0 ≤ lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}")
-        if self.dual is not None and not self.dual >= self.hi:
-            raise ValueError(f"dual is a ratio of at least hi={self.hi}, got {self.dual}")
+        if self.dual is not None and not 1 < self.dual < math.inf:
+            raise ValueError(f"dual is a finite ratio above 1, got {self.dual}")
 
 
 class Clamp(_Axis, frozen=True, kw_only=True, tag="clamp", tag_field="kind"):
@@ -83,8 +83,8 @@ class Gamma(_Axis, frozen=True, kw_only=True, tag="gamma", tag_field="kind"):
     rate: float
 
     def __post_init__(self) -> None:
-        if not (self.shape >= 0 and self.rate > 0):
-            raise ValueError(f"a gamma kernel has shape ≥ 0 and rate > 0, got {self.shape} and {self.rate}")
+        if not (0 <= self.shape < math.inf and 0 < self.rate < math.inf):
+            raise ValueError(f"a gamma kernel has finite shape ≥ 0 and rate > 0, got {self.shape} and {self.rate}")
 
 
 class Weighted(_Axis, frozen=True, kw_only=True, tag="weighted", tag_field="kind"):
@@ -101,8 +101,8 @@ class SoftGate(_Axis, frozen=True, kw_only=True, tag="soft_gate", tag_field="kin
     negative: float = 1.05
 
     def __post_init__(self) -> None:
-        if not (self.positive > 0 and self.negative > 0):
-            raise ValueError(f"temperatures are positive, got {self.positive} and {self.negative}")
+        if not (0 < self.positive < math.inf and 0 < self.negative < math.inf):
+            raise ValueError(f"temperatures are positive and finite, got {self.positive} and {self.negative}")
 
 
 Surrogate = Reinforce | Linear | Clipped | Weighted | SoftGate
@@ -124,7 +124,8 @@ class Weight(_Axis, frozen=True, kw_only=True):
     """The detached importance weight p/q, by default ρ = proximal/behaviour. Outside [lo, hi] it is clamped, or the
     token's loss is zeroed; either way the token stays in every denominator.
 
-    With `min_ess`, hi is lowered once a step until the effective share of the step's samples is at least that.
+    With `min_ess`, hi is lowered once a step until the effective share of the step's tokens is at least that, but never
+    below 1.
     """
 
     p: Source = "proximal"
@@ -145,6 +146,16 @@ class Weight(_Axis, frozen=True, kw_only=True):
             0 < self.min_ess <= 1 and self.outside == "clamp" and self.pool == "token"
         ):
             raise ValueError("min_ess is a share in (0, 1], of token weights that are clamped")
+
+
+_RANGES = {
+    "ratio": (0.0, math.inf),
+    "k2": (0.0, math.inf),
+    "k3": (0.0, math.inf),
+    "probability": (-1.0, 1.0),
+    "binary_kl": (0.0, math.inf),
+}
+"""What a gate's stat can be, where that is not every number."""
 
 
 class Gate(_Axis, frozen=True, kw_only=True):
@@ -178,8 +189,11 @@ class Gate(_Axis, frozen=True, kw_only=True):
             raise ValueError(f"a gate lets p = q pass: lo ≤ {same:g} ≤ hi, got lo={self.lo}, hi={self.hi}")
         if self.p == self.q:
             raise ValueError(f"the gate compares {self.p} with itself")
-        if self.budget is not None and not (self.budget > 0 and self.stat == "k2" and self.pool == "token"):
-            raise ValueError("a budget is positive and of the k2 of tokens")
+        if self.budget is not None and not (0 < self.budget < math.inf and self.stat == "k2" and self.pool == "token"):
+            raise ValueError("a budget is positive, finite and of the k2 of tokens")
+        least, most = _RANGES.get(self.stat, (-math.inf, math.inf))
+        if self.budget is None and self.lo <= least and self.hi >= most:
+            raise ValueError(f"no {self.stat} lies outside lo={self.lo}, hi={self.hi}: the gate needs a bound")
 
 
 class Penalty(_Axis, frozen=True, kw_only=True):
@@ -194,6 +208,12 @@ class Penalty(_Axis, frozen=True, kw_only=True):
     kind: Literal["k1", "k2", "k3", "k3+", "entropy"]
     q: Literal["reference", "proximal", "behaviour"] = "reference"
     corrected_by: Literal["none", "current", "proximal", "behaviour"] = "none"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < math.inf:
+            raise ValueError(
+                f"a penalty's beta is positive and finite, got {self.beta}; without one there is no penalty"
+            )
 
 
 class Aggregation(StrEnum):
@@ -230,10 +250,17 @@ class Objective(_Axis, frozen=True, kw_only=True):
     (2512.06547): no forward pass of its own."""
 
     def __post_init__(self) -> None:
-        if self.constant is not None and not self.constant > 0:
-            raise ValueError(f"constant divides the loss and is positive, got {self.constant}")
+        if self.constant is not None and not 0 < self.constant < math.inf:
+            raise ValueError(f"constant divides the loss and is positive and finite, got {self.constant}")
         if self.constant is not None and self.aggregation is not Aggregation.SEQUENCE_SUM_CONSTANT:
             raise ValueError(f"constant belongs to sequence_sum_constant, the aggregation is {self.aggregation}")
+        if not uses_ratio(self.surrogate):
+            idle = [name for name, unset in _OF_THE_RATIO.items() if getattr(self, name) != unset]
+            if idle:
+                unset = ", ".join(f"{name}: {_OF_THE_RATIO[name] or 'null'}" for name in idle)
+                raise ValueError(f"the surrogate looks at no ratio, so that nothing reads {', '.join(idle)}: {unset}")
+        if self.proximal == "interpolated" and "proximal" not in self.sources():
+            raise ValueError("nothing reads the proximal policy, so that interpolating it does nothing: remove it")
 
     def sources(self) -> set[str]:
         """Whose log-probs it needs besides the current ones."""
@@ -244,22 +271,47 @@ class Objective(_Axis, frozen=True, kw_only=True):
         return used | ({self.anchor} - {"current"} if uses_ratio(self.surrogate) else set())
 
 
+_OF_THE_RATIO = {"anchor": "proximal", "level": "token", "pre_clip": None}
+"""Axes that only the surrogate's ratio reads, with what they are unless they are named."""
+
+
 def uses_ratio(surrogate: Surrogate) -> bool:
-    """Whether the surrogate looks at u at all."""
+    """Whether S depends on u at all: a kernel that is clamped to one number does not."""
+    if isinstance(surrogate, Weighted):
+        return not all(isinstance(k, Clamp) and k.lo == k.hi for k in (surrogate.positive, surrogate.negative))
     return not isinstance(surrogate, Reinforce)
 
 
 def is_corrected(objective: Objective) -> bool:
-    """Whether the objective corrects for samples of older weights, so that η > 0 is sound: some weight, ratio or gate
-    looks at the sampler's own log-probs. The proximal clip alone does not: with one update a step its ratio is 1."""
-    return "behaviour" in msgspec.structs.replace(objective, penalties=()).sources()
+    """Whether the objective corrects for samples of older weights, so that η > 0 is sound: its ratio is against the
+    sampler, its weight divides by the sampler's probability, or a gate compares the two. A proximal clip alone does
+    not: with one update a step its ratio is 1."""
+    weight, trained = objective.weight, {"current", "proximal"}
+    return (
+        (uses_ratio(objective.surrogate) and objective.anchor == "behaviour")
+        or (weight is not None and weight.p in trained and weight.q == "behaviour")
+        or any("behaviour" in {gate.p, gate.q} and trained & {gate.p, gate.q} for gate in objective.gates)
+    )
 
 
 def is_product(objective: Objective) -> bool:
-    """Whether some unbounded weight is a product over a whole sequence: its spread grows with the length."""
-    weight, surrogate = objective.weight, objective.surrogate
-    bounded = isinstance(surrogate, Weighted) and not any(
-        isinstance(kernel, Clamp | Inverse) and math.isinf(kernel.hi)
-        for kernel in (surrogate.positive, surrogate.negative)
-    )
-    return (objective.level == "sequence_sum" and not bounded) or (weight is not None and weight.pool == "sum")
+    """Whether the ratio or the weight is a product over a whole sequence: its spread grows with the length, whatever
+    bound is put on it afterwards."""
+    weight = objective.weight
+    return objective.level == "sequence_sum" or (weight is not None and weight.pool == "sum")
+
+
+def inert_in_one_update(objective: Objective) -> list[str]:
+    """The axes that only compare the current policy with a recomputed proximal one: the two are one in a step's only
+    update, so that a ratio is 1, a divergence and its gradient 0."""
+    if objective.proximal == "interpolated":
+        return []
+    same = {"current", "proximal"}
+    found = ["surrogate"] if uses_ratio(objective.surrogate) and objective.anchor == "proximal" else []
+    found += ["weight"] if objective.weight is not None and {objective.weight.p, objective.weight.q} == same else []
+    found += [f"gates[{i}]" for i, gate in enumerate(objective.gates) if {gate.p, gate.q} == same]
+    return found + [
+        f"penalties[{i}]"
+        for i, penalty in enumerate(objective.penalties)
+        if penalty.kind in ("k2", "k3", "k3+") and penalty.q == "proximal"
+    ]

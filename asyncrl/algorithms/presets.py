@@ -6,9 +6,10 @@ import operator
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+import msgspec.inspect
 
 from asyncrl.algorithms.objective import (
     Aggregation,
@@ -30,6 +31,9 @@ from asyncrl.config.import_path import is_import_path, suggest
 from asyncrl.config.schema import AlgorithmSection
 from asyncrl.errors import ConfigError
 
+DEFAULT_BASELINE = "group_norm"
+"""For an objective that was published with none, or with many."""
+
 SEQUENCE_MEAN, SEQUENCE_SUM = Aggregation.SEQUENCE_MEAN, Aggregation.SEQUENCE_SUM
 
 
@@ -40,8 +44,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     """Papers, by arXiv number where they have one."""
     use: str
     objective: Objective
-    baseline: str = "group_norm"
-    """The advantage estimator that it was published with."""
+    baseline: str | None = None
+    """The advantage estimator that it was published with, if that is one of ours."""
 
 
 def _ppo_clip(*, hi: float = 1.2, dual: float | None = None) -> Clipped:
@@ -82,6 +86,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             source="2510.18855",
             use="Sampler and trainer disagree on a few tokens, as in mixtures of experts: those are left out.",
             objective=Objective(surrogate=_ppo_clip(), weight=_ICEPOP),
+            baseline="group_norm",
         ),
         "seq_tis": Preset(
             source="Liu et al. 2025, When Speed Kills Stability",
@@ -145,7 +150,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "vtrace": Preset(
             source="1802.01561",
-            use="With a critic: V-trace targets and advantages, and a policy weight truncated at 1.",
+            use="With a critic: V-trace targets and advantages, a policy weight truncated at 1. Without: aipo, hi 1.",
             objective=Objective(surrogate=_same(Clamp(hi=1.0)), anchor="behaviour"),
             baseline="vtrace",
         ),
@@ -181,6 +186,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             objective=Objective(
                 surrogate=_ppo_clip(), penalties=(Penalty(beta=0.04, kind="k3"),), aggregation=SEQUENCE_MEAN
             ),
+            baseline="group_norm",
         ),
         "dr_grpo": Preset(
             source="2503.20783",
@@ -192,6 +198,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             source="2503.14476",
             use="On-policy, long answers: rare tokens may grow further, every token counts the same.",
             objective=Objective(surrogate=_ppo_clip(hi=1.28)),
+            baseline="group_norm",
         ),
         "ppo": Preset(
             source="1707.06347",
@@ -214,6 +221,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             source="2505.07291",
             use="As dual_clip, at 4: the ratio itself is capped, which is the same function.",
             objective=Objective(surrogate=_ppo_clip(dual=4.0)),
+            baseline="group_norm",
         ),
         "gspo": Preset(
             source="2507.18071",
@@ -221,6 +229,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             objective=Objective(
                 surrogate=Clipped(lo=1 - 3e-4, hi=1 + 4e-4), level="sequence_mean", aggregation=SEQUENCE_MEAN
             ),
+            baseline="group_norm",
         ),
         "luspo": Preset(
             source="2602.05261",
@@ -228,6 +237,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             objective=Objective(
                 surrogate=Clipped(lo=1 - 2e-3, hi=1 + 2.5e-3), level="sequence_mean", aggregation=SEQUENCE_SUM
             ),
+            baseline="group_norm",
         ),
         "gmpo": Preset(
             source="2507.20673",
@@ -238,11 +248,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 pre_clip=PreClip(lo=math.exp(-0.4), hi=math.exp(0.4)),
                 aggregation=SEQUENCE_MEAN,
             ),
+            baseline="group_norm",
         ),
         "cispo": Preset(
             source="2506.13585",
             use="Several updates a step: rare tokens that a clip would silence keep a bounded gradient.",
             objective=Objective(surrogate=_same(Clamp(hi=5.0))),
+            baseline="group_norm",
         ),
         "aspo": Preset(
             source="2510.06062",
@@ -251,11 +263,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 surrogate=Weighted(positive=Inverse(hi=3.0), negative=Clamp(hi=3.0)),
                 gates=(Gate(stat="ratio", lo=0.8, hi=1.2, p="current", q="proximal", when="moving_away"),),
             ),
+            baseline="group_norm",
         ),
         "sapo": Preset(
             source="2511.20347",
             use="Several updates a step: the clip's edge is soft, and stricter for bad samples.",
             objective=Objective(surrogate=SoftGate(), aggregation=SEQUENCE_MEAN),
+            baseline="group_norm",
         ),
         "kimi": Preset(
             source="2501.12599",
@@ -270,8 +284,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Objective:
     """The preset that `loss` names, with the axes of `overrides` replaced; or the objective that its axes spell out.
 
-    A mapping replaces the fields that it names and keeps the others; another `kind` of surrogate starts from that
-    kind's defaults; `weight: null` removes the correction. ConfigError names the key, the value and the choices.
+    A mapping replaces the fields that it names and keeps the others, at any depth; another `kind` of surrogate or
+    kernel starts from that kind's defaults; `weight: null` removes the correction; lists, `gates` and `penalties`,
+    are replaced whole. ConfigError names the key, the value and the choices.
 
     >>> resolve_objective("tis", {"weight": {"hi": 4.0}}).weight.hi
     4.0
@@ -297,7 +312,7 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
         return msgspec.convert(axes, Objective)
     except msgspec.ValidationError as error:
         key = "algorithm.overrides" if isinstance(loss, str) else "algorithm.loss"
-        problem = _unknown_field(str(error), axes) or error
+        problem = _unknown_field(str(error), axes) or f"{error}{_choices(str(error), axes)}"
         raise ConfigError(f"{key}: {problem} ({loss!r} with {dict(overrides)!r})", key=key) from error
 
 
@@ -307,11 +322,14 @@ def is_own_loss(section: AlgorithmSection) -> bool:
 
 
 def baseline_of(section: AlgorithmSection) -> str:
-    """The advantage estimator: the one that is named, else the preset's own."""
-    if section.advantage is not None:
-        return section.advantage
+    """The advantage estimator: the one that is named, else the preset's own, else `DEFAULT_BASELINE`."""
+    return section.advantage or published_baseline(section) or DEFAULT_BASELINE
+
+
+def published_baseline(section: AlgorithmSection) -> str | None:
+    """The estimator that the loss was published with, if it is a preset that was published with one of ours."""
     preset = PRESETS.get(section.loss) if isinstance(section.loss, str) else None
-    return preset.baseline if preset is not None else "group_norm"
+    return None if preset is None else preset.baseline
 
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`(?: - at `\$\.(?P<place>[^`]*)`)?")
@@ -337,9 +355,49 @@ def _unknown_field(error: str, axes: Mapping[str, Any]) -> str | None:
     return f"{where} has no field {field!r}{suggest(field, known)}; there are {', '.join(known) or 'none'}"
 
 
+_PLACE = re.compile(r"at `\$\.(?P<place>[^`]*)`")
+
+
+def _choices(error: str, axes: Mapping[str, Any]) -> str:
+    """What may stand where msgspec found something else: names, kinds, or how YAML writes infinity; perhaps nothing."""
+    found = _PLACE.search(error)
+    if found is None:
+        return ""
+    types, value = [msgspec.inspect.type_info(Objective)], cast(Any, axes)
+    for name in re.findall(r"\w+", found["place"]):
+        value = value[int(name)] if name.isdigit() else value.get(name)
+        types = [inner for outer in types for inner in _inner(outer, name)]
+    choices = [choice for kind in types for choice in getattr(kind, "values", ())]
+    if choices:
+        return f"; there are {', '.join(choices)}{suggest(str(value), choices)}"
+    return (
+        "; infinity is written .inf" if isinstance(value, str) and value.strip("+-").lower().startswith("inf") else ""
+    )
+
+
+def _inner(outer: msgspec.inspect.Type, name: str) -> list[msgspec.inspect.Type]:
+    """Types of what `name` names in a value of a type: an entry of a list, a field, the tag of a union's struct."""
+    inner: list[msgspec.inspect.Type] = []
+    match outer:
+        case msgspec.inspect.UnionType(types=types):
+            inner = [found for each in types for found in _inner(each, name)]
+        case msgspec.inspect.VarTupleType(item_type=item):
+            inner = [item]
+        case msgspec.inspect.StructType(fields=fields, tag_field=tag_field, tag=tag) if tag_field == name:
+            inner = [msgspec.inspect.LiteralType((cast(str, tag),))]
+        case msgspec.inspect.StructType(fields=fields):
+            inner = [field.type for field in fields if field.name == name]
+    return [
+        msgspec.inspect.LiteralType(tuple(member.value for member in each.cls))
+        if isinstance(each, msgspec.inspect.EnumType)
+        else each
+        for each in inner
+    ]
+
+
 def _replaced(current: object, value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     if not isinstance(current, Mapping) or value.get("kind", current.get("kind")) != current.get("kind"):
         return dict(value)
-    return {**current, **value}
+    return {**current, **{key: _replaced(current.get(key), part) for key, part in value.items()}}

@@ -96,10 +96,10 @@ def vtrace(
     c_bar: float = 1.0,
 ) -> TokenAdvantages:
     """V-trace (1802.01561): targets v_t = V_t + δ_t + γ·c_t·(v_{t+1} − V_{t+1}), δ_t = ρ_t·(r_t + γ·V_{t+1} − V_t), as
-    returns, and ρ_t·(r_t + γ·v_{t+1} − V_t) as advantages, with ρ = min(ρ̄, π/μ) and c = min(c̄, π/μ).
+    returns, and r_t + γ·v_{t+1} − V_t as advantages, with ρ = min(ρ̄, π/μ) and c = min(c̄, π/μ).
 
-    `log_ratios_BS` is log π − log μ, of the current and the behaviour policy. The advantages carry their ρ already:
-    an objective with an importance weight would count it twice.
+    `log_ratios_BS` is log π − log μ, of the current and the behaviour policy. The paper's policy gradient weighs the
+    advantages by ρ once more: that is the objective's part, which the preset `vtrace` does with ρ̄ = 1.
     """
     if not math.inf > rho_bar >= c_bar > 0:
         raise RunError(f"V-trace needs ∞ > rho_bar ≥ c_bar > 0: rho_bar is {rho_bar:g}, c_bar {c_bar:g}")
@@ -107,7 +107,7 @@ def vtrace(
     rho_BS, c_BS = (steps.inside(log_ratios_BS).clamp(max=math.log(bar)).exp() for bar in (rho_bar, c_bar))
     deltas_BS = rho_BS * (steps.rewards_BS + gamma * steps.following(steps.values_BS) - steps.values_BS)
     targets_BS = steps.values_BS + steps.accumulate(deltas_BS, decay_BS=gamma * c_BS)
-    advantages_BS = rho_BS * (steps.rewards_BS + gamma * steps.following(targets_BS) - steps.values_BS)
+    advantages_BS = steps.rewards_BS + gamma * steps.following(targets_BS) - steps.values_BS
     return steps.result(advantages_BS=advantages_BS, returns_BS=targets_BS)
 
 

@@ -5,10 +5,13 @@ from typing import Annotated
 import msgspec
 import typer
 
+from asyncrl.algorithms.checks import NEEDS_CRITIC
 from asyncrl.algorithms.objective import is_corrected
-from asyncrl.algorithms.presets import PRESETS, Preset, resolve_objective
+from asyncrl.algorithms.presets import DEFAULT_BASELINE, PRESETS, Preset, resolve_objective
 from asyncrl.cli.options import command_app
 from asyncrl.config.dialect import dump_yaml
+from asyncrl.config.import_path import is_import_path
+from asyncrl.errors import ConfigError
 
 app = command_app()
 
@@ -23,6 +26,7 @@ def losses(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Sh
       algorithm:
         loss: gspo                       # a preset,
         overrides: {surrogate: {hi: 1.001}}   # with another bound
+    A mapping replaces the fields that it names; gates and penalties are lists, and replaced whole.
     """
     if name is None:
         width = max(map(len, PRESETS))
@@ -31,19 +35,25 @@ def losses(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Sh
             for key, preset in rows.items():
                 typer.echo(f"  {key:<{width}}  {preset.use}  [{preset.source}]")
         return
+    if is_import_path(name):
+        raise ConfigError(f"{name!r} is an import path: only presets have axes to show", key="algorithm.loss")
     objective = resolve_objective(name, {})
     preset = PRESETS[name]
-    typer.echo(f"# {name}: {preset.use}\n# {preset.source}; published with algorithm.advantage: {preset.baseline}")
-    typer.echo(dump_yaml({"algorithm": {"loss": msgspec.to_builtins(objective)}}), nl=False)
+    published = "its advantages are published with it" if preset.baseline else "published without advantages of its own"
+    typer.echo(f"# {name}: {preset.use}\n# {preset.source}; {published}")
+    section = {"loss": msgspec.to_builtins(objective), "advantage": preset.baseline or DEFAULT_BASELINE}
+    typer.echo(dump_yaml({"algorithm": section}), nl=False)
 
 
 def _sections() -> dict[str, dict[str, Preset]]:
-    """Presets by whether they may train on samples of older weights."""
-    titles = {
-        True: "for samples of older weights",
-        False: "for samples of the same weights (staleness.max_versions: 0)",
-    }
-    sections: dict[str, dict[str, Preset]] = {title: {} for title in titles.values()}
+    """Presets by whether they may train on samples of older weights, and those that cannot run as published."""
+    older, same, critic = (
+        "for samples of older weights",
+        "for samples of the same weights (staleness.max_versions: 0)",
+        "with a critic, which no run has yet: refused unless algorithm.advantage names a group estimator",
+    )
+    sections: dict[str, dict[str, Preset]] = {older: {}, same: {}, critic: {}}
     for name, preset in PRESETS.items():
-        sections[titles[is_corrected(preset.objective)]][name] = preset
+        corrected = older if is_corrected(preset.objective) else same
+        sections[critic if preset.baseline in NEEDS_CRITIC else corrected][name] = preset
     return sections

@@ -247,10 +247,11 @@ class AlgorithmSection(Section):
     """Name of a preset (`asyncrl losses` lists them), an objective spelled out axis by axis, as
     `{surrogate: {kind: linear}, anchor: behaviour}`, or an import path `package.module:callable` of a LossFunction."""
     overrides: dict[str, Any] = {}
-    """Axes of the preset that are replaced, e.g. `surrogate: {lo: 0.8, hi: 1.2}`. Bounds are ratios."""
+    """Axes of the preset that are replaced, e.g. `surrogate: {lo: 0.8, hi: 1.2}`. A mapping replaces the fields that it
+    names; the lists `gates` and `penalties` are replaced whole. Bounds are ratios, infinity is `.inf`."""
     advantage: str | None = None
     """`group_norm`, `group_mean`, `leave_one_out`, `batch_std`, `reinforce_pp`, `reinforce_pp_baseline`, or an import
-    path `package.module:callable`. Unset: the one that the preset was published with."""
+    path `package.module:callable`. Unset: the one that the preset was published with, else `group_norm`."""
     zero_variance: Literal["keep", "mask"] = "keep"
     """Groups whose rewards are all equal: kept (with a group baseline their advantage is 0, and they still count in
     the loss's denominators), or masked out of the loss."""

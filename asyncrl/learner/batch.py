@@ -37,7 +37,8 @@ def check_staleness(lease: Lease) -> None:
 class StepSamples:
     """What filters and estimator make of a step: one value a sample [B], group after group in the lease's order.
 
-    `zero_variance_ratio` is the share of groups whose rewards, as the estimator sees them, are all equal;
+    `zero_variance_ratio` is the share of groups whose rewards, as the estimator sees them, are all equal; of those with
+    equal rewards as they were scored, `all_right_ratio` is the share above 0 and `all_wrong_ratio` that of the others;
     `overlong_ratio` that of samples cut at their limit; `masked_ratio` that of samples with a mask of 0, by a filter or
     because they have no token.
     """
@@ -45,6 +46,8 @@ class StepSamples:
     advantages_B: torch.Tensor
     mask_B: torch.Tensor
     zero_variance_ratio: float
+    all_right_ratio: float
+    all_wrong_ratio: float
     overlong_ratio: float
     masked_ratio: float
 
@@ -52,6 +55,7 @@ class StepSamples:
 def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator, filters: SampleFilters) -> StepSamples:
     """Advantages and masks of the whole step at once, so that batch statistics are those of all ranks."""
     sizes = [len(group.meta.rewards) for group in groups]
+    agreed = [group.meta.rewards[0] for group in groups if len(set(group.meta.rewards)) == 1]
     ids_N = torch.tensor([group.meta.group for group in groups for _ in group.meta.rewards])
     tokens_N = torch.tensor([tokens for group in groups for tokens in group.meta.completion_tokens])
     truncated_N = torch.tensor([truncated for group in groups for truncated in group.meta.truncated])
@@ -67,6 +71,8 @@ def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator, filter
         advantages_B=advantages_N,
         mask_B=mask_N.float(),
         zero_variance_ratio=sum(bool(part.all()) for part in torch.split(zero_variance_N, sizes)) / len(groups),
+        all_right_ratio=sum(reward > 0 for reward in agreed) / len(groups),
+        all_wrong_ratio=sum(reward <= 0 for reward in agreed) / len(groups),
         overlong_ratio=float(truncated_N.float().mean()),
         masked_ratio=float((~mask_N).float().mean()),
     )

@@ -109,15 +109,16 @@ class StepRecorder:
             ess_ratio=report.ess,
             importance_weight_mean=report.importance_weight_mean,
             importance_weight_max=report.importance_weight_max,
-            clipped_ratio=report.loss_metrics.get("clipped_ratio", 0.0),
-            gated_ratio=report.loss_metrics.get("gated_ratio", 0.0),
-            kernel_ess_ratio=report.diagnostics.get("kernel_ess_ratio", 1.0),
-            silent_ratio=report.diagnostics.get("silent_ratio", 0.0),
+            clipped_ratio=report.loss_metrics.get("clipped_ratio", math.nan),
+            gated_ratio=report.loss_metrics.get("gated_ratio", math.nan),
             kl_to_behaviour_nats=report.kl_behaviour_k3_nats,
             learning_rate=report.learning_rate,
             zero_variance_ratio=step.samples.zero_variance_ratio,
+            all_right_ratio=step.samples.all_right_ratio,
+            all_wrong_ratio=step.samples.all_wrong_ratio,
             overlong_ratio=step.samples.overlong_ratio,
             masked_samples_ratio=step.samples.masked_ratio,
+            measured=report.diagnostics,
         )
         ratio = _length_ratio(step.status)
         if ratio is not None:
@@ -160,7 +161,15 @@ class StepRecorder:
             ),
             weight_updates=sum(entry.weight_updates for entry in status.reports.values()),
             mid_sequence_updates=self._mid_sequence_updates,
-            diagnostics={name: _finite(value) for name, value in {**report.diagnostics, **report.loss_metrics}.items()},
+            diagnostics={
+                name: _finite(value)
+                for name, value in {
+                    **report.diagnostics,
+                    **report.loss_metrics,
+                    "all_right_ratio": step.samples.all_right_ratio,
+                    "all_wrong_ratio": step.samples.all_wrong_ratio,
+                }.items()
+            },
         )
 
     # --- samples ------------------------------------------------------------------------------------------------

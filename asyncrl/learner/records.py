@@ -24,7 +24,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     Histograms map a number of versions to so many trained groups or tokens. State seconds are totals since the
     process's start, a generator's averaged over the replicas; so are `generated_samples`, `generated_tokens`,
     `weight_updates` and `mid_sequence_updates`, which are sums over the replicas. `ledger_groups` has every fate's
-    groups. `diagnostics` are those of `asyncrl.algorithms.kernel` and of the loss itself, by name.
+    groups. `diagnostics` are by name: the step report's, the loss's own, and shares of groups whose rewards are equal.
     """
 
     step: int

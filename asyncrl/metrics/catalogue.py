@@ -383,15 +383,47 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_learner_kernel_ess_ratio",
-            "Effective share of the tokens by how strongly the objective pushes each.",
+            "Effective share of the tokens by how strongly the objective pushes each; 0 when none is, NaN unmeasured.",
             "ratio",
             LEARNER,
         ),
         Metric(
             G,
             "asyncrl_learner_silent_ratio",
-            "Share of tokens with an advantage that the objective does not push at all.",
+            "Share of tokens with an advantage that the objective does not push at all; NaN when not measured.",
             "ratio",
+            LEARNER,
+        ),
+        *(
+            Metric(
+                G,
+                f"asyncrl_learner_{name}_{sign}_ratio",
+                f"Share of tokens with a {sign} advantage {why}; NaN for a loss by import path.",
+                "ratio",
+                LEARNER,
+            )
+            for name, why in (("clipped", "that the clip silences"), ("gated", "that a weight or a gate took out"))
+            for sign in ("positive", "negative")
+        ),
+        Metric(
+            G,
+            "asyncrl_learner_exp_abs_log_rho_mean",
+            "Mean of e^|log proximal − log behaviour probability|: 1 when they agree, whichever is the larger.",
+            "ratio",
+            LEARNER,
+        ),
+        Metric(
+            G,
+            "asyncrl_learner_abs_log_rho_max_nats",
+            "Largest |log proximal − log behaviour probability| of a token.",
+            "nats",
+            LEARNER,
+        ),
+        Metric(
+            G,
+            "asyncrl_learner_nonfinite_tokens",
+            "Tokens of the last step left out because a log-prob or an advantage was no finite number.",
+            "tokens",
             LEARNER,
         ),
         Metric(G, "asyncrl_learner_kl_to_behaviour_nats", "KL of behaviour and proximal policy, k3.", "nats", LEARNER),
@@ -400,6 +432,16 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             G,
             "asyncrl_learner_zero_variance_ratio",
             "Share of groups with equal rewards, as the advantages see them: with a group baseline they teach nothing.",
+            "ratio",
+            LEARNER,
+        ),
+        Metric(
+            G, "asyncrl_learner_all_right_ratio", "Share of groups whose rewards are equal, above 0.", "ratio", LEARNER
+        ),
+        Metric(
+            G,
+            "asyncrl_learner_all_wrong_ratio",
+            "Share of groups whose rewards are equal, at most 0.",
             "ratio",
             LEARNER,
         ),

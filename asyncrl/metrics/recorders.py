@@ -7,6 +7,7 @@ tests/metrics/test_recorders.py calls every method and finds a value for every m
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -18,6 +19,13 @@ from asyncrl.metrics.catalogue import BUFFER_STATES, Role
 from asyncrl.metrics.instruments import Instruments, Totals
 
 logger = logging.getLogger(__name__)
+
+MEASURED = (
+    *("kernel_ess_ratio", "silent_ratio"),
+    *(f"{name}_{sign}_ratio" for name in ("clipped", "gated") for sign in ("positive", "negative")),
+    *("exp_abs_log_rho_mean", "abs_log_rho_max_nats", "nonfinite_tokens"),
+)
+"""Of a step report's `diagnostics`, those that are gauges of the learner."""
 
 P = ParamSpec("P")
 R = TypeVar("R", bound="ProcessMetrics")
@@ -103,15 +111,16 @@ class LearnerMetrics(ProcessMetrics):
         importance_weight_max: float,
         clipped_ratio: float,
         gated_ratio: float,
-        kernel_ess_ratio: float,
-        silent_ratio: float,
         kl_to_behaviour_nats: float,
         learning_rate: float,
         zero_variance_ratio: float,
+        all_right_ratio: float,
+        all_wrong_ratio: float,
         overlong_ratio: float,
         masked_samples_ratio: float,
+        measured: Mapping[str, float],
     ) -> None:
-        """The step's numbers, after each step."""
+        """The step's numbers, after each step; what `measured` does not have of `MEASURED` was not, and reads NaN."""
         gauges = {
             "reward_mean": reward_mean,
             "loss": loss,
@@ -122,13 +131,14 @@ class LearnerMetrics(ProcessMetrics):
             "importance_weight_max": importance_weight_max,
             "clipped_ratio": clipped_ratio,
             "gated_ratio": gated_ratio,
-            "kernel_ess_ratio": kernel_ess_ratio,
-            "silent_ratio": silent_ratio,
             "kl_to_behaviour_nats": kl_to_behaviour_nats,
             "learning_rate": learning_rate,
             "zero_variance_ratio": zero_variance_ratio,
+            "all_right_ratio": all_right_ratio,
+            "all_wrong_ratio": all_wrong_ratio,
             "overlong_ratio": overlong_ratio,
             "masked_samples_ratio": masked_samples_ratio,
+            **{name: measured.get(name, math.nan) for name in MEASURED},
         }
         for name, value in gauges.items():
             self._instruments.set(f"asyncrl_learner_{name}", value)

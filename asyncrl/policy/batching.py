@@ -3,14 +3,18 @@
 Legend: B rows, S tokens, T = S − 1. Column `c[b, i]` belongs to token `input_ids[b, i]`; right padding.
 """
 
+import copy
 from collections.abc import Sequence
 
 import torch
 
+from asyncrl.algorithms.loss import SOURCE_COLUMNS
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import NO_VERSION
 from asyncrl.errors import StalenessViolation
+
+_NUMBERS = (*SOURCE_COLUMNS.values(), "advantages")
 
 MIN_WIDTH = 2
 """Tokens of the narrowest batch: one to predict from and one to predict."""
@@ -37,6 +41,21 @@ def trained_mask(batch: BatchedDataDict) -> torch.Tensor:
     mask_BS: torch.Tensor = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) > 0
     mask_BS[:, 0] = False
     return mask_BS
+
+
+def without_nonfinite(batch: BatchedDataDict) -> tuple[BatchedDataDict, int]:
+    """The batch without the trained tokens of which a log-prob or the advantage, [B, S], is no finite number, and how
+    many they are. They are masked, and hold 0, for a loss may multiply by its mask."""
+    columns = {name: batch[name] for name in _NUMBERS if name in batch}
+    if not columns:
+        return batch, 0
+    broken_BS = trained_mask(batch) & ~torch.stack([column.isfinite() for column in columns.values()]).all(dim=0)
+    count = int(broken_BS.sum())
+    if count:
+        batch = copy.copy(batch)
+        for name, column in {**columns, "token_mask": batch["token_mask"]}.items():
+            batch[name] = column.masked_fill(broken_BS, 0)
+    return batch, count
 
 
 def count_trained(batch: BatchedDataDict) -> tuple[int, int]:

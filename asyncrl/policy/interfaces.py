@@ -46,7 +46,9 @@ class StepReport:
     token_staleness: tuple[int, ...] = ()
     """Trained tokens by staleness: entry s counts those that are s versions old."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
-    """What `asyncrl.algorithms.kernel` measured, by name; empty for a loss that takes logits."""
+    """By name: what `asyncrl.algorithms.kernel` measured, but for a user's loss that takes logits; the mean e^|log ρ|
+    and the largest |log ρ|; how many tokens were left out because a log-prob or advantage was no number. What was not
+    measured is not there."""
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
     """The loss's own metrics, normalised: `clipped_ratio` and `gated_ratio` for the presets."""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -112,9 +114,10 @@ class PolicyInterface(ABC):
     ) -> dict[str, Any]:
         """One optimizer step for every `gbs` rows (all of them unless given), one scheduler step a call.
 
-        `data` has the columns that the loss reads; `advantages` may be [B, S] or [B]. `mbs` rows of a rank share a
-        pass, padded, when it is given. In eval mode nothing changes. Returns `loss`, `grad_norm` float32 [steps],
-        `all_mb_metrics` (by name a value for every micro-batch of all ranks), `timing` (seconds by stage) and
+        `data` has the columns that the loss reads, or RunError names what is missing: `staleness` [B, S], in versions,
+        among them where the proximal policy is interpolated. `advantages` may be [B, S] or [B]. `mbs` rows of a rank
+        share a pass, padded, when it is given. In eval mode nothing changes. Returns `loss`, `grad_norm` float32
+        [steps], `all_mb_metrics` (by name a value for every micro-batch of all ranks), `timing` (seconds by stage) and
         `report`, a `StepReport`. AssertionError when the rows are no multiple of `gbs`, or `gbs` of the ranks unless it
         is all rows.
         """

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from asyncrl.algorithms.diagnostics import OffPolicySums, off_policy_sums
 from asyncrl.algorithms.interfaces import LossFunction, LossInputType
 from asyncrl.algorithms.kernel import KernelSums, kernel_sums
-from asyncrl.algorithms.loss import entropy, gather_logprobs
+from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.batching import trained_mask
 from asyncrl.policy.logprobs import model_logprobs
@@ -45,7 +45,9 @@ def loss_of(
     Without `step`, the version of the weights, no token counts as on-policy; without `generation_logprobs` there is
     nothing to tell how far the data is from the policy.
     """
-    from_logprobs = loss_fn.input_type is LossInputType.LOGPROB
+    objective = loss_fn if isinstance(loss_fn, ObjectiveLoss) else None
+    # an objective takes the chunked head's entropies where others would need logits
+    from_logprobs = objective is not None or loss_fn.input_type is LossInputType.LOGPROB
     lengths_B = data["input_lengths"] if packed else None
     if from_logprobs:
         logprobs_BT, entropy_BT = model_logprobs(
@@ -66,13 +68,16 @@ def loss_of(
         data["prev_logprobs"] = aligned(logprobs_BT.detach())
     kernel = KernelSums()
     if from_logprobs:
-        # The loss alone is differentiated first: its slopes by the log-probs are the kernel, and all that the
-        # model's own backward pass needs.
+        # The loss alone is differentiated first: its slopes are all that the model's own backward pass needs.
+        columns_BT = {"next_token_logprobs": logprobs_BT}
+        if objective is not None and objective.needs_entropy:
+            columns_BT["next_token_entropies"] = entropy_BT
+        leaves_BT = {name: column_BT.detach().requires_grad_() for name, column_BT in columns_BT.items()}
         with torch.enable_grad():  # the slopes are wanted in evaluation too
-            leaf_BT = logprobs_BT.detach().requires_grad_()
-            loss, metrics = loss_fn(data=data, **counts, next_token_logprobs=leaf_BT)
-            slopes_BT = _slopes(loss, leaf_BT)
-        differentiable = (logprobs_BT * slopes_BT).sum()
+            loss, metrics = loss_fn(data=data, **counts, **leaves_BT)
+            slopes_BT = _slopes(loss, *leaves_BT.values())
+        parts = [(column * slopes).sum() for column, slopes in zip(columns_BT.values(), slopes_BT, strict=True)]
+        differentiable = torch.stack(parts).sum()
     else:
         loss, metrics = loss_fn(logits_BSV, data, **counts)
         differentiable = loss
@@ -80,12 +85,14 @@ def loss_of(
     if "generation_logprobs" in data:
         proximal_BT, behaviour_BT = data["prev_logprobs"][:, 1:], data["generation_logprobs"][:, 1:]
         if from_logprobs and "advantages" in data:
+            push_slopes_BT, shares_BT = (slopes_BT[0], {}) if objective is None else _push(objective, data, logprobs_BT)
             kernel = kernel_sums(
-                slopes_BT=slopes_BT,
+                slopes_BT=push_slopes_BT,
                 advantages_BT=data["advantages"][:, 1:],
-                staleness_BT=data["staleness"][:, 1:],
+                staleness_BT=data["staleness"][:, 1:] if "staleness" in data else None,
                 log_rho_BT=proximal_BT - behaviour_BT,
                 mask_BT=mask_BT,
+                shares_BT=shares_BT,
             )
         sums = off_policy_sums(
             proximal_BT=proximal_BT,
@@ -129,9 +136,20 @@ def _logits(
     return logits_BSV if temperature == 1.0 else logits_BSV / temperature
 
 
-def _slopes(loss: torch.Tensor, leaf_BT: torch.Tensor) -> torch.Tensor:
-    """∂loss/∂leaf; zeros for a loss that does not look at it."""
+def _push(
+    objective: ObjectiveLoss, data: BatchedDataDict, logprobs_BT: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The slopes of what the advantages ask for alone, and where the clip and the gates act."""
+    leaf_BT = logprobs_BT.detach().requires_grad_()
+    with torch.enable_grad():
+        # entropies are in no push
+        terms = objective.terms(data, logprobs_BT=leaf_BT, entropy_BT=torch.zeros_like(leaf_BT))
+        [slopes_BT] = _slopes(terms.push_BT.sum(), leaf_BT)
+    return slopes_BT, {"clipped": terms.clipped_BT, "gated": terms.gated_BT}
+
+
+def _slopes(loss: torch.Tensor, *leaves_BT: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """∂loss/∂leaf of each; zeros for a loss that does not look at it."""
     if not loss.requires_grad:
-        return torch.zeros_like(leaf_BT)
-    [slopes_BT] = torch.autograd.grad(loss, leaf_BT, allow_unused=True)
-    return torch.zeros_like(leaf_BT) if slopes_BT is None else slopes_BT
+        return tuple(torch.zeros_like(leaf_BT) for leaf_BT in leaves_BT)
+    return torch.autograd.grad(loss, leaves_BT, allow_unused=True, materialize_grads=True)

@@ -10,11 +10,14 @@ import torch
 
 from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
 from asyncrl.algorithms.interfaces import LossFunction
-from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.loss import SOURCE_COLUMNS, ObjectiveLoss, interpolated_proximal, missing_columns
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.batching import count_trained, empty_micro_batch, micro_batches, trained_mask
 from asyncrl.policy.step_report import UpdatePlan, global_plan
+
+CURRENT = SOURCE_COLUMNS["proximal"]
+"""Before the first gradient the weights at the step's start are the current ones."""
 
 
 class PlannedUpdate(NamedTuple):
@@ -68,6 +71,19 @@ def planned_updates(
     return updates
 
 
+def check_columns(loss_fn: LossFunction, data: BatchedDataDict, *, gather: Callable[[Any], list[Any]]) -> None:
+    """RunError, on all ranks, when the rows of any lack a column that the loss reads. A collective.
+
+    A step's only update makes `prev_logprobs` of its own pass, but not before bounds are calibrated.
+    """
+    if not isinstance(loss_fn, ObjectiveLoss):
+        return
+    needed = {*loss_fn.columns} - {CURRENT} | ({CURRENT} if needs_calibration(loss_fn.objective) else set())
+    missing = gather(needed - set(data) if data.size else set())
+    if any(missing):
+        raise missing_columns(sorted(set().union(*missing)))
+
+
 def needs_reference(loss_fn: LossFunction) -> bool:
     """Whether the loss reads `reference_policy_logprobs`, as far as it can be known."""
     return isinstance(loss_fn, ObjectiveLoss) and "reference" in loss_fn.objective.sources()
@@ -89,17 +105,18 @@ def calibrated_loss(
     """The loss with the bounds that it takes from the whole step's tokens, if it takes any. A collective then."""
     if not (isinstance(loss_fn, ObjectiveLoss) and needs_calibration(loss_fn.objective)):
         return loss_fn
-    parts = [part for update in updates for part in update.parts]
-    columns = {
-        "proximal": "prev_logprobs",
-        "behaviour": "generation_logprobs",
-        "reference": "reference_policy_logprobs",
-        "advantages": "advantages",
-    }
-    flat = {
-        name: torch.cat([part[column].cpu()[trained_mask(part)] for part in parts])
-        for name, column in columns.items()
-        if column in parts[0]
-    }
-    tokens = StepTokens(advantages=flat.pop("advantages"), sources=flat)
-    return ObjectiveLoss(calibrated(loss_fn.objective, tokens=tokens, reduce=reduce))
+    # padding has no columns but those of every batch, and no token either
+    parts = [part for update in updates for part in update.parts if trained_mask(part).any()]
+
+    def flat(column: str) -> torch.Tensor:
+        return torch.cat([torch.zeros(0), *(part[column].cpu()[trained_mask(part)] for part in parts)])
+
+    objective = loss_fn.objective
+    sources = {name: flat(column) for name, column in SOURCE_COLUMNS.items() if column in loss_fn.columns}
+    sources["current"] = flat(CURRENT)
+    if objective.proximal == "interpolated":
+        sources["proximal"] = interpolated_proximal(
+            logprobs_BT=sources["current"], behaviour_BT=sources["behaviour"], staleness_BT=flat("staleness")
+        )
+    tokens = StepTokens(advantages=flat("advantages"), sources=sources)
+    return ObjectiveLoss(calibrated(objective, tokens=tokens, reduce=reduce))

@@ -43,13 +43,15 @@ class UpdateOutcome:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
     """What one rank did in a step. Every rank has the same plans and learning rate, and an outcome for the same
-    updates, those with a trained token. `staleness` is of its own trained tokens; `seconds` are by stage."""
+    updates, those with a trained token. `staleness` is of its own trained tokens, `nonfinite_tokens` were left out of
+    them; `seconds` are by stage."""
 
     plans: tuple[UpdatePlan, ...]
     outcomes: tuple[UpdateOutcome, ...]
     staleness: Mapping[int, int]
     learning_rate: float
     seconds: Mapping[str, float]
+    nonfinite_tokens: int = 0
 
 
 def global_plan(ranks: Sequence[UpdatePlan]) -> UpdatePlan:
@@ -92,7 +94,11 @@ def step_report(ranks: Sequence[RankRecord], *, normalizations: Mapping[str, Met
         kl_behaviour_k3_nats=sums.mean(sums.k3_nats),
         on_policy_tokens=sums.on_policy_tokens,
         on_policy_parity_max_nats=sums.on_policy_parity_max_nats,
-        diagnostics=kernel.means(),
+        diagnostics={
+            **kernel.means(),
+            **sums.extremes(),
+            "nonfinite_tokens": float(sum(rank.nonfinite_tokens for rank in ranks)),
+        },
         token_staleness=_histogram([rank.staleness for rank in ranks]),
         loss_metrics={
             name: value / divisors[normalizations.get(name, MetricNormalization.NONE)]

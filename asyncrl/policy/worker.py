@@ -32,7 +32,7 @@ from asyncrl.algorithms.loss import build_loss
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.accelerator import forget_accelerator, frozen, make_accelerator
-from asyncrl.policy.batching import empty_micro_batch, staleness_counts, token_batch
+from asyncrl.policy.batching import empty_micro_batch, staleness_counts, token_batch, without_nonfinite
 from asyncrl.policy.checkpoint import load_checkpoint, save_checkpoint, save_tokenizer
 from asyncrl.policy.interfaces import ParameterSpec
 from asyncrl.policy.logprobs import model_logprobs
@@ -40,7 +40,14 @@ from asyncrl.policy.micro_batch import aligned, loss_of
 from asyncrl.policy.packed import ATTENTION
 from asyncrl.policy.schedule import learning_rate
 from asyncrl.policy.sharded import gather_weights, move, parameter_specs, save_hf
-from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, cut_updates, needs_reference, planned_updates
+from asyncrl.policy.step_plan import (
+    PlannedUpdate,
+    calibrated_loss,
+    check_columns,
+    cut_updates,
+    needs_reference,
+    planned_updates,
+)
 from asyncrl.policy.step_report import RankRecord, UpdateOutcome
 
 
@@ -107,21 +114,22 @@ class PolicyWorker:
         """Trains on this rank's rows `data` with the columns that `loss_fn` reads, cut as `cut_updates` says.
 
         All ranks cut equally many updates; a rank may have no rows. `step` is the version of the weights, without which
-        no token counts as stale or on-policy. The learning rate goes one step on, unless no update was finite. In eval
-        mode nothing changes, and no gradient is made. The record is of this rank alone.
+        no token counts as stale or on-policy. RunError, on all ranks, when a column that the loss reads is missing;
+        tokens without a number in one are left out, and counted. The learning rate goes one step on, unless no update
+        was finite. In eval mode nothing changes, and no gradient is made. The record is of this rank alone.
         """
         seconds: dict[str, float] = defaultdict(float)
         data = copy.copy(data)
         if data and data["advantages"].ndim == 1:
             data["advantages"] = data["advantages"].unsqueeze(1).expand_as(data["input_ids"])
+        data, nonfinite_tokens = without_nonfinite(data)
+        if data and step is not None:
+            data["staleness"] = (step - data["weight_versions"]).float()
         cuts = cut_updates(
             data, self._config.learner, rows_per_update=rows_per_update, micro_batch_size=micro_batch_size
         )
+        check_columns(loss_fn, data, gather=self.gather)
         planned = planned_updates(cuts, gather=self.gather)
-        for part in (part for update in planned for part in update.parts):
-            part["staleness"] = (
-                torch.zeros_like(part["token_mask"]) if step is None else (step - part["weight_versions"]).float()
-            )
         with _timed(seconds, "log_probs"):
             loss_fn = calibrated_loss(loss_fn, planned, reduce=self._sum)
         rate = self._set_learning_rate(self._calls)
@@ -135,6 +143,7 @@ class PolicyWorker:
             plans=tuple(update.plan for update in planned),
             outcomes=outcomes,
             staleness={} if step is None else staleness_counts(data, step=step),
+            nonfinite_tokens=nonfinite_tokens,
             learning_rate=rate,
             seconds=seconds,
         )

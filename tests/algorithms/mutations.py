@@ -25,7 +25,11 @@ LOSS = [
     ("the clip ignores hi", "u_BT.clamp(surrogate.lo, surrogate.hi)", "u_BT.clamp(min=surrogate.lo)"),
     ("the dual clip where A > 0", "dual_BT = (adv_BT < 0)", "dual_BT = (adv_BT > 0)"),
     ("no dual clip", "(u_BT > surrogate.dual)", "(u_BT > math.inf)"),
-    ("u against the proximal policy always", "anchor_BT=fixed[objective.anchor]", 'anchor_BT=fixed["proximal"]'),
+    (
+        "u against the proximal policy always",
+        "anchor_BT = fixed[objective.anchor if",
+        'anchor_BT = fixed["proximal" if',
+    ),
     ("pre-clip on the wrong side", "(adv_BT > 0, above_BT,", "(adv_BT > 0, below_BT,"),
     ("pre-clip on both sides", "log_u_BT.clamp(max=math.log(objective.pre_clip.hi))", "log_u_BT.clamp(-0.4, 0.4)"),
     ("exponents without a limit", "log_u_BT.clamp(max=MAX_LOG_RATIO).exp()", "log_u_BT.exp()"),
@@ -77,6 +81,13 @@ LOSS = [
         "difference_BT.clamp(max=MAX_LOG_RATIO).exp() - 1 - difference_BT",
     ),
     ("k3+ with k3's gradient", "(k3_BT - k2_BT).detach()", "(k3_BT - k2_BT)"),
+    (
+        "an infinite surrogate through a gate",
+        "inside(torch.where(gated_BT, 0.0, push_BT))",
+        "inside(push_BT * ~gated_BT)",
+    ),
+    ("penalties are a push", "push_BT=push_BT,", "push_BT=loss_BT,"),
+    ("padding's segment ids are indices", ".long().clamp(min=0)", ".long()"),
     ("entropy is punished", "value_BT = -entropy_BT", "value_BT = entropy_BT"),
     (
         "the correction has no gradient",
@@ -129,14 +140,23 @@ ADVANTAGES = [
     ),
     (
         "equal rewards are not left alone",
-        "return torch.where(self._informative_N, advantages_N, 0.0)",
+        "return torch.where(self.informative_N, advantages_N, 0.0)",
         "return advantages_N",
     ),
     ("groups by position", "torch.unique(group_ids,", "torch.unique_consecutive(group_ids,"),
+    (
+        "leave-one-out is divided by a std",
+        "groups.rewards_N - others_mean_N)",
+        "(groups.rewards_N - others_mean_N) / groups.std_N)",
+    ),
     ("NaN rewards are let through", "if not bool(torch.isfinite(rewards).all())", "if False"),
 ]
 PRESETS = [
-    ("dapo with ppo's clip", '(hi=1.28)),\n        ),\n        "ppo"', '()),\n        ),\n        "ppo"'),
+    (
+        "dapo with ppo's clip",
+        '(hi=1.28)),\n            baseline="group_norm",\n        ),\n        "ppo"',
+        '()),\n            baseline="group_norm",\n        ),\n        "ppo"',
+    ),
     ("opsm against the proximal policy", 'hi=0.02, p="current"', 'hi=0.02, p="proximal"'),
     (
         "a flipped aspo",
@@ -145,6 +165,11 @@ PRESETS = [
     ),
     ("dppo_tv against the proximal policy", 'lo=-0.2, hi=0.2, p="current"', "lo=-0.2, hi=0.2"),
     ("luspo clips as gspo", "Clipped(lo=1 - 2e-3, hi=1 + 2.5e-3)", "Clipped(lo=1 - 3e-4, hi=1 + 4e-4)"),
+    ("m2po with ten times its budget", "budget=0.02", "budget=0.2"),
+    ("opsm a tenth wider", 'hi=0.02, p="current"', 'hi=0.022, p="current"'),
+    ("dppo_kl wider", 'stat="binary_kl", hi=0.05', 'stat="binary_kl", hi=0.08'),
+    ("rloo with grpo's baseline", 'baseline="leave_one_out"', 'baseline="group_norm"'),
+    ("overrides are shallow", "{key: _replaced(current.get(key), part) for key, part in value.items()}", "value"),
     (
         "one kernel of vespo for both signs",
         "negative=Gamma(shape=3.0, rate=2.0)",
@@ -152,8 +177,96 @@ PRESETS = [
     ),
 ]
 
+RETURNS = [
+    ("accumulators stop at masked tokens", "index_BS.flip(1).cummin(dim=1).values.flip(1)", "index_BS"),
+    ("returns without the values", "returns_BS=advantages_BS + steps.values_BS", "returns_BS=advantages_BS"),
+    ("one lambda for policy and critic", "returns_BS=value.returns_BS", "returns_BS=policy.returns_BS"),
+    ("V-trace carries by ρ", "decay_BS=gamma * c_BS", "decay_BS=gamma * rho_BS"),
+    (
+        "V-trace weighs the advantages too",
+        "advantages_BS = steps.rewards_BS +",
+        "advantages_BS = rho_BS * steps.rewards_BS +",
+    ),
+    ("V-trace's advantages look at the values", "steps.following(targets_BS)", "steps.following(steps.values_BS + 0)"),
+    ("the first token is a step", "mask_BS[:, 0] = False", "pass"),
+    ("whitening divides by n", "(count - 1).clamp(min=1)", "count.clamp(min=1)"),
+]
+VALUE_LOSS = [
+    ("the value clip is a bonus", "torch.maximum(square_BT", "torch.minimum(square_BT"),
+    ("the value loss without its half", "loss = 0.5 *", "loss ="),
+    ("values are clipped about the returns", 'old_BT = inside(data["values"]', 'old_BT = inside(data["returns"]'),
+    ("explained variance of the returns", "1 - left / spread", "left / spread"),
+]
+KERNEL = [
+    ("κ does not divide by A", "-slopes / torch.where(pushed, advantages, 1.0)", "-slopes"),
+    ("the effective share of sums", "first**2 / second", "first / second"),
+    ("silence reads healthy", "if second > 0 else 0.0", "if second > 0 else 1.0"),
+    (
+        "signs swapped",
+        'mean(f"{name}_positive_ratio", share, advantages > 0)',
+        'mean(f"{name}_positive_ratio", share, advantages < 0)',
+    ),
+    ("tokens without an advantage are silent in buckets", "inside & pushed", "inside"),
+    ("tokens without an advantage are pushed", "pushed = advantages != 0", "pushed = advantages > -99"),
+]
+CALIBRATION = [
+    ("the good for the bad", "subject = tokens.advantages < 0", "subject = tokens.advantages > 0"),
+    ("the configured bound is forgotten", "hi=min(gate.hi, bound)", "hi=bound"),
+    ("the lower bound is forgotten", "ratio.clamp(weight.lo, bound)", "ratio.clamp(0.0, bound)"),
+    ("the configured cap is forgotten", "max(1.0, min(weight.hi, bound))", "max(1.0, bound)"),
+    ("a cap below 1", "hi=max(1.0, min(weight.hi, bound))", "hi=min(weight.hi, bound)"),
+    ("a coarse search", "_GRID, _ROUNDS = 64, 4", "_GRID, _ROUNDS = 64, 1"),
+    ("the whole second moment for k2", "difference.square()[subject] / 2", "difference.square()[subject]"),
+    ("every rank for itself", "for first, second in reduce(rows).tolist()", "for first, second in rows.tolist()"),
+]
+DIAGNOSTICS = [
+    ("k1 with the wrong sign", "k1_nats=float(-log_rho.sum())", "k1_nats=float(log_rho.sum())"),
+    ("k3 of the absolute", "rho - 1 - bounded)", "rho - 1 - bounded.abs())"),
+    ("the largest of one sign", "float(log_rho.abs().max())", "float(log_rho.max())"),
+    ("ρ for e^|log ρ|", "bounded.abs().exp()", "bounded.exp()"),
+    ("no token reads healthy", "return math.nan", "return 1.0"),
+    ("a NaN drops out of the parity", ".abs().nan_to_num(nan=torch.inf)", ".abs().nan_to_num(nan=0.0)"),
+    ("extremes are added", 'elif name.endswith("_max")', 'elif name.endswith("_most")'),
+]
+OBJECTIVE = [
+    (
+        "a reversed weight corrects",
+        'weight.p in trained and weight.q == "behaviour"',
+        '"behaviour" in {weight.p, weight.q}',
+    ),
+    ("a constant kernel corrects", "if isinstance(surrogate, Weighted):", "if False:"),
+    ("a product is bounded", 'return objective.level == "sequence_sum" or', "return"),
+    (
+        "an interpolated policy is the current one",
+        'if objective.proximal == "interpolated":\n        return []',
+        "pass",
+    ),
+    ("idle axes are let through", "if not uses_ratio(self.surrogate):", "if False:"),
+    ("gates without a bound", "if self.budget is None and self.lo <= least", "if False and self.lo <= least"),
+    ("any beta", "if not 0 < self.beta < math.inf", "if False"),
+]
+CHECKS = [
+    (
+        "products are said on-policy",
+        "is_product(objective) and config.staleness.max_versions > 0",
+        "is_product(objective)",
+    ),
+    ("η without a correction", "config.staleness.max_versions > 0 and not is_corrected", "False and not is_corrected"),
+]
+
 MUTATIONS = [
     Mutation(name, file, old, new)
-    for file, found in (("loss.py", LOSS), ("advantages.py", ADVANTAGES), ("presets.py", PRESETS))
+    for file, found in (
+        ("loss.py", LOSS),
+        ("advantages.py", ADVANTAGES),
+        ("presets.py", PRESETS),
+        ("returns.py", RETURNS),
+        ("value_loss.py", VALUE_LOSS),
+        ("kernel.py", KERNEL),
+        ("calibration.py", CALIBRATION),
+        ("diagnostics.py", DIAGNOSTICS),
+        ("objective.py", OBJECTIVE),
+        ("checks.py", CHECKS),
+    )
     for name, old, new in found
 ]

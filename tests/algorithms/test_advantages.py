@@ -5,7 +5,7 @@ from statistics import mean, stdev
 import pytest
 import torch
 
-from asyncrl.algorithms.advantages import ESTIMATORS, compute_advantages, resolve_estimator
+from asyncrl.algorithms.advantages import ESTIMATORS, Estimator, compute_advantages, resolve_estimator
 from asyncrl.errors import ConfigError, RunError
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 5.0, 3.0, 2.0, 2.0])
@@ -31,10 +31,11 @@ def test_group_norm_divides_by_the_sample_standard_deviation() -> None:
     assert advantages("group_norm", REWARDS, IDS) == pytest.approx(expected, rel=1e-5)
 
 
-def test_leave_one_out_has_the_others_baseline_and_the_std_about_the_plain_mean() -> None:
-    std = (2 / 3) ** 0.5 / 2**0.5
-    expected = [1 / std, -0.5 / std, -0.5 / std, 2 / 2**0.5, -2 / 2**0.5, 0, 0]
-    assert advantages("leave_one_out", REWARDS, IDS) == pytest.approx(expected, rel=1e-5)
+def test_leave_one_out_has_the_others_baseline_and_nothing_else() -> None:
+    """2402.14740: rewards 1, 0, 0, 0 give 1 and three times −1/3."""
+    assert advantages("leave_one_out", REWARDS, IDS) == pytest.approx([1, -0.5, -0.5, 2, -2, 0, 0])
+    four = advantages("leave_one_out", torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int64))
+    assert four == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
 
 
 def test_batch_std_has_the_group_baseline_and_the_std_of_all_rewards() -> None:
@@ -145,6 +146,19 @@ def test_an_import_path_names_an_estimator_of_rewards_and_group_ids() -> None:
 def test_an_estimator_of_the_wrong_length_is_named() -> None:
     with pytest.raises(RunError, match=r"algorithm.advantage gave \(6,\) values for \(7,\)"):
         advantages(f"{__name__}:short_estimator", REWARDS, IDS)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "words"),
+    [
+        (lambda rewards, ids: rewards.tolist(), "gave a list instead of a tensor of 7 values"),
+        (lambda rewards, ids: None, "gave a NoneType"),
+        (lambda rewards, ids: rewards.double() * 1e300, "5 of them not finite in float32"),
+    ],
+)
+def test_an_estimator_that_gives_no_float32_numbers_is_refused(estimator: Estimator, words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        compute_advantages(estimator, rewards=REWARDS, group_ids=IDS)
 
 
 def test_an_unknown_estimator_is_refused_with_a_suggestion() -> None:

@@ -48,7 +48,7 @@ def test_f28_a_group_of_one_has_nobody_to_compare_with() -> None:
 def test_f28_a_misspelt_baseline_says_what_was_meant_and_all_that_are_built_in_are_known() -> None:
     assert "did you mean 'group_norm'" in violations("algorithm.advantage=group_nrom")[0]
     assert set(BASELINES) == set(ESTIMATORS)
-    assert {preset.baseline for preset in PRESETS.values()} <= {*BASELINES, *NEEDS_CRITIC}
+    assert {preset.baseline for preset in PRESETS.values()} <= {*BASELINES, *NEEDS_CRITIC, None}
 
 
 def test_f28_a_penalty_buffer_longer_than_a_completion_is_refused_where_it_matters() -> None:
@@ -67,8 +67,24 @@ def test_f28_overrides_of_no_preset_are_refused() -> None:
     assert "algorithm.overrides" in violations("algorithm.loss=mine:loss", "algorithm.overrides={weight: null}")[0]
 
 
-def test_the_inert_clip_is_said_only_where_it_is_one() -> None:
-    assert any("never acts" in warning for warning in warnings())
+@pytest.mark.parametrize(
+    ("loss", "parts"),
+    [
+        ("decoupled_icepop", "(surrogate)"),
+        *((loss, "(surrogate)") for loss in ("cispo", "sapo", "gspo", "gmpo", "luspo", "dapo")),
+        ("aspo", "(surrogate, gates[0])"),
+        ("kimi", "(penalties[0])"),
+    ],
+)
+def test_what_compares_a_policy_with_itself_is_said(loss: str, parts: str) -> None:
+    on_policy = () if loss == "decoupled_icepop" else ("staleness.max_versions=0",)
+    [warning] = [line for line in warnings(f"algorithm.loss={loss}", *on_policy) if "never acts" in line]
+    assert parts in warning
+    assert not warnings(f"algorithm.loss={loss}", "learner.updates_per_step=2", *on_policy)
+
+
+def test_what_acts_is_not_said_to_be_inert() -> None:
+    assert not warnings("algorithm.loss=a3po"), "an interpolated policy is not the current one"
     assert not warnings("learner.updates_per_step=2")
     assert not warnings("algorithm.loss=aipo"), "no clip"
     assert not warnings("algorithm.loss=tis", "algorithm.overrides={anchor: behaviour}"), "the clip acts"
@@ -79,7 +95,16 @@ def test_a_product_over_sequences_is_said_with_the_share_that_it_leaves() -> Non
     [warning] = [line for line in warnings("algorithm.loss=seq_tis", *lengths) if "multiplies" in line]
     assert "1024 tokens" in warning
     assert warning.endswith("= 0.077")
-    assert not any("multiplies" in line for line in warnings("algorithm.loss=vespo", *lengths))
+    for loss in ("vespo", "topr"):
+        assert any("multiplies" in line for line in warnings(f"algorithm.loss={loss}", *lengths))
+    assert not any("multiplies" in line for line in warnings("algorithm.loss=seq_tis", "staleness.max_versions=0"))
+
+
+@pytest.mark.parametrize("loss", ["ppo", "vapo", "vtrace"])
+def test_a_preset_without_its_critic_is_said_to_be_half_of_it(loss: str) -> None:
+    found = warnings(f"algorithm.loss={loss}", "algorithm.advantage=group_norm", "staleness.max_versions=0")
+    assert any(f"algorithm.loss = {loss} was published with a critic" in line for line in found)
+    assert not any("critic" in line for line in warnings("algorithm.loss=aipo", "algorithm.advantage=group_mean"))
 
 
 def test_a_loss_that_nobody_checked_is_a_warning_when_data_may_be_old() -> None:

@@ -13,7 +13,7 @@ from asyncrl.algorithms.presets import PRESETS
 
 def step(log_ratios: list[float], advantages: list[float] | None = None) -> StepTokens:
     proximal = torch.tensor(log_ratios, dtype=torch.float64)
-    sources = {"proximal": proximal, "behaviour": torch.zeros_like(proximal)}
+    sources = {"current": proximal, "proximal": proximal, "behaviour": torch.zeros_like(proximal)}
     return StepTokens(sources=sources, advantages=torch.tensor(advantages or [1.0] * len(log_ratios)))
 
 
@@ -43,6 +43,46 @@ def test_only_tokens_that_the_gate_is_about_count() -> None:
     assert gate.hi == math.inf
     [gate] = calibrated(gated(budget=0.02), tokens=tokens, reduce=alone).gates
     assert 0.02 <= gate.hi < 2.0
+
+
+def test_bad_tokens_alone_count_where_the_gate_is_about_them() -> None:
+    """k2 = 2 of a good token, .02 and .08 of bad ones, mean .05: a budget of .06 bounds nothing."""
+    tokens = step([2.0, 0.2, 0.4], advantages=[1.0, -1.0, -1.0])
+    [gate] = calibrated(gated(budget=0.06, when="negative_advantage"), tokens=tokens, reduce=alone).gates
+    assert gate.hi == math.inf
+
+
+def test_a_bound_that_was_configured_is_kept_where_it_is_the_stricter_one() -> None:
+    [gate] = calibrated(gated(budget=0.2, hi=0.3), tokens=step([0.1, 0.2, 0.4, 1.0]), reduce=alone).gates
+    assert gate.hi == 0.3
+
+
+def test_the_current_policy_is_not_the_behaviour_nor_an_interpolated_one() -> None:
+    """log current/behaviour = 1, .2; of the interpolated policy it would be .5, .1, whose k2 are within the budget."""
+    tokens = StepTokens(
+        sources={
+            "current": torch.tensor([1.0, 0.2]),
+            "proximal": torch.tensor([0.5, 0.1]),
+            "behaviour": torch.zeros(2),
+        },
+        advantages=torch.ones(2),
+    )
+    [gate] = calibrated(gated(budget=0.1, p="current"), tokens=tokens, reduce=alone).gates
+    assert 0.02 <= gate.hi < 0.5
+    [gate] = calibrated(gated(budget=0.1, p="proximal"), tokens=tokens, reduce=alone).gates
+    assert gate.hi == math.inf
+
+
+def test_weights_below_the_lower_bound_count_as_clamped() -> None:
+    """With lo = .5 the weights are .5, .5, 1, 8, with lo = 0 nearly 0, 0, 1, 8: the same share needs another cap."""
+    tokens = step([-9.0, -9.0, 0.0, math.log(8.0)])
+    weight = calibrated(
+        Objective(surrogate=Linear(), weight=Weight(lo=0.5, min_ess=0.6)), tokens=tokens, reduce=alone
+    ).weight
+    assert weight is not None
+    assert effective_share(tokens.log_ratio("proximal", "behaviour").exp().clamp(0.5, weight.hi)) == pytest.approx(
+        0.6, abs=1e-3
+    )
 
 
 def test_an_impossible_budget_leaves_nothing_that_moved() -> None:

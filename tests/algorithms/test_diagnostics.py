@@ -61,13 +61,21 @@ def test_a_nan_log_prob_breaks_parity_loudly() -> None:
     assert sums([0.0, math.nan], on_policy=[True, True]).on_policy_parity_max_nats == math.inf
 
 
+def test_extremes_look_at_both_signs_of_the_log_ratio() -> None:
+    found = (sums([math.log(2), -math.log(4)]) + sums([0.0])).extremes()
+    assert found["exp_abs_log_rho_mean"] == pytest.approx((2 + 4 + 1) / 3)
+    assert found["abs_log_rho_max_nats"] == pytest.approx(math.log(4), rel=1e-5)
+    assert sums([0.5], mask=[False]).extremes() == {}
+
+
 def test_masked_tokens_count_nowhere() -> None:
     assert sums([0.3, math.nan], mask=[True, False], on_policy=[True, True]) == sums([0.3], on_policy=[True])
 
 
 def test_f24_no_token_at_all_divides_by_nothing() -> None:
     found = sums([0.5], mask=[False])
-    assert (found.ess, found.mean(found.weight)) == (1.0, 0.0)
+    assert math.isnan(found.ess)
+    assert found.mean(found.weight) == 0.0
 
 
 def test_micro_batches_add_up() -> None:

@@ -11,6 +11,7 @@ def sums(
     advantages: list[float],
     *,
     staleness: list[int] | None = None,
+    shares: dict[str, list[bool]] | None = None,
     log_rho: list[float] | None = None,
     mask: list[bool] | None = None,
 ) -> KernelSums:
@@ -21,6 +22,7 @@ def sums(
         staleness_BT=torch.tensor([staleness or [0] * count], dtype=torch.float32),
         log_rho_BT=torch.tensor([log_rho or [0.0] * count]),
         mask_BT=torch.tensor([mask or [True] * count]),
+        shares_BT={name: torch.tensor([where]) for name, where in (shares or {}).items()},
     )
 
 
@@ -43,6 +45,42 @@ def test_kernel_shares_by_hand() -> None:
 def test_masked_tokens_do_not_count() -> None:
     assert sums([-1.0, 5.0], [1.0, 7.0], mask=[True, False]) == sums([-1.0], [1.0])
     assert sums([1.0], [1.0], mask=[False]).means() == {}
+
+
+def test_tokens_that_are_all_silent_have_no_effective_share() -> None:
+    means = sums([0.0, 0.0], [1.0, -1.0]).means()
+    assert (means["kernel_ess_ratio"], means["silent_ratio"]) == (0.0, 1.0)
+
+
+def test_where_nothing_is_to_be_pushed_nothing_is_measured() -> None:
+    means = sums([0.5, 0.0], [0.0, 0.0]).means()
+    assert not {"kernel_ess_ratio", "silent_ratio", "silent_positive_ratio"} & set(means)
+
+
+def test_shares_by_sign_are_of_the_tokens_of_that_sign() -> None:
+    means = sums(
+        [-1.0, 0.0, 0.0, 2.0, 0.0], [1.0, 1.0, 1.0, -1.0, 0.0], shares={"clipped": [False, True, True, False, True]}
+    ).means()
+    assert means["clipped_positive_ratio"] == pytest.approx(2 / 3)
+    assert means["clipped_negative_ratio"] == 0.0
+
+
+def test_without_versions_there_are_no_buckets() -> None:
+    column = torch.ones(1, 2)
+    found = kernel_sums(
+        slopes_BT=column,
+        advantages_BT=column,
+        staleness_BT=None,
+        log_rho_BT=column,
+        mask_BT=torch.ones(1, 2, dtype=torch.bool),
+    ).means()
+    assert found["silent_ratio"] == 0.0
+    assert not [name for name in found if "staleness" in name]
+
+
+def test_tokens_without_an_advantage_are_silent_in_no_bucket() -> None:
+    means = sums([0.0, -1.0], [0.0, 1.0], staleness=[0, 0]).means()
+    assert means["silent_ratio_staleness_0"] == 0.0
 
 
 def test_buckets_of_staleness_by_hand() -> None:

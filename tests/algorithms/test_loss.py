@@ -1,17 +1,18 @@
 """The loss over batches: denominators are global, masks are airtight, any split gives the same loss and gradient."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType
-from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
-from asyncrl.algorithms.objective import Aggregation, Clipped, Objective, Weight
+from asyncrl.algorithms.loss import ObjectiveLoss, build_loss, entropy, gather_logprobs
+from asyncrl.algorithms.objective import Aggregation, Clipped, Gate, Objective, Penalty, Reinforce, Weight
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.config.schema import AlgorithmSection, Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RunError
 
 ROWS, TOKENS, VOCABULARY = 5, 7, 11
 AGGREGATIONS = list(Aggregation)
@@ -171,6 +172,68 @@ def test_f24_nothing_to_train_gives_zero_with_a_graph(aggregation: Aggregation) 
     assert float(loss) == 0.0
     assert torch.equal(gradient, torch.zeros_like(gradient))
     assert set(metrics.values()) == {0.0}
+
+
+def test_padding_may_have_any_segment_id() -> None:
+    data, logits = make_batch()
+    whole, gradient, _ = loss_and_gradient(ObjectiveLoss(PRESETS["gspo"].objective), data, logits)
+    data["segment_ids"] = torch.where(data["token_mask"] > 0, 0, -1)
+    padded, padded_gradient, _ = loss_and_gradient(ObjectiveLoss(PRESETS["gspo"].objective), data, logits)
+    torch.testing.assert_close(padded, whole)
+    torch.testing.assert_close(padded_gradient, gradient)
+
+
+def test_a_loss_reads_no_more_than_it_needs_and_names_what_is_missing() -> None:
+    data, logits = make_batch()
+    whole, _, _ = loss_and_gradient(ObjectiveLoss(PRESETS["reinforce"].objective), data, logits)
+    few = BatchedDataDict({name: data[name] for name in ("input_ids", "advantages", "token_mask", "sample_mask")})
+    bare, _, _ = loss_and_gradient(ObjectiveLoss(PRESETS["reinforce"].objective), few, logits)
+    torch.testing.assert_close(bare, whole)
+    for name, words in (
+        ("dapo", "reads prev_logprobs, which"),
+        ("grpo", "reads prev_logprobs, reference_policy_logprobs, which"),
+        ("a3po", "reads generation_logprobs, staleness, which the rows do not have; `staleness` is made of"),
+    ):
+        with pytest.raises(RunError, match=words):
+            loss_and_gradient(ObjectiveLoss(PRESETS[name].objective), few, logits)
+
+
+def test_the_push_is_what_the_advantage_asks_for_alone() -> None:
+    """Every token is clipped (u = 2, A = 1): no push, though the penalty has a gradient."""
+    data, _ = make_batch()
+    leaf = (data["prev_logprobs"] + math.log(2))[:, 1:].clone().requires_grad_()
+    data["advantages"] = torch.ones_like(data["advantages"])
+    data["reference_policy_logprobs"] = data["prev_logprobs"]
+    terms = ObjectiveLoss(PRESETS["grpo"].objective).terms(data, logprobs_BT=leaf)
+    [push] = torch.autograd.grad(terms.push_BT.sum(), leaf, retain_graph=True)
+    [slopes] = torch.autograd.grad(terms.loss_BT.sum(), leaf)
+    assert not push.any()
+    assert slopes.any()
+
+
+def test_an_infinite_surrogate_does_not_get_through_a_gate() -> None:
+    """lp = −inf: −A · k · lp is inf, and 0 · inf would be NaN."""
+    data, _ = make_batch()
+    leaf = data["prev_logprobs"][:, 1:].clone()
+    leaf[:, -1] = -torch.inf
+    objective = Objective(surrogate=Reinforce(), gates=(Gate(stat="ratio", lo=0.5, p="current"),))
+    loss, _ = ObjectiveLoss(objective)(data=data, next_token_logprobs=leaf, **counts(data))
+    assert bool(torch.isfinite(loss))
+
+
+def test_entropies_stand_in_for_logits() -> None:
+    data, logits = make_batch()
+    loss_fn = ObjectiveLoss(Objective(surrogate=Reinforce(), penalties=(Penalty(beta=0.5, kind="entropy"),)))
+    whole, _ = loss_fn(logits, data, counts(data)["global_valid_seqs"], counts(data)["global_valid_toks"])
+    logprobs = gather_logprobs(logits, input_ids_BS=data["input_ids"])
+    found, _ = loss_fn(data=data, next_token_logprobs=logprobs, next_token_entropies=entropy(logits), **counts(data))
+    torch.testing.assert_close(found, whole)
+    with pytest.raises(TypeError, match="logits"):
+        loss_fn(data=data, next_token_logprobs=logprobs, **counts(data))
+
+
+def test_no_rows_have_no_entropies() -> None:
+    assert entropy(torch.zeros(0, 5, 7)).shape == (0, 4)
 
 
 def test_metrics_count_clipped_and_gated_tokens_of_the_mask_only() -> None:

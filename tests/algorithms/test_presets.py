@@ -109,7 +109,7 @@ def test_an_objective_can_be_made_of_axes_and_bad_ones_name_the_key() -> None:
         (Objective(surrogate=Reinforce(), weight=Weight()), {"proximal", "behaviour"}),
         (Objective(surrogate=Reinforce(), penalties=(Penalty(beta=1.0, kind="k3"),)), {"reference"}),
         (Objective(surrogate=Reinforce(), penalties=(Penalty(beta=1.0, kind="entropy"),)), set()),
-        (Objective(surrogate=Linear(), anchor="current", gates=(Gate(stat="k2", p="current"),)), {"behaviour"}),
+        (Objective(surrogate=Linear(), anchor="current", gates=(Gate(stat="k2", p="current", hi=1.0),)), {"behaviour"}),
     ],
 )
 def test_an_objective_says_whose_log_probs_it_needs(objective: Objective, sources: set[str]) -> None:
@@ -121,11 +121,104 @@ def test_a_penalty_towards_the_sampler_is_no_correction() -> None:
     assert not is_corrected(Objective(surrogate=Clipped(), penalties=pulled))
 
 
-def test_products_over_sequences_are_told_from_kernels_that_bound_them() -> None:
-    assert {name for name, preset in PRESETS.items() if is_product(preset.objective)} == {"seq_tis"}
+def test_products_over_sequences_are_told_whatever_bounds_them() -> None:
+    assert {name for name, preset in PRESETS.items() if is_product(preset.objective)} == {"seq_tis", "topr", "vespo"}
     assert is_product(Objective(surrogate=Linear(), level="sequence_sum"))
-    unbounded = Weighted(positive=Clamp(hi=1.0), negative=Clamp())
-    assert is_product(Objective(surrogate=unbounded, level="sequence_sum"))
+    assert is_product(Objective(surrogate=Reinforce(), weight=Weight(pool="sum")))
+    assert not is_product(Objective(surrogate=Linear(), level="sequence_mean", weight=Weight(pool="mean")))
+
+
+CONSTANT = {"kind": "weighted", "positive": {"kind": "clamp", "lo": 1, "hi": 1}}
+CONSTANT["negative"] = CONSTANT["positive"]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"surrogate": {"kind": "reinforce"}, "weight": {"p": "behaviour", "q": "proximal"}},
+        {"surrogate": {"kind": "reinforce"}, "weight": {"p": "reference", "q": "behaviour"}},
+        {"surrogate": {"kind": "reinforce"}, "gates": [{"stat": "k2", "hi": 1.0, "p": "reference"}]},
+        {"surrogate": CONSTANT},
+    ],
+)
+def test_what_does_not_divide_by_the_samplers_probability_is_no_correction(axes: dict[str, Any]) -> None:
+    assert not is_corrected(resolve_objective(axes, {}))
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"surrogate": {"kind": "clipped"}, "gates": [{"stat": "ratio"}]}, "no ratio lies outside"),
+        ({"surrogate": {"kind": "clipped"}, "gates": [{"stat": "k3", "lo": 0.0}]}, "no k3 lies outside"),
+        ({"surrogate": {"kind": "clipped"}, "gates": [{"stat": "probability", "lo": -1, "hi": 1}]}, "needs a bound"),
+        ({"surrogate": CONSTANT, "anchor": "behaviour"}, "nothing reads anchor: anchor: proximal"),
+        ({"surrogate": {"kind": "reinforce"}, "level": "sequence_sum"}, "level: token"),
+        (
+            {"surrogate": {"kind": "reinforce"}, "pre_clip": {"lo": 0.8, "hi": 1.2}, "weight": {}},
+            "nothing reads pre_clip: pre_clip: null",
+        ),
+        ({"surrogate": {"kind": "linear"}, "anchor": "behaviour", "proximal": "interpolated"}, "interpolating"),
+    ],
+)
+def test_f28_an_axis_that_does_nothing_is_refused(axes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve_objective(axes, {})
+
+
+def test_a_gate_that_has_one_bound_of_two_or_a_budget_has_enough() -> None:
+    for settings in ({"lo": 0.5}, {"hi": 2.0}):
+        assert Gate(stat="ratio", **settings)
+    assert Gate(stat="k2", budget=0.1)
+    assert Gate(stat="probability", hi=0.5)
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"penalties": [{"kind": "k3", "beta": math.nan}]}, "beta"),
+        ({"penalties": [{"kind": "k3", "beta": -1}]}, "beta"),
+        ({"penalties": [{"kind": "k3", "beta": math.inf}]}, "beta"),
+        ({"surrogate": {"kind": "soft_gate", "positive": math.inf}}, "finite"),
+        ({"surrogate": {"kind": "clipped", "dual": math.inf}}, "dual"),
+        ({"gates": [{"stat": "k2", "budget": math.inf}]}, "budget"),
+        ({"aggregation": "sequence_sum_constant", "constant": math.inf}, "constant"),
+    ],
+)
+def test_f28_numbers_without_a_meaning_are_refused(axes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve_objective({"surrogate": {"kind": "linear"}, **axes}, {})
+
+
+def test_a_dual_bound_acts_where_the_upper_clip_never_does() -> None:
+    assert resolve_objective("dapo", {"surrogate": {"hi": math.inf, "dual": 3}}).surrogate == Clipped(
+        lo=0.8, hi=math.inf, dual=3.0
+    )
+
+
+def test_an_override_reaches_into_one_of_two_kernels() -> None:
+    assert resolve_objective("cispo", {"surrogate": {"positive": {"hi": 3}}}).surrogate == Weighted(
+        positive=Clamp(hi=3.0), negative=Clamp(hi=5.0)
+    )
+    # another kind starts anew
+    with pytest.raises(ConfigError, match="shape"):
+        resolve_objective("cispo", {"surrogate": {"positive": {"kind": "gamma"}}})
+
+
+# a number that the worked examples do not pin from both sides: what a paper says, not what the table says
+def test_thresholds_are_the_papers() -> None:
+    """M2PO bounds the second moment, twice k2, by .04; DPPO's KL is .05, OPSM's .02."""
+    assert [2 * gate.budget for gate in PRESETS["m2po"].objective.gates if gate.budget] == [0.04]
+    assert [gate.hi for gate in PRESETS["dppo_kl"].objective.gates] == [0.05]
+    assert [gate.hi for gate in PRESETS["opsm"].objective.gates] == [0.02]
+
+
+def test_advantages_are_those_that_a_paper_was_published_with_and_only_so() -> None:
+    assert {name: preset.baseline for name, preset in PRESETS.items() if preset.baseline != "group_norm"} == {
+        **{"rloo": "leave_one_out", "reinforce_pp": "reinforce_pp", "dr_grpo": "group_mean", "kimi": "group_mean"},
+        **{"ppo": "gae", "vapo": "gae", "vtrace": "vtrace"},
+        **dict.fromkeys(["decoupled_icepop", "decoupled_ppo", "a3po", "tis", "seq_tis", "geometric_rejection"]),
+        **dict.fromkeys(["opsm", "m2po", "aipo", "dppo_tv", "dppo_kl", "topr", "vespo", "reinforce", "dual_clip"]),
+    }
 
 
 @pytest.mark.parametrize("name", ["rloo", "gspo", "ppo"])
@@ -133,6 +226,7 @@ def test_the_baseline_is_the_presets_own_unless_it_is_named(name: str) -> None:
     assert baseline_of(AlgorithmSection(loss=name)) == PRESETS[name].baseline
     assert baseline_of(AlgorithmSection(loss=name, advantage="group_mean")) == "group_mean"
     assert baseline_of(AlgorithmSection(loss={"surrogate": {"kind": "linear"}})) == "group_norm"
+    assert baseline_of(AlgorithmSection(loss="reinforce")) == "group_norm"
 
 
 def test_a_weight_can_be_added_to_an_uncorrected_preset() -> None:
@@ -158,7 +252,12 @@ def test_a_weight_can_be_added_to_an_uncorrected_preset() -> None:
         ("tis", {"surrogate": {"dual": 1.0}}, ["dual"]),
         ("tis", {"surrogate": {"kind": "ppo"}}, ["ppo"]),
         ("tis", {"surrogate": {"lo": math.nan}}, ["lo=nan"]),
-        ("tis", {"aggregation": "mean"}, ["mean"]),
+        ("tis", {"aggregation": "sequence_men"}, ["there are token_mean, sequence_mean", "you mean 'sequence_mean'"]),
+        ("tis", {"surrogate": {"kind": "Clipped"}}, ["there are reinforce", "soft_gate", "did you mean 'clipped'"]),
+        ("tis", {"weight": {"outside": "Zero"}}, ["there are clamp, zero; did you mean 'zero'"]),
+        ("tis", {"gates": [{"stat": "k2", "hi": 1}, {"stat": "ratoi"}]}, ["gates[1].stat", "did you mean 'ratio'"]),
+        ("aipo", {"surrogate": {"negative": {"kind": "clam"}}}, ["there are clamp, inverse, gamma"]),
+        ("tis", {"weight": {"hi": "inf"}}, ["infinity is written .inf"]),
     ],
 )
 def test_f28_impossible_choices_are_refused(name: str, overrides: dict[str, Any], words: list[str]) -> None:

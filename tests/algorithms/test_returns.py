@@ -8,6 +8,8 @@ import torch
 from returns_scene import ROWS, TOKENS, gae_of, scene, vtrace_of
 
 from asyncrl.algorithms import returns
+from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.returns import (
     decoupled_gae,
     gae,
@@ -16,6 +18,7 @@ from asyncrl.algorithms.returns import (
     vtrace,
     whiten,
 )
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import RunError
 
 
@@ -30,7 +33,7 @@ def test_gae_carries_its_accumulators_across_environment_tokens_by_hand() -> Non
 
 def test_vtrace_by_hand() -> None:
     """ρ₁ = min(2, e^log 3) = 2, c₁ = 1, ρ₂ = c₂ = 0.5. v₂ = 0.4 + 0.5·(1 − 0.4) = 0.7. δ₁ = 2·(0.4 − 0.1) = 0.6;
-    v₁ = 0.1 + 0.6 + 1·(0.7 − 0.4) = 1.0. A₁ = 2·(0.7 − 0.1) = 1.2, A₂ = 0.5·(1 − 0.4) = 0.3."""
+    v₁ = 0.1 + 0.6 + 1·(0.7 − 0.4) = 1.0. A₁ = 0.7 − 0.1 = 0.6, A₂ = 1 − 0.4 = 0.6: ρ is the objective's part."""
     found = vtrace(
         torch.tensor([[0.0, 0.0, 1.0]]),
         torch.tensor([[0.0, 0.1, 0.4]]),
@@ -40,7 +43,36 @@ def test_vtrace_by_hand() -> None:
         rho_bar=2.0,
     )
     torch.testing.assert_close(found.returns_BS, torch.tensor([[0, 1.0, 0.7]]))
-    torch.testing.assert_close(found.advantages_BS, torch.tensor([[0, 1.2, 0.3]]))
+    torch.testing.assert_close(found.advantages_BS, torch.tensor([[0, 0.6, 0.6]]))
+
+
+def test_the_vtrace_preset_on_vtrace_advantages_is_the_papers_policy_gradient() -> None:
+    """π/μ = 3 and 0.5, ρ̄ = c̄ = 1, γ = 1. v₂ = 0.4 + 0.5·(1 − 0.4) = 0.7; the paper (1802.01561, eq. 1 and section 4.2)
+    ascends ρ_t·(r_t + v_{t+1} − V_t)·∇ log π: 1·(0.7 − 0.1) = 0.6 and 0.5·(1 − 0.4) = 0.3, over two tokens."""
+    mask_BS = torch.tensor([[0.0, 1.0, 1.0]])
+    log_ratios_BS = torch.tensor([[9.0, math.log(3), math.log(0.5)]])
+    found = vtrace(
+        torch.tensor([[0.0, 0.0, 1.0]]),
+        torch.tensor([[0.0, 0.1, 0.4]]),
+        mask_BS,
+        log_ratios_BS=log_ratios_BS,
+        gamma=1.0,
+    )
+    data = BatchedDataDict(
+        generation_logprobs=torch.full((1, 3), -2.0),
+        advantages=found.advantages_BS,
+        token_mask=mask_BS,
+        sample_mask=torch.ones(1),
+    )
+    leaf_BT = (log_ratios_BS - 2.0)[:, 1:].requires_grad_()
+    loss, _ = ObjectiveLoss(PRESETS["vtrace"].objective)(
+        data=data,
+        next_token_logprobs=leaf_BT,
+        global_valid_seqs=torch.tensor(1.0),
+        global_valid_toks=torch.tensor(2.0),
+    )
+    loss.backward()
+    torch.testing.assert_close(leaf_BT.grad, torch.tensor([[-0.6, -0.3]]) / 2)
 
 
 def test_on_policy_vtrace_targets_are_the_returns_of_gae_at_lambda_one() -> None:

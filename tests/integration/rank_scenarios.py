@@ -14,6 +14,7 @@ from asyncrl.algorithms.interfaces import LossInputType, LossType
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import RunError
 from asyncrl.policy.batching import token_batch
 from asyncrl.policy.interfaces import StepReport
 from asyncrl.policy.step_plan import needs_proximal, needs_reference
@@ -24,9 +25,23 @@ PROBE = ([1, 2, 3, 4, 5, 6, 7], [9, 8], [30, 31, 32, 33])
 
 
 def poisoned_batch() -> BatchedDataDict:
-    """A row of the third of four groups, which goes to the second of two ranks, has a log-prob that is no number."""
+    """A row of the third of four groups, which goes to the second of two ranks, has an advantage that overflows."""
+    groups = make_groups()
+    groups[2]["advantages"][0] = 3e38
+    return join(groups)
+
+
+def batch_with_nan() -> BatchedDataDict:
+    """As many rows, with one log-prob that is no number."""
     groups = make_groups()
     groups[2]["generation_logprobs"][0, -1] = torch.nan
+    return join(groups)
+
+
+def batch_without_it() -> BatchedDataDict:
+    """The same, and its token is masked by whoever made the batch."""
+    groups = make_groups()
+    groups[2]["token_mask"][0, -1] = 0.0
     return join(groups)
 
 
@@ -56,6 +71,8 @@ TRAINING: dict[str, tuple[dict[str, Any], Any]] = {
     "two_updates": ({"updates_per_step": 2}, make_batch),
     "one_group": ({"micro_batch_size": 2}, lambda: make_group(4)),
     "nonfinite": ({}, poisoned_batch),
+    "with_nan": ({"micro_batch_size": 3}, batch_with_nan),
+    "without_it": ({"micro_batch_size": 3}, batch_without_it),
     "untrained": ({}, untrained_batch),
     "reference": ({"micro_batch_size": 5}, make_batch),
     "calibrated": ({"micro_batch_size": 5}, make_batch),
@@ -175,6 +192,10 @@ def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str
         "trained": policy.train(shard, loss, rows_per_update=5),
         "weights": {key: tensor.numpy() for key, tensor in policy.gather_weights()},
     }
+    try:
+        policy.train(shard, ObjectiveLoss(PRESETS["a3po"].objective), rows_per_update=5)
+    except RunError as error:
+        found["refused"] = str(error)
     policy.close()
     return found
 

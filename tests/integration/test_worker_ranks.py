@@ -211,12 +211,27 @@ def test_f21_all_ranks_skip_the_update_when_one_rank_is_not_finite(results: Any,
     assert all(np.array_equal(outcome["weights"][name], original[name]) for name in original)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_token_without_a_number_is_left_out_as_if_it_were_masked_and_counted(results: Any, world_size: int) -> None:
+    found, masked = (results[world_size, 0][name]["report"] for name in ("with_nan", "without_it"))
+    assert (found.trained_tokens, found.updates_applied) == (masked.trained_tokens, 1)
+    assert (found.loss, found.grad_norm) == pytest.approx((masked.loss, masked.grad_norm), rel=1e-6)
+    assert (found.diagnostics["nonfinite_tokens"], masked.diagnostics["nonfinite_tokens"]) == (1.0, 0.0)
+    assert sum(found.token_staleness) == found.trained_tokens
+
+
+@pytest.mark.parametrize("key", [(1, 0), (2, 0), (2, 1), (4, 3)])
+def test_an_interpolated_policy_without_versions_is_refused_on_every_rank(results: Any, key: Any) -> None:
+    assert "algorithm.loss reads staleness, which" in results[key]["interface"].get("refused", "")
+
+
 @pytest.mark.parametrize("key", [(1, 0), (2, 0)])
 def test_f24_a_step_without_a_trained_token_changes_nothing_and_divides_by_nothing(results: Any, key: Any) -> None:
     outcome, original = results[key]["untrained"], results[key]["weights"]["gathered"]
     report = outcome["report"]
     assert (report.trained_tokens, report.updates_applied, report.skipped) == (0, 0, False)
-    assert (report.loss, report.grad_norm, report.entropy_nats, report.ess) == (0.0, 0.0, 0.0, 1.0)
+    assert (report.loss, report.grad_norm, report.entropy_nats) == (0.0, 0.0, 0.0)
+    assert math.isnan(report.ess), "nothing was measured"
     assert report.token_staleness == ()
     assert all(np.array_equal(outcome["weights"][name], original[name]) for name in original)
 

@@ -1,5 +1,6 @@
 """What is recorded of trained and of skipped steps, as the report, the summary and the live view read it."""
 
+import math
 import re
 from pathlib import Path
 
@@ -107,3 +108,18 @@ async def test_f21_the_live_view_counts_versions_and_not_records() -> None:
     late = live_view(scene.config, phase="training", elapsed_s=9, steps=scene.log.steps[:4], evals=[])
     assert late.eta_s == pytest.approx(2 * 3.0 / 2), "two versions took three seconds"
     assert late.samples_per_s == pytest.approx(8 / 3.0)
+
+
+@pytest.mark.asyncio
+async def test_what_was_not_measured_reads_as_such_and_not_as_healthy() -> None:
+    scene = Scene()
+    scene.trainer.answers = [trained(diagnostics={"silent_ratio": 0.25})]
+    await scene.run()
+    read = scene.metrics.registry.get_sample_value
+    assert "kernel_ess_ratio" not in scene.log.steps[0].diagnostics
+    assert scene.log.steps[0].diagnostics["silent_ratio"] == 0.25
+    assert scene.log.steps[0].diagnostics["all_right_ratio"] == 0.0, "rewards of a group are 0 and 1"
+    for name in ("kernel_ess_ratio", "silent_ratio", "clipped_ratio", "clipped_positive_ratio", "nonfinite_tokens"):
+        value = read(f"asyncrl_learner_{name}")
+        assert value is not None
+        assert math.isnan(value), name

@@ -142,3 +142,8 @@ async def test_overlong_samples_are_counted_whatever_becomes_of_them(monkeypatch
     read = scene.metrics.registry.get_sample_value
     assert read("asyncrl_learner_overlong_ratio") == 0.5
     assert read("asyncrl_learner_masked_samples_ratio") == 0.0
+
+
+def test_groups_that_are_all_right_and_all_wrong_are_told_apart() -> None:
+    samples = judged([VARIED, EQUAL, leased(4, [0.0, 0.0]), leased(5, [-1.0, -1.0])])
+    assert (samples.all_right_ratio, samples.all_wrong_ratio) == (0.25, 0.5)

@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 from asyncrl import __version__
 from asyncrl.config.schema import Config
 from asyncrl.metrics.catalogue import CATALOGUE, MAX_OPEN_VALUES
-from asyncrl.metrics.recorders import BufferMetrics, GeneratorMetrics, LearnerMetrics, ProcessMetrics
+from asyncrl.metrics.recorders import MEASURED, BufferMetrics, GeneratorMetrics, LearnerMetrics, ProcessMetrics
 
 CONFIG = Config.model_validate({"model": {"path": "models/tiny"}, "algorithm": {"loss": "tis"}})
 
@@ -31,13 +31,14 @@ def learner() -> LearnerMetrics:
         importance_weight_max=3.0,
         clipped_ratio=0.02,
         gated_ratio=0.03,
-        kernel_ess_ratio=0.9,
-        silent_ratio=0.04,
         kl_to_behaviour_nats=0.001,
         learning_rate=1e-3,
         zero_variance_ratio=0.25,
+        all_right_ratio=0.0625,
+        all_wrong_ratio=0.1875,
         overlong_ratio=0.125,
         masked_samples_ratio=0.375,
+        measured=dict.fromkeys(MEASURED, 0.9),
     )
     metrics.staleness(groups={0: 10, 2: 6}, tokens={0: 500, 1: 100, 2: 40}, in_flight={1: 6}, in_buffer={0: 12, 1: 4})
     metrics.length_ratio(0.98)

@@ -17,6 +17,7 @@ from asyncrl.policy.batching import (
     staleness_counts,
     token_batch,
     trained_mask,
+    without_nonfinite,
 )
 
 PADDED = LearnerSection()
@@ -116,3 +117,29 @@ def test_sequences_to_score_are_padded_on_the_right() -> None:
     batch = token_batch([[3], [1, 2, 3]])
     assert batch["input_ids"].tolist() == [[3, 0, 0], [1, 2, 3]]
     assert batch["input_lengths"].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("column", ["generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "advantages"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_token_without_a_number_leaves_loss_and_denominator_and_is_counted(column: str, value: float) -> None:
+    batch = make_group(0, lengths=(2, 3))
+    for name in ("prev_logprobs", "reference_policy_logprobs", "advantages"):
+        batch[name] = torch.zeros_like(batch["token_mask"])
+    last = int(batch["input_lengths"][0]) - 1
+    batch[column][0, last] = value
+    batch[column][1, 0] = value  # a prompt's token is no token that is left out
+    clean, count = without_nonfinite(batch)
+    assert count == 1
+    assert count_trained(clean) == (4, 2)
+    assert not trained_mask(clean)[0, last]
+    assert clean[column][0, last] == 0
+    assert count_trained(batch) == (5, 2), "the caller's rows stay as they are"
+
+
+def test_numbers_are_left_alone() -> None:
+    batch = make_batch()
+    del batch["advantages"]
+    clean, count = without_nonfinite(batch)
+    assert clean is batch
+    assert count == 0
+    assert without_nonfinite(BatchedDataDict()) == (BatchedDataDict(), 0)

@@ -1,0 +1,120 @@
+"""A micro-batch through a tiny model: what the kernel says of objectives and users' losses; the entropy penalty."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from tiny_groups import STEP, TEMPERATURE, VOCABULARY, make_group
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType
+from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.objective import Clipped, Objective, Penalty
+from asyncrl.algorithms.presets import PRESETS
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.policy.batching import count_trained
+from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.policy.micro_batch import MicroBatchOutcome, aligned, loss_of
+
+
+@functools.cache
+def model() -> PreTrainedModel:
+    torch.manual_seed(3)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            head_dim=32,
+        )
+    )
+
+
+def on_policy(key: int, lengths: tuple[int, ...]) -> BatchedDataDict:
+    """A group whose sampler is the model; every sample has an advantage of its own."""
+    data = make_group(key, lengths=lengths)
+    with torch.no_grad():
+        logprobs, _ = model_logprobs(model(), data["input_ids"], temperature=TEMPERATURE, with_entropy=False)
+    data["generation_logprobs"] = aligned(logprobs)
+    data["advantages"] = torch.tensor([1.0, -2.0, 0.5])[: data.size, None].expand_as(data["input_ids"])
+    return data
+
+
+def outcome(loss_fn: LossFunction, data: BatchedDataDict, *, step: int | None = STEP) -> MicroBatchOutcome:
+    tokens, samples = count_trained(data)
+    counts = {"global_valid_seqs": torch.tensor(samples), "global_valid_toks": torch.tensor(tokens)}
+    return loss_of(
+        data, model=model(), loss_fn=loss_fn, counts=counts, temperature=TEMPERATURE, packed=False, step=step
+    )
+
+
+class Wrapped:
+    """An objective as a user's loss, of which nothing but the call is known."""
+
+    loss_type = LossType.SEQUENCE_LEVEL
+
+    def __init__(self, objective: Objective, input_type: LossInputType) -> None:
+        self._loss = ObjectiveLoss(objective)
+        self.input_type = input_type
+
+    def __call__(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        return self._loss(*arguments, **named)
+
+
+@pytest.mark.parametrize("name", ["dapo", "opsm", "gspo", "sapo", "dr_grpo"])
+def test_on_policy_every_token_is_pushed_alike_whatever_its_sequence_and_its_update_weigh(name: str) -> None:
+    objective = PRESETS[name].objective
+    loss = ObjectiveLoss(Objective(surrogate=Clipped()) if name == "dr_grpo" else objective)
+    updates = [on_policy(0, (2, 19, 5)), on_policy(1, (1, 1, 1))]
+    means = sum((outcome(loss, data).kernel for data in updates[1:]), outcome(loss, updates[0]).kernel).means()
+    assert means["kernel_ess_ratio"] == pytest.approx(1.0, rel=1e-4)
+    assert means["silent_ratio"] == 0.0
+
+
+def test_a_users_loss_is_measured_with_what_it_divides_by() -> None:
+    """κ ∝ 1/length: (2/2 + 6/6)² / (8 · (2/4 + 6/36)) of two sequences of 2 and 6 tokens."""
+    loss = Wrapped(PRESETS["opsm"].objective, LossInputType.LOGPROB)
+    means = outcome(loss, on_policy(0, (2, 6))).kernel.means()
+    assert means["kernel_ess_ratio"] == pytest.approx(4 / (8 * (1 / 2 + 1 / 6)), rel=1e-4)
+
+
+def test_a_penalty_is_no_push() -> None:
+    data = on_policy(0, (2, 6))
+    data["prev_logprobs"] = data["generation_logprobs"] - math.log(2)
+    data["reference_policy_logprobs"] = data["generation_logprobs"] - 0.5
+    data["advantages"] = torch.ones_like(data["advantages"])
+    found = outcome(ObjectiveLoss(PRESETS["grpo"].objective), data)
+    means = found.kernel.means()
+    assert (means["silent_ratio"], means["kernel_ess_ratio"]) == (1.0, 0.0)
+    assert means["clipped_positive_ratio"] == 1.0
+    [weight, *_] = torch.autograd.grad(found.differentiable, list(model().parameters()))
+    assert weight.any(), "the penalty is trained all the same"
+
+
+def test_without_a_step_nothing_is_stale_and_no_bucket_is_made_up() -> None:
+    means = outcome(ObjectiveLoss(PRESETS["dapo"].objective), on_policy(0, (2, 6)), step=None).kernel.means()
+    assert "silent_ratio" in means
+    assert not [name for name in means if "staleness" in name]
+
+
+def test_a_penalty_on_entropy_has_the_gradient_of_the_one_made_of_logits_and_a_kernel() -> None:
+    objective = Objective(surrogate=Clipped(), penalties=(Penalty(beta=0.3, kind="entropy"),))
+    data = on_policy(0, (2, 6, 4))
+    chunked = outcome(ObjectiveLoss(objective), data)
+    logits = outcome(Wrapped(objective, LossInputType.LOGIT), data)
+    assert chunked.loss == pytest.approx(logits.loss, rel=1e-5)
+    parameters = list(model().parameters())
+    for found, expected in zip(
+        torch.autograd.grad(chunked.differentiable, parameters),
+        torch.autograd.grad(logits.differentiable, parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert chunked.kernel.means()["kernel_ess_ratio"] == pytest.approx(1.0, rel=1e-4)
+    assert logits.kernel.means() == {}, "a loss that takes logits is not measured"

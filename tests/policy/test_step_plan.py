@@ -1,0 +1,106 @@
+"""What a step must know before its first gradient: its columns, on every rank, and its calibrated bounds."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.presets import PRESETS, resolve_objective
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import RunError
+from asyncrl.policy.batching import empty_micro_batch
+from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, check_columns
+from asyncrl.policy.step_report import UpdatePlan
+
+M2PO = ObjectiveLoss(PRESETS["m2po"].objective)
+
+
+def rows(log_ratios: list[float], *, staleness: float = 0.0) -> BatchedDataDict:
+    """One row: a prompt of one token, then tokens with these log current/behaviour."""
+    columns = torch.tensor([[0.0, *log_ratios]])
+    mask = torch.ones_like(columns)
+    mask[:, 0] = 0.0
+    return BatchedDataDict(
+        prev_logprobs=columns - 2.0,
+        generation_logprobs=torch.full_like(columns, -2.0),
+        advantages=torch.ones_like(columns),
+        staleness=torch.full_like(columns, staleness),
+        token_mask=mask,
+        sample_mask=torch.ones(1),
+    )
+
+
+def planned(*parts: BatchedDataDict) -> list[PlannedUpdate]:
+    return [PlannedUpdate(UpdatePlan(tokens=4, samples=1, micro_batches=len(parts)), list(parts))]
+
+
+def bound_of(loss: Any) -> float:
+    [gate] = loss.objective.gates
+    return float(gate.hi)
+
+
+def test_padding_of_a_rank_that_has_run_out_is_no_part_of_a_calibration() -> None:
+    """k2 = .005, .02, .5: mean .0125 of two is within .02, .175 of three is not."""
+    data = rows([0.1, 0.2, 1.0])
+    alone = bound_of(calibrated_loss(M2PO, planned(data), reduce=lambda sums: sums))
+    assert 0.02 <= alone < 0.5
+    for parts in ((data, empty_micro_batch()), (empty_micro_batch(), data)):
+        assert bound_of(calibrated_loss(M2PO, planned(*parts), reduce=lambda sums: sums)) == alone
+
+
+def test_a_rank_without_a_token_adds_nothing_to_the_sums() -> None:
+    seen: list[torch.Tensor] = []
+
+    def reduce(sums: torch.Tensor) -> torch.Tensor:
+        seen.append(sums)
+        return sums
+
+    calibrated_loss(M2PO, planned(empty_micro_batch()), reduce=reduce)
+    assert seen
+    assert not any(sums.any() for sums in seen)
+
+
+def test_a_cap_is_of_the_weights_that_the_loss_uses() -> None:
+    """Of a token one version old the interpolated policy is the sampler's: all weights are 1, and need no cap."""
+    loss = ObjectiveLoss(resolve_objective("a3po", {"weight": {"min_ess": 0.9}}))
+    spread = torch.linspace(-2, 2, 20).tolist()
+
+    def cap(staleness: float) -> float:
+        found: Any = calibrated_loss(loss, planned(rows(spread, staleness=staleness)), reduce=lambda sums: sums)
+        return float(found.objective.weight.hi)
+
+    assert cap(1.0) == math.inf
+    assert 1.0 <= cap(100.0) < 5.0
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "missing"),
+    [
+        ("m2po", {"generation_logprobs"}, "prev_logprobs"),
+        ("a3po", {"generation_logprobs", "prev_logprobs"}, "staleness"),
+        ("grpo", {"generation_logprobs"}, "reference_policy_logprobs"),
+        ("tis", set(), "generation_logprobs"),
+    ],
+)
+def test_a_missing_column_is_named_on_every_rank(name: str, given: set[str], missing: str) -> None:
+    loss = ObjectiveLoss(PRESETS[name].objective)
+    data = BatchedDataDict({column: torch.zeros(1, 2) for column in {*given, "advantages"}})
+    sent: list[Any] = []
+
+    def gather(value: Any) -> list[Any]:
+        sent.append(value)
+        return [value, set()]
+
+    with pytest.raises(RunError, match=f"algorithm.loss reads {missing}, which"):
+        check_columns(loss, data, gather=gather)
+    # a rank without rows misses nothing, and hears of the other
+    with pytest.raises(RunError, match=missing):
+        check_columns(loss, BatchedDataDict(), gather=lambda own: [own, sent[0]])
+
+
+def test_what_is_there_or_made_in_the_pass_is_not_missing() -> None:
+    data = BatchedDataDict(generation_logprobs=torch.zeros(1, 2))
+    check_columns(ObjectiveLoss(PRESETS["tis"].objective), data, gather=lambda own: [own])
+    check_columns(ObjectiveLoss(PRESETS["reinforce"].objective), BatchedDataDict(x=[1]), gather=lambda own: [own])
