@@ -25,7 +25,9 @@ AsyncRLError
     ├── VersionRegression      the version is older than the one that is loaded (F13)
     ├── TornReplica            half an update was applied; the replica stays paused (F11)
     ├── ParityError            the engine's log-probs are not the learner's
-    └── ManifestVoid           the bytes of a manifest died with the process that published them
+    ├── ManifestVoid           the bytes of a manifest died with the process that published them
+    ├── CollectiveError        a peer of the weights' process group is dead, missing or late
+    └── UpdateRefused          another peer refused what was to be sent; the group stays
 
 Messages name the key or value, the limit and the mend.
 """
@@ -182,3 +184,11 @@ class ParityError(WeightError):
 
 class ManifestVoid(WeightError):
     """The bytes of a manifest died with the process that published them."""
+
+
+class CollectiveError(WeightError):
+    """A peer of the weights' process group is dead, missing or late: the group is closed. Nothing was applied."""
+
+
+class UpdateRefused(WeightError):
+    """Another peer refused an update before anyone applied a byte of it; the process group stays usable."""

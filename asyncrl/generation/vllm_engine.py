@@ -1,14 +1,13 @@
-"""One vLLM engine (`AsyncLLM`) behind `InferenceEngine`: the only file here that meets a vLLM release.
+"""One vLLM engine (`AsyncLLM`) behind `InferenceEngine`; its weights are in `vllm_weights.py`.
 
-One engine a process: a second one would unregister the first one's metrics. What must hold: the engine resumes only
-when nothing or everything of an update was applied, and every token carries the version that sampled it.
+One engine a process: a second one would unregister the first one's metrics. What must hold: every token carries the
+version that sampled it.
 """
 
 import asyncio
 import gc
 import itertools
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ import psutil
 
 from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
-from asyncrl.errors import DataError, InfraError, TornReplica
+from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.interfaces import Completion, LoadTimes
 from asyncrl.generation.shared_memory import segments_of, sweep_shared_memory
+from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.weights.manifest import Manifest
 
 GIB = 2**30
@@ -64,15 +64,13 @@ class VLLMEngine:
     def __init__(self, llm: Any, *, config: Config) -> None:
         self._llm = llm
         self._stop = config.generator.stop
-        self._kv_cache = config.weights.kv_cache
+        self.weights = VLLMWeights(llm, clear_cache=config.weights.kv_cache == "recompute")
         children = psutil.Process().children(recursive=True)
         self._processes = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
         self._segments = segments_of(self._processes)
         self._requests = itertools.count()
         self._running: set[str] = set()
         self._aborts = 0
-        self._version: Version | None = None
-        self._session_open = False
 
     @classmethod
     async def start(cls, config: Config, *, model_path: str, load_weights: bool = True) -> "VLLMEngine":
@@ -100,6 +98,7 @@ class VLLMEngine:
             "logprobs_mode": "processed_logprobs",
             "tensor_parallel_size": generator.tensor_parallel_size,
             "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
+            "worker_extension_cls": vllm_plugin.WORKER_EXTENSION,
             "seed": config.run.seed,
             "load_format": "auto" if load_weights else "dummy",
         }
@@ -155,47 +154,7 @@ class VLLMEngine:
     async def load(
         self, manifest: Manifest, buckets: Sequence[memoryview], *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        started = time.monotonic()
-        await self._llm.pause_generation(mode="keep", clear_cache=self._kv_cache == "recompute")
-        paused = time.monotonic()
-        if on_paused is not None:
-            on_paused()
-        try:
-            if self._session_open:
-                await self._llm.finish_weight_update()
-                self._session_open = False
-            await self._llm.start_weight_update()
-            self._session_open = True
-            received = 0
-            for index, data in enumerate(buckets):
-                entries = manifest.tensors_of(index)
-                with _MemoryFile(data) as path:
-                    update = {
-                        "path": path,
-                        "nbytes": data.nbytes,
-                        "tensors": [[e.name, list(e.shape), e.dtype, e.offset, e.nbytes] for e in entries],
-                    }
-                    self._session_open = False  # vLLM closes it when the call raises
-                    await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
-                    self._session_open = True
-                received += len(entries)
-            # vLLM finishes in silence after a part of the tensors, so the count is ours.
-            if received != len(manifest.tensors):
-                raise TornReplica(f"{received} of {len(manifest.tensors)} tensors of {manifest.version} were received")
-            await self._llm.finish_weight_update(weight_version=str(manifest.version))
-            self._session_open = False
-        except Exception as error:
-            self._version = None
-            raise TornReplica(
-                f"loading weights {manifest.version} failed half way ({type(error).__name__}: {error}); the replica "
-                "stays paused until a whole update is applied"
-            ) from error
-        loaded = time.monotonic()
-        self._version = manifest.version
-        await self._llm.resume_generation()
-        return LoadTimes(pause_s=paused - started, load_s=loaded - paused, resume_s=time.monotonic() - loaded)
+        return await self.weights.load(manifest, buckets, on_paused=on_paused)
 
     async def abort(self) -> None:
         self._aborts += 1
@@ -245,9 +204,9 @@ class VLLMEngine:
     async def _request(self, tokens: list[int], parameters: Any) -> Any:
         request_id = f"asyncrl-{next(self._requests)}"
         prompt: dict[str, Any] = {"prompt_token_ids": tokens}
-        if self._version is not None:
+        if self.weights.version is not None:
             # A prefix that another version computed must never serve a new request.
-            prompt["cache_salt"] = str(self._version)
+            prompt["cache_salt"] = str(self.weights.version)
         self._running.add(request_id)
         aborts = self._aborts
         final = None
@@ -267,27 +226,3 @@ class VLLMEngine:
         if final is None or not final.finished:
             raise InfraError("the engine ended a request without an answer", reason="engine")
         return final
-
-
-class _MemoryFile:
-    """Bytes as an anonymous file that the engine's processes, which are not Ray's, open by path.
-
-    Unlike a file in /dev/shm it dies with its owner.
-    """
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-
-    def __enter__(self) -> str:
-        self._fd = os.memfd_create("asyncrl-weights")
-        try:
-            written = 0
-            while written < self._data.nbytes:
-                written += os.write(self._fd, self._data[written:])
-        except OSError:
-            os.close(self._fd)
-            raise
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)

@@ -5,6 +5,7 @@ yields; nothing else may communicate in between.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,18 +46,21 @@ def reshard(model: torch.nn.Module) -> None:
 def gather_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, full tensor on the CPU) of every parameter: a copy, which later training does not change.
 
-    One gather a parameter; a tied one is gathered once and yielded, as the same tensor, under each of its names.
+    One gather a parameter; a tied one is gathered once and yielded, as the same tensor, under each of its names. No
+    other is kept here, so that a caller who takes them one by one holds one.
     """
     reshard(model)
+    names_to_come = Counter(id(parameter) for _, parameter in _named_parameters(model))
     tied: dict[int, torch.Tensor] = {}
     for name, parameter in _named_parameters(model):
+        names_to_come[id(parameter)] -= 1
         if id(parameter) not in tied:
             # cast first: the gather then moves the engine's bytes, not the master weights'
             cast = parameter.detach().to(dtype)
             full = cast.full_tensor() if isinstance(cast, DTensor) else cast
             # with one rank, in float32 and on the CPU nothing has copied yet
             tied[id(parameter)] = full.to("cpu").clone(memory_format=torch.contiguous_format)
-        yield name, tied[id(parameter)]
+        yield name, tied[id(parameter)] if names_to_come[id(parameter)] else tied.pop(id(parameter))
 
 
 def save_hf(model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtype: torch.dtype, is_writer: bool) -> None:

@@ -97,6 +97,14 @@ def layout(parameters: Iterable[tuple[str, tuple[int, ...], str, int]], bucket_b
     return tuple(entries)
 
 
+def bucket_sizes(entries: Iterable[TensorEntry]) -> dict[int, int]:
+    """Bytes of each bucket by its index, in the order of first appearance."""
+    sizes: dict[int, int] = {}
+    for entry in entries:
+        sizes[entry.bucket] = max(sizes.get(entry.bucket, 0), entry.offset + entry.nbytes)
+    return sizes
+
+
 def checksum(data: memoryview) -> str:
     """xxh3-128 of the bytes, in hex."""
     return xxhash.xxh3_128_hexdigest(data)

@@ -5,13 +5,14 @@ none and runs in a thread of its own. Bucket b is kept and delivered by rank b m
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import torch
 
-from asyncrl.weights.manifest import Bucket, TensorEntry, checksum
+from asyncrl.weights.manifest import Bucket, Probe, TensorEntry, bucket_sizes, checksum
 from asyncrl.weights.transports.interfaces import Transport
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -26,6 +27,15 @@ class RankModel(Protocol):
 
     def gather_weights(self) -> Iterable[tuple[str, torch.Tensor]]: ...
     def probe(self, sequences: Sequence[Sequence[int]]) -> list[Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Whole weights at a step boundary: the buckets that this rank keeps, by index, and what every rank knows."""
+
+    entries: tuple[TensorEntry, ...]
+    buckets: dict[int, Bytes]
+    probe: Probe
 
 
 class DeliveredBucket(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +54,7 @@ def take_snapshot(
     # Fresh memory every time: the previous snapshot may still be on its way.
     buckets = {
         index: np.zeros(nbytes, dtype=np.uint8)
-        for index, nbytes in _bucket_sizes(entries).items()
+        for index, nbytes in bucket_sizes(entries).items()
         if index % model.world_size == model.rank
     }
     for name, tensor in model.gather_weights():
@@ -53,25 +63,20 @@ def take_snapshot(
         if bucket is not None:
             flat = tensor.contiguous().view(-1).view(torch.uint8).numpy()
             bucket[entry.offset : entry.offset + entry.nbytes] = flat
-    model.snapshot = buckets
-    return [row.tolist() for row in model.probe(probe_tokens)]
+    logprobs = [row.tolist() for row in model.probe(probe_tokens)]
+    probe = Probe(tokens=tuple(map(tuple, probe_tokens)), logprobs=tuple(map(tuple, logprobs)))
+    model.snapshot = Snapshot(entries=tuple(entries), buckets=buckets, probe=probe)
+    return logprobs
 
 
 def deliver(model: RankModel, transport: Transport) -> list[DeliveredBucket]:
     """Checksums and sends this rank's buckets of the newest snapshot."""
-    buckets: dict[int, Bytes] = model.snapshot
+    snapshot: Snapshot = model.snapshot
     return [
         DeliveredBucket(
             index=index,
             bucket=Bucket(nbytes=data.nbytes, checksum=checksum(data.data)),
             handle=transport.send(data),
         )
-        for index, data in buckets.items()
+        for index, data in snapshot.buckets.items()
     ]
-
-
-def _bucket_sizes(entries: Sequence[TensorEntry]) -> dict[int, int]:
-    sizes: dict[int, int] = {}
-    for entry in entries:
-        sizes[entry.bucket] = max(sizes.get(entry.bucket, 0), entry.offset + entry.nbytes)
-    return sizes

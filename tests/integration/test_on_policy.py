@@ -77,7 +77,7 @@ async def sequential_loop(config, model_path: str, engine: VLLMEngine):  # type:
                 buckets=(),
                 probe=Probe(tokens=(), logprobs=()),
             )
-            await engine.load(manifest, [policy.snapshot[0].data])
+            await engine.load(manifest, [policy.snapshot.buckets[0].data])
             groups, batch = [], []
             for index in range(step * learner.groups_per_step, (step + 1) * learner.groups_per_step):
                 task = prompts.next()

@@ -1,0 +1,210 @@
+"""The weights of one vLLM engine: how a version gets in, whichever way its bytes come.
+
+What must hold: the engine resumes only when nothing or everything of an update was applied. Half applied it stays
+paused, carries no version, and waits for a whole update.
+
+    await weights.begin(version)            # stands still
+    await weights.apply(update, some)       # names of the tensors in it; as often as it takes
+    await weights.commit(all_of_them)       # or TornReplica; goes on
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+
+from asyncrl.buffer.records import Version
+from asyncrl.errors import CollectiveError, TornReplica, WeightError
+from asyncrl.generation.interfaces import LoadTimes
+from asyncrl.weights.manifest import Manifest, TensorEntry
+from asyncrl.weights.memory_file import MemoryFile
+from asyncrl.weights.remote_errors import from_text
+from asyncrl.weights.transports.ipc import SharedGroup
+from asyncrl.weights.transports.peers import Rendezvous
+
+ANSWER_S = 3.0
+"""Seconds that the engine gets beyond the group's own deadline before it is taken for dead."""
+
+DEATH_CHECK_S = 0.5
+
+Answer = TypeVar("Answer")
+
+
+class VLLMWeights:
+    """Updates of one `AsyncLLM`, one at a time."""
+
+    def __init__(self, llm: Any, *, clear_cache: bool) -> None:
+        self._llm = llm
+        self._clear_cache = clear_cache
+        self._session_open = False
+        self._loading: Version | None = None
+        self._applied: list[str] = []
+        self._timeout_s = 0.0
+        self.version: Version | None = None
+        """What was loaded whole, last; None while torn."""
+
+    # -- bytes as memory files ---------------------------------------------------------------------------------------
+
+    async def load(
+        self, manifest: Manifest, buckets: Sequence[memoryview], *, on_paused: Callable[[], None] | None = None
+    ) -> LoadTimes:
+        """Applies a whole version whose buckets are here, and were checked."""
+
+        async def mapped() -> AsyncGenerator[tuple[dict[str, Any], list[str]]]:
+            for index, data in enumerate(buckets):
+                entries = manifest.tensors_of(index)
+                with MemoryFile(data) as path:
+                    yield _mapped(path, data.nbytes, entries), [entry.name for entry in entries]
+
+        return await self._load(manifest, mapped(), on_paused=on_paused)
+
+    # -- bytes from a process group with the learner's ranks ---------------------------------------------------------
+
+    async def join_collective(
+        self, rendezvous: Rendezvous, *, first_rank: int, parameters: Mapping[str, tuple[tuple[int, ...], str]]
+    ) -> None:
+        """Takes the engine's places in a new group: its workers are ranks `first_rank` and up; `parameters` is what
+        `expected_parameters` says of the engine's model. CollectiveError after `rendezvous.timeout_s`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._timeout_s = rendezvous.timeout_s
+        info = {
+            "rendezvous": msgspec.to_builtins(rendezvous),
+            "first_rank": first_rank,
+            "parameters": {name: [list(shape), dtype] for name, (shape, dtype) in parameters.items()},
+        }
+        await self._answer(
+            self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info)),
+            what="joining the weights' process group",
+        )
+
+    async def receive(self) -> Manifest:
+        """One version from the group, whole and checked, in the memory of the engine's workers; not yet applied.
+
+        At the same time as `broadcast_snapshot` on the learner's ranks. Requests stand still meanwhile, and go on
+        whatever comes of it. ManifestMismatch, UpdateRefused and CollectiveError as `receive_snapshot` says.
+        """
+        manifests = await self._answer(self._llm.collective_rpc("receive_weights"), what="receiving weights")
+        return msgspec.msgpack.decode(manifests[0], type=Manifest)
+
+    async def load_received(self, manifest: Manifest, *, on_paused: Callable[[], None] | None = None) -> LoadTimes:
+        """Applies the version that `receive` has answered with."""
+
+        async def received() -> AsyncGenerator[tuple[dict[str, Any], list[str]]]:
+            yield {"received": str(manifest.version)}, [entry.name for entry in manifest.tensors]
+
+        return await self._load(manifest, received(), on_paused=on_paused)
+
+    async def _answer(self, call: Awaitable[Answer], *, what: str) -> Answer:
+        answer = asyncio.ensure_future(call)
+        try:
+            async with asyncio.timeout(self._timeout_s + ANSWER_S):
+                # vLLM leaves a call unanswered when the engine's process dies under it
+                while not (await asyncio.wait([answer], timeout=DEATH_CHECK_S))[0]:
+                    if self._llm.errored:
+                        raise CollectiveError(f"{what}: the engine's process has died")
+                return answer.result()
+        except TimeoutError as error:
+            raise CollectiveError(
+                f"{what}: no answer from the engine {ANSWER_S:g} s after weights.load_timeout_s = "
+                f"{self._timeout_s:g} s; it has to be ended"
+            ) from error
+        except WeightError:
+            raise
+        except Exception as error:
+            known = from_text(str(error))
+            raise known or CollectiveError(f"{what}: the engine failed ({type(error).__name__}: {error})") from error
+        finally:
+            answer.cancel()
+
+    # -- an update, step by step -------------------------------------------------------------------------------------
+
+    async def begin(self, version: Version, *, on_paused: Callable[[], None] | None = None) -> None:
+        """Stands still between two decoding steps, and opens an update to `version`."""
+        await self._llm.pause_generation(mode="keep", clear_cache=self._clear_cache)
+        if on_paused is not None:
+            on_paused()
+        self._loading, self._applied = version, []
+        with self._torn_by_errors():
+            if self._session_open:
+                await self._llm.finish_weight_update()
+                self._session_open = False
+            await self._llm.start_weight_update()
+            self._session_open = True
+
+    async def apply(self, update: dict[str, Any], names: Sequence[str]) -> None:
+        """Applies a part of the update, the tensors `names`; `update` says where they are."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        with self._torn_by_errors():
+            self._session_open = False  # vLLM closes it when the call raises
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+            self._session_open = True
+            self._applied += names
+
+    async def apply_shared(self, handles: Mapping[str, SharedGroup]) -> None:
+        """Applies a group of `get_weights_ipc_handles`; the learner may free it then.
+
+        Check the names, shapes and dtypes of all groups before `begin`, with `check_parameters`.
+        """
+        groups = list(handles.values())
+        update = {"shared": {device: msgspec.to_builtins(group) for device, group in handles.items()}}
+        await self.apply(update, [entry.name for entry in groups[0].entries] if groups else [])
+
+    async def commit(self, names: Sequence[str]) -> None:
+        """Ends the update, whose tensors were `names`, labels every later token with its version, and goes on."""
+        with self._torn_by_errors():
+            # vLLM finishes in silence after a part of the tensors, so the count is ours
+            if sorted(self._applied) != sorted(names):
+                raise WeightError(
+                    f"{len(set(self._applied) & set(names))} of {len(names)} tensors of {self._loading} were received"
+                )
+            await self._llm.finish_weight_update(weight_version=str(self._loading))
+            self._session_open = False
+        self.version = self._loading
+        await self._llm.resume_generation()
+
+    async def _load(
+        self,
+        manifest: Manifest,
+        parts: AsyncGenerator[tuple[dict[str, Any], list[str]]],
+        *,
+        on_paused: Callable[[], None] | None,
+    ) -> LoadTimes:
+        paused_s = started_s = time.monotonic()
+
+        def paused() -> None:
+            nonlocal paused_s
+            paused_s = time.monotonic()
+            if on_paused is not None:
+                on_paused()
+
+        await self.begin(manifest.version, on_paused=paused)
+        with self._torn_by_errors():
+            async with aclosing(parts):
+                async for update, names in parts:
+                    await self.apply(update, names)
+        loaded_s = time.monotonic()
+        await self.commit([entry.name for entry in manifest.tensors])
+        return LoadTimes(pause_s=paused_s - started_s, load_s=loaded_s - paused_s, resume_s=time.monotonic() - loaded_s)
+
+    @contextmanager
+    def _torn_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except TornReplica:  # said already
+            raise
+        except Exception as error:
+            self.version = None
+            raise TornReplica(
+                f"loading weights {self._loading} failed half way ({type(error).__name__}: {error}); the replica "
+                "stays paused until a whole update is applied"
+            ) from error
+
+
+def _mapped(path: str, nbytes: int, entries: Sequence[TensorEntry]) -> dict[str, Any]:
+    """An update for `apply`: `entries` in a file of `nbytes` bytes that the engine's workers can map."""
+    return {"path": path, "nbytes": nbytes, "tensors": msgspec.to_builtins(entries)}

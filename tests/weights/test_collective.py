@@ -1,0 +1,258 @@
+"""Weights by broadcast: everybody gets a whole version, or nobody touches anything, and nobody waits for ever.
+
+Ranks are threads of this process here, each with connections of its own; tests/integration/test_transports.py has them
+as processes that are killed, with vLLM at the other end.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.buffer.records import Version
+from asyncrl.errors import CollectiveError, ManifestMismatch, UpdateRefused
+from asyncrl.weights.manifest import layout
+from asyncrl.weights.publisher import take_snapshot
+from asyncrl.weights.transports import collective
+from asyncrl.weights.transports.collective import (
+    Received,
+    broadcast_snapshot,
+    join_collective,
+    leave_collective,
+    receive_snapshot,
+)
+from asyncrl.weights.transports.peers import Peers, Rendezvous
+
+pytestmark = pytest.mark.slow  # imports torch
+
+FAR_S = 30.0
+SOON_S = 2.0
+TRAINERS, WORKERS = 2, 2
+CPU = torch.device("cpu")
+WEIGHTS = {f"layer.{index}": torch.arange(6.0).reshape(2, 3) + index for index in range(5)}
+EXPECTED = dict.fromkeys(WEIGHTS, ((2, 3), "float32"))
+SPECS = [(name, (2, 3), "float32", 24) for name in WEIGHTS]
+PROBE = [[1, 2, 3], [4, 5]]
+
+
+class Trainer:
+    """A rank whose model is `WEIGHTS`."""
+
+    world_size = TRAINERS
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.snapshot: Any = None
+        self.peers: Any = None
+
+    def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from WEIGHTS.items()
+
+    def probe(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
+        return [np.full(len(tokens) - 1, -0.5, dtype=np.float32) for tokens in sequences]
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What each call returned or raised; all of them run at the same time."""
+    outcomes: list[Any] = [None] * len(calls)
+
+    def run(index: int, call: Callable[[], Any]) -> None:
+        try:
+            outcomes[index] = call()
+        except Exception as error:
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + FAR_S
+    for thread in threads:
+        thread.join(deadline_s - time.monotonic())
+        assert not thread.is_alive(), "a call hangs"
+    return outcomes
+
+
+def rendezvous(*, timeout_s: float = FAR_S) -> Rendezvous:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    world = TRAINERS + WORKERS
+    return Rendezvous(host="127.0.0.1", port=port, world_size=world, train_world_size=TRAINERS, timeout_s=timeout_s)
+
+
+class World:
+    """Two trainers with a snapshot in buckets of two tensors, and two workers."""
+
+    def __init__(self, *, timeout_s: float = FAR_S) -> None:
+        meeting = rendezvous(timeout_s=timeout_s)
+        self.trainers = [Trainer(rank) for rank in range(TRAINERS)]
+        for trainer in self.trainers:
+            take_snapshot(trainer, layout(SPECS, 100), PROBE)
+        *trainers_joined, first, second = at_once(
+            *[lambda trainer=trainer: join_collective(trainer, meeting) for trainer in self.trainers],
+            *[lambda rank=rank: Peers.join(meeting, rank=TRAINERS + rank, device=CPU) for rank in range(WORKERS)],
+        )
+        assert [*trainers_joined, type(first), type(second)] == [None, None, Peers, Peers], (trainers_joined, first)
+        self.workers: list[Peers] = [first, second]
+
+    def update(self, *, step: int = 3, expected: Any = (EXPECTED, EXPECTED)) -> list[Any]:
+        """Outcomes of an update: the trainers', then the workers'."""
+        return at_once(
+            *[lambda trainer=trainer: broadcast_snapshot(trainer, Version(1, step)) for trainer in self.trainers],
+            *[
+                lambda worker=worker, own=own: receive_snapshot(worker, expected=own)
+                for worker, own in zip(self.workers, expected, strict=True)
+            ],
+        )
+
+    def close(self) -> None:
+        for trainer in self.trainers:
+            leave_collective(trainer)
+        for worker in self.workers:
+            worker.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def tensors_of(received: Received) -> dict[str, torch.Tensor]:
+    return {
+        entry.name: received.buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
+        .view(torch.float32)
+        .view(entry.shape)
+        for entry in received.manifest.tensors
+    }
+
+
+def whole(outcomes: list[Any]) -> bool:
+    """Whether every worker holds exactly the trainers' weights."""
+    return outcomes[:TRAINERS] == [None, None] and all(
+        list(found) == list(WEIGHTS) and all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+        for found in map(tensors_of, outcomes[TRAINERS:])
+    )
+
+
+def test_every_worker_gets_every_tensor_with_version_and_probe(world: World) -> None:
+    outcomes = world.update()
+    assert whole(outcomes)
+    for received in outcomes[TRAINERS:]:
+        assert received.manifest.version == Version(1, 3)
+        assert received.manifest.probe.tokens == ((1, 2, 3), (4, 5))
+        assert received.manifest.probe.max_difference_nats([[-0.5, -0.5], [-0.5]]) == 0.0
+        assert len(received.manifest.buckets) == 3
+    assert [list(trainer.snapshot.buckets) for trainer in world.trainers] == [[0, 2], [1]], "who keeps which bucket"
+    assert whole(world.update(step=4)), "a group serves many updates"
+
+
+def test_f12_a_model_that_one_worker_does_not_have_is_refused_by_all_before_a_byte_is_sent(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    broadcast = Peers.broadcast
+    monkeypatch.setattr(Peers, "broadcast", lambda *args, **named: (sent.append(1), broadcast(*args, **named)))
+    other = EXPECTED | {"layer.0": ((3, 2), "float32")}
+    first, second, fits, refuses = world.update(expected=(EXPECTED, other))
+    assert isinstance(refuses, ManifestMismatch)
+    assert "layer.0 is float32[2, 3]" in str(refuses)
+    for outcome in (first, second, fits):
+        assert isinstance(outcome, UpdateRefused)
+        assert "ranks [3]" in str(outcome)
+    assert not sent
+    assert whole(world.update()), "the group is as good as before"
+
+
+def test_f12_bytes_that_one_worker_finds_damaged_are_kept_by_none(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broadcast = Peers.broadcast
+    flipped: list[int] = []
+
+    def flip(self: Peers, bytes_: torch.Tensor, *, root: int) -> None:
+        broadcast(self, bytes_, root=root)
+        if self.rank == 2 and root == 1:
+            flipped.append(int(bytes_[3].bitwise_xor_(1)))
+
+    monkeypatch.setattr(Peers, "broadcast", flip)
+    first, second, damaged, undamaged = world.update()
+    assert flipped
+    assert isinstance(damaged, ManifestMismatch)
+    assert "checksum of bucket 1 (with layer.2, layer.3)" in str(damaged)
+    assert all(isinstance(outcome, UpdateRefused) for outcome in (first, second, undamaged))
+    monkeypatch.undo()
+    assert whole(world.update())
+
+
+@pytest.mark.parametrize(("absent", "named"), [(1, r"ranks \[1\] of 4 did not come"), (3, r"ranks \[3\] of 4")])
+def test_who_does_not_come_is_named_within_the_deadline(absent: int, named: str) -> None:
+    meeting = rendezvous(timeout_s=SOON_S)
+    outcomes = at_once(
+        *[lambda rank=rank: Peers.join(meeting, rank=rank, device=CPU) for rank in range(4) if rank != absent]
+    )
+    assert all(isinstance(outcome, CollectiveError) for outcome in outcomes), outcomes
+    with pytest.raises(CollectiveError, match=named):
+        raise outcomes[0]
+
+
+def test_without_rank_0_nobody_waits_for_ever() -> None:
+    meeting = rendezvous(timeout_s=SOON_S)
+    outcomes = at_once(*[lambda rank=rank: Peers.join(meeting, rank=rank, device=CPU) for rank in (1, 2)])
+    assert [type(outcome) for outcome in outcomes] == [CollectiveError, CollectiveError]
+
+
+@pytest.mark.parametrize("absent", [0, 3])
+def test_a_peer_that_does_not_take_part_ends_the_others_wait_and_the_group(absent: int) -> None:
+    world = World(timeout_s=SOON_S)
+    calls = [
+        *[lambda trainer=trainer: broadcast_snapshot(trainer, Version(1, 0)) for trainer in world.trainers],
+        *[lambda worker=worker: receive_snapshot(worker, expected=EXPECTED) for worker in world.workers],
+    ]
+    del calls[absent]
+    assert [type(outcome) for outcome in at_once(*calls)] == [CollectiveError] * 3
+    again = world.trainers[0 if absent else 1]
+    with pytest.raises(CollectiveError, match="join a new one"):
+        broadcast_snapshot(again, Version(1, 0))
+    world.close()
+
+
+@pytest.mark.parametrize("leaver", [1, 3])
+def test_a_peer_that_leaves_ends_an_exchange_long_before_its_deadline(leaver: int) -> None:
+    world = World(timeout_s=FAR_S)
+    leave = [
+        *[lambda trainer=trainer: leave_collective(trainer) for trainer in world.trainers],
+        *[worker.close for worker in world.workers],
+    ][leaver]
+    calls = [
+        *[lambda trainer=trainer: broadcast_snapshot(trainer, Version(1, 0)) for trainer in world.trainers],
+        *[lambda worker=worker: receive_snapshot(worker, expected=EXPECTED) for worker in world.workers],
+    ]
+    del calls[leaver]
+    leave()
+    assert [type(outcome) for outcome in at_once(*calls)] == [CollectiveError] * 3
+
+
+def test_a_new_group_replaces_one_that_failed() -> None:
+    world = World()
+    meeting = rendezvous()
+    for worker in world.workers:
+        worker.close()
+    joined = at_once(
+        *[lambda trainer=trainer: join_collective(trainer, meeting) for trainer in world.trainers],
+        *[lambda rank=rank: Peers.join(meeting, rank=rank, device=CPU) for rank in (2, 3)],
+    )
+    world.workers = joined[TRAINERS:]
+    assert whole(world.update())
+    world.close()
+
+
+def test_the_checksum_that_travels_is_the_manifests(world: World) -> None:
+    received = world.update()[-1]
+    checksums = [collective.xxhash.xxh3_128_hexdigest(bucket.numpy().data) for bucket in received.buckets]
+    assert [bucket.checksum for bucket in received.manifest.buckets] == checksums

@@ -1,0 +1,134 @@
+"""Weights in memory that learner and engine share: groups that fit, one at a time, and nothing left behind."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from asyncrl.errors import ManifestMismatch, WeightError
+from asyncrl.weights.transports import ipc
+from asyncrl.weights.transports.ipc import (
+    SharedGroup,
+    device_key,
+    get_weights_ipc_handles,
+    open_group,
+    prepare_weights_for_ipc,
+    release_weights_for_ipc,
+)
+
+pytestmark = pytest.mark.slow  # imports torch
+
+CPU = torch.device("cpu")
+WEIGHTS = {
+    "a": torch.arange(4.0),
+    "b": torch.arange(6.0).reshape(2, 3) + 10,
+    "large": torch.arange(100.0).reshape(10, 10),
+    "half": torch.arange(3, dtype=torch.bfloat16),
+    "z": torch.full((2, 1, 2), 7.0),
+}
+
+
+class Trainer:
+    """The only rank; its model is `WEIGHTS`."""
+
+    world_size = 1
+    refit: Any
+
+    def weights_metadata(self) -> list[tuple[str, tuple[int, ...], str, int]]:
+        return [
+            (name, tuple(value.shape), str(value.dtype).removeprefix("torch."), value.nbytes)
+            for name, value in WEIGHTS.items()
+        ]
+
+    def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from WEIGHTS.items()
+
+
+def own(handles: dict[str, SharedGroup]) -> SharedGroup:
+    return handles[device_key(CPU)]
+
+
+def memory_files() -> list[str]:
+    """Open descriptors of memory files, by what they point to."""
+    links = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(descriptor))
+        except FileNotFoundError:  # the listing's own
+            continue
+    return [link for link in links if "asyncrl-weights" in link]
+
+
+def test_groups_fit_the_buffer_and_an_oversize_tensor_is_a_group_of_its_own() -> None:
+    assert prepare_weights_for_ipc(Trainer(), 160) == [["a", "b"], ["large"], ["half", "z"]]
+    assert prepare_weights_for_ipc(Trainer(), 1) == [[name] for name in WEIGHTS]
+    assert prepare_weights_for_ipc(Trainer()) == [list(WEIGHTS)]
+
+
+def test_a_group_fits_half_of_the_free_memory_whatever_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = type("Free", (), {"available": 320})
+    monkeypatch.setattr(ipc.psutil, "virtual_memory", lambda: free)
+    assert prepare_weights_for_ipc(Trainer(), 2**30) == [["a", "b"], ["large"], ["half", "z"]]
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 160, 2**30])
+def test_what_the_engine_opens_is_what_the_learner_had(buffer_bytes: int) -> None:
+    trainer, found = Trainer(), {}
+    for names in prepare_weights_for_ipc(trainer, buffer_bytes):
+        handles = get_weights_ipc_handles(trainer, names)
+        travelled = msgspec.convert(msgspec.to_builtins(own(handles)), SharedGroup)
+        found |= dict(open_group(travelled, device=CPU))
+    release_weights_for_ipc(trainer)
+    assert list(found) == list(WEIGHTS)
+    for name, tensor in WEIGHTS.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), "opened tensors outlive what the learner frees"
+
+
+def test_one_group_is_kept_at_a_time_and_none_afterwards() -> None:
+    trainer = Trainer()
+    segments = set(os.listdir("/dev/shm"))
+    first, second, _ = prepare_weights_for_ipc(trainer, 160)
+    assert own(get_weights_ipc_handles(trainer, first)).path
+    assert len(memory_files()) == 1
+    assert own(get_weights_ipc_handles(trainer, second)).path
+    assert len(memory_files()) == 1
+    assert set(os.listdir("/dev/shm")) == segments, "a name that a killed learner would leave behind"
+    prepare_weights_for_ipc(trainer, 160)  # a refit that was given up is forgotten by the next
+    assert not memory_files()
+    get_weights_ipc_handles(trainer, first)
+    release_weights_for_ipc(trainer)
+    release_weights_for_ipc(trainer)
+    assert not memory_files()
+
+
+def test_f12_a_flipped_bit_is_refused_before_anything_is_applied() -> None:
+    trainer = Trainer()
+    [names] = prepare_weights_for_ipc(trainer)
+    group = own(get_weights_ipc_handles(trainer, names))
+    with open(group.path, "r+b") as file:
+        file.seek(5)
+        file.write(b"\x01")
+    with pytest.raises(ManifestMismatch, match="group with a, b, large"):
+        open_group(group, device=CPU)
+    release_weights_for_ipc(trainer)
+
+
+def test_groups_are_asked_for_in_order_and_after_they_were_prepared() -> None:
+    trainer = Trainer()
+    with pytest.raises(AssertionError, match="comes first"):
+        get_weights_ipc_handles(trainer, ["a"])
+    first, second, third = prepare_weights_for_ipc(trainer, 160)
+    with pytest.raises(WeightError, match="the next group is a, b"):
+        get_weights_ipc_handles(trainer, second)
+    for names in (first, second, third):
+        get_weights_ipc_handles(trainer, names)
+    with pytest.raises(WeightError, match="the next group is none"):
+        get_weights_ipc_handles(trainer, first)
+    release_weights_for_ipc(trainer)
+    with pytest.raises(AssertionError, match="comes first"):
+        get_weights_ipc_handles(trainer, first)
