@@ -302,12 +302,14 @@ def is_product(objective: Objective) -> bool:
 
 
 def inert_in_one_update(objective: Objective) -> list[str]:
-    """The axes that only compare the current policy with a recomputed proximal one: the two are one in a step's only
-    update, so that a ratio is 1, a divergence and its gradient 0."""
+    """What only compares the current policy with a recomputed proximal one: the two are one in a step's only update, so
+    that a ratio is 1, a divergence and its gradient 0."""
     if objective.proximal == "interpolated":
         return []
     same = {"current", "proximal"}
-    found = ["surrogate"] if uses_ratio(objective.surrogate) and objective.anchor == "proximal" else []
+    found = (
+        ["the surrogate's ratio or clip"] if uses_ratio(objective.surrogate) and objective.anchor == "proximal" else []
+    )
     found += ["weight"] if objective.weight is not None and {objective.weight.p, objective.weight.q} == same else []
     found += [f"gates[{i}]" for i, gate in enumerate(objective.gates) if {gate.p, gate.q} == same]
     return found + [

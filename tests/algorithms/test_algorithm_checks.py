@@ -70,9 +70,9 @@ def test_f28_overrides_of_no_preset_are_refused() -> None:
 @pytest.mark.parametrize(
     ("loss", "parts"),
     [
-        ("decoupled_icepop", "(surrogate)"),
-        *((loss, "(surrogate)") for loss in ("cispo", "sapo", "gspo", "gmpo", "luspo", "dapo")),
-        ("aspo", "(surrogate, gates[0])"),
+        ("decoupled_icepop", "(the surrogate's ratio or clip)"),
+        *((loss, "(the surrogate's ratio or clip)") for loss in ("cispo", "sapo", "gspo", "gmpo", "luspo", "dapo")),
+        ("aspo", "(the surrogate's ratio or clip, gates[0])"),
         ("kimi", "(penalties[0])"),
     ],
 )
