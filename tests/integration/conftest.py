@@ -47,6 +47,12 @@ def small_config(model_path: str, *overrides: str) -> Config:
     return load_config([QUICKSTART], [*small_overrides(model_path), *overrides])
 
 
+@pytest.fixture(scope="session")
+def run_config(model_path: str) -> Config:
+    """A small run's, to be handed to processes that cannot import this file."""
+    return small_config(model_path)
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engine(model_path: str) -> AsyncIterator[VLLMEngine]:
     """The session's one vLLM engine."""

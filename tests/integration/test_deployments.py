@@ -96,7 +96,7 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
     others, name = engines(), tmp_path.name
     overrides = [
         "learner.samples_logged=4",  # one of each group of a step
-        "generator.max_starts_per_s=3",  # a replica holds tickets that it has not started yet: none is ever idle
+        "generator.max_starts_per_s=1",  # a replica holds tickets that it has not started yet: none is ever idle
     ]
     first = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
     first.wait_for(lambda: status(ray_head, name), timeout_s=READY_S, what="a run without a learner")
@@ -136,7 +136,7 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
     learner.wait_for(one_is_forgotten, timeout_s=90, what="expired tickets")
     reached = steps_of(tmp_path)
     # at most three steps' groups were under way at the kill, and lost tickets come first again
-    learner.wait_for(lambda: steps_of(tmp_path) > reached + 8, timeout_s=60, what="steps with what is left")
+    learner.wait_for(lambda: steps_of(tmp_path) > reached + 8, timeout_s=120, what="steps with what is left")
     events = status(ray_head, name)["account"]["events"]
 
     first.terminate()

@@ -19,10 +19,10 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from conftest import small_config
 from torch.distributed import FileStore
 
 from asyncrl.buffer.records import Version
+from asyncrl.config.schema import Config
 from asyncrl.errors import CollectiveError, ManifestMismatch, TornReplica, UpdateRefused
 from asyncrl.generation.actor import expected_parameters
 from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
@@ -70,14 +70,17 @@ class RankStart:
 
     rank: int
     world_size: int
-    model_path: str
+    config: Config
     store: str
 
     def make(self) -> PolicyWorker:
         store = FileStore(self.store, self.world_size)
-        config = small_config(self.model_path)
         return PolicyWorker(
-            model_path=self.model_path, config=config, rank=self.rank, world_size=self.world_size, store=store
+            model_path=self.config.model.path,
+            config=self.config,
+            rank=self.rank,
+            world_size=self.world_size,
+            store=store,
         )
 
 
@@ -85,12 +88,11 @@ class RankStart:
 class EngineStart:
     """What a second engine is made of; it needs a process of its own."""
 
-    model_path: str
+    config: Config
 
     async def make(self) -> VLLMEngine:
-        config = small_config(self.model_path)
-        prepare_environment(config)
-        return await VLLMEngine.start(config, model_path=self.model_path)
+        prepare_environment(self.config)
+        return await VLLMEngine.start(self.config, model_path=self.config.model.path)
 
 
 def serve(calls: Connection, start: Any) -> None:
@@ -173,12 +175,12 @@ def engine_pids(engine: VLLMEngine) -> list[int]:
 class Scene:
     """Two learner ranks, the session's engine and another one."""
 
-    def __init__(self, model_path: str, engine: VLLMEngine, store: str) -> None:
+    def __init__(self, config: Config, engine: VLLMEngine, store: str) -> None:
         self.engine = engine
-        self.parameters = expected_parameters(model_path, dtype="float32")
-        self.other = Remote(EngineStart(model_path=model_path))
+        self.parameters = expected_parameters(config.model.path, dtype="float32")
+        self.other = Remote(EngineStart(config=config))
         self.ranks = [
-            Remote(RankStart(rank=rank, world_size=RANKS, model_path=model_path, store=store)) for rank in range(RANKS)
+            Remote(RankStart(rank=rank, world_size=RANKS, config=config, store=store)) for rank in range(RANKS)
         ]
 
     async def on_ranks(self, function: Any, *args: Any) -> list[Any]:
@@ -208,10 +210,12 @@ class Scene:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def scene(engine: VLLMEngine, model_path: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
+async def scene(
+    engine: VLLMEngine, run_config: Config, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Scene]:
     # one process pays for the ranks' imports
     PROCESSES.set_forkserver_preload(["asyncrl.policy.worker"])
-    scene = Scene(model_path, engine, str(tmp_path_factory.mktemp("ranks") / "store"))
+    scene = Scene(run_config, engine, str(tmp_path_factory.mktemp("ranks") / "store"))
     await asyncio.gather(*[remote.started() for remote in (scene.other, *scene.ranks)])
     yield scene
     for remote in (scene.other, *scene.ranks):
@@ -342,10 +346,12 @@ def flip_a_bit(worker: Any, path: str) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def neighbour(scene: Scene, model_path: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Remote]:
+async def neighbour(
+    scene: Scene, run_config: Config, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Remote]:
     """A learner of one rank."""
     store = str(tmp_path_factory.mktemp("neighbour") / "store")
-    neighbour = Remote(RankStart(rank=0, world_size=1, model_path=model_path, store=store))
+    neighbour = Remote(RankStart(rank=0, world_size=1, config=run_config, store=store))
     await neighbour.started()
     yield neighbour
     neighbour.end()
