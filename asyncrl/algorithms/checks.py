@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from asyncrl.algorithms.objective import Objective, inert_in_one_update, is_corrected, is_product
+from asyncrl.algorithms.objective import Objective, corrects_twice, inert_in_one_update, is_corrected, is_product
 from asyncrl.algorithms.presets import baseline_of, is_own_loss, published_baseline, resolve_objective
 from asyncrl.config.import_path import is_import_path, suggest
 from asyncrl.config.schema import Config
@@ -32,12 +32,13 @@ def check_algorithm(config: Config) -> list[str]:
 
 
 def _uncorrected(config: Config, objective: Objective) -> Iterator[str]:
+    overridden = " with algorithm.overrides" if config.algorithm.overrides else ""
     if config.staleness.max_versions > 0 and not is_corrected(objective):
         yield (
-            f"algorithm.loss = {config.algorithm.loss} has no off-policy correction, and staleness.max_versions = "
-            f"{config.staleness.max_versions} trains on samples of older weights: its gradient would be biased. Take "
-            "a corrected objective, e.g. decoupled_icepop (`asyncrl losses` lists them), or set "
-            "staleness.max_versions to 0"
+            f"algorithm.loss = {config.algorithm.loss}{overridden} has no off-policy correction, and "
+            f"staleness.max_versions = {config.staleness.max_versions} trains on samples of older weights: its "
+            "gradient would be biased. Add one, `weight: {p: proximal, q: behaviour}` or `anchor: behaviour`, take an "
+            "objective that has one (`asyncrl losses` lists them), or set staleness.max_versions to 0"
         )
 
 
@@ -103,6 +104,11 @@ def _warnings(config: Config, objective: Objective) -> Iterator[str]:
         yield (
             f"learner.updates_per_step = 1: the proximal policy is the current one, and what compares the two "
             f"({', '.join(inert)}) never acts; an off-policy correction is all in what looks at the sampler"
+        )
+    if corrects_twice(objective):
+        yield (
+            f"algorithm.loss = {config.algorithm.loss} corrects twice: its ratio is against the sampler "
+            "(anchor: behaviour), and its weight divides by the sampler's probability as well; remove one of them"
         )
     published, baseline = published_baseline(config.algorithm), baseline_of(config.algorithm)
     if published in NEEDS_CRITIC and baseline not in NEEDS_CRITIC:

@@ -50,7 +50,10 @@ class Clipped(_Axis, frozen=True, kw_only=True, tag="clipped", tag_field="kind")
 
     def __post_init__(self) -> None:
         if not 0 <= self.lo <= 1 <= self.hi:
-            raise ValueError(f"clip bounds are ratios with 0 ≤ lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}")
+            raise ValueError(
+                f"clip bounds are ratios with 0 ≤ lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}; ε = 0.2 is lo 0.8 and "
+                "hi 1.2"
+            )
         if self.dual is not None and not 1 < self.dual < math.inf:
             raise ValueError(f"dual is a finite ratio above 1, got {self.dual}")
 
@@ -62,8 +65,8 @@ class Clamp(_Axis, frozen=True, kw_only=True, tag="clamp", tag_field="kind"):
     hi: float = math.inf
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lo <= self.hi:
-            raise ValueError(f"kernel bounds are ratios with 0 ≤ lo ≤ hi, got lo={self.lo}, hi={self.hi}")
+        if not 0 <= self.lo <= 1 <= self.hi:
+            raise ValueError(f"kernel bounds are ratios with 0 ≤ lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}")
 
 
 class Inverse(_Axis, frozen=True, kw_only=True, tag="inverse", tag_field="kind"):
@@ -291,6 +294,17 @@ def is_corrected(objective: Objective) -> bool:
         (uses_ratio(objective.surrogate) and objective.anchor == "behaviour")
         or (weight is not None and weight.p in trained and weight.q == "behaviour")
         or any("behaviour" in {gate.p, gate.q} and trained & {gate.p, gate.q} for gate in objective.gates)
+    )
+
+
+def corrects_twice(objective: Objective) -> bool:
+    """Whether both the ratio and the weight correct for the sampler: the importance weight is then about ρ²."""
+    weight = objective.weight
+    return (
+        uses_ratio(objective.surrogate)
+        and objective.anchor == "behaviour"
+        and weight is not None
+        and weight.q == "behaviour"
     )
 
 

@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -285,8 +285,9 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
     """The preset that `loss` names, with the axes of `overrides` replaced; or the objective that its axes spell out.
 
     A mapping replaces the fields that it names and keeps the others, at any depth; another `kind` of surrogate or
-    kernel starts from that kind's defaults; `weight: null` removes the correction; lists, `gates` and `penalties`,
-    are replaced whole. ConfigError names the key, the value and the choices.
+    kernel starts from that kind's defaults; `weight: null` removes the correction. Lists, `gates` and `penalties`, are
+    replaced whole, but an entry takes what it does not name from the preset's of the same stat or kind. ConfigError
+    names the key, the value and the choices.
 
     >>> resolve_objective("tis", {"weight": {"hi": 4.0}}).weight.hi
     4.0
@@ -396,8 +397,19 @@ def _inner(outer: msgspec.inspect.Type, name: str) -> list[msgspec.inspect.Type]
 
 
 def _replaced(current: object, value: object) -> object:
+    if isinstance(value, list | tuple) and isinstance(current, list | tuple):
+        return [_replaced(_alike(current, entry), entry) for entry in value]
     if not isinstance(value, Mapping):
         return value
     if not isinstance(current, Mapping) or value.get("kind", current.get("kind")) != current.get("kind"):
         return dict(value)
     return {**current, **{key: _replaced(current.get(key), part) for key, part in value.items()}}
+
+
+def _alike(entries: Sequence[object], entry: object) -> object:
+    """The first of a preset's gates or penalties with the stat or kind of `entry`; None when there is none."""
+    if isinstance(entry, Mapping):
+        for other in entries:
+            if isinstance(other, Mapping) and all(entry.get(tag) == other.get(tag) for tag in ("stat", "kind")):
+                return other
+    return None

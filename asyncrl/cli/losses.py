@@ -26,7 +26,8 @@ def losses(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Sh
       algorithm:
         loss: gspo                       # a preset,
         overrides: {surrogate: {hi: 1.001}}   # with another bound
-    A mapping replaces the fields that it names; gates and penalties are lists, and replaced whole.
+    A mapping replaces the fields that it names; gates and penalties are lists and replaced whole, but an entry keeps
+    what it does not name of the preset's of the same stat or kind.
     """
     if name is None:
         width = max(map(len, PRESETS))

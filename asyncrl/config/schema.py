@@ -248,7 +248,8 @@ class AlgorithmSection(Section):
     `{surrogate: {kind: linear}, anchor: behaviour}`, or an import path `package.module:callable` of a LossFunction."""
     overrides: dict[str, Any] = {}
     """Axes of the preset that are replaced, e.g. `surrogate: {lo: 0.8, hi: 1.2}`. A mapping replaces the fields that it
-    names; the lists `gates` and `penalties` are replaced whole. Bounds are ratios, infinity is `.inf`."""
+    names; the lists `gates` and `penalties` are replaced whole, an entry keeping what it does not name of the preset's
+    of the same stat or kind. Bounds are ratios, a gate's in the unit of its stat; infinity is `.inf`."""
     advantage: str | None = None
     """`group_norm`, `group_mean`, `leave_one_out`, `batch_std`, `reinforce_pp`, `reinforce_pp_baseline`, or an import
     path `package.module:callable`. Unset: the one that the preset was published with, else `group_norm`."""

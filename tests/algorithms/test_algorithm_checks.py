@@ -87,7 +87,7 @@ def test_what_acts_is_not_said_to_be_inert() -> None:
     assert not warnings("algorithm.loss=a3po"), "an interpolated policy is not the current one"
     assert not warnings("learner.updates_per_step=2")
     assert not warnings("algorithm.loss=aipo"), "no clip"
-    assert not warnings("algorithm.loss=tis", "algorithm.overrides={anchor: behaviour}"), "the clip acts"
+    assert not warnings("algorithm.loss=tis", "algorithm.overrides={anchor: behaviour, weight: null}"), "the clip acts"
 
 
 def test_a_product_over_sequences_is_said_with_the_share_that_it_leaves() -> None:
@@ -110,3 +110,15 @@ def test_a_preset_without_its_critic_is_said_to_be_half_of_it(loss: str) -> None
 def test_a_loss_that_nobody_checked_is_a_warning_when_data_may_be_old() -> None:
     assert any("nobody checked" in warning for warning in warnings("algorithm.loss=mine:loss"))
     assert not warnings("algorithm.loss=mine:loss", "staleness.max_versions=0")
+
+
+def test_a_correction_by_ratio_and_by_weight_is_said_to_be_two() -> None:
+    twice = "algorithm.overrides={anchor: behaviour}"
+    assert any("corrects twice" in line for line in warnings("algorithm.loss=tis", twice))
+    assert not any("corrects twice" in line for line in warnings("algorithm.loss=tis"))
+    assert not any("corrects twice" in line for line in warnings("algorithm.loss=aipo"))
+
+
+def test_f28_a_correction_that_an_override_took_away_is_asked_for_by_its_axis() -> None:
+    with pytest.raises(ConfigError, match=r"decoupled_icepop with algorithm.overrides has no off-policy.*anchor: beh"):
+        warnings("algorithm.overrides={weight: null}")

@@ -265,3 +265,21 @@ def test_f28_impossible_choices_are_refused(name: str, overrides: dict[str, Any]
         resolve_objective(name, overrides)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_an_overridden_gate_keeps_what_it_does_not_name() -> None:
+    """A gate of its own would look at the proximal policy and act on every token: another objective."""
+    narrower = {"gates": [{"stat": "probability", "lo": -0.1, "hi": 0.1}]}
+    [gate], [published] = resolve_objective("dppo_tv", narrower).gates, PRESETS["dppo_tv"].objective.gates
+    assert (gate.lo, gate.hi) == (-0.1, 0.1)
+    assert (gate.p, gate.q, gate.when) == (published.p, published.q, published.when)
+    [other] = resolve_objective("dppo_tv", {"gates": [{"stat": "ratio", "hi": 2.0}]}).gates
+    assert other == Gate(stat="ratio", hi=2.0), "another stat is another gate"
+    [penalty] = resolve_objective("grpo", {"penalties": [{"kind": "k3", "beta": 0.1}]}).penalties
+    assert penalty == msgspec.structs.replace(PRESETS["grpo"].objective.penalties[0], beta=0.1)
+
+
+@pytest.mark.parametrize("bounds", [{"hi": 0.2}, {"lo": 0.2, "hi": 0.28}, {"lo": 1.5, "hi": 2.0}])
+def test_f28_a_kernel_s_bounds_are_ratios_about_1(bounds: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="ratios with 0 ≤ lo ≤ 1 ≤ hi"):
+        resolve_objective("aipo", {"surrogate": {"positive": bounds}})
