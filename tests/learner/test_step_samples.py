@@ -145,5 +145,6 @@ async def test_overlong_samples_are_counted_whatever_becomes_of_them(monkeypatch
 
 
 def test_groups_that_are_all_right_and_all_wrong_are_told_apart() -> None:
-    samples = judged([VARIED, EQUAL, leased(4, [0.0, 0.0]), leased(5, [-1.0, -1.0])])
-    assert (samples.all_right_ratio, samples.all_wrong_ratio) == (0.25, 0.5)
+    verdicts = [VARIED, EQUAL, leased(4, [0.0, 0.0]), leased(5, [-1.0, -1.0]), leased(6, [2.0, 2.0]), leased(8, [3.0])]
+    samples = judged(verdicts)
+    assert (samples.all_right_ratio, samples.all_wrong_ratio) == (3 / 6, 2 / 6)
