@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.config.schema import Config, DataPlaneSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import DP_TRAIN_FIELDS, LP_SEED_FIELDS
+from asyncrl.data.specs import DP_TRAIN_FIELDS
 from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
 from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import PAD_SEQLEN, DataPlaneClient, KVBatchMeta
@@ -146,8 +146,6 @@ class TQPolicy(Policy):
         shards = self._shards(
             meta, rows_per_update=meta.size, micro_batch_size=micro_batch_size, stage="logprob_mb_tokens"
         )
-        for shard in shards:
-            shard.fields = list(LP_SEED_FIELDS)
         answers = self._ranks.call_each(
             method, [(shard,) for shard in shards], with_meta=True, micro_batch_size=micro_batch_size
         )
