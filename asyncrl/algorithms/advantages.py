@@ -148,12 +148,17 @@ def resolve_estimator(name: str) -> Estimator:
     return resolve(name, key="algorithm.advantage")
 
 
+def check_rewards(rewards: torch.Tensor) -> None:
+    """RunError when one is not finite."""
+    if not bool(torch.isfinite(rewards).all()):
+        raise RunError(f"{int((~torch.isfinite(rewards)).sum())} of {len(rewards)} rewards are not finite")
+
+
 def compute_advantages(estimator: Estimator, *, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     """float32 advantages [N]. RunError when a reward or an advantage is not finite in float32, or an estimator gives
     anything but one number a reward: a NaN would otherwise become a loss of 0 and a run that looks well and learns
     nothing."""
-    if not bool(torch.isfinite(rewards).all()):
-        raise RunError(f"{int((~torch.isfinite(rewards)).sum())} of {len(rewards)} rewards are not finite")
+    check_rewards(rewards)
     found: object = estimator(rewards, group_ids)
     if not isinstance(found, torch.Tensor):
         raise RunError(

@@ -18,7 +18,7 @@ TOKEN_NOISE_NATS = 0.05
 
 def check_algorithm(config: Config) -> list[str]:
     """Warnings about an algorithm that can run; ConfigError with every violation of one that cannot."""
-    violations = [*_baseline(config), *_group_size(config), *_filters(config)]
+    violations = [*_baseline(config), *_critic(config), *_group_size(config), *_filters(config)]
     if is_own_loss(config.algorithm):
         violations += _own(config)
         warnings = list(_unknown(config))
@@ -50,13 +50,30 @@ def _baseline(config: Config) -> Iterator[str]:
             f"algorithm.advantage = {name}: is neither one of {', '.join(known)} nor an import path like "
             f"package.module:callable{suggest(name, known)}"
         )
-    if name in NEEDS_CRITIC:
+    if name in NEEDS_CRITIC and config.critic is None:
         because = "without one its weight on early tokens is a product of every later ratio" if name == "vtrace" else ""
         yield (
             f"algorithm.advantage = {name} needs a critic, and this run has none{because and ': ' + because}; set "
-            "algorithm.advantage to a group estimator such as group_norm, which leaves only the policy's part of the "
-            "preset, or take another loss"
+            "critic (`critic: {}` takes its defaults), or algorithm.advantage to a group estimator such as group_norm, "
+            "which leaves only the policy's part of the preset"
         )
+    if name not in NEEDS_CRITIC and config.critic is not None:
+        yield (
+            f"critic: algorithm.advantage = {name} does not ask a critic, and one would be trained for nobody; remove "
+            f"critic, or set algorithm.advantage to one of {', '.join(NEEDS_CRITIC)}"
+        )
+
+
+def _critic(config: Config) -> Iterator[str]:
+    critic = config.critic
+    if critic is None or baseline_of(config.algorithm) != "vtrace":
+        return
+    for key in ("value_lam", "length_alpha"):
+        if getattr(critic, key) is not None:
+            yield (
+                f"critic.{key} = {getattr(critic, key):g}: is a matter of gae, and algorithm.advantage = vtrace has no "
+                "λ; remove it"
+            )
 
 
 def _group_size(config: Config) -> Iterator[str]:

@@ -61,3 +61,19 @@ class LossFunction(Protocol):
         *,
         next_token_logprobs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]: ...
+
+
+@runtime_checkable
+class ValueLossFunction(Protocol):
+    """As a `LossFunction`, of a critic: it is called with the critic's values [B, S], entry t being V(before token t),
+    in the place of logits."""
+
+    loss_type: LossType
+
+    def __call__(
+        self,
+        values_BS: torch.Tensor,
+        data: BatchedDataDict,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]: ...

@@ -131,6 +131,29 @@ def _sharding(config: Config) -> Iterator[str]:
         )
 
 
+def _critic(config: Config) -> Iterator[str]:
+    critic, learner = config.critic, config.learner
+    if critic is None:
+        return
+    groups, unit = learner.groups_per_step, critic.ranks * learner.updates_per_step
+    if groups % unit:
+        yield (
+            f"learner.groups_per_step = {groups}: must be a multiple of critic.ranks × learner.updates_per_step = "
+            f"{critic.ranks} × {learner.updates_per_step} = {unit}, so that every rank has an equal share of every "
+            f"update; take {-(-groups // unit) * unit}"
+        )
+    if critic.optimizer.warmup_steps > learner.total_steps:
+        yield (
+            f"critic.optimizer.warmup_steps = {critic.optimizer.warmup_steps}: must be at most learner.total_steps = "
+            f"{learner.total_steps}; lower it"
+        )
+    if critic.warmup_steps >= learner.total_steps:
+        yield (
+            f"critic.warmup_steps = {critic.warmup_steps}: must be below learner.total_steps = {learner.total_steps}, "
+            "or the policy is never trained; lower it"
+        )
+
+
 def _model(config: Config) -> Iterator[str]:
     path = config.model.path
     if config.model.tiny is not None and _HUB_ID.fullmatch(path):
@@ -253,6 +276,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _buffer,
     _step_shape,
     _sharding,
+    _critic,
     _model,
     _lengths,
     _deadlines,

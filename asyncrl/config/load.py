@@ -38,6 +38,8 @@ _OWN_KEYS = frozenset(
         "learner.cpus",
         "learner.gpus",
         "learner.threads",
+        "critic.cpus",
+        "critic.gpus",
     }
 )
 

@@ -240,6 +240,33 @@ class LearnerSection(Section):
     """Rollouts a step that are written to `samples/step-N.jsonl`."""
 
 
+class CriticSection(Section):
+    """A critic: a second model, of the policy's own backbone, on ranks of its own. It is for `algorithm.advantage: gae`
+    or `vtrace`, and the presets that were published with one. How rows share passes is `learner`'s to say."""
+
+    ranks: PositiveInt = 1
+    """Processes that share the critic (FSDP2)."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """AdamW and its schedule, over `learner.total_steps`."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """γ: what a reward is worth one trained token earlier."""
+    lam: Fraction = 0.95
+    """λ of the policy's advantages, for `gae`: 1 is unbiased, less has less variance and trusts the critic more."""
+    value_lam: Fraction | None = None
+    """λ of the critic's returns, for `gae`. Unset: `lam`."""
+    length_alpha: PositiveFloat | None = None
+    """α of VAPO, for `gae`: the policy's λ is 1 − 1 / (α · tokens) for each completion, instead of `lam`."""
+    value_clip: PositiveFloat | None = 0.2
+    """A value that moved further than this from the step's start, towards its return, has no gradient. Unset: no
+    clip."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps of the run in which only the critic learns: they count, and the policy stays as it is."""
+    cpus: PositiveFloat = 0.5
+    """Logical Ray CPUs of a rank."""
+    gpus: NonNegativeFloat = 0.0
+    """Ray GPUs of a rank; 0 trains on the CPU over gloo."""
+
+
 class AlgorithmSection(Section):
     """The objective: a preset, its axes or an import path; and the advantage estimator."""
 
@@ -251,8 +278,9 @@ class AlgorithmSection(Section):
     names; the lists `gates` and `penalties` are replaced whole, an entry keeping what it does not name of the preset's
     of the same stat or kind. Bounds are ratios, a gate's in the unit of its stat; infinity is `.inf`."""
     advantage: str | None = None
-    """`group_norm`, `group_mean`, `leave_one_out`, `batch_std`, `reinforce_pp`, `reinforce_pp_baseline`, or an import
-    path `package.module:callable`. Unset: the one that the preset was published with, else `group_norm`."""
+    """`group_norm`, `group_mean`, `leave_one_out`, `batch_std`, `reinforce_pp`, `reinforce_pp_baseline`, with `critic`
+    `gae` or `vtrace`, or an import path `package.module:callable`. Unset: the one that the preset was published
+    with, else `group_norm`."""
     zero_variance: Literal["keep", "mask"] = "keep"
     """Groups whose rewards are all equal: kept (with a group baseline their advantage is 0, and they still count in
     the loss's denominators), or masked out of the loss."""
@@ -366,6 +394,8 @@ class Config(Section):
     """The generator pool."""
     learner: LearnerSection = LearnerSection()
     """The learner pool."""
+    critic: CriticSection | None = None
+    """The critic, where the advantages need one."""
     algorithm: AlgorithmSection = AlgorithmSection()
     """The objective."""
     staleness: StalenessSection = StalenessSection()

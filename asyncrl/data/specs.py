@@ -27,6 +27,9 @@ DP_TRAIN_FIELDS = (
 )
 """What a training step reads, whichever stage wrote it."""
 
+CRITIC_FIELDS = ("rewards", "values", "returns")
+"""What the stages of a critic write: a reward a row [B], and per token what the critic says and what it should."""
+
 
 class GenerationDatumSpec(TypedDict):
     """Prompts to be continued."""

@@ -44,6 +44,8 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     with nothing else: a signal to this process's group, such as `timeout` sends, does not reach it."""
     logical_cpus = generators * config.generator.replicas * config.generator.cpus
     logical_cpus += config.learner.ranks * config.learner.cpus
+    if config.critic is not None:
+        logical_cpus += config.critic.ranks * config.critic.cpus
     with _sigterm_stays_ours(), _children_in_sessions_of_their_own():
         context: Any = ray.init(
             address="local",  # never whatever cluster happens to run here

@@ -26,6 +26,8 @@ from asyncrl.metrics.discovery import Target, write_targets
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.value.lm_value import critic_config
+from asyncrl.value.tq_value import TQValue
 from asyncrl.weights.manifest import Manifest, layout
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
@@ -82,13 +84,16 @@ class LearnerDeployment:
             asyncio.create_task(self._show_regularly()),
         ]
         policy: TQPolicy | None = None
+        critic: TQValue | None = None
         failure = ""
         try:
             await handles.buffer.call("add_target", "learner", server.address)
             self._enter("preparing the model")
             model_path = await unless_stopped(stop, self._model_path)
             policy = TQPolicy(config, model_path=model_path, dp_cfg=config.data_plane)
-            totals = await self._train(handles, policy, model_path, prompts, metrics, stop)
+            if config.critic is not None:
+                critic = TQValue(critic_config(config), model_path=model_path)
+            totals = await self._train(handles, policy, critic, model_path, prompts, metrics, stop)
             await self._save_weights(policy)
             if stop.is_set():
                 self._run_dir.exit_reason = f"stopped after {len(self._steps)} of {config.learner.total_steps} steps"
@@ -111,14 +116,16 @@ class LearnerDeployment:
                 await handles.buffer.call("set_state", state, failure)
             with contextlib.suppress(Exception):
                 await leave_run(handles, namespace=config.run.name)
-            if policy is not None:
-                await asyncio.to_thread(policy.shutdown)
+            for ranks in (critic, policy):
+                if ranks is not None:
+                    await asyncio.to_thread(ranks.shutdown)
             server.close()
 
     async def _train(
         self,
         handles: RunHandles,
         policy: TQPolicy,
+        critic: TQValue | None,
         model_path: str,
         prompts: Prompts,
         metrics: LearnerMetrics,
@@ -132,6 +139,9 @@ class LearnerDeployment:
         prompts = await fitting_prompts(config, prompts, tokenizer=tokenizer)
         self._enter("starting the learner's ranks")
         await unless_stopped(stop, asyncio.to_thread(policy.start))
+        if critic is not None:
+            self._enter("starting the critic's ranks")
+            await unless_stopped(stop, asyncio.to_thread(critic.start))
 
         def delivered(manifest: Manifest, seconds: dict[str, float]) -> None:
             metrics.published(bytes=manifest.nbytes, phase_seconds=seconds)
@@ -157,6 +167,7 @@ class LearnerDeployment:
         self._loop = LearnerLoop(
             config=config,
             policy=policy,
+            critic=critic,
             publisher=publisher,
             buffer=handles.buffer,
             heldout=heldout,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.advantages import Estimator, Groups, compute_advantages
+from asyncrl.algorithms.advantages import Estimator, Groups, check_rewards, compute_advantages
 from asyncrl.algorithms.filters import SampleFilters
 from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -37,13 +37,15 @@ def check_staleness(lease: Lease) -> None:
 class StepSamples:
     """What filters and estimator make of a step: one value a sample [B], group after group in the lease's order.
 
+    `rewards_B` are the filters'; without `advantages_B` a critic makes some of them, a value a token.
     `zero_variance_ratio` is the share of groups whose rewards, as the estimator sees them, are all equal; of those with
     equal rewards as they were scored, `all_right_ratio` is the share above 0 and `all_wrong_ratio` that of the others;
     `overlong_ratio` that of samples cut at their limit; `masked_ratio` that of samples with a mask of 0, by a filter or
     because they have no token.
     """
 
-    advantages_B: torch.Tensor
+    rewards_B: torch.Tensor
+    advantages_B: torch.Tensor | None
     mask_B: torch.Tensor
     zero_variance_ratio: float
     all_right_ratio: float
@@ -52,8 +54,9 @@ class StepSamples:
     masked_ratio: float
 
 
-def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator, filters: SampleFilters) -> StepSamples:
-    """Advantages and masks of the whole step at once, so that batch statistics are those of all ranks."""
+def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator | None, filters: SampleFilters) -> StepSamples:
+    """Advantages and masks of the whole step at once, so that batch statistics are those of all ranks. No estimator: a
+    critic's ranks have one. RunError when a reward or an advantage is not finite."""
     sizes = [len(group.meta.rewards) for group in groups]
     agreed = [group.meta.rewards[0] for group in groups if len(set(group.meta.rewards)) == 1]
     ids_N = torch.tensor([group.meta.group for group in groups for _ in group.meta.rewards])
@@ -64,10 +67,12 @@ def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator, filter
         truncated_N=truncated_N,
         completion_tokens_N=tokens_N,
     )
-    advantages_N = compute_advantages(estimator, rewards=rewards_N, group_ids=ids_N)
+    check_rewards(rewards_N)
+    advantages_N = None if estimator is None else compute_advantages(estimator, rewards=rewards_N, group_ids=ids_N)
     zero_variance_N = ~Groups(rewards_N, ids_N).informative_N
     mask_N = (tokens_N > 0) & ~filters.masked(zero_variance_N=zero_variance_N, truncated_N=truncated_N)
     return StepSamples(
+        rewards_B=rewards_N,
         advantages_B=advantages_N,
         mask_B=mask_N.float(),
         zero_variance_ratio=sum(bool(part.all()) for part in torch.split(zero_variance_N, sizes)) / len(groups),
@@ -114,16 +119,20 @@ def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
 def sample_record(
     leased: LeasedGroup, rows: BatchedDataDict, *, row: int, sample: int, decode: Callable[[Sequence[int]], str]
 ) -> SampleRecord:
-    """One rollout of a group in full, from row `row` of `rows`: `input_ids`, `weight_versions`, `advantages`."""
+    """One rollout of a group in full, from row `row` of `rows`: `input_ids`, `weight_versions`, `advantages`, of which
+    the mean over the completion is kept when there is one a token."""
     prompt, tokens = leased.meta.prompt_tokens, leased.meta.completion_tokens[sample]
     cut = slice(prompt, prompt + tokens)
+    advantage = rows["advantages"][row]
+    if advantage.ndim:
+        advantage = advantage[cut].sum() / max(tokens, 1)
     return SampleRecord(
         group=leased.meta.group,
         prompt=leased.task.prompt,
         completion=decode(rows["input_ids"][row, cut].tolist()),
         answer=leased.task.answer,
         reward=leased.meta.rewards[sample],
-        advantage=float(rows["advantages"][row]),
+        advantage=float(advantage),
         version_spans=tuple(sorted(Counter(rows["weight_versions"][row, cut].tolist()).items())),
         truncated=leased.meta.truncated[sample],
     )

@@ -1,18 +1,19 @@
-"""What the learner's loop asks of everything around it: the policy, the publisher, the buffer, the run's log.
+"""What the learner's loop asks of everything around it: policy and critic, the publisher, the buffer, the run's log.
 
-In a run these are `TQPolicy`, `Publisher`, `BufferClient` and the deployment; every call that leaves the process has a
-deadline of its own there.
+In a run these are `TQPolicy`, `TQValue`, `Publisher`, `BufferClient` and the deployment; every call that leaves the
+process has a deadline of its own there.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from asyncrl.algorithms.interfaces import LossFunction
+from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.records import Lease, LeaseWait, Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
+from asyncrl.value.estimators import TokenEstimator
 
 
 class Trainer(Protocol):
@@ -24,11 +25,21 @@ class Trainer(Protocol):
     def get_logprobs_from_meta(self, meta: KVBatchMeta) -> None: ...
     def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta) -> None: ...
     def train_from_meta(
-        self, meta: KVBatchMeta, loss_fn: LossFunction, *, gbs: int | None = None
+        self, meta: KVBatchMeta, loss_fn: LossFunction, eval_mode: bool = False, *, gbs: int | None = None
     ) -> dict[str, Any]: ...
     def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None: ...
     def finish_step(self, meta: KVBatchMeta) -> None: ...
     def rows_outstanding(self) -> dict[str, int]: ...
+
+
+class Critic(Protocol):
+    """The critic: `TQValue`'s calls, which block."""
+
+    def get_values_from_meta(self, meta: KVBatchMeta) -> None: ...
+    def get_advantages_from_meta(self, meta: KVBatchMeta, estimator: TokenEstimator) -> None: ...
+    def train_from_meta(
+        self, meta: KVBatchMeta, loss_fn: ValueLossFunction, *, gbs: int | None = None
+    ) -> dict[str, Any]: ...
 
 
 class Publications(Protocol):

@@ -1,5 +1,7 @@
 """The learner's loop: lease, filters and advantages, train, ack, publish; held-out evaluation at both ends.
 
+With a critic: lease, filters, values, log-probs, token-level advantages, train the critic, train the policy.
+
 What must hold: a lease ends by ack, skip or give-back, whatever happens in between; a version is published only after
 its ack; the last version is published and evaluated before the run ends. Every stage is timed into the learner's
 state-seconds.
@@ -9,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.algorithms.advantages import resolve_estimator
 from asyncrl.algorithms.filters import build_filters
@@ -24,8 +26,9 @@ from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.partitions import group_of
 from asyncrl.errors import NonFiniteError, ParityError, RowsLost
 from asyncrl.learner.batch import StepSamples, check_staleness, judge_samples, sample_ids, step_meta
+from asyncrl.learner.critic import CriticStages
 from asyncrl.learner.heldout import HeldoutEvaluation
-from asyncrl.learner.interfaces import Buffer, Publications, RunLog, Trainer
+from asyncrl.learner.interfaces import Buffer, Critic, Publications, RunLog, Trainer
 from asyncrl.learner.progress import check_progress
 from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import RunTotals
@@ -52,6 +55,7 @@ class LearnerLoop:
         *,
         config: Config,
         policy: Trainer,
+        critic: Critic | None = None,
         publisher: Publications,
         buffer: Buffer,
         heldout: HeldoutEvaluation,
@@ -69,7 +73,8 @@ class LearnerLoop:
         self._metrics = metrics
         self._clock = clock
         self._loss = build_loss(config)
-        self._estimator = resolve_estimator(baseline_of(config.algorithm))
+        self._critic = None if critic is None else CriticStages(config=config, critic=critic)
+        self._estimator = resolve_estimator(baseline_of(config.algorithm)) if critic is None else None
         self._filters = build_filters(config)
         self._states = StateClock(states=LEARNER_STATES, initial="other", clock=clock)
         metrics.states_from(self._states.seconds)
@@ -139,7 +144,7 @@ class LearnerLoop:
         samples = judge_samples(lease.groups, estimator=self._estimator, filters=self._filters)
         meta = step_meta(lease)
         try:
-            report = await self._train(meta, samples)
+            report, critic_report = await self._train(meta, samples, step=lease.step)
         except RowsLost as lost:
             return await self._give_back(lease, lost)
         if not report.skipped:  # NaN log-probs skip the step; they say nothing of two models' agreement
@@ -149,6 +154,7 @@ class LearnerLoop:
             lease=lease,
             samples=samples,
             report=report,
+            critic_report=critic_report,
             status=status,
             published=self._publisher.published,
             duration_s=self._clock() - started_s,
@@ -160,27 +166,57 @@ class LearnerLoop:
             await self._write_samples(lease, meta)
         await asyncio.to_thread(self._policy.finish_step, meta)
         await self._rows_outstanding()
-        self._check_nonfinite(report, lease)
+        self._check_nonfinite([report, critic_report], lease)
         return status.version
 
-    async def _train(self, meta: KVBatchMeta, samples: StepSamples) -> StepReport:
-        """The step's stages, in order. RowsLost when rows are gone; then nothing was trained."""
-        policy, loss_fn = self._policy, self._loss
-        columns = {"advantages": samples.advantages_B, "sample_mask": samples.mask_B}
-        await asyncio.to_thread(policy.write_to_dataplane, meta, columns)
-        updates = self._config.learner.updates_per_step
+    async def _train(
+        self, meta: KVBatchMeta, samples: StepSamples, *, step: int
+    ) -> tuple[StepReport, StepReport | None]:
+        """The step's stages, in order; the reports of policy and critic. RowsLost when rows are gone; then the policy
+        was not trained. The critic, which is trained before it, may have been: what is left of the rows teaches it once
+        more, and its advantages are made anew."""
+        policy, critic = self._policy, self._critic
+        critic_meta = meta.slice(0, meta.size)
+        mask = {"sample_mask": samples.mask_B}
+        if critic is None:
+            await asyncio.to_thread(policy.write_to_dataplane, meta, {"advantages": samples.advantages_B, **mask})
+        else:
+            await asyncio.to_thread(policy.write_to_dataplane, critic_meta, {"rewards": samples.rewards_B, **mask})
+            meta = meta.with_fields(["advantages", *mask])
         with self._states.within("log_probs"):
-            if needs_reference(loss_fn):
-                await asyncio.to_thread(policy.get_reference_policy_logprobs_from_meta, meta)
-            if needs_proximal(loss_fn, updates=updates):
-                await asyncio.to_thread(policy.get_logprobs_from_meta, meta)
-        self._states.enter("forward_backward")
-        started_s = self._clock()
+            await self._score(meta, critic_meta)
+        critic_report = None
+        if critic is not None:
+            critic_report = await self._timed(critic.train(critic_meta))
+        waits = critic is not None and critic.policy_waits(step)
+        return await self._timed(self._train_policy(meta, eval_mode=waits)), critic_report
+
+    async def _score(self, meta: KVBatchMeta, critic_meta: KVBatchMeta) -> None:
+        """What the objective reads of each token, and with a critic the advantages, which may read it too."""
+        policy, critic, updates = self._policy, self._critic, self._config.learner.updates_per_step
+        if critic is not None:
+            await critic.write_values(critic_meta)
+        if needs_reference(self._loss):
+            await asyncio.to_thread(policy.get_reference_policy_logprobs_from_meta, meta)
+        if needs_proximal(self._loss, updates=updates) or (critic is not None and critic.reads_proximal):
+            await asyncio.to_thread(policy.get_logprobs_from_meta, meta)
+        if critic is not None:
+            await critic.write_advantages(critic_meta)
+
+    async def _train_policy(self, meta: KVBatchMeta, *, eval_mode: bool) -> StepReport:
+        """In eval mode the step is only looked at."""
+        updates = self._config.learner.updates_per_step
         # a last short step that cannot be shared evenly is one update
         gbs = meta.size if meta.size % (updates * self._config.learner.ranks) else meta.size // updates
-        result = await asyncio.to_thread(policy.train_from_meta, meta, loss_fn, gbs=gbs)
+        result = await asyncio.to_thread(self._policy.train_from_meta, meta, self._loss, eval_mode=eval_mode, gbs=gbs)
         report: StepReport = result["report"]
-        # The ranks know best: what the call took beyond their own stages is `other`.
+        return report
+
+    async def _timed(self, training: Awaitable[StepReport]) -> StepReport:
+        """Its report. The ranks know best how long they took for what: what the call took beyond that is `other`."""
+        self._states.enter("forward_backward")
+        started_s = self._clock()
+        report = await training
         elsewhere = {name: report.seconds.get(name, 0.0) for name in ("log_probs", "optimizer")}
         elsewhere["other"] = max(0.0, self._clock() - started_s - sum(report.seconds.values()))
         self._states.enter("other")
@@ -254,9 +290,10 @@ class LearnerLoop:
             raise ParityError(message)
         logger.error("%s", message)
 
-    def _check_nonfinite(self, report: StepReport, lease: Lease) -> None:
-        """Skipped steps in a row must end (F21)."""
-        self._nonfinite_in_a_row = self._nonfinite_in_a_row + 1 if report.skipped else 0
+    def _check_nonfinite(self, reports: Sequence[StepReport | None], lease: Lease) -> None:
+        """Steps in a row that policy or critic skipped must end (F21)."""
+        skipped = any(report is not None and report.skipped for report in reports)
+        self._nonfinite_in_a_row = self._nonfinite_in_a_row + 1 if skipped else 0
         limit = self._config.learner.max_nonfinite_steps
         if self._nonfinite_in_a_row >= limit:
             raise NonFiniteError(

@@ -14,6 +14,7 @@ from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import Lease, Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.learner.batch import StepSamples, counts_by_staleness, sample_record
+from asyncrl.learner.critic import critic_numbers
 from asyncrl.learner.interfaces import RunLog
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -25,11 +26,12 @@ DISCARDED_FATES = (Fate.DROPPED, Fate.FILTERED, Fate.SKIPPED, Fate.ROWS_LOST, Fa
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedStep:
     """A step and its end: `status` is the buffer right after the ack or skip, `published` the newest version whose
-    weights were copied, `duration_s` the time from the lease on."""
+    weights were copied, `duration_s` the time from the lease on. Only a run with a critic has a `critic_report`."""
 
     lease: Lease
     samples: StepSamples
     report: StepReport
+    critic_report: StepReport | None
     status: RunStatus
     published: Version | None
     duration_s: float
@@ -120,6 +122,8 @@ class StepRecorder:
             masked_samples_ratio=step.samples.masked_ratio,
             measured=report.diagnostics,
         )
+        if numbers := _critic_numbers(step):
+            self._metrics.critic(**numbers)
         ratio = _length_ratio(step.status)
         if ratio is not None:
             self._metrics.length_ratio(ratio)
@@ -166,6 +170,7 @@ class StepRecorder:
                 for name, value in {
                     **report.diagnostics,
                     **report.loss_metrics,
+                    **_critic_numbers(step),
                     "all_right_ratio": step.samples.all_right_ratio,
                     "all_wrong_ratio": step.samples.all_wrong_ratio,
                 }.items()
@@ -189,6 +194,10 @@ class StepRecorder:
                 for row, (group, sample) in enumerate(places)
             ],
         )
+
+
+def _critic_numbers(step: EndedStep) -> dict[str, float]:
+    return {} if step.critic_report is None else critic_numbers(step.critic_report)
 
 
 def _reward_mean(lease: Lease) -> float:

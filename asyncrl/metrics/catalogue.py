@@ -459,6 +459,21 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "ratio",
             LEARNER,
         ),
+        Metric(G, "asyncrl_learner_value_loss", "Loss of the critic's last step.", "", LEARNER),
+        Metric(
+            G,
+            "asyncrl_learner_explained_variance",
+            "Share of the returns' variance that the critic foresaw: 1 is perfect, below 0 worse than their mean.",
+            "ratio",
+            LEARNER,
+        ),
+        Metric(
+            G,
+            "asyncrl_learner_value_clipped_ratio",
+            "Share of tokens whose value has no gradient because of the clip.",
+            "ratio",
+            LEARNER,
+        ),
     ),
     "reward": (
         Metric(H, "asyncrl_reward", "Reward of a sample.", "reward", GENERATOR, {"environment": None}, REWARDS),

@@ -144,6 +144,13 @@ class LearnerMetrics(ProcessMetrics):
             self._instruments.set(f"asyncrl_learner_{name}", value)
 
     @recording
+    def critic(self, *, value_loss: float, explained_variance: float, value_clipped_ratio: float) -> None:
+        """The critic's numbers, after each step of a run that has one."""
+        self._instruments.set("asyncrl_learner_value_loss", value_loss)
+        self._instruments.set("asyncrl_learner_explained_variance", explained_variance)
+        self._instruments.set("asyncrl_learner_value_clipped_ratio", value_clipped_ratio)
+
+    @recording
     def staleness(
         self,
         *,

@@ -1,4 +1,4 @@
-"""The driver's side of the policy: it cuts batches for its ranks and puts their answers together again.
+"""The driver's side of the policy.
 
 policy = Policy(config, model_path=path)
 policy.start()
@@ -7,37 +7,28 @@ result = policy.train(batch, loss_fn, gbs=64)
 policy.shutdown()
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs
-from asyncrl.policy.batching import MIN_WIDTH
 from asyncrl.policy.interfaces import ParameterSpec, PolicyInterface, Timer
-from asyncrl.policy.ranks import RankGroup
-from asyncrl.policy.step_report import RankRecord, step_report, train_result
+from asyncrl.policy.rank_actor import POLICY_RANKS
+from asyncrl.policy.rank_driver import RankDriver, timed
 
 
-class Policy(PolicyInterface):
-    """`config.learner.ranks` ranks of the model at `model_path`; every call but `start` and `shutdown` needs them."""
+class Policy(RankDriver, PolicyInterface):
+    """`config.learner.ranks` ranks of the policy at `model_path`."""
+
+    _kind = POLICY_RANKS
+    _training = "policy_training"
 
     def __init__(self, config: Config, *, model_path: str) -> None:
-        self._config = config
-        self._ranks = RankGroup(config, model_path=model_path)
+        super().__init__(config, model_path=model_path)
         self._specs: tuple[ParameterSpec, ...] = ()
 
     def start(self) -> None:
-        """Places the ranks and loads the model; errors are those of `RankGroup.start`."""
-        self._ranks.start()
+        super().start()
         self._specs = self._ranks.call("weights_metadata")[0]
-
-    # -- the contract --------------------------------------------------------------------------------------------
 
     def get_logprobs(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
         with timed(timer, "get_logprobs"):
@@ -49,45 +40,6 @@ class Policy(PolicyInterface):
         with timed(timer, "get_reference_policy_logprobs"):
             return self._scored("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size)
 
-    def train(
-        self,
-        data: BatchedDataDict,
-        loss_fn: LossFunction,
-        eval_mode: bool = False,
-        *,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        timer: Timer | None = None,
-    ) -> dict[str, Any]:
-        _check_widths(data)
-        rows = data.size if gbs is None else gbs
-        with timed(timer, "policy_training"):
-            shards, _ = self._cut(data, rows_per_update=rows, micro_batch_size=mbs)
-            records = self._ranks.call_each(
-                "train",
-                [(shard, loss_fn) for shard in shards],
-                rows_per_update=self._rank_rows(rows),
-                micro_batch_size=mbs,
-                eval_mode=eval_mode,
-            )
-        return trained(records, loss_fn)
-
-    def prepare_for_training(self) -> None:
-        self._ranks.call("prepare_for_training")
-
-    def finish_training(self) -> None:
-        self._ranks.call("finish_training")
-
-    def save_checkpoint(
-        self, weights_path: Path, optimizer_path: Path | None = None, tokenizer_path: Path | None = None
-    ) -> None:
-        self._ranks.call("save_checkpoint", weights_path, optimizer_path, tokenizer_path)
-
-    def shutdown(self) -> bool:
-        return self._ranks.shutdown()
-
-    # -- beyond it -----------------------------------------------------------------------------------------------
-
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:
         """Names, shapes, dtypes and bytes of what `PolicyWorker.gather_weights` yields, in order; after `start`."""
         return self._specs
@@ -95,89 +47,3 @@ class Policy(PolicyInterface):
     def save_hf(self, path: Path) -> None:
         """Writes a Hugging Face directory that vLLM serves, on rank 0's node."""
         self._ranks.call("save_hf", path)
-
-    def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`RankGroup.on_ranks`: how other layers, such as weight publication, reach the ranks' models."""
-        return self._ranks.on_ranks(function, *args)
-
-    def beside_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`RankGroup.beside_ranks`."""
-        return self._ranks.beside_ranks(function, *args)
-
-    # -- cutting -------------------------------------------------------------------------------------------------
-
-    def _scored(self, method: str, data: BatchedDataDict, *, micro_batch_size: int | None) -> BatchedDataDict:
-        _check_widths(data)
-        shards, indices = self._cut(data, rows_per_update=None, micro_batch_size=micro_batch_size)
-        answers = self._ranks.call_each(method, [(shard,) for shard in shards], micro_batch_size=micro_batch_size)
-        scored = BatchedDataDict.from_batches(answers)
-        if indices is not None:
-            scored.reorder_data(indices)
-        return scored
-
-    def _cut(
-        self, data: BatchedDataDict, *, rows_per_update: int | None, micro_batch_size: int | None
-    ) -> tuple[Sequence[BatchedDataDict], list[int] | None]:
-        """A shard a rank, and how to restore the order of a single update's rows (None: it was kept)."""
-        if rows_per_update == data.size and data.size % self._ranks.size:
-            return data.shard_by_batch_size(self._ranks.size, allow_uneven_shards=True), None
-        packing, dynamic = self._packing_args("train_mb_tokens") if micro_batch_size is None else (None, None)
-        if packing is not None:
-            return data.shard_by_batch_size(self._ranks.size, rows_per_update, sequence_packing_args=packing)
-        if dynamic is not None:
-            return data.shard_by_batch_size(self._ranks.size, rows_per_update, dynamic_batching_args=dynamic)
-        return data.shard_by_batch_size(self._ranks.size, rows_per_update), None
-
-    def _packing_args(self, mb_tokens_key: str) -> tuple[SequencePackingArgs | None, DynamicBatchingArgs | None]:
-        """How a stage's rows share passes, fresh copies: neither of them in padded mode.
-
-        `mb_tokens_key` names the stage, `logprob_mb_tokens` or `train_mb_tokens`; `learner.micro_batch_tokens` is the
-        limit of both.
-        """
-        if mb_tokens_key not in ("logprob_mb_tokens", "train_mb_tokens"):
-            raise ValueError(f"{mb_tokens_key!r} is no stage: logprob_mb_tokens or train_mb_tokens")
-        learner = self._config.learner
-        match learner.batching:
-            case "packed":
-                return (
-                    SequencePackingArgs(
-                        max_tokens_per_microbatch=learner.micro_batch_tokens,
-                        input_key="input_ids",
-                        input_lengths_key="input_lengths",
-                        algorithm="modified_first_fit_decreasing",
-                        sequence_length_pad_multiple=1,
-                    ),
-                    None,
-                )
-            case "dynamic":
-                return None, DynamicBatchingArgs(
-                    max_tokens_per_microbatch=learner.micro_batch_tokens,
-                    sequence_length_round=MIN_WIDTH,
-                    input_key="input_ids",
-                    input_lengths_key="input_lengths",
-                )
-            case "padded":
-                return None, None
-
-    def _rank_rows(self, rows_per_update: int) -> int:
-        return -(-rows_per_update // self._ranks.size)
-
-
-def trained(records: Sequence[RankRecord], loss_fn: LossFunction) -> dict[str, Any]:
-    """What `train` returns, from the records of the ranks."""
-    report = step_report(records, normalizations=getattr(loss_fn, "metric_normalizations", {}))
-    return {**train_result(records), "report": report}
-
-
-def timed(timer: Timer | None, label: str) -> Any:
-    """`timer.time(label)`, or nothing."""
-    return nullcontext() if timer is None else timer.time(label)
-
-
-def _check_widths(data: BatchedDataDict) -> None:
-    """All tensors of two or more dimensions have tokens on dimension 1."""
-    widths = {
-        name: column.shape[1] for name, column in data.items() if isinstance(column, torch.Tensor) and column.ndim >= 2
-    }
-    if len(set(widths.values())) > 1:
-        raise AssertionError(f"tensors differ in dimension 1 (tokens): {widths}")

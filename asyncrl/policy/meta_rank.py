@@ -1,18 +1,19 @@
-"""A rank whose rows come from the data plane: it fetches its own, and writes log-probs back under the same keys.
+"""A rank whose rows come from the data plane: it fetches its own, and writes columns back under the same keys.
 
 What must hold: either all ranks have their rows or none goes on (F37); a token older than its ticket allows is never
 trained.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
 
-from asyncrl.algorithms.interfaces import LossFunction
+from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from asyncrl.errors import RowsLost
 from asyncrl.policy.batching import check_staleness
+from asyncrl.policy.sharded_worker import ShardedWorker
 from asyncrl.policy.step_report import RankRecord
 from asyncrl.policy.worker import PolicyWorker
 
@@ -21,29 +22,31 @@ STEP = "step"
 LIMIT = "max_staleness_versions"
 """In a row's tags: η of its ticket."""
 
+WorkerT = TypeVar("WorkerT", bound=ShardedWorker[Any])
 
-class MetaRank:
+
+class MetaRank(Generic[WorkerT]):
     """Every method is a collective; `meta` names this rank's rows, perhaps none.
 
     RowsLost, on all ranks and with the rows of all, when any of them cannot fetch its own.
     """
 
-    def __init__(self, worker: PolicyWorker, client: DataPlaneClient) -> None:
+    def __init__(self, worker: WorkerT, client: DataPlaneClient) -> None:
         self._worker = worker
         self._client = client
 
     def train(
         self,
         meta: KVBatchMeta,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | ValueLossFunction,
         *,
         rows_per_update: int,
         micro_batch_size: int | None,
         eval_mode: bool,
     ) -> RankRecord:
-        """`PolicyWorker.train` on the fields of `meta`. With a step in `extra_info`, StalenessViolation for a token
+        """The worker's `train` on the fields of `meta`. With a step in `extra_info`, StalenessViolation for a token
         beyond the limit in its row's tags."""
-        data = self._fetch(meta, meta.fields or [])
+        data = self._fetch(meta)
         step: int | None = meta.extra_info.get(STEP)
         if step is not None:
             limits = [tags[LIMIT] for tags in meta.tags or []]
@@ -57,22 +60,11 @@ class MetaRank:
             step=step,
         )
 
-    def write_logprobs(self, meta: KVBatchMeta, *, micro_batch_size: int | None) -> None:
-        """Adds the column `prev_logprobs`: the current weights'."""
-        scored = self._worker.get_logprobs(self._fetch(meta, LP_SEED_FIELDS), micro_batch_size=micro_batch_size)
-        self._write(meta, "prev_logprobs", scored["logprobs"])
-
-    def write_reference_logprobs(self, meta: KVBatchMeta, *, micro_batch_size: int | None) -> None:
-        """Adds the column `reference_policy_logprobs`: the first weights'."""
-        data = self._fetch(meta, LP_SEED_FIELDS)
-        scored = self._worker.get_reference_policy_logprobs(data, micro_batch_size=micro_batch_size)
-        self._write(meta, "reference_policy_logprobs", scored["reference_logprobs"])
-
-    def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> BatchedDataDict:
+    def _fetch(self, meta: KVBatchMeta) -> BatchedDataDict:
         data, lost = BatchedDataDict(), None
         if meta.size:
             try:
-                data = self._client.get_data(meta, fields)
+                data = self._client.get_data(meta, meta.fields or [])
             except RowsLost as error:
                 lost = error
         everyone: list[RowsLost | None] = self._worker.gather(lost)
@@ -86,7 +78,22 @@ class MetaRank:
         data.elem_counts_per_gb = meta.extra_info.get("elem_counts_per_gb")
         return data
 
-    def _write(self, meta: KVBatchMeta, name: str, column_BS: object) -> None:
+    def _write(self, meta: KVBatchMeta, columns: Mapping[str, Any]) -> None:
         if meta.size:
-            fields = encode({name: column_BS}, lengths=meta.sequence_lengths)
+            fields = encode(columns, lengths=meta.sequence_lengths)
             self._client.put_samples(meta.sample_ids, meta.partition_id, fields=fields)
+
+
+class PolicyMetaRank(MetaRank[PolicyWorker]):
+    """A rank of the policy."""
+
+    def write_logprobs(self, meta: KVBatchMeta, *, micro_batch_size: int | None) -> None:
+        """Adds the column `prev_logprobs`: the current weights'."""
+        scored = self._worker.get_logprobs(self._fetch(meta), micro_batch_size=micro_batch_size)
+        self._write(meta, {"prev_logprobs": scored["logprobs"]})
+
+    def write_reference_logprobs(self, meta: KVBatchMeta, *, micro_batch_size: int | None) -> None:
+        """Adds the column `reference_policy_logprobs`: the first weights'."""
+        data = self._fetch(meta)
+        scored = self._worker.get_reference_policy_logprobs(data, micro_batch_size=micro_batch_size)
+        self._write(meta, {"reference_policy_logprobs": scored["reference_logprobs"]})

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from asyncrl.config.import_path import resolve
 from asyncrl.config.schema import Config
 from asyncrl.errors import RowsLost
 
@@ -19,21 +21,40 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from asyncrl.policy.meta_rank import MetaRank
-    from asyncrl.policy.worker import PolicyWorker
+    from asyncrl.policy.sharded_worker import ShardedWorker
 
 LOOPBACK = "127.0.0.1"
 BESIDE = "beside"
 """Ray concurrency group of calls that run in a thread beside the rank's steps."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankKind:
+    """What the ranks of a group are, by import paths, which are followed in their own processes."""
+
+    section: str
+    """The config's section that a user finds them in, and what errors call them."""
+    worker: str
+    """A `ShardedWorker`."""
+    meta_rank: str
+    """The `MetaRank` around it."""
+
+
+POLICY_RANKS = RankKind(
+    section="learner",
+    worker="asyncrl.policy.worker:PolicyWorker",
+    meta_rank="asyncrl.policy.meta_rank:PolicyMetaRank",
+)
+
+
 class RankActor:
     """Order of calls: `node_address` on all, `open_rendezvous` on rank 0, `setup` on all; then anything, on all."""
 
-    def __init__(self, *, rank: int, world_size: int, config: Config) -> None:
-        self._rank, self._world_size, self._config = rank, world_size, config
+    def __init__(self, *, rank: int, world_size: int, config: Config, kind: RankKind) -> None:
+        self._rank, self._world_size, self._config, self._kind = rank, world_size, config, kind
         self._store: Store | None = None
-        self._worker: PolicyWorker | None = None
-        self._meta_rank: MetaRank | None = None
+        self._worker: ShardedWorker[Any] | None = None
+        self._meta_rank: MetaRank[Any] | None = None
 
     def node_address(self) -> str:
         return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -61,30 +82,27 @@ class RankActor:
 
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        from asyncrl.policy.worker import PolicyWorker
-
         if host == LOOPBACK and os.path.isdir("/sys/class/net/lo"):
             # all ranks on this node: gloo would look the host's name up and take what it finds
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         timeout = timedelta(seconds=self._config.learner.startup_timeout_s)
         store = self._store or TCPStore(host, port, is_master=False, timeout=timeout)
-        self._worker = PolicyWorker(
+        self._worker = resolve(self._kind.worker, key="worker")(
             model_path=model_path, config=self._config, rank=self._rank, world_size=self._world_size, store=store
         )
 
     def setup_data_plane(self) -> None:
         """Opens the rank's access to the rows that `call_with_meta` names."""
         from asyncrl.data_plane.clients import open_client
-        from asyncrl.policy.meta_rank import MetaRank
 
-        self._meta_rank = MetaRank(self._ready(), open_client(self._config))
+        self._meta_rank = resolve(self._kind.meta_rank, key="meta_rank")(self._ready(), open_client(self._config))
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """A method of the worker."""
         return getattr(self._ready(), method)(*args, **options)
 
     def call_with_meta(self, method: str, *args: Any, **options: Any) -> Any:
-        """A method of `MetaRank`. Lost rows are an answer, for all ranks agree on it and can go on."""
+        """A method of the meta rank. Lost rows are an answer, for all ranks agree on it and can go on."""
         assert self._meta_rank is not None, "setup_data_plane() comes first"
         try:
             return getattr(self._meta_rank, method)(*args, **options)
@@ -99,6 +117,6 @@ class RankActor:
         if self._worker is not None:
             self._worker.close()
 
-    def _ready(self) -> PolicyWorker:
+    def _ready(self) -> ShardedWorker[Any]:
         assert self._worker is not None, "setup() comes first"
         return self._worker

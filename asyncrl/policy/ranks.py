@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, PlacementError, RunError
-from asyncrl.policy.rank_actor import BESIDE, LOOPBACK, RankActor
+from asyncrl.policy.rank_actor import BESIDE, LOOPBACK, POLICY_RANKS, RankActor, RankKind
 
 FIRST_CAUSE_GRACE_S = 3.0
 """When only broken connections are known, how long to wait for the rank that broke them to be known too."""
@@ -22,11 +22,13 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class RankGroup:
-    """`config.learner.ranks` ranks of the model at `model_path`. Calls block, and may come from several threads."""
+    """`config.learner.ranks` ranks of the model at `model_path`, of one kind. Calls block, and may come from several
+    threads."""
 
-    def __init__(self, config: Config, *, model_path: str) -> None:
+    def __init__(self, config: Config, *, model_path: str, kind: RankKind = POLICY_RANKS) -> None:
         self._config = config
         self._model_path = model_path
+        self._kind = kind
         self._ranks: list[Any] = []
         self._placement: Any = None
 
@@ -47,15 +49,15 @@ class RankGroup:
         self._all("setup", deadline_s=deadline_s, knob=knob, model_path=self._model_path, host=host, port=port)
 
     def _place(self) -> None:
-        learner, timeout_s = self._config.learner, self._config.ray.placement_timeout_s
+        learner, section, timeout_s = self._config.learner, self._kind.section, self._config.ray.placement_timeout_s
         bundle = {"CPU": learner.cpus} | ({"GPU": learner.gpus} if learner.gpus else {})
         self._placement = ray.util.placement_group([bundle] * learner.ranks, strategy="PACK")
         if not self._placement.wait(timeout_s):
             total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
             self.shutdown()
             raise PlacementError(
-                f"Ray has no room for {learner.ranks} learner ranks (learner.ranks) of {bundle} each (learner.cpus, "
-                f"learner.gpus) within ray.placement_timeout_s={timeout_s}: the cluster has "
+                f"Ray has no room for {learner.ranks} {section} ranks ({section}.ranks) of {bundle} each "
+                f"({section}.cpus, {section}.gpus) within ray.placement_timeout_s={timeout_s}: the cluster has "
                 + ", ".join(f"{total.get(name, 0.0):g} {name}, {free.get(name, 0.0):g} free" for name in bundle)
             )
         threads = str(learner.threads)
@@ -73,14 +75,14 @@ class RankGroup:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._placement, placement_group_bundle_index=rank
                 ),
-            ).remote(rank=rank, world_size=learner.ranks, config=self._config)
+            ).remote(rank=rank, world_size=learner.ranks, config=self._config, kind=self._kind)
             for rank in range(learner.ranks)
         ]
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        """`PolicyWorker.method` on every rank with the same arguments; answers in rank order.
+        """A worker's method on every rank with the same arguments; answers in rank order.
 
         The deadline is `run.stall_timeout_s`: such calls have no size that a collective's deadline could know of.
         """
@@ -89,7 +91,7 @@ class RankGroup:
     def call_each(
         self, method: str, args: Sequence[tuple[Any, ...]], *, with_meta: bool = False, **options: Any
     ) -> list[Any]:
-        """`PolicyWorker.method`, or `MetaRank.method`, on every rank with positional arguments of its own."""
+        """A worker's method, or its meta rank's, on every rank with positional arguments of its own."""
         via = "call_with_meta" if with_meta else "call"
         calls = [
             getattr(rank, via).remote(method, *own, **options) for rank, own in zip(self._alive(), args, strict=True)
@@ -102,7 +104,7 @@ class RankGroup:
         self._all("setup_data_plane", deadline_s=deadline_s, knob=knob)
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(worker, *args)` on every rank at once, `worker` being its PolicyWorker; answers in rank order.
+        """`function(worker, *args)` on every rank at once, `worker` being its worker; answers in rank order.
 
         `function` must be importable by the ranks. The deadline is `learner.collective_timeout_s`.
         """
@@ -149,13 +151,16 @@ class RankGroup:
             return [answer.result() for answer in answers]
         self._end_all()
         if failures:
-            raise _first_cause(failures, what=what)
+            raise _first_cause(failures, what=what, section=self._kind.section)
         unanswered = [rank for rank, answer in enumerate(answers) if answer in late]
-        raise RunError(f"learner ranks {unanswered} did not finish {what} within {knob}={deadline_s} s; all were ended")
+        raise RunError(
+            f"{self._kind.section} ranks {unanswered} did not finish {what} within {knob}={deadline_s} s; "
+            "all were ended"
+        )
 
     def _alive(self) -> list[Any]:
         if not self._ranks:
-            raise RunError("the policy has no ranks: it was not started, or it has ended")
+            raise RunError(f"the {self._kind.section} has no ranks: it was not started, or it has ended")
         return self._ranks
 
     def _end_all(self) -> None:
@@ -170,17 +175,17 @@ def _failures(answers: Sequence["concurrent.futures.Future[Any]"]) -> dict[int, 
     return {rank: error for rank, error in errors.items() if error is not None}
 
 
-def _first_cause(failures: dict[int, BaseException], *, what: str) -> BaseException:
+def _first_cause(failures: dict[int, BaseException], *, what: str, section: str) -> BaseException:
     """The failure that brought the others about: one that is no broken connection, before any that is."""
     rank, error = min(failures.items(), key=lambda item: (_is_broken_connection(item[1]), item[0]))
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, AsyncRLError):
-        cause.add_note(f"on learner rank {rank}, in {what}")
+        cause.add_note(f"on {section} rank {rank}, in {what}")
         return cause
     if isinstance(error, ray.exceptions.RayActorError):
-        failure = RunError(f"learner rank {rank} died in {what}: {error}")
+        failure = RunError(f"{section} rank {rank} died in {what}: {error}")
     else:
-        failure = RunError(f"learner rank {rank} failed in {what}: {type(cause).__name__}: {cause}")
+        failure = RunError(f"{section} rank {rank} failed in {what}: {type(cause).__name__}: {cause}")
     failure.__cause__ = error
     return failure
 

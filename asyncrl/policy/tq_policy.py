@@ -14,24 +14,23 @@ A call that fails with RowsLost changed nothing, and the ranks go on.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.config.schema import Config, DataPlaneSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import DP_TRAIN_FIELDS
+from asyncrl.data.specs import CRITIC_FIELDS, DP_TRAIN_FIELDS
 from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
 from asyncrl.data_plane.codec import encode
-from asyncrl.data_plane.interfaces import PAD_SEQLEN, DataPlaneClient, KVBatchMeta
-from asyncrl.data_plane.sharding import shard_meta_for_dp
-from asyncrl.errors import RowsLost, RunError
-from asyncrl.policy.batching import MIN_WIDTH
+from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from asyncrl.errors import RunError
 from asyncrl.policy.interfaces import Timer
-from asyncrl.policy.lm_policy import Policy, timed, trained
+from asyncrl.policy.lm_policy import Policy
+from asyncrl.policy.meta_driver import MetaDriver, name_fields
+from asyncrl.policy.rank_driver import timed
 
-STEP_FIELDS = (*DP_TRAIN_FIELDS, "weight_versions")
+STEP_FIELDS = (*DP_TRAIN_FIELDS, "weight_versions", *CRITIC_FIELDS)
 """Every column that a stage of a step may write or read."""
 
 
-class TQPolicy(Policy):
+class TQPolicy(MetaDriver, Policy):
     """A `Policy` whose rows are on the data plane that `dp_cfg` names, in the partition `tq_partition_id`."""
 
     def __init__(
@@ -50,7 +49,6 @@ class TQPolicy(Policy):
     def start(self) -> None:
         self._client = open_client(self._config)
         super().start()
-        self._ranks.setup_data_plane()
 
     def shutdown(self) -> bool:
         if self._client is not None:
@@ -95,7 +93,7 @@ class TQPolicy(Policy):
         """Adds columns [B], or [B, S] whose padding stays here, to the rows; `meta` names them from then on."""
         columns = encode(fields, lengths=meta.sequence_lengths)
         self._open.put_samples(meta.sample_ids, meta.partition_id, fields=columns)
-        _name_fields(meta, fields)
+        name_fields(meta, fields)
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -104,88 +102,19 @@ class TQPolicy(Policy):
     ) -> None:
         """Adds `prev_logprobs`, those of the current weights; `meta` names them from then on."""
         with timed(timer, "get_logprobs"):
-            self._dispatch("write_logprobs", meta, micro_batch_size=micro_batch_size)
-        _name_fields(meta, ["prev_logprobs"])
+            self._score("write_logprobs", meta, micro_batch_size=micro_batch_size)
+        name_fields(meta, ["prev_logprobs"])
 
     def get_reference_policy_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds `reference_policy_logprobs`, those of the first weights; `meta` names them from then on."""
         with timed(timer, "get_reference_policy_logprobs"):
-            self._dispatch("write_reference_logprobs", meta, micro_batch_size=micro_batch_size)
-        _name_fields(meta, ["reference_policy_logprobs"])
-
-    def train_from_meta(
-        self,
-        meta: KVBatchMeta,
-        loss_fn: LossFunction,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        timer: Timer | None = None,
-    ) -> dict[str, Any]:
-        """`train` on the fields that `meta` names, with the same result. Clears nothing.
-
-        With `extra_info["step"]` the version of the weights, tokens are checked against each row's
-        `tags["max_staleness_versions"]`: StalenessViolation.
-        """
-        rows = meta.size if gbs is None else gbs
-        with timed(timer, "policy_training"):
-            shards = self._shards(meta, rows_per_update=rows, micro_batch_size=mbs, stage="train_mb_tokens")
-            records = self._ranks.call_each(
-                "train",
-                [(shard, loss_fn) for shard in shards],
-                with_meta=True,
-                rows_per_update=self._rank_rows(rows),
-                micro_batch_size=mbs,
-                eval_mode=eval_mode,
-            )
-        return trained(_unless_lost(records), loss_fn)
-
-    def _dispatch(self, method: str, meta: KVBatchMeta, *, micro_batch_size: int | None) -> None:
-        shards = self._shards(
-            meta, rows_per_update=meta.size, micro_batch_size=micro_batch_size, stage="logprob_mb_tokens"
-        )
-        answers = self._ranks.call_each(
-            method, [(shard,) for shard in shards], with_meta=True, micro_batch_size=micro_batch_size
-        )
-        _unless_lost(answers)
-
-    def _shards(
-        self, meta: KVBatchMeta, *, rows_per_update: int, micro_batch_size: int | None, stage: str
-    ) -> list[KVBatchMeta]:
-        """A meta a rank, cut as `_cut` cuts rows."""
-        self._stamp_pad_seqlen(meta)
-        if rows_per_update == meta.size and meta.size % self._ranks.size:
-            return shard_meta_for_dp(meta, dp_world=self._ranks.size, allow_uneven_shards=True)[0]
-        packing, dynamic = self._packing_args(stage) if micro_batch_size is None else (None, None)
-        shards, _ = shard_meta_for_dp(
-            meta,
-            dp_world=self._ranks.size,
-            batch_size=rows_per_update,
-            sequence_packing_args=packing,
-            dynamic_batching_args=dynamic,
-        )
-        return shards
-
-    def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
-        """The width that driver and ranks pad the step's rows to. Idempotent."""
-        if PAD_SEQLEN not in meta.extra_info:
-            meta.extra_info[PAD_SEQLEN] = max([MIN_WIDTH, *(meta.sequence_lengths or [])])
+            self._score("write_reference_logprobs", meta, micro_batch_size=micro_batch_size)
+        name_fields(meta, ["reference_policy_logprobs"])
 
     @property
     def _open(self) -> DataPlaneClient:
         if self._client is None:
             raise RunError("the policy was not started: its data plane is not open")
         return self._client
-
-
-def _name_fields(meta: KVBatchMeta, names: Sequence[str] | Mapping[str, Any]) -> None:
-    meta.fields = list(dict.fromkeys([*(meta.fields or []), *names]))
-
-
-def _unless_lost(answers: Sequence[Any]) -> Sequence[Any]:
-    """The ranks' answers. RowsLost when they agree that rows are gone."""
-    if isinstance(answers[0], RowsLost):
-        raise answers[0]
-    return answers

@@ -38,6 +38,26 @@ def test_f28_a_baseline_that_needs_a_critic_is_refused_with_the_reason(loss: str
     assert "needs a critic" in found[0]
     assert ("product of every later ratio" in found[0]) == (loss == "vtrace")
     warnings(f"algorithm.loss={loss}", "algorithm.advantage=group_norm", "staleness.max_versions=0")
+    warnings(f"algorithm.loss={loss}", "critic={}", "staleness.max_versions=0")
+
+
+def test_f28_a_critic_that_nobody_asks_is_refused() -> None:
+    assert "trained for nobody" in violations("critic={}")[0]
+    assert "trained for nobody" in violations("critic.lam=0.9", "algorithm.advantage=mine:estimator")[0]
+    warnings("critic={}", "algorithm.advantage=gae")
+
+
+def test_f28_gae_s_options_are_refused_with_v_trace() -> None:
+    lambdas = ("critic={value_lam: 1.0, length_alpha: 0.05}",)
+    assert [
+        "critic.value_lam = 1" in line or "critic.length_alpha = 0.05" in line
+        for line in violations("algorithm.loss=vtrace", *lambdas)
+    ] == [True, True]
+    warnings("algorithm.advantage=gae", *lambdas)
+
+
+def test_a_critic_lets_a_group_have_one_sample() -> None:
+    warnings("critic={}", "algorithm.advantage=gae", "learner.group_size=1")
 
 
 def test_f28_a_group_of_one_has_nobody_to_compare_with() -> None:

@@ -61,6 +61,9 @@ _LIMITS = [
     ),
     (["learner.mixed_precision=bf16"], ["learner.mixed_precision=bf16", "model.dtype=bfloat16"], "set model.dtype"),
     (["learner.optimizer.warmup_steps=201"], ["learner.optimizer.warmup_steps=200"], "learner.total_steps = 200"),
+    (["critic.ranks=3"], ["critic.ranks=2"], "critic.ranks × learner.updates_per_step = 3 × 1 = 3"),
+    (["critic.optimizer.warmup_steps=201"], ["critic.optimizer.warmup_steps=200"], "learner.total_steps = 200"),
+    (["critic.warmup_steps=200"], ["critic.warmup_steps=199"], "or the policy is never trained"),
     (["generator.max_completion_tokens=64"], ["generator.max_completion_tokens=63"], "model.max_length = 64"),
     (["data.max_prompt_tokens=64"], ["data.max_prompt_tokens=63"], "model.max_length = 64"),
     (

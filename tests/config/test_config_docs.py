@@ -22,7 +22,7 @@ def test_the_page_on_disk_is_what_the_schema_says() -> None:
 
 def test_every_key_has_a_row_with_a_meaning() -> None:
     rows = {line.split("`")[1]: line for line in docs.page().splitlines() if line.startswith("| `")}
-    everything = load_config([], ["model.tiny={}"])
+    everything = load_config([], ["model.tiny={}", "critic={}"])
     assert rows.keys() == _keys(everything.model_dump(mode="json"))
     assert all(len(row.split(" | ")[3]) > 10 for row in rows.values())
 

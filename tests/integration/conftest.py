@@ -18,6 +18,7 @@ from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"
+PPO = REPOSITORY / "configs" / "ppo.yaml"
 SMALL = [
     "model.max_length=64",
     "learner.groups_per_step=4",

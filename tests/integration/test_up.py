@@ -6,7 +6,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import QUICKSTART, Run, small_overrides
+from conftest import PPO, QUICKSTART, Run, small_overrides
 
 from asyncrl.config.load import load_config
 from asyncrl.environments.interfaces import build_tasks
@@ -14,10 +14,10 @@ from asyncrl.environments.interfaces import build_tasks
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 
 
-def run_up(run_command: Run, model_path: str, tmp_path: Path, *overrides: str) -> Path:
+def run_up(run_command: Run, model_path: str, tmp_path: Path, *overrides: str, config: Path = QUICKSTART) -> Path:
     """Runs to the end; the run's directory."""
     command = run_command(
-        "up", "-c", str(QUICKSTART), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path), *overrides
+        "up", "-c", str(config), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path), *overrides
     )
     assert command.wait(240) == 0, command.output()[-4000:]
     return tmp_path / "test"
@@ -72,6 +72,23 @@ def test_an_asynchronous_run_keeps_its_promises(run_command: Run, model_path: st
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
     left = [process.name() for process in psutil.process_iter() if process.name().startswith("VLLM")]
     assert len(left) <= 2, f"more engine processes than this session's own: {left}"
+
+
+def test_a_critic_learns_beside_a_policy_that_waits_for_it(run_command: Run, model_path: str, tmp_path: Path) -> None:
+    """configs/ppo.yaml over real ranks: in the warm-up steps the weights that are published stay the first ones."""
+    run = run_up(
+        run_command, model_path, tmp_path, "learner.total_steps=8", "critic.warmup_steps=4", config=PPO
+    )  # fmt: skip
+    summary = summary_of(run)
+    assert summary["steps"] == 8
+    assert summary["ledger_closed"] is True
+    assert summary["parity_max_nats"] <= 1e-4
+    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    assert [step["grad_norm"] == 0 for step in steps] == [True] * 4 + [False] * 4
+    explained = [step["diagnostics"]["explained_variance"] for step in steps]
+    assert explained[0] in (0.0, None), "a new critic says 0 everywhere; None: all returns were equal"
+    assert explained[-1] != 0.0, "it still does"
+    assert all(0 <= step["diagnostics"]["value_clipped_ratio"] <= 1 for step in steps)
 
 
 def test_f35_a_second_run_on_the_same_directory_is_refused_at_once(

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from asyncrl.algorithms.interfaces import LossFunction
+from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.buffer.actor import BufferActor, Failure, ReplicaReport, RunStatus
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, LeaseWait, Ticket, Version
 from asyncrl.config.schema import Config
@@ -26,7 +26,9 @@ from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.interfaces import StepReport
+from asyncrl.policy.meta_driver import name_fields
 from asyncrl.policy.tq_policy import STEP_FIELDS
+from asyncrl.value.estimators import TokenEstimator
 
 GROUPS_PER_STEP = 2
 GROUP_SIZE = 2
@@ -129,6 +131,7 @@ class FakeTrainer:
         self.asked: list[tuple[int, list[str]]] = []
         self.stages: list[str] = []
         self.gbs: list[int | None] = []
+        self.fields: list[set[str]] = []
 
     @property
     def kept(self) -> set[str]:
@@ -140,6 +143,7 @@ class FakeTrainer:
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         self.client.put_samples(meta.sample_ids, meta.partition_id, fields=fields)
+        name_fields(meta, fields)
 
     def read_from_dataplane(self, meta: KVBatchMeta, *, select_fields: Sequence[str]) -> BatchedDataDict:
         return self.client.get_data(meta, select_fields)
@@ -150,9 +154,12 @@ class FakeTrainer:
     def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta) -> None:
         self.stages.append("reference")
 
-    def train_from_meta(self, meta: KVBatchMeta, loss_fn: LossFunction, *, gbs: int | None = None) -> dict[str, Any]:
+    def train_from_meta(
+        self, meta: KVBatchMeta, loss_fn: LossFunction, eval_mode: bool = False, *, gbs: int | None = None
+    ) -> dict[str, Any]:
         self.asked.append((meta.extra_info["step"], list(dict.fromkeys(map(group_of, meta.sample_ids)))))
-        self.stages.append("train")
+        self.stages.append("evaluate" if eval_mode else "train")
+        self.fields.append(set(meta.fields or []))
         self.gbs.append(gbs)
         self._clock.now_s += 1.0
         answer = self.answers.pop(0) if self.answers else trained()
@@ -168,6 +175,54 @@ class FakeTrainer:
 
     def rows_outstanding(self) -> dict[str, int]:
         return self.client.rows_outstanding()
+
+
+class FakeCritic:
+    """Gives every sample's tokens its reward as their advantage, and learns well unless it is told otherwise; its
+    stages stand among the trainer's."""
+
+    def __init__(self, trainer: FakeTrainer, clock: Clock) -> None:
+        self._trainer, self._clock = trainer, clock
+        self.answers: list[StepReport | Exception] = []
+        self.gbs: list[int | None] = []
+        self.fields: list[set[str]] = []
+        self.estimators: list[TokenEstimator] = []
+
+    def get_values_from_meta(self, meta: KVBatchMeta) -> None:
+        self._trainer.stages.append("values")
+        rows = self._trainer.read_from_dataplane(meta, select_fields=["token_mask"])
+        self._trainer.write_to_dataplane(meta, {"values": 0.5 * rows["token_mask"]})
+
+    def get_advantages_from_meta(self, meta: KVBatchMeta, estimator: TokenEstimator) -> None:
+        self._trainer.stages.append("advantages")
+        self.estimators.append(estimator)
+        rows = self._trainer.read_from_dataplane(meta, select_fields=["token_mask", "rewards", "values"])
+        earned = rows["token_mask"] * rows["rewards"].unsqueeze(1)
+        self._trainer.write_to_dataplane(meta, {"advantages": earned, "returns": earned})
+
+    def train_from_meta(
+        self, meta: KVBatchMeta, loss_fn: ValueLossFunction, *, gbs: int | None = None
+    ) -> dict[str, Any]:
+        self._trainer.stages.append("train critic")
+        self._clock.now_s += 1.0
+        self.fields.append(set(meta.fields or []))
+        self.gbs.append(gbs)
+        answer = self.answers.pop(0) if self.answers else judged()
+        if isinstance(answer, Exception):
+            raise answer
+        return {"report": answer}
+
+
+def judged(**changed: Any) -> StepReport:
+    """A critic's good step, whose values explain three quarters of the returns' variance."""
+    metrics = {
+        "return_mean": 0.5,
+        "return_square_mean": 0.5,
+        "value_error_mean": 0.25,
+        "value_error_square_mean": 0.125,
+        "value_clipped_ratio": 0.1,
+    }
+    return trained(**{"loss": 0.0625, "loss_metrics": metrics} | changed)
 
 
 def ids_of(keys: Iterable[str]) -> list[str]:
@@ -210,6 +265,7 @@ class Scene:
             defaults[section] = defaults.get(section, {}) | values
         self.config, self.clock = Config.model_validate(defaults), Clock()
         self.log, self.trainer = KeptLog(), FakeTrainer(self.clock)
+        self.critic = FakeCritic(self.trainer, self.clock) if self.config.critic is not None else None
         self.metrics = LearnerMetrics()
         self.loaded: Version | None = None
         self.asked: list[tuple[Version | None, int]] = []
@@ -237,6 +293,7 @@ class Scene:
         self.loop = LearnerLoop(
             config=self.config,
             policy=self.trainer,
+            critic=self.critic,
             publisher=self.publisher,
             buffer=self.buffer,
             heldout=self.heldout,

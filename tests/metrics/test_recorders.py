@@ -40,6 +40,7 @@ def learner() -> LearnerMetrics:
         masked_samples_ratio=0.375,
         measured=dict.fromkeys(MEASURED, 0.9),
     )
+    metrics.critic(value_loss=0.05, explained_variance=0.6, value_clipped_ratio=0.01)
     metrics.staleness(groups={0: 10, 2: 6}, tokens={0: 500, 1: 100, 2: 40}, in_flight={1: 6}, in_buffer={0: 12, 1: 4})
     metrics.length_ratio(0.98)
     metrics.rows_outstanding(3)

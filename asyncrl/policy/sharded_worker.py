@@ -1,0 +1,279 @@
+"""One rank of a trained model: its shard (FSDP2 through accelerate), its optimizer, and the training step.
+
+What the ranks of the policy and of the critic share. A plain class that a Ray actor wraps (`rank_actor.py`); it knows
+nothing of Ray. A subclass says which model it is, what a micro-batch of it comes to, and what it scores.
+
+What must hold: every method but `close` is a collective, all ranks call it in the same order; the result of a step is
+the same for any number of ranks and any micro-batch size, to float tolerance; either all ranks apply an update or none.
+
+Legend: B rows, S tokens.
+"""
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.tensor import DTensor
+
+from asyncrl.algorithms.diagnostics import OffPolicySums
+from asyncrl.algorithms.kernel import KernelSums
+from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.policy.accelerator import forget_accelerator, make_accelerator
+from asyncrl.policy.batching import empty_micro_batch, staleness_counts
+from asyncrl.policy.checkpoint import load_checkpoint, save_checkpoint, save_tokenizer
+from asyncrl.policy.micro_batch import MicroBatchOutcome
+from asyncrl.policy.schedule import learning_rate
+from asyncrl.policy.sharded import move
+from asyncrl.policy.step_plan import PlannedUpdate, cut_updates, planned_updates
+from asyncrl.policy.step_report import RankRecord, UpdateOutcome
+
+LossT = TypeVar("LossT")
+"""The losses that the model is trained with."""
+
+
+class ShardedWorker(ABC, Generic[LossT]):
+    """Rank `rank` of `world_size`. Blocks in the constructor until all ranks have met at `store`."""
+
+    def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
+        learner = config.learner
+        self._config = config
+        self._model_path = model_path
+        self.rank, self.world_size = rank, world_size
+        self._timeout = timedelta(seconds=learner.collective_timeout_s)
+        self._packed = learner.batching == "packed"
+        torch.manual_seed(config.run.seed)
+        self._accelerator = make_accelerator(
+            rank=rank, world_size=world_size, store=store, timeout=self._timeout, config=config
+        )
+        self._device = self._accelerator.device
+        # after accelerate, which has its own opinion on CPUs
+        torch.set_num_threads(learner.threads)
+        # small objects, on the CPU and beside the gradients' traffic
+        self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+        # DCP on a group with other traffic aborts the process; how long a rank writes is no collective's deadline
+        self._checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.run.stall_timeout_s))
+        # master weights are float32 whatever the engine's precision: bfloat16 loses updates below 2⁻⁸ of a weight
+        model = self._loaded(model_path)
+        # dropout would make a token's ratio to itself differ from 1
+        model.train(False)
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=learner.optimizer.learning_rate,
+            betas=learner.optimizer.betas,
+            eps=learner.optimizer.eps,
+            weight_decay=learner.optimizer.weight_decay,
+        )
+        self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self._calls = 0  # of `train`, which the schedule counts
+
+    # -- which model it is ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _loaded(self, model_path: str) -> torch.nn.Module:
+        """The model, whole and in float32, the same on every rank."""
+
+    @abstractmethod
+    def _outcome(
+        self, part: BatchedDataDict, *, loss_fn: LossT, counts: Mapping[str, torch.Tensor], step: int | None
+    ) -> MicroBatchOutcome:
+        """One micro-batch through the live model and the loss. `counts` are the update's `global_valid_seqs` and
+        `…_toks`. A micro-batch without a trained token has a graph too: hooks and collectives run on all ranks."""
+
+    def _step_loss(self, loss_fn: LossT, updates: Sequence[PlannedUpdate]) -> LossT:
+        """The loss of a step, after a look at all of its tokens. A collective."""
+        return loss_fn
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossT,
+        *,
+        rows_per_update: int,
+        micro_batch_size: int | None = None,
+        eval_mode: bool = False,
+        step: int | None = None,
+    ) -> RankRecord:
+        """Trains on this rank's rows `data` with the columns that `loss_fn` reads, cut as `cut_updates` says.
+
+        All ranks cut equally many updates; a rank may have no rows. `step` is the version of the weights, without which
+        no token counts as stale or on-policy. The learning rate goes one step on, unless no update was finite. In eval
+        mode nothing changes, and no gradient is made. The record is of this rank alone.
+        """
+        seconds: dict[str, float] = defaultdict(float)
+        cuts = cut_updates(
+            data, self._config.learner, rows_per_update=rows_per_update, micro_batch_size=micro_batch_size
+        )
+        planned = planned_updates(cuts, gather=self.gather)
+        with _timed(seconds, "log_probs"):
+            loss_fn = self._step_loss(loss_fn, planned)
+        rate = self._set_learning_rate(self._calls)
+        outcomes = tuple(
+            self._update(update, loss_fn=loss_fn, step=step, seconds=seconds, train=not eval_mode)
+            for update in planned
+            if update.plan.tokens > 0
+        )
+        self._calls += not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes))
+        return RankRecord(
+            plans=tuple(update.plan for update in planned),
+            outcomes=outcomes,
+            staleness={} if step is None else staleness_counts(data, step=step),
+            learning_rate=rate,
+            seconds=seconds,
+        )
+
+    def _set_learning_rate(self, step: int) -> float:
+        rate = learning_rate(self._config.learner.optimizer, step=step, total_steps=self._config.learner.total_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _update(
+        self,
+        update: PlannedUpdate,
+        *,
+        loss_fn: LossT,
+        step: int | None,
+        seconds: dict[str, float],
+        train: bool = True,
+    ) -> UpdateOutcome:
+        """Forward, and to train backward and, when every rank is finite, one optimizer step."""
+        loss_total, sums, kernel, grad_norm = 0.0, OffPolicySums(), KernelSums(), 0.0
+        metrics: list[Mapping[str, float]] = []
+        counts = {
+            "global_valid_seqs": torch.tensor(update.plan.samples, device=self._device),
+            "global_valid_toks": torch.tensor(update.plan.tokens, device=self._device),
+        }
+        with _timed(seconds, "forward_backward"):
+            self._optimizer.zero_grad()
+            for part in update.parts:
+                with torch.set_grad_enabled(train):
+                    outcome = self._outcome(part.to(self._device), loss_fn=loss_fn, counts=counts, step=step)
+                if train:
+                    # FSDP averages gradients over the ranks; the loss is already a part of the global sum
+                    self._accelerator.backward(outcome.differentiable * self.world_size)
+                loss_total += outcome.loss
+                sums += outcome.sums
+                kernel += outcome.kernel
+                metrics.append(outcome.metrics)
+        with _timed(seconds, "optimizer"):
+            if train:
+                norm = self._accelerator.clip_grad_norm_(
+                    self._model.parameters(), self._config.learner.optimizer.max_grad_norm
+                )
+                grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            finite = all(self.gather(bool(np.isfinite([loss_total, grad_norm]).all())))
+            if train and finite:
+                self._optimizer.step()
+            self._optimizer.zero_grad()
+        return UpdateOutcome(
+            loss=loss_total,
+            grad_norm=grad_norm,
+            finite=finite,
+            sums=sums,
+            kernel=kernel,
+            micro_batch_metrics=tuple(part for part in metrics if part),
+        )
+
+    # -- scoring -------------------------------------------------------------------------------------------------
+
+    def _scored(
+        self,
+        data: BatchedDataDict,
+        score: Callable[[BatchedDataDict], torch.Tensor],
+        *,
+        micro_batch_size: int | None = None,
+    ) -> torch.Tensor:
+        """[B, S] on the CPU, in the order of the rows, 0 beyond a row's length; each rank passes its own rows, perhaps
+        none. `score` makes [b, s] of one micro-batch; no gradient."""
+        rows = copy.copy(data)
+        rows["row"] = torch.arange(data.size)
+        cuts = cut_updates(rows, self._config.learner, rows_per_update=data.size, micro_batch_size=micro_batch_size)
+        parts = [part for update in cuts for part in update]
+        passes = max(self.gather(len(parts)))
+        scored_BS = torch.zeros(data["input_ids"].shape if data else (0, 0))
+        for part in [*parts, *(empty_micro_batch() for _ in range(passes - len(parts)))]:
+            with torch.no_grad():
+                part_BS = score(part.to(self._device)).cpu()
+            if "row" in part:
+                inside_BS = torch.arange(part_BS.shape[1]) < part["input_lengths"].cpu().unsqueeze(1)
+                scored_BS[part["row"].cpu(), : part_BS.shape[1]] = part_BS * inside_BS
+        return scored_BS
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, weights_path: Path, optimizer_path: Path | None = None, tokenizer_path: Path | None = None
+    ) -> None:
+        """Writes what training goes on from, by any number of ranks: weights, and where they have a path the optimizer
+        and the tokenizer, each to a directory of its own that all ranks see. CheckpointError when it cannot."""
+        save_checkpoint(
+            self._model,
+            self._optimizer.optimizer,
+            train_calls=self._calls,
+            weights_path=weights_path,
+            optimizer_path=optimizer_path,
+            group=self._checkpoints,
+        )
+        if tokenizer_path is not None:
+            save_tokenizer(self._model_path, tokenizer_path, group=self._checkpoints)
+
+    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
+        """Takes over the weights of `save_checkpoint`, and with a path the optimizer, its place in the schedule of
+        `train`, and the random generators. CheckpointError when it cannot: then nothing has changed. The reference
+        stays the model that the worker was made with."""
+        train_calls = load_checkpoint(
+            self._model,
+            self._optimizer.optimizer,
+            weights_path=weights_path,
+            optimizer_path=optimizer_path,
+            group=self._checkpoints,
+        )
+        if train_calls is not None:
+            self._calls = train_calls
+
+    # -- memory and the group of ranks ----------------------------------------------------------------------------
+
+    def prepare_for_training(self) -> None:
+        """Weights and optimizer are on this rank's device."""
+        move(self._model, self._optimizer.optimizer, self._device)
+
+    def finish_training(self) -> None:
+        """No gradient is kept."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        """A small tensor added up over the ranks."""
+        dist.all_reduce(values, group=self._control)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """One small object of every rank, in rank order; fails after `learner.collective_timeout_s`."""
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self._control)
+        return gathered
+
+    def close(self) -> None:
+        """Leaves the process group; another worker may then live in this process. Idempotent."""
+        forget_accelerator()
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[stage] += time.perf_counter() - start

@@ -1,0 +1,42 @@
+"""The driver's side of the critic.
+
+critic = Value(critic_config(config), model_path=path)
+critic.start()
+values = critic.get_values(batch)["values"]
+result = critic.train(batch, ClippedValueLoss(clip=0.2), gbs=64)
+critic.shutdown()
+"""
+
+from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.policy.interfaces import Timer
+from asyncrl.policy.rank_actor import RankKind
+from asyncrl.policy.rank_driver import RankDriver, timed
+from asyncrl.value.interfaces import ValueInterface
+
+
+class Value(RankDriver, ValueInterface):
+    """`config.learner.ranks` ranks of a critic that grows from the language model at `model_path`: `config.learner` is
+    the critic's own here."""
+
+    _kind = RankKind(
+        section="critic",
+        worker="asyncrl.value.worker:ValueWorker",
+        meta_rank="asyncrl.value.meta_rank:ValueMetaRank",
+    )
+    _training = "value_training"
+
+    def get_values(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
+        with timed(timer, "get_values"):
+            return self._scored("get_values", data, micro_batch_size=None)
+
+    def prepare_for_inference(self) -> None:
+        # the ranks' move to their devices lets go of gradients
+        self._ranks.call("prepare_for_training")
+
+
+def critic_config(config: Config) -> Config:
+    """`config` as the critic's ranks see it: `learner` with what `critic` says of ranks, places and optimizer."""
+    assert config.critic is not None
+    own = {name: getattr(config.critic, name) for name in ("ranks", "optimizer", "cpus", "gpus")}
+    return config.model_copy(update={"learner": config.learner.model_copy(update=own)})

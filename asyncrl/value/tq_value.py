@@ -1,0 +1,40 @@
+"""The metadata-driven critic: its driver names rows and never holds them; the ranks fetch and write their own.
+
+    critic = TQValue(config, model_path=path)
+    critic.start()
+    policy.write_to_dataplane(meta, {"rewards": rewards_B, "sample_mask": mask_B})
+    critic.get_values_from_meta(meta)                           # adds values under the same keys
+    critic.get_advantages_from_meta(meta, GAE(gamma=1.0, lam=0.95, value_lam=0.95))  # adds advantages and returns
+    result = critic.train_from_meta(meta, ClippedValueLoss(clip=0.2), gbs=128)
+
+Partitions are the policy's. A call that fails with RowsLost changed nothing, and the ranks go on.
+"""
+
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.policy.interfaces import Timer
+from asyncrl.policy.meta_driver import MetaDriver, name_fields
+from asyncrl.policy.rank_driver import timed
+from asyncrl.value.estimators import TokenEstimator
+from asyncrl.value.lm_value import Value
+
+
+class TQValue(MetaDriver, Value):
+    """A `Value` whose rows are on the data plane that `config.data_plane` names."""
+
+    def get_values_from_meta(
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> None:
+        """Adds `values`, those of the current critic; `meta` names them from then on."""
+        with timed(timer, "get_values"):
+            self._score("write_values", meta, micro_batch_size=micro_batch_size)
+        name_fields(meta, ["values"])
+
+    def get_advantages_from_meta(
+        self, meta: KVBatchMeta, estimator: TokenEstimator, timer: Timer | None = None
+    ) -> None:
+        """Adds `advantages` [B, S], whitened over the trained tokens of these rows, and `returns`; `meta` names them
+        from then on. RunError when they are no numbers."""
+        with timed(timer, "get_advantages"):
+            shards = self._shards(meta, rows_per_update=meta.size, micro_batch_size=None, stage="logprob_mb_tokens")
+            self._dispatch("write_advantages", shards, fields=estimator.reads, estimator=estimator)
+        name_fields(meta, ["advantages", "returns"])

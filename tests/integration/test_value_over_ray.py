@@ -1,0 +1,194 @@
+"""The critic's driver over real Ray actors: rows by name as the rows themselves, no bulk there, and lost rows."""
+
+import pickle
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from tiny_groups import STEP, make_batch, make_config, make_model
+
+from asyncrl.algorithms.value_loss import ClippedValueLoss
+from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import CRITIC_FIELDS
+from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.data_plane.row_store import ensure_row_store
+from asyncrl.errors import PlacementError, RowsLost
+from asyncrl.policy.sharded import gather_weights
+from asyncrl.policy.tq_policy import STEP_FIELDS
+from asyncrl.value.estimators import GAE, whitened_advantages
+from asyncrl.value.lm_value import Value
+from asyncrl.value.tq_value import TQValue
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+LOSS = ClippedValueLoss(clip=0.2)
+ESTIMATOR = GAE(gamma=1.0, lam=0.9, value_lam=1.0)
+IDS = [f"{group}.0_g{i}" for group in range(4) for i in range(3)]
+BULK = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
+REWARDS = torch.tensor(np.random.default_rng(3).normal(0.5, 1, len(IDS)).astype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model(tmp_path_factory.mktemp("critic") / "model"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(
+        address="local",
+        num_cpus=3,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 * 2**20,
+        namespace=make_config().run.name,
+    )
+    yield
+    ray.shutdown()
+
+
+def config(**learner: Any) -> Config:
+    optimizer = {"learning_rate": 1e-2}
+    return make_config(cpus=0.5, collective_timeout_s=600.0, optimizer=optimizer, **learner)
+
+
+def weights(worker: Any) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in gather_weights(worker._model, dtype=torch.float32)}
+
+
+def named() -> KVBatchMeta:
+    return KVBatchMeta(
+        partition_id=TRAIN_PARTITION,
+        task_name="train",
+        sample_ids=list(IDS),
+        fields=[*BULK, "rewards", "sample_mask"],
+        sequence_lengths=make_batch()["input_lengths"].tolist(),
+        extra_info={"step": STEP},
+        tags=[{"max_staleness_versions": 2} for _ in IDS],
+    )
+
+
+def put_rows(client: Any) -> BatchedDataDict:
+    """What generators put, and after it the learner; the batch."""
+    batch = make_batch()
+    client.register_partition(TRAIN_PARTITION, STEP_FIELDS, len(IDS), ["train"], 3)
+    client.put_samples(IDS, TRAIN_PARTITION, fields={name: batch[name] for name in BULK})
+    client.put_samples(IDS, TRAIN_PARTITION, fields={"rewards": REWARDS, "sample_mask": batch["sample_mask"]})
+    return batch
+
+
+def learn(critic: TQValue, meta: KVBatchMeta) -> dict[str, Any]:
+    """A critic's stages as the learner's loop makes them."""
+    critic.get_values_from_meta(meta)
+    critic.get_advantages_from_meta(meta, ESTIMATOR)
+    return critic.train_from_meta(meta, LOSS, gbs=4)
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [
+        {"micro_batch_size": 3},
+        {"batching": "packed", "micro_batch_tokens": 32},
+        {"batching": "dynamic", "micro_batch_tokens": 32},
+    ],
+    ids=["padded", "packed", "dynamic"],
+)
+def test_rows_by_name_train_bit_for_bit_as_the_rows_themselves(learner: dict[str, Any], model_path: str) -> None:
+    """Two critics of two ranks, one given rows, the other their names, over two steps: at the second they have
+    something to say."""
+    settings = config(ranks=2, **learner)
+    client = open_client(settings)
+    by_name, by_row = TQValue(settings, model_path=model_path), Value(settings, model_path=model_path)
+    by_name.start()
+    by_row.start()
+    try:
+        batch = put_rows(client)
+        by_row.prepare_for_training()
+        for step in range(2):
+            meta = named()
+            result = learn(by_name, meta)
+            assert meta.fields == [*BULK, "rewards", "sample_mask", "values", "advantages", "returns"]
+            by_row.prepare_for_inference()
+            values = by_row.get_values(batch)["values"]
+            rows = BatchedDataDict(**{**batch, "values": values, "rewards": REWARDS})
+            found = whitened_advantages(rows, ESTIMATOR, add_up=lambda moments: moments)
+            assert found is not None
+            written = client.get_data(meta, [*CRITIC_FIELDS, "advantages"])
+            width = written["values"].shape[1]
+            assert torch.equal(written["values"], values[:, :width])
+            assert bool(written["values"].any()) == (step > 0)
+            torch.testing.assert_close(written["advantages"], found.advantages_BS[:, :width])
+            assert torch.equal(written["returns"], found.returns_BS[:, :width])
+            rows["returns"] = found.returns_BS
+            expected = by_row.train(rows, LOSS, gbs=4)
+            by_row.finish_training()
+            for name in ("loss", "grad_norm"):
+                assert torch.equal(result[name], expected[name]), name
+            assert len(result["loss"]) == 3
+            assert result["all_mb_metrics"] == expected["all_mb_metrics"]
+        ours, theirs = by_name.on_ranks(weights)[0], by_row.on_ranks(weights)[0]
+        assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+        evaluated = by_name.train_from_meta(meta, LOSS, eval_mode=True)
+        assert not evaluated["grad_norm"].any()
+    finally:
+        by_name.shutdown()
+        by_row.shutdown()
+
+
+class Counted:
+    """Counts the bytes that the driver hands to a function and gets back."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.bytes = 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        answer = self._function(*args, **options)
+        self.bytes += len(pickle.dumps((args, options, answer)))
+        return answer
+
+
+def test_no_bulk_passes_the_driver_and_lost_rows_are_named_by_ranks_that_go_on(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(ranks=2)
+    client = open_client(settings)
+    critic = TQValue(settings, model_path=model_path)
+    critic.start()
+    try:
+        put_rows(client)
+        calls = Counted(critic._ranks.call_each)
+        with monkeypatch.context() as patched:
+            patched.setattr(critic._ranks, "call_each", calls)
+            report = learn(critic, named())["report"]
+        assert (report.updates_applied, report.trained_tokens, report.trained_samples) == (3, 44, 11)
+        assert calls.bytes < 16_000, "metadata of 12 rows, for three stages"
+
+        before = critic.on_ranks(weights)[0]
+        store = ensure_row_store(namespace=settings.run.name)
+        ray.kill(ray.get_actor(store, namespace=settings.run.name), no_restart=True)
+        for stage in (critic.get_values_from_meta, lambda meta: critic.get_advantages_from_meta(meta, ESTIMATOR)):
+            with pytest.raises(RowsLost) as lost:
+                stage(named().with_fields(["values"]))
+            assert set(lost.value.sample_ids) == set(IDS), "what either rank lacks is named"
+        with pytest.raises(RowsLost):
+            critic.train_from_meta(named().with_fields(["values", "returns"]), LOSS)
+        after = critic.on_ranks(weights)[0]
+        assert all(np.array_equal(before[name], after[name]) for name in before)
+    finally:
+        assert critic.shutdown()
+
+
+def test_a_cluster_without_room_is_refused_with_the_critic_s_own_keys() -> None:
+    settings = make_config(ranks=4, cpus=1.0).model_dump()
+    settings["ray"]["placement_timeout_s"] = 0.5
+    with pytest.raises(PlacementError, match=r"4 critic ranks \(critic.ranks\)"):
+        Value(Config.model_validate(settings), model_path="nowhere").start()

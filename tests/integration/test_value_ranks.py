@@ -1,0 +1,173 @@
+"""A critic's values, step and weights are the same on any number of ranks and however rows are cut, and equal a plain
+loop without FSDP (spawned, gloo)."""
+
+import multiprocessing
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_scenarios import CUTS, UPDATE_ROWS
+from tiny_groups import make_model
+from value_scenarios import LOSS, OPTIMIZER, run_rank, value_batch
+
+from asyncrl.policy.step_report import step_report, train_result
+from asyncrl.value.model import load_value_model, model_values
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+WORLDS = (1, 2, 4)
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs every scenario on one rank, on two and on four, at the same time."""
+    folder = tmp_path_factory.mktemp("critics")
+    make_model(folder / "model")
+    # one process pays for the imports, the ranks are forked from it
+    multiprocessing.set_forkserver_preload(["asyncrl.value.worker"])
+    contexts = [
+        torch.multiprocessing.start_processes(
+            _start, args=(world_size, folder), nprocs=world_size, join=False, start_method="forkserver"
+        )
+        for world_size in WORLDS
+    ]
+    for context in contexts:
+        while not context.join():
+            pass
+    return folder
+
+
+def _start(rank: int, world_size: int, folder: Path) -> None:
+    run_rank(rank, world_size, folder)
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """The ranks' results, by the number of ranks."""
+    return {
+        world: [pickle.loads((folder / f"values-{world}-{rank}.pkl").read_bytes()) for rank in range(world)]
+        for world in WORLDS
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, Any]:
+    """Three updates by a loop over unpadded rows: losses, gradient norms, the values and the weights after them."""
+    model = load_value_model(str(folder / "model"), packed=False).train(False)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=OPTIMIZER["learning_rate"],
+        betas=OPTIMIZER["betas"],
+        eps=OPTIMIZER["eps"],
+        weight_decay=0,
+    )
+    data, losses, norms = value_batch(), [], []
+    for start in range(0, data.size, UPDATE_ROWS):
+        batch = data.slice(start, start + UPDATE_ROWS)
+        terms = []
+        for row in batch.make_microbatch_iterator(1):
+            length = int(row["input_lengths"])
+            values = model_values(model, row["input_ids"][:, :length])[0]
+            for t in range(1, length):
+                if row["token_mask"][0, t] and row["sample_mask"][0]:
+                    goal, old = row["returns"][0, t], row["values"][0, t]
+                    near = values[t].clamp(old - 0.2, old + 0.2)
+                    terms.append(torch.maximum((values[t] - goal) ** 2, (near - goal) ** 2) / 2)
+        loss = torch.stack(terms).sum() / len(terms)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        values_BS = model_values(model, data["input_ids"])
+        values_BS *= torch.arange(values_BS.shape[1]) < data["input_lengths"].unsqueeze(1)
+    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return {"loss": losses, "grad_norm": norms, "values": values_BS.numpy(), "weights": weights}
+
+
+def whole(ranks: list[dict[str, Any]], cut: str, column: str) -> np.ndarray:
+    """A column of all ranks' rows in the caller's order."""
+    index = np.concatenate([rank[cut]["index"] for rank in ranks])
+    assert sorted(index.tolist()) == list(range(len(index)))
+    values: np.ndarray = np.concatenate([rank[cut][column] for rank in ranks])
+    return values[index.argsort()]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_rows_give_the_plain_loop_s_values_losses_gradients_and_weights(
+    results: Any, plain: Any, world: int, cut: str
+) -> None:
+    ranks = results[world]
+    trained = train_result([rank[cut]["trained"] for rank in ranks])
+    np.testing.assert_allclose(trained["loss"].numpy(), plain["loss"], rtol=1e-5)
+    np.testing.assert_allclose(trained["grad_norm"].numpy(), plain["grad_norm"], rtol=1e-5)
+    assert not whole(ranks, cut, "before").any(), "a new critic says nothing"
+    np.testing.assert_allclose(whole(ranks, cut, "after"), plain["values"], rtol=1e-5, atol=1e-5)
+    assert np.abs(plain["values"]).max() > 0.1
+    for rank in ranks:
+        assert rank[cut]["types"] == {"DTensor"}, "the model is not sharded by FSDP2"
+        assert list(rank[cut]["weights"]) == list(plain["weights"])
+        for name, weight in plain["weights"].items():
+            np.testing.assert_allclose(rank[cut]["weights"][name], weight, err_msg=name, **CLOSE)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_evaluation_gives_the_loss_and_changes_nothing(results: Any, world: int, cut: str) -> None:
+    ranks = results[world]
+    assert all(rank[cut]["kept"] for rank in ranks)
+    evaluated, trained, again = (
+        train_result([rank[cut][name] for rank in ranks]) for name in ("evaluated", "trained", "again")
+    )
+    assert not evaluated["grad_norm"].any()
+    assert evaluated["loss"][0] == pytest.approx(trained["loss"][0].item(), rel=1e-6)
+    assert evaluated["loss"][1] != trained["loss"][1], "the second update of training saw other weights"
+    assert again["loss"].sum() < evaluated["loss"].sum(), "it has learned"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_report_has_the_loss_s_metrics_per_trained_token(results: Any, world: int) -> None:
+    """Those of an evaluation of the new critic: V is 0, so that the error is −R."""
+    records = [rank["padded 1"]["evaluated"] for rank in results[world]]
+    report = step_report(records, normalizations=LOSS.metric_normalizations)
+    data = value_batch()
+    trained = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) > 0
+    returns = data["returns"][trained].double()
+    assert report.trained_tokens == int(trained.sum())
+    assert report.loss_metrics["return_mean"] == pytest.approx(float(returns.mean()), rel=1e-6)
+    assert report.loss_metrics["value_error_mean"] == pytest.approx(-float(returns.mean()), rel=1e-6)
+    assert report.loss_metrics["return_square_mean"] == pytest.approx(float((returns**2).mean()), rel=1e-6)
+    assert 0 < report.loss_metrics["value_clipped_ratio"] < 1
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_with_few_rows_or_none_keeps_step(results: Any, world: int) -> None:
+    ranks, [first] = results[world], results[1]
+    trained = train_result([rank["uneven"]["trained"] for rank in ranks])
+    wanted = train_result([first["uneven"]["trained"]])
+    torch.testing.assert_close(trained["loss"], wanted["loss"], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(trained["grad_norm"], wanted["grad_norm"], rtol=1e-5, atol=0.0)
+    for name, weight in first["uneven"]["weights"].items():
+        np.testing.assert_allclose(ranks[-1]["uneven"]["weights"][name], weight, err_msg=name, **CLOSE)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_f21_all_ranks_skip_the_update_when_one_rank_is_not_finite(results: Any, world: int) -> None:
+    for rank in results[world]:
+        found = rank["poisoned"]
+        assert [outcome.finite for outcome in found["trained"].outcomes] == [False]
+        assert all(np.array_equal(found["weights"][name], found["first"][name]) for name in found["first"])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_f24_a_step_without_a_trained_token_changes_nothing(results: Any, world: int) -> None:
+    for rank in results[world]:
+        found = rank["untrained"]
+        assert found["trained"].outcomes == ()
+        assert all(np.array_equal(found["weights"][name], found["first"][name]) for name in found["first"])

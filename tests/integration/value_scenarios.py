@@ -1,0 +1,100 @@
+"""What each rank of a critic's test does: every scenario on a fresh worker, results to a file. Runs in spawned
+processes."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rank_scenarios import CUTS, UPDATE_ROWS, shard_of
+from tiny_groups import make_batch, make_config
+from torch.distributed import FileStore
+
+from asyncrl.algorithms.value_loss import ClippedValueLoss
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.policy.sharded import gather_weights
+from asyncrl.value.worker import ValueWorker
+
+OPTIMIZER = {"learning_rate": 3e-3, "betas": (0.9, 0.95), "eps": 1e-5}
+"""A step that is seen in the values, and an ε above the rounding of gradients that are nearly 0."""
+LOSS = ClippedValueLoss(clip=0.2)
+
+
+def value_batch() -> BatchedDataDict:
+    """Old values about what a new critic says, so that some tokens are clipped; nothing that is masked is a number."""
+    data, draw = make_batch(), np.random.default_rng(7)
+    shape = data["input_ids"].shape
+    for name, mean, spread in (("returns", 0.5, 1.0), ("values", 0.0, 0.3)):
+        column_BS = torch.from_numpy(draw.normal(mean, spread, shape).astype(np.float32))
+        data[name] = torch.where(data["token_mask"] > 0, column_BS, torch.nan)
+    data["index"] = torch.arange(data.size)
+    return data
+
+
+def poisoned_batch() -> BatchedDataDict:
+    """A return of a trained token, in the last rows, is no number."""
+    data = value_batch()
+    row = data.size - 3
+    data["returns"][row, int(data["input_lengths"][row]) - 1] = torch.nan
+    return data
+
+
+def untrained_batch() -> BatchedDataDict:
+    data = value_batch()
+    data["sample_mask"] = torch.zeros(data.size)
+    return data
+
+
+def run_rank(rank: int, world_size: int, folder: Path) -> None:
+    def worker(name: str, **learner: Any) -> ValueWorker:
+        return ValueWorker(
+            model_path=str(folder / "model"),
+            config=make_config(optimizer=OPTIMIZER, collective_timeout_s=240.0, **learner),
+            rank=rank,
+            world_size=world_size,
+            store=FileStore(str(folder / f"store-{world_size}-{name}"), world_size),
+        )
+
+    found = {name: _cut(worker(name, **learner), learner) for name, learner in CUTS.items()}
+    few = value_batch().slice(0, 5).shard_by_batch_size(world_size, allow_uneven_shards=True)[rank]
+    found["uneven"] = _trained(worker("uneven", micro_batch_size=1), few, rows=5)
+    for name, batch in (("poisoned", poisoned_batch()), ("untrained", untrained_batch())):
+        shard = batch.shard_by_batch_size(world_size)[rank]
+        found[name] = _trained(worker(name), shard, rows=shard.size)
+    (folder / f"values-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(found))
+
+
+def _cut(critic: ValueWorker, learner: dict[str, Any]) -> dict[str, Any]:
+    """Three updates, as a driver cuts them, and the values before and after."""
+    shard = shard_of(value_batch(), rank=critic.rank, world_size=critic.world_size, learner=learner)
+    before = critic.get_values(shard)["values"].numpy()
+    rows = UPDATE_ROWS // critic.world_size
+    untouched = _weights(critic)
+    evaluated = critic.train(shard, LOSS, rows_per_update=rows, eval_mode=True)
+    kept = all(np.array_equal(weight, untouched[name]) for name, weight in _weights(critic).items())
+    trained = critic.train(shard, LOSS, rows_per_update=rows)
+    found = {
+        "index": shard["index"].numpy(),
+        "before": before,
+        "evaluated": evaluated,
+        "kept": kept,
+        "trained": trained,
+        "after": critic.get_values(shard)["values"].numpy(),
+        "again": critic.train(shard, LOSS, rows_per_update=rows, eval_mode=True),
+        "weights": _weights(critic),
+        "types": {type(parameter).__name__ for parameter in critic._model.parameters()},
+    }
+    critic.close()
+    return found
+
+
+def _trained(critic: ValueWorker, shard: BatchedDataDict, *, rows: int) -> dict[str, Any]:
+    found = {"first": _weights(critic), "trained": critic.train(shard, LOSS, rows_per_update=rows)}
+    found["weights"] = _weights(critic)
+    critic.close()
+    return found
+
+
+def _weights(critic: ValueWorker) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in gather_weights(critic._model, dtype=torch.float32)}
