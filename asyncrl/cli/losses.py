@@ -47,11 +47,11 @@ def losses(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Sh
 
 
 def _sections() -> dict[str, dict[str, Preset]]:
-    """Presets by whether they may train on samples of older weights, and those that cannot run as published."""
+    """Presets by whether they may train on samples of older weights, and those that were published with a critic."""
     older, same, critic = (
         "for samples of older weights",
         "for samples of the same weights (staleness.max_versions: 0)",
-        "with a critic, which no run has yet: refused unless algorithm.advantage names a group estimator",
+        "with a critic (`critic`, as in configs/ppo.yaml), or with algorithm.advantage naming a group estimator",
     )
     sections: dict[str, dict[str, Preset]] = {older: {}, same: {}, critic: {}}
     for name, preset in PRESETS.items():

@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generator": ("asyncrl.cli.generator", "Add generators to a run on a Ray cluster."),
     "learner": ("asyncrl.cli.learner", "Train a run on a Ray cluster."),
     "status": ("asyncrl.cli.status", "Show where a run stands."),
+    "top": ("asyncrl.cli.top", "Watch a run live, from its metrics endpoints alone."),
     "down": ("asyncrl.cli.down", "End what is left of a run."),
     "report": ("asyncrl.cli.report", "Write one HTML page with a run's curves and totals."),
     "model": ("asyncrl.cli.model", "Build the tiny model that a config describes."),

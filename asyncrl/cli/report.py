@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli.options import command_app
-from asyncrl.config.schema import RunSection
+from asyncrl.deployment.known_runs import named_run
 from asyncrl.deployment.report import write_report
 
 app = command_app()
@@ -25,6 +25,4 @@ def command(
     ] = None,
 ) -> None:
     """Write one self-contained HTML page with a run's curves, totals and samples, also of a run that goes on."""
-    named = RunSection().dir / run
-    run_dir = named if named.exists() and not run.exists() else run
-    typer.echo(str(write_report(run_dir, output=output)))
+    typer.echo(str(write_report(named_run(run), output=output)))

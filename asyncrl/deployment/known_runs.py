@@ -19,6 +19,11 @@ def live_runs(folder: Path = RUNS) -> list[RunInfo]:
     return [info for path in sorted(folder.glob("*/run.json")) for info in _read(path) if _lives(info)]
 
 
+def named_run(run: Path, folder: Path = RUNS) -> Path:
+    """The run's directory: `run` when it is one, else the one of that name in `folder`."""
+    return folder / run if (folder / run).exists() and not run.exists() else run
+
+
 def ended_run(name: str, folder: Path = RUNS) -> str | None:
     """Where the report of a run that lives no more is, and how it ended; None when there is none here."""
     path = folder / name

@@ -1,12 +1,13 @@
-"""What `asyncrl up` shows while it runs: a live panel in a terminal, plain lines everywhere else.
+"""What `asyncrl up` and `asyncrl top` show of a run: a live panel in a terminal, plain lines everywhere else.
 
 Pure rendering: `LiveView` holds what is known now, `render` and `plain_line` turn it into a rich renderable or a line.
 `LiveDisplay` is the thin part that owns the console.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -45,13 +46,14 @@ class LiveView:
     """A run at one moment. What is not known yet is None or empty; `phase` is free text until steps are trained.
 
     `rewards` are the means of all steps so far, oldest first; shares are of recent time and add up to 1;
-    `oldest_token_versions` is the largest staleness of the last step.
+    `oldest_token_versions` is the largest staleness of the last step; `replica_versions` are the steps of the weights
+    that each replica runs.
     """
 
     name: str
     phase: str
     elapsed_s: float
-    total_steps: int
+    total_steps: int | None
     staleness_limit: int
     step: int = 0
     eta_s: float | None = None
@@ -63,6 +65,8 @@ class LiveView:
     tokens_per_s: float | None = None
     buffer_groups: Mapping[str, int] | None = None
     buffer_capacity_groups: int | None = None
+    published_version: int | None = None
+    replica_versions: Mapping[str, int] = field(default_factory=dict)
     learner_shares: Mapping[str, float] | None = None
     generator_shares: Mapping[str, float] | None = None
 
@@ -92,6 +96,8 @@ def render(view: LiveView) -> RenderableType:
     rows.add_row("speed", Text(_speed(view)))
     if view.buffer_groups is not None:
         rows.add_row("buffer", Text(_buffer(view.buffer_groups, view.buffer_capacity_groups)))
+    if view.replica_versions:
+        rows.add_row("weights", Text(_weights(view)))
     if view.learner_shares:
         rows.add_row("learner", share_bar(view.learner_shares))
     if view.generator_shares:
@@ -104,7 +110,8 @@ def render(view: LiveView) -> RenderableType:
 
 def plain_line(view: LiveView) -> str:
     """A step as one line for logs and pipes."""
-    parts = [f"step {view.step}/{view.total_steps}", f"reward {_last(view.rewards)}"]
+    of_all = "" if view.total_steps is None else f"/{view.total_steps}"
+    parts = [f"step {view.step}{of_all}", f"reward {_last(view.rewards)}"]
     if view.oldest_token_versions is not None:
         parts.append(f"staleness {view.oldest_token_versions} of {view.staleness_limit}")
     if view.ess_ratio is not None:
@@ -158,6 +165,8 @@ def share_bar(shares: Mapping[str, float], *, cells: int = BAR_CELLS) -> Text:
 
 
 def _progress(view: LiveView) -> RenderableType:
+    if view.total_steps is None:
+        return Text(str(view.step))
     row = Table.grid(padding=(0, 2))
     left = f"{duration(view.eta_s)} left" if view.eta_s is not None else ""
     bar = ProgressBar(total=view.total_steps, completed=view.step, width=BAR_CELLS)
@@ -186,6 +195,20 @@ def _speed(view: LiveView) -> str:
 def _buffer(groups: Mapping[str, int], capacity: int | None) -> str:
     states = ", ".join(f"{count} {state}" for state, count in groups.items())
     return f"{states}; {sum(groups.values())} of {capacity} slots" if capacity is not None else states
+
+
+def _weights(view: LiveView) -> str:
+    """Versions, and how many replicas run each.
+
+    >>> _weights(LiveView(name="r", phase="", elapsed_s=0, total_steps=None, staleness_limit=2, published_version=7,
+    ...     replica_versions={"a": 7, "b": 6, "c": 6}))
+    'published 7; 1 replica at 7, 2 at 6'
+    """
+    counts = sorted(Counter(view.replica_versions.values()).items(), reverse=True)
+    (newest, at_newest), *others = counts
+    first = f"{at_newest} {'replica' if at_newest == 1 else 'replicas'} at {newest}"
+    published = "" if view.published_version is None else f"published {view.published_version}; "
+    return published + ", ".join([first, *(f"{count} at {version}" for version, count in others)])
 
 
 def _last(rewards: Sequence[float]) -> str:

@@ -22,7 +22,7 @@ def test_what_is_printed_for_a_preset_is_the_preset_objective_and_advantages(nam
 
 
 def test_presets_that_need_a_critic_are_listed_apart() -> None:
-    *_, critic = runner.invoke(app, []).output.split("with a critic, which no run has yet")
+    *_, critic = runner.invoke(app, []).output.split("with a critic (`critic`, as in configs/ppo.yaml)")
     listed = {line.split()[0] for line in critic.splitlines()[1:]}
     assert listed == {name for name, preset in PRESETS.items() if preset.baseline in NEEDS_CRITIC}
 

@@ -1,0 +1,50 @@
+"""`asyncrl top RUN`: a run's live view, read from its metrics endpoints."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl.cli.options import LINE_EVERY_STEPS, command_app
+from asyncrl.errors import RunError
+
+app = command_app()
+
+
+@app.command()
+def top(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A run's directory, or the name of one in runs/, such as quickstart."),
+    ],
+    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.2, help="Time between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look twice, print what happened in between, and end.")] = False,
+) -> None:
+    """Watch a run live: pools, speed, staleness, buffer, reward, and who waits for whom.
+
+    It asks the endpoints that the run lists in metrics/targets.json, so it needs neither Ray nor Prometheus, and it
+    can be started and stopped at will: Ctrl-C ends the view and not the run.
+    """
+    from rich.console import Console
+
+    from asyncrl.deployment.known_runs import ended_run, named_run
+    from asyncrl.deployment.live import LiveDisplay, render
+    from asyncrl.deployment.top import watch
+
+    directory = named_run(run)
+    views = watch(directory, every_s=every)
+    if once:
+        Console().print(render(next(views)))
+        return
+    seen = False
+    try:
+        with LiveDisplay(Console(), every_steps=LINE_EVERY_STEPS) as display:
+            for view in views:
+                display.update(view)
+                seen = True
+    except KeyboardInterrupt:
+        return
+    except RunError as error:
+        if not seen:
+            raise
+        typer.echo(ended_run(directory.name, directory.parent) or str(error))

@@ -1,0 +1,126 @@
+"""A live view of a run from its metrics endpoints alone: two scrapes make one view.
+
+Levels are those of the newer scrape; speeds, shares and ages are what happened between the two.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from asyncrl.deployment.live import LiveView
+from asyncrl.errors import RunError
+from asyncrl.metrics.scrape import Scrape, read_targets, scrape
+
+ANSWER_S = 2.0
+"""Seconds that an endpoint gets to answer."""
+
+
+def watch(run_dir: Path, *, every_s: float, sleep: Callable[[float], None] = time.sleep) -> Iterator[LiveView]:
+    """A view every `every_s` seconds. RunError when no endpoint answers: the run has ended, or is elsewhere."""
+    top, before = TopView(run_dir.name), _look(run_dir)
+    while True:
+        sleep(every_s)
+        now = _look(run_dir)
+        yield top.view(before, now)
+        before = now
+
+
+def _look(run_dir: Path) -> Scrape:
+    path = run_dir / "metrics" / "targets.json"
+    targets = read_targets(path)
+    found = scrape(targets, timeout_s=ANSWER_S)
+    if len(found.silent) == len(targets):
+        raise RunError(
+            f"none of the {len(targets)} endpoints in {path} answers within {ANSWER_S:g} s: run {run_dir.name} has "
+            "ended, or it binds them on another machine (metrics.host)"
+        )
+    return found
+
+
+class TopView:
+    """Views of one run, whose rewards it remembers: an endpoint knows only the last one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rewards: dict[int, float] = {}
+        self._heldout: list[float] = []
+
+    def view(self, before: Scrape, now: Scrape, *, unix_s: float | None = None) -> LiveView:
+        """The run between two scrapes. `unix_s` is the present moment."""
+        grown = now.since(before)
+        started_s = now.last("process_start_time_seconds", role="learner")
+        step = int(now.last("asyncrl_learner_policy_version") or 0)
+        if step:  # before the first one, gauges say 0 of what was not measured yet
+            self._remember(now, step)
+        return LiveView(
+            name=self._name,
+            phase=_endpoints(now),
+            elapsed_s=max(0.0, (time.time() if unix_s is None else unix_s) - started_s) if started_s else 0.0,
+            total_steps=None,
+            staleness_limit=int(now.last("asyncrl_staleness_limit_versions") or 0),
+            step=step,
+            rewards=list(self._rewards.values()),
+            heldout=self._heldout,
+            oldest_token_versions=_largest(grown, "asyncrl_token_staleness_versions"),
+            ess_ratio=now.last("asyncrl_learner_ess_ratio"),
+            samples_per_s=_rate(grown, "asyncrl_generator_samples_total", outcome="accepted"),
+            tokens_per_s=_rate(grown, "asyncrl_learner_tokens_total"),
+            buffer_groups={state: int(count) for state, count in now.sums("asyncrl_buffer_groups", by="state").items()}
+            or None,
+            buffer_capacity_groups=_whole(now.last("asyncrl_buffer_capacity_groups")),
+            published_version=_whole(now.last("asyncrl_published_policy_version")),
+            replica_versions={
+                replica: int(version)
+                for replica, version in now.sums("asyncrl_generator_policy_version", by="replica").items()
+            },
+            learner_shares=_shares(grown, "asyncrl_learner_state_seconds_total"),
+            generator_shares=_shares(grown, "asyncrl_generator_state_seconds_total"),
+        )
+
+    def _remember(self, now: Scrape, step: int) -> None:
+        reward, heldout = now.last("asyncrl_learner_reward_mean"), now.last("asyncrl_learner_heldout_reward_mean")
+        if reward is not None:
+            self._rewards[step] = reward
+        if heldout is not None and self._heldout[-1:] != [heldout]:
+            self._heldout.append(heldout)
+
+
+def _endpoints(now: Scrape) -> str:
+    """Who answers and who does not.
+
+    >>> from asyncrl.metrics.discovery import Target
+    >>> learner = frozenset({("role", "learner"), ("replica", "learner")})
+    >>> gone = Target(role="generator", replica="g-1", address="a:1")
+    >>> _endpoints(Scrape(at_s=0, values={"asyncrl_heartbeat_timestamp_seconds": {learner: 1.0}}, silent=(gone,)))
+    '1 learner; no answer from g-1'
+    """
+    answering = now.values.get("asyncrl_heartbeat_timestamp_seconds", {})
+    roles = Counter(dict(labels).get("role", "") for labels in answering)
+    parts = [f"{count} {role}{'s' if count > 1 else ''}" for role, count in sorted(roles.items(), reverse=True)]
+    silent = ", ".join(target.replica for target in now.silent)
+    return "; ".join(part for part in (", ".join(parts), f"no answer from {silent}" if silent else "") if part)
+
+
+def _shares(grown: Scrape, name: str) -> Mapping[str, float] | None:
+    """Seconds by state as parts of all; None when no time has passed."""
+    seconds = grown.sums(name, by="state")
+    total = sum(seconds.values())
+    return {state: value / total for state, value in seconds.items()} if total > 0 else None
+
+
+def _rate(grown: Scrape, name: str, **where: str) -> float | None:
+    """How much a counter grew in a second, over all processes; None when nobody has it."""
+    by_role = grown.sums(name, by="role", **where)
+    return sum(by_role.values()) / grown.at_s if by_role and grown.at_s > 0 else None
+
+
+def _largest(grown: Scrape, histogram: str) -> int | None:
+    """The upper bound of the highest bucket that got something; None when none did, or only the one without."""
+    buckets = sorted((float(le), count) for le, count in grown.sums(f"{histogram}_bucket", by="le").items())
+    total = buckets[-1][1] if buckets else 0.0
+    return next((int(le) for le, count in buckets if count == total and le < float("inf")), None) if total else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,157 @@
+"""`asyncrl top` from real endpoints: levels of now, speeds and shares of what happened since the last look."""
+
+import doctest
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli.main import app
+from asyncrl.deployment import live, top
+from asyncrl.deployment.live import LiveView
+from asyncrl.errors import RunError
+from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
+from asyncrl.metrics.discovery import Target, write_targets
+from asyncrl.metrics.recorders import BufferMetrics, GeneratorMetrics, LearnerMetrics
+from asyncrl.metrics.server import MetricsServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+
+class Run:
+    """A learner, two generators and a buffer with real endpoints, as a run directory lists them."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self.learner, self.buffer = LearnerMetrics(), BufferMetrics()
+        self.generators = [GeneratorMetrics(environment="math") for _ in range(2)]
+        self.learner_seconds = dict.fromkeys(LEARNER_STATES, 0.0)
+        self.generator_seconds = dict.fromkeys(GENERATOR_STATES, 0.0)
+        self.learner.states_from(lambda: self.learner_seconds)
+        for generator in self.generators:
+            generator.states_from(lambda: self.generator_seconds)
+        processes = {"learner": self.learner, "buffer": self.buffer} | {
+            f"generator-{index}": generator for index, generator in enumerate(self.generators)
+        }
+        self.servers = {
+            name: stack.enter_context(MetricsServer(metrics.registry, host="127.0.0.1", port=0))
+            for name, metrics in processes.items()
+        }
+        targets = [
+            Target(role=name.partition("-")[0], replica=name, address=server.address)
+            for name, server in self.servers.items()
+        ]
+        write_targets(path / "metrics" / "targets.json", run="r", targets=targets)
+        for metrics in processes.values():
+            metrics.heartbeat(unix_time_s=1.0)
+        self.buffer.limits(max_staleness_versions=3, capacity_groups=48, capacity_bytes=2**20)
+
+    def train(self, version: int, *, reward: float) -> None:
+        """One step: 3 s of waiting and 1 s of work, two samples of 100 tokens, one of them two versions old."""
+        self.learner_seconds["waiting_for_groups"] += 3.0
+        self.learner_seconds["forward_backward"] += 1.0
+        self.generator_seconds["generating"] += 4.0
+        self.learner.versions(learner=version, published=version)
+        self.learner.step(outcome="trained", duration_s=4.0, tokens=200)
+        self.learner._instruments.set("asyncrl_learner_reward_mean", reward)
+        self.learner._instruments.set("asyncrl_learner_ess_ratio", 0.75)
+        self.learner.staleness(groups={}, tokens={0: 100, 2: 100}, in_flight={}, in_buffer={})
+        for index, generator in enumerate(self.generators):
+            generator.samples(1, outcome="accepted")
+            generator.samples(5, outcome="late")
+            generator.policy_version(version - index)
+        self.buffer.fill(reserved=8, ready=4, leased=4, bytes=100, oldest_group_age_s=1.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with ExitStack() as stack:
+        yield Run(tmp_path / "r", stack)
+
+
+def looks(run: Run, *steps: tuple[int, float]) -> list[LiveView]:
+    """Views with a step trained before each."""
+    todo = iter(steps)
+
+    def sleep(_: float) -> None:
+        version, reward = next(todo)
+        run.train(version, reward=reward)
+
+    watching = top.watch(run.path, every_s=1.0, sleep=sleep)
+    return [next(watching) for _ in steps]
+
+
+def test_doctests() -> None:
+    assert doctest.testmod(top).failed == 0
+    assert doctest.testmod(live).failed == 0
+
+
+def test_levels_are_of_now_and_speeds_of_what_happened_between_two_looks(run: Run) -> None:
+    run.train(1, reward=0.1)
+    _, view = looks(run, (2, 0.25), (3, 0.5))
+    assert view.step == 3
+    assert view.rewards == [0.25, 0.5]
+    assert view.ess_ratio == 0.75
+    assert (view.staleness_limit, view.oldest_token_versions) == (3, 2)
+    assert view.buffer_groups == {"reserved": 8, "ready": 4, "leased": 4}
+    assert view.buffer_capacity_groups == 48
+    assert (view.published_version, view.replica_versions) == (3, {"generator-0": 3, "generator-1": 2})
+    assert view.learner_shares is not None
+    assert view.generator_shares is not None
+    assert view.learner_shares["waiting_for_groups"] == 0.75
+    assert view.generator_shares["generating"] == 1.0
+    assert view.tokens_per_s is not None
+    assert view.samples_per_s is not None
+    assert view.tokens_per_s == pytest.approx(100 * view.samples_per_s), "200 tokens and 2 accepted samples"
+
+
+def test_between_two_looks_without_a_step_nothing_is_fast_or_old(run: Run) -> None:
+    run.train(1, reward=0.1)
+    watching = top.watch(run.path, every_s=1.0, sleep=lambda _: None)
+    view = next(watching)
+    assert view.tokens_per_s == 0
+    assert view.oldest_token_versions is None
+    assert view.learner_shares is None
+
+
+def test_who_does_not_answer_is_named_and_the_rest_is_shown(run: Run) -> None:
+    run.servers["generator-1"].close()
+    [view] = looks(run, (1, 0.5))
+    assert view.phase == "1 learner, 1 generator, 1 buffer; no answer from generator-1"
+    assert view.replica_versions == {"generator-0": 1}
+
+
+def test_a_learner_that_was_replaced_counts_from_zero(run: Run) -> None:
+    run.learner_seconds["waiting_for_groups"] = 100.0
+
+    def replaced(_: float) -> None:
+        run.learner_seconds.update(dict.fromkeys(LEARNER_STATES, 0.0), optimizer=2.0)
+
+    view = next(top.watch(run.path, every_s=1.0, sleep=replaced))
+    assert view.learner_shares is not None
+    assert view.learner_shares["optimizer"] == 1.0
+
+
+def test_before_the_first_step_there_is_no_reward_and_the_panel_says_who_is_there(run: Run) -> None:
+    view = next(top.watch(run.path, every_s=1.0, sleep=lambda _: None))
+    assert (view.step, view.rewards, view.heldout) == (0, [], [])
+    assert view.phase == "1 learner, 2 generators, 1 buffer"
+
+
+def test_a_run_that_has_ended_is_an_error_and_not_an_empty_screen(run: Run, tmp_path: Path) -> None:
+    for server in run.servers.values():
+        server.close()
+    with pytest.raises(RunError, match="none of the 4 endpoints"):
+        next(top.watch(run.path, every_s=1.0, sleep=lambda _: None))
+    with pytest.raises(RunError, match="No such file"):
+        next(top.watch(tmp_path / "none", every_s=1.0, sleep=lambda _: None))
+
+
+def test_once_prints_the_panel_also_where_there_is_no_terminal(run: Run) -> None:
+    run.train(7, reward=0.5)
+    result = CliRunner().invoke(app, ["top", str(run.path), "--once", "--every", "0.2"])
+    assert result.exit_code == 0, result.output
+    assert "published 7; 1 replica at 7, 1 at 6" in result.output
+    assert "16 of 48 slots" in result.output
