@@ -16,7 +16,7 @@ def status(
     address: RunningAddress = None,
     json: Annotated[bool, typer.Option("--json", help="Everything that is known, as JSON.")] = False,
 ) -> None:
-    """Show where a run stands: versions, buffer, generators, ledger."""
+    """Show where a run stands: versions, buffer, generators, ledger, who waits for whom."""
     import asyncio
 
     import msgspec
@@ -26,7 +26,9 @@ def status(
 
     use_ray_token()
     from asyncrl.deployment.cluster import find_run, join
-    from asyncrl.deployment.status import status_lines
+    from asyncrl.deployment.status import status_lines, targets_of
+    from asyncrl.deployment.top import ANSWER_S
+    from asyncrl.metrics.scrape import scrape
 
     try:
         join(address or "auto", namespace=run)
@@ -34,4 +36,7 @@ def status(
     except RunError as error:
         ended = ended_run(run)
         raise RunError(f"{error}\n{ended}" if ended else str(error)) from error
-    typer.echo(msgspec.json.encode(found).decode() if json else "\n".join(status_lines(found)))
+    if json:
+        typer.echo(msgspec.json.encode(found).decode())
+    else:
+        typer.echo("\n".join(status_lines(found, scraped=scrape(targets_of(found), timeout_s=ANSWER_S))))

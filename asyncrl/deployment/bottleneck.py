@@ -1,41 +1,94 @@
-"""Who waits for whom, in one sentence that names the knob."""
+"""What limits a run, in one sentence that names the knob: who waits for whom.
+
+A side that waits is not at fault, the other one is; when both wait at once it is the limit between them. So the
+staleness limit is only to be raised where generators that it holds back would feed a learner that waits.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 
 NOTABLE_SHARE = 0.2
 """A side that waits less than this share of its time is not what limits the run."""
 NEGLIGIBLE_SHARE = 0.05
-"""Generators that are refused less than this share of their time would not generate more under a higher limit."""
+"""Less than this share of anybody's time is nothing that a knob could win back."""
 
-MENDS = {
-    "waiting_for_groups": (
-        "The learner waits for groups",
-        "add generators or slots (generator.max_concurrent_groups) where cores or GPUs are free",
-    ),
-    "blocked_on_staleness": (
-        "Generators wait for the learner",
-        "add learner ranks, or raise staleness.max_versions if the effective sample size is high",
-    ),
+
+class Bound(StrEnum):
+    """What a run is limited by."""
+
+    GENERATORS = "generators"
+    LEARNER = "learner"
+    STALENESS = "staleness"
+    CAPACITY = "capacity"
+    WEIGHTS = "weights"
+    PROMPTS = "prompts"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bottleneck:
+    """What limits a run, and a sentence about it for whoever could change that."""
+
+    bound: Bound
+    sentence: str
+
+
+OTHER_WAITS = {
     "blocked_on_capacity": (
+        Bound.CAPACITY,
         "Generators wait for room in the buffer",
         "raise buffer.capacity_groups or buffer.capacity_bytes",
     ),
-    "paused_for_weights": ("Generators are paused to load weights", "raise weights.publish_every_steps"),
-    "starved_of_prompts": ("Generators have no prompts", "add prompts, or raise data.epochs"),
+    "paused_for_weights": (
+        Bound.WEIGHTS,
+        "Generators are paused to load weights",
+        "raise weights.publish_every_steps",
+    ),
+    "starved_of_prompts": (Bound.PROMPTS, "Generators have no prompts", "add prompts, or raise data.epochs"),
 }
 
 
-def who_waits(learner_shares: Mapping[str, float], generator_shares: Mapping[str, float]) -> str:
-    """The longest wait of either side, with what to do about it.
+def bottleneck(learner_shares: Mapping[str, float], generator_shares: Mapping[str, float]) -> Bottleneck:
+    """From both sides' time by state, as shares that add up to 1.
 
-    >>> who_waits({"waiting_for_groups": 0.5, "optimizer": 0.5}, {"generating": 0.8, "blocked_on_staleness": 0.2})
-    'The learner waits for groups 50 % of the time: add generators, or raise staleness.max_versions.'
+    >>> bottleneck({"waiting_for_groups": 0.5}, {"generating": 0.6, "blocked_on_staleness": 0.4}).bound
+    <Bound.STALENESS: 'staleness'>
+    >>> bottleneck({"optimizer": 1.0}, {"generating": 0.6, "blocked_on_staleness": 0.4}).bound
+    <Bound.LEARNER: 'learner'>
     """
-    waits = {state: share for state, share in {**learner_shares, **generator_shares}.items() if state in MENDS}
-    worst = max(waits, key=lambda state: waits[state], default="")
-    if not worst or waits[worst] < NOTABLE_SHARE:
-        return f"Neither side waits for more than {NOTABLE_SHARE * 100:.0f} % of the time."
-    what, mend = MENDS[worst]
-    if worst == "waiting_for_groups" and generator_shares.get("blocked_on_staleness", 0.0) >= NEGLIGIBLE_SHARE:
-        mend = "add generators, or raise staleness.max_versions"
-    return f"{what} {waits[worst] * 100:.0f} % of the time: {mend}."
+    waiting, blocked = learner_shares.get("waiting_for_groups", 0.0), generator_shares.get("blocked_on_staleness", 0.0)
+    other = max(OTHER_WAITS, key=lambda state: generator_shares.get(state, 0.0))
+    if generator_shares.get(other, 0.0) >= max(NOTABLE_SHARE, waiting, blocked):
+        bound, what, mend = OTHER_WAITS[other]
+        return _found(bound, what, generator_shares[other], mend)
+    if waiting >= NOTABLE_SHARE and blocked >= NOTABLE_SHARE:
+        return _found(
+            Bound.STALENESS,
+            "The learner waits for groups",
+            waiting,
+            f"and generators for its next version {_percent(blocked)}: raise staleness.max_versions while the "
+            "effective sample size is high",
+            joint=" ",
+        )
+    if waiting >= NOTABLE_SHARE:
+        mend = "add generators, or slots (generator.max_concurrent_groups) where cores or GPUs are free"
+        if blocked >= NEGLIGIBLE_SHARE:
+            mend += f"; the staleness limit holds them back {_percent(blocked)}"
+        return _found(Bound.GENERATORS, "The learner waits for groups", waiting, mend)
+    if blocked >= NOTABLE_SHARE:
+        mend = "add learner ranks"
+        if waiting < NEGLIGIBLE_SHARE:
+            mend += "; a lower staleness.max_versions would train fresher data at the same speed"
+        return _found(Bound.LEARNER, "Generators wait for the learner", blocked, mend)
+    return Bottleneck(
+        bound=Bound.NOTHING, sentence=f"Neither side waits for more than {_percent(NOTABLE_SHARE)} of the time."
+    )
+
+
+def _found(bound: Bound, what: str, share: float, mend: str, *, joint: str = ": ") -> Bottleneck:
+    return Bottleneck(bound=bound, sentence=f"{what} {_percent(share)} of the time{joint}{mend}.")
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"

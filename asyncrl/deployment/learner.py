@@ -16,13 +16,14 @@ from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, kee
 from asyncrl.deployment.launch import Prompts, fitting_prompts
 from asyncrl.deployment.live import LiveView
 from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.status import targets_of
 from asyncrl.deployment.view import live_view
 from asyncrl.errors import RunError
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publication import Publisher
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, Summary, build_summary
-from asyncrl.metrics.discovery import Target, write_targets
+from asyncrl.metrics.discovery import write_targets
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.policy.tq_policy import TQPolicy
@@ -205,11 +206,7 @@ class LearnerDeployment:
             try:
                 status: RunStatus = await handles.buffer.status()
                 if status.targets != known:
-                    targets = [
-                        Target(address=address, role=name.partition("-")[0], replica=name)
-                        for name, address in status.targets.items()
-                    ]
-                    write_targets(self._run_dir.targets_path, run=self._config.run.name, targets=targets)
+                    write_targets(self._run_dir.targets_path, run=self._config.run.name, targets=targets_of(status))
                     known = status.targets
             except (RunError, TimeoutError, OSError) as error:  # a full disk, too, is mended one day
                 logger.warning("%s is not up to date: %s", self._run_dir.targets_path, error)

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.config.schema import Config
-from asyncrl.deployment.bottleneck import who_waits
+from asyncrl.deployment.bottleneck import bottleneck
 from asyncrl.deployment.quantities import duration, number
 
 BAR_CELLS = 30
@@ -104,7 +104,7 @@ def render(view: LiveView) -> RenderableType:
         rows.add_row("generators", share_bar(view.generator_shares))
     parts: list[RenderableType] = [rows]
     if view.learner_shares and view.generator_shares:
-        parts.append(Text(who_waits(view.learner_shares, view.generator_shares), style="italic"))
+        parts.append(Text(bottleneck(view.learner_shares, view.generator_shares).sentence, style="italic"))
     return Panel(Group(*parts), title=title, title_align="left", border_style="dim")
 
 

@@ -14,7 +14,7 @@ import msgspec
 from asyncrl.atomic_write import write_atomically
 from asyncrl.config.load import load_config
 from asyncrl.deployment import charts
-from asyncrl.deployment.bottleneck import who_waits
+from asyncrl.deployment.bottleneck import bottleneck
 from asyncrl.deployment.quantities import duration, moment, number
 from asyncrl.deployment.report_page import page, section, table, tiles
 from asyncrl.deployment.report_panels import flow, learning, staleness
@@ -93,7 +93,7 @@ def _header(run: RunRecords) -> str:
     ended = f", {info.state} {moment(info.finished)}{reason}" if info.finished else reason
     origin = f"Started {moment(info.started)} on {info.host}{ended}."
     shares = (state_shares(run.steps, "learner_state_s"), state_shares(run.steps, "generator_state_s"))
-    lead = f'<p class="lead">{who_waits(*shares)}</p>' if run.steps else "<p>No step was recorded yet.</p>"
+    lead = f'<p class="lead">{bottleneck(*shares).sentence}</p>' if run.steps else "<p>No step was recorded yet.</p>"
     badge = f'<span class="badge {info.state}">{info.state}</span>'
     return f"<header><h1>{escape(info.name)}{badge}</h1><p>{escape(origin)}</p>{lead}</header>"
 

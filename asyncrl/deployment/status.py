@@ -1,12 +1,16 @@
-"""A run's status as text: versions, buffer, generators, ledger."""
+"""A run's status as text: versions, buffer, generators, ledger, who waits for whom."""
 
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.membership import Role, RunState
+from asyncrl.deployment.bottleneck import bottleneck
+from asyncrl.deployment.top import GENERATOR_SECONDS, LEARNER_SECONDS
+from asyncrl.metrics.discovery import Target
+from asyncrl.metrics.scrape import Scrape
 
 
-def status_lines(status: RunStatus) -> list[str]:
-    """One screen, plain text."""
+def status_lines(status: RunStatus, *, scraped: Scrape | None = None) -> list[str]:
+    """One screen, plain text. With a scrape of the run's endpoints it says what has limited the run since its start."""
     counts, account = status.counts, status.account
     lines = [
         f"run {status.run}: {status.state.value}" + (f" ({status.message})" if status.message else ""),
@@ -40,11 +44,27 @@ def status_lines(status: RunStatus) -> list[str]:
         f"ledger: {account.issued.groups} groups issued = {' + '.join(fates) or '0'}"
         + (" (closed)" if account.closed else " (NOT CLOSED: a bug)")
     )
+    lines += _limited(scraped)
     lines += [
         f"deployment {deployment.id}: pid {deployment.pid} on {deployment.host}" for deployment in status.deployments
     ]
     lines += [f"metrics of {name}: http://{target}/metrics" for name, target in sorted(status.targets.items())]
     return lines
+
+
+def targets_of(status: RunStatus) -> list[Target]:
+    """The run's metrics endpoints."""
+    return [
+        Target(role=name.partition("-")[0], replica=name, address=address) for name, address in status.targets.items()
+    ]
+
+
+def _limited(scraped: Scrape | None) -> list[str]:
+    """Nothing when one side does not answer: of a wait without the other side's there is nothing to say."""
+    if scraped is None:
+        return []
+    learner, generators = (scraped.shares(name, by="state") for name in (LEARNER_SECONDS, GENERATOR_SECONDS))
+    return [f"since the start: {bottleneck(learner, generators).sentence}"] if learner and generators else []
 
 
 def _learner(status: RunStatus) -> str:

@@ -5,13 +5,14 @@ Levels are those of the newer scrape; speeds, shares and ages are what happened 
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncrl.deployment.live import LiveView
 from asyncrl.errors import RunError
 from asyncrl.metrics.scrape import Scrape, read_targets, scrape
 
+LEARNER_SECONDS, GENERATOR_SECONDS = "asyncrl_learner_state_seconds_total", "asyncrl_generator_state_seconds_total"
 ANSWER_S = 2.0
 """Seconds that an endpoint gets to answer."""
 
@@ -74,8 +75,8 @@ class TopView:
                 replica: int(version)
                 for replica, version in now.sums("asyncrl_generator_policy_version", by="replica").items()
             },
-            learner_shares=_shares(grown, "asyncrl_learner_state_seconds_total"),
-            generator_shares=_shares(grown, "asyncrl_generator_state_seconds_total"),
+            learner_shares=grown.shares(LEARNER_SECONDS, by="state"),
+            generator_shares=grown.shares(GENERATOR_SECONDS, by="state"),
         )
 
     def _remember(self, now: Scrape, step: int) -> None:
@@ -100,13 +101,6 @@ def _endpoints(now: Scrape) -> str:
     parts = [f"{count} {role}{'s' if count > 1 else ''}" for role, count in sorted(roles.items(), reverse=True)]
     silent = ", ".join(target.replica for target in now.silent)
     return "; ".join(part for part in (", ".join(parts), f"no answer from {silent}" if silent else "") if part)
-
-
-def _shares(grown: Scrape, name: str) -> Mapping[str, float] | None:
-    """Seconds by state as parts of all; None when no time has passed."""
-    seconds = grown.sums(name, by="state")
-    total = sum(seconds.values())
-    return {state: value / total for state, value in seconds.items()} if total > 0 else None
 
 
 def _rate(grown: Scrape, name: str, **where: str) -> float | None:

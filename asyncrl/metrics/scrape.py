@@ -39,6 +39,12 @@ class Scrape:
                 found[labels[by]] = found.get(labels[by], 0.0) + value
         return found
 
+    def shares(self, name: str, *, by: str) -> dict[str, float] | None:
+        """`sums` as parts of their total; None when that is 0."""
+        sums = self.sums(name, by=by)
+        total = sum(sums.values())
+        return {label: value / total for label, value in sums.items()} if total > 0 else None
+
     def last(self, name: str, **where: str) -> float | None:
         """The value of the one series with these labels, of the first when there are several; None without any."""
         for series, value in self.values.get(name, {}).items():

@@ -59,6 +59,7 @@ async def test_f33_a_prompt_that_is_too_long_ends_the_run_before_anything_is_pub
             await deployment._train(
                 SimpleNamespace(buffer=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
                 UnusedPolicy(),  # type: ignore[arg-type]
+                None,
                 await deployment._model_path,
                 await deployment._prompts,
                 LearnerMetrics(),
@@ -91,6 +92,7 @@ async def test_f29_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_en
                 await deployment._train(
                     SimpleNamespace(buffer=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
                     HangingPolicy(),  # type: ignore[arg-type]
+                    None,
                     str(tmp_path / "model"),
                     await deployment._prompts,
                     LearnerMetrics(),

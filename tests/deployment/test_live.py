@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from asyncrl.deployment import live
-from asyncrl.deployment.bottleneck import MENDS, who_waits
 from asyncrl.deployment.live import (
     STATE_STYLES,
     LiveDisplay,
@@ -170,26 +169,5 @@ def test_a_sparkline_rises_with_its_values() -> None:
     assert (line[0], line[-1]) == ("▁", "█")
 
 
-def test_every_state_has_a_style_and_every_knob_is_named_for_a_real_wait() -> None:
+def test_every_state_has_a_style() -> None:
     assert set(STATE_STYLES) == {*LEARNER_STATES, *GENERATOR_STATES}
-    assert set(MENDS) <= {*LEARNER_STATES, *GENERATOR_STATES}
-
-
-@pytest.mark.parametrize("state", MENDS)
-def test_the_longest_wait_is_named_with_its_knob(state: str) -> None:
-    learner = {"waiting_for_groups": 0.6} if state == "waiting_for_groups" else {"waiting_for_groups": 0.1}
-    generators = {other: 0.6 if other == state else 0.04 for other in MENDS if other != "waiting_for_groups"}
-    sentence = who_waits(learner, generators)
-    what, mend = MENDS[state]
-    assert sentence == f"{what} 60 % of the time: {mend}."
-
-
-def test_a_higher_limit_is_only_advised_to_generators_that_the_limit_holds_back() -> None:
-    learner = {"waiting_for_groups": 0.21}
-    assert "staleness.max_versions" not in who_waits(learner, {"generating": 0.999, "blocked_on_staleness": 0.001})
-    assert "staleness.max_versions" in who_waits(learner, {"generating": 0.9, "blocked_on_staleness": 0.1})
-
-
-def test_a_balanced_run_needs_no_advice() -> None:
-    assert who_waits({"waiting_for_groups": 0.1}, {"blocked_on_staleness": 0.15}).startswith("Neither side")
-    assert who_waits({}, {}).startswith("Neither side")

@@ -9,6 +9,8 @@ from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.membership import Role, RunState
 from asyncrl.buffer.records import LeaseWait, Version
 from asyncrl.deployment.status import status_lines
+from asyncrl.deployment.top import GENERATOR_SECONDS, LEARNER_SECONDS
+from asyncrl.metrics.scrape import Scrape
 
 MakeStatus = Callable[..., RunStatus]
 
@@ -43,3 +45,13 @@ def test_versions_are_steps_and_the_incarnation_is_named_from_the_second_on(run_
     assert status_lines(run_status())[1].startswith("step 3 of 9, weights published: step 3, ")
     again = run_status(version=Version(2, 4), published=None)
     assert status_lines(again)[1].startswith("step 4 of incarnation 2 of 9, weights published: none, ")
+
+
+def test_what_limits_the_run_is_said_when_both_sides_answer(run_status: MakeStatus) -> None:
+    learner = {frozenset({("state", "waiting_for_groups")}): 6.0, frozenset({("state", "optimizer")}): 4.0}
+    generators = {frozenset({("state", "generating"), ("replica", f"generator-{i}")}): 10.0 for i in range(2)}
+    both = Scrape(at_s=0.0, values={LEARNER_SECONDS: learner, GENERATOR_SECONDS: generators})
+    (line,) = [line for line in status_lines(run_status(), scraped=both) if line.startswith("since the start")]
+    assert "The learner waits for groups 60 % of the time: add generators" in line
+    alone = Scrape(at_s=0.0, values={LEARNER_SECONDS: learner})
+    assert status_lines(run_status(), scraped=alone) == status_lines(run_status())
