@@ -72,7 +72,10 @@ def bottleneck(learner_shares: Mapping[str, float], generator_shares: Mapping[st
             joint=" ",
         )
     if waiting >= NOTABLE_SHARE:
+        idle = generator_shares.get("idle", 0.0)
         mend = "add generators, or slots (generator.max_concurrent_groups) where cores or GPUs are free"
+        if idle >= NOTABLE_SHARE:
+            mend = f"slots stand idle {_percent(idle)}, raise generator.max_starts_per_s, else add generators"
         if blocked >= NEGLIGIBLE_SHARE:
             mend += f"; the staleness limit holds them back {_percent(blocked)}"
         return _found(Bound.GENERATORS, "The learner waits for groups", waiting, mend)

@@ -37,6 +37,14 @@ def test_who_waits_decides(waiting: float, blocked: float, bound: Bound, advice:
     assert advice in found.sentence
 
 
+def test_slots_that_may_not_start_are_told_from_slots_that_are_too_few() -> None:
+    throttled = bottleneck({"waiting_for_groups": 0.9}, {"idle": 0.8, "generating": 0.2})
+    assert throttled.bound is Bound.GENERATORS
+    assert "raise generator.max_starts_per_s" in throttled.sentence
+    busy = bottleneck({"waiting_for_groups": 0.9}, {"idle": 0.1, "generating": 0.9})
+    assert "max_starts_per_s" not in busy.sentence
+
+
 @pytest.mark.parametrize("state", OTHER_WAITS)
 def test_a_longer_wait_of_another_kind_comes_first(state: str) -> None:
     found = bottleneck({"waiting_for_groups": 0.5}, {state: 0.6, "blocked_on_staleness": 0.3})

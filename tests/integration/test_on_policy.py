@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Run, small_config
-from test_up import run_up, summary_of
+from test_up import bound_of, run_up, summary_of
 
 from asyncrl.algorithms.advantages import compute_advantages, resolve_estimator
 from asyncrl.algorithms.loss import build_loss
@@ -16,6 +16,7 @@ from asyncrl.buffer.records import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer
+from asyncrl.deployment.bottleneck import Bound
 from asyncrl.environments.interfaces import build_reward, build_tasks
 from asyncrl.generation.rollout import sample_rows
 from asyncrl.generation.vllm_engine import VLLMEngine
@@ -42,6 +43,7 @@ async def test_a_synchronous_run_equals_a_sequential_loop(
     summary = summary_of(run)
     assert summary["max_token_staleness"] == 0
     assert summary["parity_max_nats"] <= 1e-4, "importance ratios are not 1"
+    assert bound_of(run) is Bound.STALENESS, "each side waits for the other in turn"
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
     config = small_config(model_path, *OVERRIDES)
     for record in steps:

@@ -9,7 +9,9 @@ import pytest
 from conftest import PPO, QUICKSTART, Run, small_overrides
 
 from asyncrl.config.load import load_config
+from asyncrl.deployment.bottleneck import Bound, bottleneck
 from asyncrl.environments.interfaces import build_tasks
+from asyncrl.learner.records import StepRecord, read_lines, state_shares
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 
@@ -33,6 +35,12 @@ def issued_prompts(run: Path) -> list[str]:
     lines = [line for file in (run / "samples").glob("step-*.jsonl") for line in file.read_text().splitlines()]
     prompts = {record["group"]: record["prompt"] for record in map(json.loads, lines)}
     return list(prompts.values())
+
+
+def bound_of(run: Path) -> Bound:
+    """What the report says that the run is limited by."""
+    steps = read_lines(run / "steps.jsonl", StepRecord)
+    return bottleneck(state_shares(steps, "learner_state_s"), state_shares(steps, "generator_state_s")).bound
 
 
 def test_an_asynchronous_run_keeps_its_promises(run_command: Run, model_path: str, tmp_path: Path) -> None:
@@ -77,7 +85,8 @@ def test_an_asynchronous_run_keeps_its_promises(run_command: Run, model_path: st
 def test_a_critic_learns_beside_a_policy_that_waits_for_it(run_command: Run, model_path: str, tmp_path: Path) -> None:
     """configs/ppo.yaml over real ranks: in the warm-up steps the weights that are published stay the first ones."""
     run = run_up(
-        run_command, model_path, tmp_path, "learner.total_steps=8", "critic.warmup_steps=4", config=PPO
+        run_command, model_path, tmp_path,
+        "learner.total_steps=8", "critic.warmup_steps=4", "learner.micro_batch_size=1", config=PPO,
     )  # fmt: skip
     summary = summary_of(run)
     assert summary["steps"] == 8
@@ -89,16 +98,19 @@ def test_a_critic_learns_beside_a_policy_that_waits_for_it(run_command: Run, mod
     assert explained[0] in (0.0, None), "a new critic says 0 everywhere; None: all returns were equal"
     assert explained[-1] != 0.0, "it still does"
     assert all(0 <= step["diagnostics"]["value_clipped_ratio"] <= 1 for step in steps)
+    assert bound_of(run) is Bound.LEARNER, "two models to train, one sequence at a time"
 
 
-def test_f35_a_second_run_on_the_same_directory_is_refused_at_once(
+def test_f35_a_second_run_on_the_same_directory_is_refused_at_once_and_the_first_goes_on(
     run_command: Run, model_path: str, tmp_path: Path
 ) -> None:
+    """The first one may start two groups a second, and says at its end that this is what it waits for."""
     arguments = ["up", "-c", str(QUICKSTART), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path)]
-    first = run_command(*arguments)
+    slow = ["learner.total_steps=5", "generator.max_starts_per_s=2", "eval.prompts=0"]
+    first = run_command(*arguments, *slow)
     first.wait_for((tmp_path / "test" / "run.json").exists, timeout_s=60, what="the run's directory")
     second = run_command(*arguments)
     assert second.wait(30) == 1
     assert f"pid {first.process.pid}" in second.output()
-    first.terminate()
-    first.wait(60)
+    assert first.wait(200) == 0, first.output()[-4000:]
+    assert bound_of(tmp_path / "test") is Bound.GENERATORS
