@@ -4,6 +4,7 @@ Looked for is what the roles of a command need, and nothing is imported for it: 
 the hub's models show when the run starts.
 """
 
+import importlib.util
 import shutil
 from collections.abc import Collection, Iterator
 
@@ -18,7 +19,7 @@ _TASK = "environment.options.task"
 
 def check_presence(config: Config, *, roles: Collection[Role]) -> list[str]:
     """Warnings about a configuration whose parts are there for `roles`; ConfigError with every part that is missing."""
-    missing = [*_file(config), *_modules(config, roles)]
+    missing = [*_file(config), *_modules(config, roles), *_trackers(config, roles)]
     if config.environment.name == "reasoning_gym" and _builds_environment(config, roles):
         missing += _reasoning_gym_task(config)
     if missing:
@@ -50,6 +51,12 @@ def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:
     for key, value in named.items():
         if isinstance(value, str) and is_import_path(value) and (problem := missing_module(value, key=key)):
             yield problem
+
+
+def _trackers(config: Config, roles: Collection[Role]) -> Iterator[str]:
+    for name in config.metrics.trackers if Role.LEARNER in roles else ():
+        if importlib.util.find_spec(name) is None:
+            yield f"metrics.trackers = {name}: is not installed; run pip install 'asyncrl[{name}]', or leave it out"
 
 
 def _reasoning_gym_task(config: Config) -> Iterator[str]:

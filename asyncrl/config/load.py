@@ -84,8 +84,12 @@ def dump_config(config: Config) -> str:
 
 def shared_config(config: Config) -> dict[str, object]:
     """What every deployment of one run must agree on, by dotted key: the run's meaning, without its machines."""
-    flat = _flatten(config.model_dump(mode="json"))
-    return {key: value for key, value in flat.items() if not _is_own(key)}
+    return {key: value for key, value in flat_config(config).items() if not _is_own(key)}
+
+
+def flat_config(config: Config) -> dict[str, object]:
+    """Every setting by dotted key."""
+    return _flatten(config.model_dump(mode="json"))
 
 
 def first_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:

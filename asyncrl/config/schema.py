@@ -360,12 +360,18 @@ class EvalSection(Section):
 
 
 class MetricsSection(Section):
-    """Prometheus endpoints, one a long-lived process."""
+    """Prometheus endpoints, one a long-lived process; and experiment trackers, which follow the learner."""
 
     host: str = "127.0.0.1"
     """Address that the endpoints bind."""
     learner_port: Port = 0
     """Port of the learner's endpoint; 0: any free one."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
+    """Experiment trackers that get every step's numbers, each installed as an extra of its name. Where they write is
+    theirs to say (`WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`); TensorBoard's files are in the run's
+    directory."""
+    project: str = "asyncrl"
+    """What the trackers file the run under."""
 
 
 class RaySection(Section):

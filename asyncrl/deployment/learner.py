@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.membership import Role, RunState
+from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, tokenizer_fingerprint
@@ -26,6 +27,7 @@ from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRec
 from asyncrl.metrics.discovery import write_targets
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
+from asyncrl.metrics.trackers import Trackers
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.value.lm_value import critic_config
 from asyncrl.value.tq_value import TQValue
@@ -60,6 +62,13 @@ class LearnerDeployment:
         self._show = show
         self._steps: list[StepRecord] = []
         self._evals: list[EvalRecord] = []
+        self._trackers = Trackers(
+            config.metrics.trackers,
+            project=config.metrics.project,
+            run=config.run.name,
+            folder=run_dir.path,
+            settings=tracked_settings(config),
+        )
         self._loop: LearnerLoop | None = None
         self._phase = "making prompts"
 
@@ -113,6 +122,7 @@ class LearnerDeployment:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
             self._show_now()
+            await asyncio.to_thread(self._trackers.close)
             with contextlib.suppress(Exception):
                 await handles.buffer.call("set_state", state, failure)
             with contextlib.suppress(Exception):
@@ -231,13 +241,21 @@ class LearnerDeployment:
     def append_step(self, record: StepRecord) -> None:
         self._steps.append(record)
         self._run_dir.append_step(record)
+        self._trackers.log(record.version_after, record.numbers())
 
     def append_eval(self, record: EvalRecord) -> None:
         self._evals.append(record)
         self._run_dir.append_eval(record)
+        self._trackers.log(record.version, {"heldout_reward_mean": record.reward_mean})
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         self._run_dir.write_samples(step, samples)
+
+
+def tracked_settings(config: Config) -> dict[str, str | int | float]:
+    """The configuration as trackers take it: lists and what is unset become text."""
+    flat = flat_config(config)
+    return {key: value if isinstance(value, str | int | float) else str(value) for key, value in flat.items()}
 
 
 def probe_sequences(tokenizer: object, tasks: Sequence[Task], *, max_length: int) -> list[list[int]]:

@@ -59,6 +59,24 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         """The learner's version when this was written: a skipped step leaves it where it was."""
         return self.step + self.trained
 
+    def numbers(self) -> dict[str, float | None]:
+        """The step for a tracker: one number a name."""
+        ages = [age for age, tokens in self.token_staleness.items() if tokens]
+        return {
+            "reward_mean": self.reward_mean,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "entropy_nats": self.entropy_nats,
+            "ess_ratio": self.ess_ratio,
+            "learning_rate": self.learning_rate,
+            "parity_nats": self.parity_nats,
+            "token_staleness_max_versions": max(ages, default=None),
+            "step_duration_s": self.duration_s,
+            "trained_tokens": self.trained_tokens,
+            "trained_samples": self.trained_samples,
+            **self.diagnostics,
+        }
+
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One held-out evaluation of the weights that `version` steps made; `prompts` is how many got a reward."""

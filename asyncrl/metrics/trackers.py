@@ -1,0 +1,92 @@
+"""Experiment trackers, through accelerate's: TensorBoard, Weights & Biases, MLflow, trackio.
+
+What must hold: a tracker is a copy of what the run directory records, and never more than that. It is fed from a thread
+of its own, one that fails is reported once and left alone, and what it still has to send at the end gets `CLOSE_S`
+seconds and no more.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 30.0
+
+Settings = Mapping[str, str | int | float]
+
+
+class Trackers:
+    """Those called `names`, which follow the run `run` of the experiment `project`; `settings` are its configuration by
+    dotted key, `folder` is where files go that belong to the run.
+
+    >>> trackers = Trackers([], project="asyncrl", run="quickstart", folder=Path("runs/quickstart"), settings={})
+    >>> trackers.log(1, {"reward_mean": 0.5, "parity_nats": None})
+    >>> trackers.close()
+    """
+
+    def __init__(self, names: Sequence[str], *, project: str, run: str, folder: Path, settings: Settings) -> None:
+        # a single thread: numbers must arrive in order, and MLflow knows its active run by thread
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trackers")
+        self._names = tuple(names)
+        self._live: dict[str, Any] = {}
+        for name in names:
+            self._thread.submit(self._start, name, project=project, run=run, folder=folder, settings=settings)
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Numbers of one step, but for those that are None or not finite. Returns at once."""
+        if not self._names:
+            return
+        known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+        self._thread.submit(self._each, lambda tracker: tracker.log(known, step=step))
+
+    def close(self) -> None:
+        """Waits for what is under way, `CLOSE_S` seconds at most."""
+        if not self._names:
+            return
+        last = self._thread.submit(self._each, lambda tracker: tracker.finish())
+        if wait([last], timeout=CLOSE_S).not_done:
+            logger.warning("trackers were not done %g s after the end; all numbers are in the run directory", CLOSE_S)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _start(self, name: str, *, project: str, run: str, folder: Path, settings: Settings) -> None:
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        # accelerate's trackers ask who the main process is; nothing here shall touch a GPU to find out
+        PartialState(cpu=True)
+        try:
+            tracker: Any = LOGGER_TYPE_TO_CLASS[name](**_arguments(name, project=project, run=run, folder=folder))
+            tracker.start()
+            tracker.store_init_configuration(dict(settings))
+            self._live[name] = tracker
+        except Exception:
+            logger.warning("the tracker %s did not start; the run goes on without it", name, exc_info=True)
+
+    def _each(self, act: Callable[[Any], None]) -> None:
+        for name, tracker in list(self._live.items()):
+            try:
+                act(tracker)
+            except Exception:
+                del self._live[name]
+                logger.warning("the tracker %s failed and is fed no more", name, exc_info=True)
+
+
+def _arguments(name: str, *, project: str, run: str, folder: Path) -> dict[str, Any]:
+    """What accelerate's tracker of this name wants to know; they call one thing by several names."""
+    match name:
+        case "tensorboard":
+            return {"run_name": run, "logging_dir": folder / "tensorboard"}
+        case "wandb":
+            return {"run_name": project, "name": run, "dir": str(folder)}
+        case "mlflow":
+            return {"experiment_name": project, "run_name": run}
+        case "trackio":
+            return {"run_name": project, "name": run}
+        case _:
+            raise ValueError(f"no tracker is called {name!r}")

@@ -1,0 +1,152 @@
+"""Trackers for real, without a network: what was logged is read back with each tracker's own reader."""
+
+import doctest
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.metrics import trackers as module
+from asyncrl.metrics.trackers import Trackers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+REWARDS = {1: 0.25, 2: 0.5}
+
+
+def follow(name: str, folder: Path) -> None:
+    """A run of two steps and an evaluation."""
+    trackers = Trackers([name], project="tests", run="quick", folder=folder, settings={"staleness.max_versions": 3})
+    for step, reward in REWARDS.items():
+        trackers.log(step, {"reward_mean": reward, "parity_nats": None, "explained_variance": float("nan")})
+    trackers.log(2, {"heldout_reward_mean": 0.75})
+    trackers.close()
+
+
+def test_doctest() -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+def test_tensorboard_has_a_scalar_a_step_and_the_settings(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    follow("tensorboard", tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "quick"))
+    events.Reload()
+    assert {event.step: event.value for event in events.Scalars("reward_mean")} == REWARDS
+    assert [event.value for event in events.Scalars("heldout_reward_mean")] == [0.75]
+    assert not {"parity_nats", "explained_variance"} & set(events.Tags()["scalars"]), "what was not measured"
+    (settings,) = tmp_path.glob("tensorboard/quick/*/hparams.yml")
+    assert settings.read_text() == "staleness.max_versions: 3\n"
+
+
+def test_mlflow_has_the_history_of_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow
+
+    uri = f"file://{tmp_path}/mlruns"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its own default is a server or a database
+    follow("mlflow", tmp_path)
+    client: Any = mlflow.MlflowClient(tracking_uri=uri)
+    (experiment,) = client.search_experiments(filter_string="name = 'tests'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "quick"
+    assert run.info.status == "FINISHED"
+    assert run.data.params["staleness.max_versions"] == "3"
+    history = client.get_metric_history(run.info.run_id, "reward_mean")
+    assert {point.step: point.value for point in history} == REWARDS
+
+
+def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    follow("wandb", tmp_path)
+    (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = log.read_bytes()
+    for text in (b"quick", b"staleness.max_versions", b"reward_mean", b"heldout_reward_mean"):
+        assert text in content, text
+    assert b"parity_nats" not in content
+
+
+def test_trackio_keeps_the_run_in_its_own_database(tmp_path: Path) -> None:
+    """In a process of its own: trackio reads where its database is when it is imported."""
+    code = f"""
+from pathlib import Path
+from test_trackers import follow
+from trackio.sqlite_storage import SQLiteStorage
+follow("trackio", Path({str(tmp_path)!r}))
+(run,) = SQLiteStorage.get_runs("tests")
+logs = SQLiteStorage.get_logs("tests", run)
+print(run, [log["reward_mean"] for log in logs if "reward_mean" in log])
+"""
+    folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": folders}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.splitlines()[-1:] == ["quick [0.25, 0.5]"], done.stderr
+
+
+def test_a_tracker_that_does_not_start_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "tensorboard"
+    file.write_text("a file where a folder should be")
+    with caplog.at_level(logging.WARNING):
+        follow("tensorboard", tmp_path)
+    (record,) = caplog.records
+    assert "tensorboard did not start" in record.getMessage()
+
+
+class Failing:
+    """A tracker whose second number cannot be sent."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append(f"log {step}")
+        if step == 2:
+            raise OSError("no way to the server")
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+def test_a_tracker_that_fails_is_fed_no_more_and_the_others_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trackers = Trackers([], project="tests", run="quick", folder=tmp_path, settings={})
+    failing, working = Failing(), Failing()
+    working.log = lambda values, step: working.calls.append(f"log {step}")  # type: ignore[method-assign]
+    trackers._names, trackers._live = ("a", "b"), {"a": failing, "b": working}
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3):
+            trackers.log(step, {"reward_mean": 0.5})
+        trackers.close()
+    assert failing.calls == ["log 1", "log 2"]
+    assert working.calls == ["log 1", "log 2", "log 3", "finish"]
+    assert ["the tracker a failed" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_tracker_that_hangs_holds_up_neither_the_steps_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_S", 0.1)
+    trackers = Trackers([], project="tests", run="quick", folder=tmp_path, settings={})
+    released, hanging = threading.Event(), Failing()
+    hanging.log = lambda values, step: released.wait(60)  # type: ignore[assignment,method-assign,return-value]
+    trackers._names, trackers._live = ("a",), {"a": hanging}
+    try:
+        for step in range(100):
+            trackers.log(step, {"reward_mean": 0.5})
+        with caplog.at_level(logging.WARNING):
+            trackers.close()
+        assert "not done" in caplog.text
+    finally:
+        released.set()
