@@ -198,10 +198,10 @@ def _generator(config: Config) -> Iterator[str]:
             f"generator.min_replicas = {generator.min_replicas}: must be at most generator.replicas = "
             f"{generator.replicas}; lower it"
         )
-    if generator.tensor_parallel_size > 1 and generator.gpus != generator.tensor_parallel_size:
+    if generator.tensor_parallel_size > 1 and generator.gpus not in (0, generator.tensor_parallel_size):
         yield (
             f"generator.tensor_parallel_size = {generator.tensor_parallel_size}: must equal generator.gpus = "
-            f"{generator.gpus:g}, one GPU for each part of the engine; set them alike"
+            f"{generator.gpus:g}, one GPU for each part of the engine; set them alike, or generator.gpus to 0 for CPUs"
         )
 
 

@@ -163,7 +163,7 @@ class GeneratorSection(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Share of a GPU's memory that the engine takes."""
     tensor_parallel_size: PositiveInt = 1
-    """GPUs that share one engine."""
+    """Processes that share one engine, each on a GPU of its own; on CPUs (`gpus: 0`) each is a process more."""
     cpus: PositiveFloat = 0.5
     """Logical Ray CPUs of a replica."""
     gpus: NonNegativeFloat = 0.0

@@ -109,7 +109,8 @@ class VLLMEngine:
             arguments["enable_chunked_prefill"] = False
             # One process less to import vLLM (20 s of start-up) and to reach at every decoding step; by its full name,
             # because vLLM replaces "uni" on CPUs, where it cannot bind threads: we ask for none to be bound.
-            arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+            alone = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+            arguments["distributed_executor_backend"] = alone if generator.tensor_parallel_size == 1 else "mp"
             arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, config.model.max_length, sequences)
         else:
             arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization

@@ -73,9 +73,14 @@ _LIMITS = [
     ),
     (["generator.min_replicas=2"], ["generator.min_replicas=2", "generator.replicas=2"], "generator.replicas = 1"),
     (
-        ["generator.tensor_parallel_size=2"],
+        ["generator.tensor_parallel_size=2", "generator.gpus=1"],
         ["generator.tensor_parallel_size=2", "generator.gpus=2"],
-        "must equal generator.gpus = 0",
+        "must equal generator.gpus = 1",
+    ),
+    (
+        ["generator.tensor_parallel_size=2", "generator.gpus=0.5"],
+        ["generator.tensor_parallel_size=2"],
+        "or generator.gpus to 0 for CPUs",
     ),
     (["data.dataset=jsonl"], ["data.dataset=jsonl", "data.path=x.jsonl"], "needs data.path"),
     (["data.path=x.jsonl"], ["data.dataset=jsonl", "data.path=x.jsonl"], "read only with"),
