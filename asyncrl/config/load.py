@@ -28,6 +28,7 @@ _OWN_KEYS = frozenset(
         "generator.min_replicas",
         "generator.cpus",
         "generator.gpus",
+        "generator.node_labels",
         "generator.kv_cache_gib",
         "generator.gpu_memory_utilization",
         "generator.tensor_parallel_size",
@@ -37,9 +38,11 @@ _OWN_KEYS = frozenset(
         "generator.startup_timeout_s",
         "learner.cpus",
         "learner.gpus",
+        "learner.node_labels",
         "learner.threads",
         "critic.cpus",
         "critic.gpus",
+        "critic.node_labels",
     }
 )
 

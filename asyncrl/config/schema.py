@@ -167,7 +167,10 @@ class GeneratorSection(Section):
     cpus: PositiveFloat = 0.5
     """Logical Ray CPUs of a replica."""
     gpus: NonNegativeFloat = 0.0
-    """Ray GPUs of a replica; 0 runs vLLM on the CPU."""
+    """Ray GPUs of a replica; 0 runs vLLM on the CPU, and a part of one shares it with other replicas."""
+    node_labels: dict[str, str] = {}
+    """Labels that the Ray node of a replica must have, e.g. `{pool: gen}` where `ray start --labels pool=gen`
+    ran; values in Ray's own words, such as `in(a,b)` or `!c`."""
     enforce_eager: bool = True
     """Run the engine without graph capture."""
 
@@ -234,6 +237,9 @@ class LearnerSection(Section):
     """Logical Ray CPUs of a rank."""
     gpus: NonNegativeFloat = 0.0
     """Ray GPUs of a rank; 0 trains on the CPU over gloo."""
+    node_labels: dict[str, str] = {}
+    """Labels that the Ray node of a rank must have, e.g. `{pool: learners}` where `ray start --labels pool=learners`
+    ran; values in Ray's own words, such as `in(a,b)` or `!c`."""
     threads: PositiveInt = 1
     """Torch threads of a rank on the CPU."""
     samples_logged: NonNegativeInt = 4
@@ -265,6 +271,9 @@ class CriticSection(Section):
     """Logical Ray CPUs of a rank."""
     gpus: NonNegativeFloat = 0.0
     """Ray GPUs of a rank; 0 trains on the CPU over gloo."""
+    node_labels: dict[str, str] = {}
+    """Labels that the Ray node of a rank must have, e.g. `{pool: critics}` where `ray start --labels pool=critics`
+    ran; values in Ray's own words, such as `in(a,b)` or `!c`."""
 
 
 class AlgorithmSection(Section):

@@ -1,6 +1,8 @@
-"""Waiting for a Ray call: always with a deadline, and a cancelled wait cancels the call."""
+"""Waiting for a Ray call: always with a deadline, and a cancelled wait cancels the call; and what to say when Ray has
+no room for an actor."""
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
@@ -48,3 +50,12 @@ def answer(ref: Any, *, timeout_s: float, what: str) -> Any:
         raise
     except RayActorError as error:
         raise ActorGone(f"{what}: the process behind it is gone ({error})") from error
+
+
+def room(resources: Iterable[str], *, node_labels: Mapping[str, str]) -> str:
+    """The end of a sentence about what Ray could not place: the labels asked for, and what the cluster has."""
+    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    labels = ", ".join(f"{name}={value}" for name, value in node_labels.items())
+    has = " and ".join(f"{total.get(name, 0.0):g} {name} ({free.get(name, 0.0):g} free)" for name in resources)
+    return f"{f', on nodes with {labels}' if labels else ''}; the cluster has {has}"

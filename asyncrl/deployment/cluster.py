@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from asyncrl.buffer.membership import Deployment, Role
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
-from asyncrl.data_plane.calls import finished
+from asyncrl.data_plane.calls import finished, room
 from asyncrl.data_plane.clients import GroupRows
 from asyncrl.data_plane.partition_actor import PARTITIONS
 from asyncrl.data_plane.row_store import STORE_PREFIX
@@ -214,16 +214,15 @@ def end_actors(namespace: str) -> list[str]:
     return names
 
 
-async def placed(ref: Any, *, config: Config, what: str, cpus: float, gpus: float = 0.0) -> Any:
+async def placed(
+    ref: Any, *, config: Config, what: str, cpus: float, gpus: float = 0.0, node_labels: Mapping[str, str] = {}
+) -> Any:
     """First answer of a new actor. PlacementError says what it needs when Ray does not place it in time."""
     timeout_s = config.ray.placement_timeout_s
     try:
         return await finished(ref, timeout_s=timeout_s, what=what)
     except TimeoutError:
-        have: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
         raise PlacementError(
             f"Ray did not place {what} within ray.placement_timeout_s = {timeout_s:g} s: it asks for {cpus:g} CPUs "
-            f"and {gpus:g} GPUs, the cluster has {have.get('CPU', 0):g} CPUs ({free.get('CPU', 0):g} free) and "
-            f"{have.get('GPU', 0):g} GPUs ({free.get('GPU', 0):g} free)"
+            f"and {gpus:g} GPUs{room(('CPU', 'GPU'), node_labels=node_labels)}"
         ) from None

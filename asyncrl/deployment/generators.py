@@ -127,6 +127,7 @@ class GeneratorDeployment:
                 namespace=self._config.run.name,
                 num_cpus=generator.cpus,
                 num_gpus=generator.gpus,
+                label_selector=generator.node_labels or None,
                 max_restarts=0,
                 max_concurrency=ACTOR_CONCURRENCY,
             )
@@ -145,6 +146,7 @@ class GeneratorDeployment:
             what=f"replica {replica.name}",
             cpus=generator.cpus,
             gpus=generator.gpus,
+            node_labels=generator.node_labels,
         )
         model_path = await self._model_path
         replica.processes = await finished(

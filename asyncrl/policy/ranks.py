@@ -12,6 +12,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config.schema import Config
+from asyncrl.data_plane.calls import room
 from asyncrl.errors import AsyncRLError, PlacementError, RunError
 from asyncrl.policy.rank_actor import BESIDE, LOOPBACK, POLICY_RANKS, RankActor, RankKind
 
@@ -51,14 +52,17 @@ class RankGroup:
     def _place(self) -> None:
         learner, section, timeout_s = self._config.learner, self._kind.section, self._config.ray.placement_timeout_s
         bundle = {"CPU": learner.cpus} | ({"GPU": learner.gpus} if learner.gpus else {})
-        self._placement = ray.util.placement_group([bundle] * learner.ranks, strategy="PACK")
+        self._placement = ray.util.placement_group(
+            [bundle] * learner.ranks,
+            strategy="PACK",
+            bundle_label_selector=[learner.node_labels] * learner.ranks if learner.node_labels else None,
+        )
         if not self._placement.wait(timeout_s):
-            total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
+            there = room(bundle, node_labels=learner.node_labels)
             self.shutdown()
             raise PlacementError(
                 f"Ray has no room for {learner.ranks} {section} ranks ({section}.ranks) of {bundle} each "
-                f"({section}.cpus, {section}.gpus) within ray.placement_timeout_s={timeout_s}: the cluster has "
-                + ", ".join(f"{total.get(name, 0.0):g} {name}, {free.get(name, 0.0):g} free" for name in bundle)
+                f"({section}.cpus, {section}.gpus) within ray.placement_timeout_s={timeout_s}{there}"
             )
         threads = str(learner.threads)
         env = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}

@@ -39,5 +39,5 @@ def critic_config(config: Config) -> Config:
     """`config` as the critic's ranks see it: `learner` with what `critic` says of ranks, places and optimizer. They
     share one copy of the critic, whatever the policy's ranks do."""
     assert config.critic is not None
-    own = {name: getattr(config.critic, name) for name in ("ranks", "optimizer", "cpus", "gpus")}
+    own = {name: getattr(config.critic, name) for name in ("ranks", "optimizer", "cpus", "gpus", "node_labels")}
     return config.model_copy(update={"learner": config.learner.model_copy(update={**own, "shards": None})})

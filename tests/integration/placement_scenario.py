@@ -1,0 +1,106 @@
+"""A process of its own, for it has a Ray of its own: two nodes on this machine, told apart by labels and by GPUs.
+
+The GPUs are numbers in Ray's books: nothing here touches one. Prints, as JSON, where everything was placed.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util import placement_group_table
+
+from asyncrl.config.schema import Config
+from asyncrl.deployment.cluster import placed
+from asyncrl.deployment.generators import GeneratorDeployment, _Replica
+from asyncrl.errors import PlacementError
+from asyncrl.policy.ranks import RankGroup
+
+CONFIG = {
+    "run": {"name": "placement"},
+    "generator": {"cpus": 0.1, "gpus": 0.5, "node_labels": {"pool": "gen"}},
+    "learner": {"cpus": 0.1, "ranks": 2, "node_labels": {"pool": "learn"}},
+    "ray": {"placement_timeout_s": 3.0},
+}
+
+
+def node_of(handle: Any) -> str:
+    return str(ray.get(handle.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()), timeout=60))
+
+
+def gpus_of(handle: Any) -> list[int]:
+    return [int(gpu) for gpu in ray.get(handle.__ray_call__.remote(lambda _: ray.get_gpu_ids()), timeout=60)]
+
+
+def ranks(config: Config) -> list[str]:
+    """The nodes of a group's ranks, which are ended again."""
+    group = RankGroup(config, model_path="")
+    try:
+        group._place()
+        return sorted(placement_group_table(group._placement)["bundles_to_node_id"].values())
+    finally:
+        group.shutdown()
+
+
+async def replicas(config: Config, count: int) -> list[_Replica]:
+    nothing: Any = None
+    deployment = GeneratorDeployment(config, model_path=nothing, prompts=nothing)
+    made = [deployment._make() for _ in range(count)]
+    for replica in made:
+        await ray_ready(replica, config)
+    return made
+
+
+async def ray_ready(replica: _Replica, config: Config) -> None:
+    generator = config.generator
+    await placed(
+        replica.handle.__ray_ready__.remote(),
+        config=config,
+        what="a replica",
+        cpus=generator.cpus,
+        gpus=generator.gpus,
+        node_labels=generator.node_labels,
+    )
+
+
+def error_of(config: Config, what: str) -> str:
+    try:
+        if what == "ranks":
+            ranks(config)
+        else:
+            asyncio.run(replicas(config, 1))
+    except PlacementError as error:
+        return str(error)
+    return ""
+
+
+def scenario() -> dict[str, Any]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "labels": {"pool": "learn"}})
+    cluster.add_node(num_cpus=1, num_gpus=1, labels={"pool": "gen"})
+    ray.init(address=cluster.address, namespace="placement", log_to_driver=False)
+    try:
+        cluster.wait_for_nodes()
+        names = {node["NodeID"]: node["Labels"].get("pool", "") for node in ray.nodes()}
+        config = Config.model_validate(CONFIG)
+        swapped = Config.model_validate(CONFIG | {"learner": CONFIG["learner"] | {"node_labels": {"pool": "gen"}}})
+        nowhere = Config.model_validate(CONFIG | {"learner": CONFIG["learner"] | {"node_labels": {"pool": "none"}}})
+        pair = asyncio.run(replicas(Config.model_validate(CONFIG | {"ray": {}}), 2))
+        found = {
+            "ranks": [names[node] for node in ranks(config)],
+            "swapped ranks": [names[node] for node in ranks(swapped)],
+            "replicas": [names[node_of(replica.handle)] for replica in pair],
+            "gpus": [gpus_of(replica.handle) for replica in pair],
+            "no such label": error_of(nowhere, "ranks"),
+            "no GPU left": error_of(config, "replica"),
+        }
+        for replica in pair:
+            ray.kill(replica.handle)
+        return found
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    print(json.dumps(scenario()))
