@@ -1,0 +1,44 @@
+"""The shipped recipes keep their own arithmetic: GPUs add up, all slots can be filled within the staleness limit."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def recipe(name: str) -> Config:
+    return load_config([CONFIGS / f"{name}.yaml"], [])
+
+
+@pytest.mark.parametrize(("name", "generator_gpus", "learner_gpus"), [
+    ("quickstart", 0, 0), ("ppo", 0, 0), ("one_gpu", 0.5, 0.5), ("eight_gpus", 6, 2), ("two_nodes", 8, 8),
+])  # fmt: skip
+def test_the_gpus_of_both_pools_add_up(name: str, generator_gpus: float, learner_gpus: float) -> None:
+    config = recipe(name)
+    assert config.generator.replicas * config.generator.gpus == generator_gpus
+    assert config.learner.ranks * config.learner.gpus == learner_gpus
+
+
+@pytest.mark.parametrize("name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes"])
+def test_every_slot_can_be_filled_while_a_step_is_trained(name: str) -> None:
+    """slots ≤ (η + 1) · B, of which a step that is being trained holds B."""
+    config = recipe(name)
+    in_flight = config.generator.replicas * config.generator.max_concurrent_groups
+    step = config.learner.groups_per_step
+    assert in_flight + step <= (config.staleness.max_versions + 1) * step
+
+
+@pytest.mark.parametrize("name", ["one_gpu", "eight_gpus", "two_nodes"])
+def test_weights_and_optimizer_leave_room_on_their_gpus(name: str) -> None:
+    """16 bytes a weight in the learner, 2 in an engine, on GPUs of 24 and 80 GiB."""
+    config = recipe(name)
+    size = config.model.path.rpartition("-")[2]
+    weights, memory = float(size.removesuffix("B")) * 1e9, (24 if name == "one_gpu" else 80) * 2**30
+    shares = 1.0 - config.generator.gpu_memory_utilization if name == "one_gpu" else 1.0
+    assert 16 * weights / config.learner.ranks < 0.7 * shares * memory
+    engine = config.generator.gpu_memory_utilization * memory
+    assert 2 * weights / config.generator.tensor_parallel_size < 0.5 * engine
