@@ -12,6 +12,7 @@ AsyncRLError
 │   ├── PlacementError         Ray has no room for a process within the deadline
 │   ├── ActorGone              the process behind a call has ended
 │   │   └── RowsLost           rows died with the process that kept them (F37)
+│   ├── Offloaded              the model is off its devices for a refit, and was not brought back
 │   ├── NonFiniteError         too many non-finite steps in a row (F21)
 │   └── StalenessViolation     a token older than the limit reached a batch: our bug
 ├── RolloutError               one rollout failed; every one is INFRA or DATA
@@ -104,6 +105,10 @@ def _rebuild_rows_lost(message: str, sample_ids: tuple[str, ...]) -> RowsLost:
 
 class PlacementError(RunError):
     """Ray has no room for a process within `ray.placement_timeout_s`."""
+
+
+class Offloaded(RunError):
+    """Model or optimizer are off the ranks' devices; `prepare_for_training` brings them back."""
 
 
 class NonFiniteError(RunError):

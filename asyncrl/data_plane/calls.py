@@ -2,7 +2,8 @@
 no room for an actor."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -50,6 +51,23 @@ def answer(ref: Any, *, timeout_s: float, what: str) -> Any:
         raise
     except RayActorError as error:
         raise ActorGone(f"{what}: the process behind it is gone ({error})") from error
+
+
+def answers(refs: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
+    """Results of several calls, in their order, for a caller that blocks.
+
+    The first failure is raised as `answer` does, as soon as it is known; the other calls go on.
+    """
+    deadline_s, waiting, results = time.monotonic() + timeout_s, list(refs), {}
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
+        if not done:
+            for ref in waiting:
+                ray.cancel(ref)
+            raise TimeoutError(f"{what} took longer than {timeout_s:g} s")
+        for ref in done:
+            results[ref] = answer(ref, timeout_s=timeout_s, what=what)
+    return [results[ref] for ref in refs]
 
 
 def room(resources: Iterable[str], *, node_labels: Mapping[str, str]) -> str:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
-import psutil
 import ray
 
 from asyncrl.buffer.actor import RunStatus
@@ -23,7 +22,7 @@ from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, kee
 from asyncrl.deployment.launch import Prompts
 from asyncrl.errors import GeneratorPoolExhausted, StallError
 from asyncrl.generation.actor import GeneratorActor, ReplicaProcesses
-from asyncrl.generation.shared_memory import sweep_shared_memory
+from asyncrl.generation.shared_memory import reap
 
 logger = logging.getLogger(__name__)
 
@@ -207,29 +206,11 @@ class GeneratorDeployment:
                 replica.running.cancel()
                 await asyncio.gather(replica.running, return_exceptions=True)
             ray.kill(replica.handle, no_restart=True)
-            await asyncio.to_thread(_reap, replica.processes)
+            if (left := replica.processes) is not None:
+                await asyncio.to_thread(reap, left.pids, segments=left.shared_memory, timeout_s=EXIT_S)
 
 
 def _cause(replica: _Replica) -> str:
     assert replica.running is not None
     error = None if replica.running.cancelled() else replica.running.exception()
     return f"{type(error).__name__}: {error}" if error is not None else "it stopped generating"
-
-
-def _reap(processes: ReplicaProcesses | None) -> None:
-    """Waits for the engine's processes, ends those that stay, and sweeps their shared memory.
-
-    Only on this node: elsewhere the engine's processes end with their Ray worker's process group.
-    """
-    if processes is None:
-        return
-    ours = []
-    for pid in processes.pids:
-        with contextlib.suppress(psutil.NoSuchProcess):  # an engine that lost its replica ends at any moment
-            process = psutil.Process(pid)
-            if process.name().startswith("VLLM"):
-                ours.append(process)
-    for process in psutil.wait_procs(ours, timeout=EXIT_S)[1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    sweep_shared_memory(processes.shared_memory)

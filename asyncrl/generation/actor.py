@@ -6,7 +6,6 @@ A process holds one engine. `start` fails before anything is generated when the 
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import ray
@@ -19,6 +18,7 @@ from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.clients import GroupRows
 from asyncrl.environments.scoring import Scorer
 from asyncrl.generation.generator import Generator
+from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.rollout import Rollouts
 from asyncrl.generation.vllm_engine import VLLMEngine, preload, prepare_environment
 from asyncrl.generation.weight_updates import WeightUpdates
@@ -129,18 +129,3 @@ class GeneratorActor:
         if self._server is not None:
             self._server.close()
             self._server = None
-
-
-def expected_parameters(model_path: str, *, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """(shape, dtype) of every Hugging Face parameter of the model's own config, built without memory.
-
-    vLLM's own parameters are fused (`qkv_proj`, `gate_up_proj`), so a manifest is checked against these. Tied
-    parameters appear under each of their names: on CPUs vLLM packs a tied head on its own.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    build: Any = AutoModelForCausalLM.from_config
-    with torch.device("meta"):
-        model = build(AutoConfig.from_pretrained(model_path))
-    return {name: (tuple(value.shape), dtype) for name, value in model.named_parameters(remove_duplicate=False)}

@@ -8,7 +8,7 @@ import asyncio
 import gc
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,16 @@ class VLLMEngine:
         self._requests = itertools.count()
         self._running: set[str] = set()
         self._aborts = 0
+        self._sleeping: set[str] = set()
 
     @classmethod
-    async def start(cls, config: Config, *, model_path: str, load_weights: bool = True) -> "VLLMEngine":
+    async def start(
+        cls, config: Config, *, model_path: str, load_weights: bool = True, sleep_mode: bool = False
+    ) -> "VLLMEngine":
         """Starts the engine's processes with the model at `model_path`; call `prepare_environment` first.
 
         Without `load_weights` they are random until `load`: the directory needs a config and a tokenizer only.
+        `sleep_mode` is for `sleep`, on GPUs.
         """
         from vllm import AsyncEngineArgs
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -101,6 +105,7 @@ class VLLMEngine:
             "worker_extension_cls": vllm_plugin.WORKER_EXTENSION,
             "seed": config.run.seed,
             "load_format": "auto" if load_weights else "dummy",
+            "enable_sleep_mode": sleep_mode,
         }
         if on_cpu:
             arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_gib * GIB)
@@ -119,11 +124,19 @@ class VLLMEngine:
         return cls(llm, config=config)
 
     async def generate(
-        self, prompt_ids: Sequence[int], *, n: int, seed: int | None, temperature: float, max_tokens: int
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        n: int,
+        seed: int | None,
+        temperature: float,
+        max_tokens: int,
+        stop: Sequence[str] = (),
     ) -> list[Completion]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        stops = [*self._stop, *stop]
         parameters = SamplingParams(
             n=n,
             seed=seed,
@@ -131,12 +144,13 @@ class VLLMEngine:
             max_tokens=max_tokens,
             logprobs=0,
             flat_logprobs=True,
-            stop=self._stop or None,
-            detokenize=bool(self._stop),  # token by token, to find stop strings; else once, at the end
+            stop=stops or None,
+            detokenize=bool(stops),  # token by token, to find stop strings; else once, at the end
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._request(list(prompt_ids), parameters)
-        return [self._completion(child) for child in sorted(output.outputs, key=lambda child: child.index)]
+        children = sorted(output.outputs, key=lambda child: child.index)
+        return [self._completion(child, has_text=bool(stops)) for child in children]
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         from vllm import SamplingParams
@@ -162,6 +176,35 @@ class VLLMEngine:
         if self._running:
             await self._llm.abort(list(self._running))
 
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    async def reset_cache(self) -> bool:
+        """Whether no prefix that was computed until now serves a later request; running ones are computed again."""
+        return bool(await self._llm.reset_prefix_cache(reset_running_requests=True))
+
+    @property
+    def is_awake(self) -> bool:
+        """Weights and KV cache are on the device."""
+        return not self._sleeping
+
+    async def sleep(self) -> None:
+        """Gives the device's memory back, weights to the host's, and aborts what runs; for an engine in sleep mode,
+        which vLLM has on GPUs only."""
+        if self.is_awake:
+            await self._llm.sleep(level=1, mode="abort")
+            self._sleeping = {"weights", "kv_cache"}
+
+    async def wake(self, tags: Collection[str]) -> None:
+        """Takes memory again for `weights`, `kv_cache` or both; what is awake already is left alone.
+
+        vLLM goes on scheduling when all are: wake the KV cache of whole weights only.
+        """
+        if tags := self._sleeping.intersection(tags):
+            await self._llm.wake_up(sorted(tags))
+            self._sleeping -= tags
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
     def pids(self) -> list[int]:
         """Processes of the engine, for a supervisor that must be sure that they ended."""
         return [process.pid for process in self._processes]
@@ -177,7 +220,7 @@ class VLLMEngine:
             process.kill()
         sweep_shared_memory(self._segments)
 
-    def _completion(self, child: Any) -> Completion:
+    def _completion(self, child: Any, *, has_text: bool) -> Completion:
         if child.finish_reason == "abort":
             raise InfraError("the request was aborted", reason="aborted")
         token_ids = list(child.token_ids)
@@ -193,7 +236,7 @@ class VLLMEngine:
                 f"vLLM labelled {len(versions)} of {len(token_ids)} tokens with a weight version",
                 reason="version_spans",
             )
-        text = child.text if self._stop else self._llm.tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = child.text if has_text else self._llm.tokenizer.decode(token_ids, skip_special_tokens=True)
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,

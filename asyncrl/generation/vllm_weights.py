@@ -19,7 +19,7 @@ import msgspec
 from asyncrl.buffer.records import Version
 from asyncrl.errors import CollectiveError, TornReplica, WeightError
 from asyncrl.generation.interfaces import LoadTimes
-from asyncrl.weights.manifest import Manifest, TensorEntry
+from asyncrl.weights.manifest import Manifest, Parameters, TensorEntry, check_published, is_news
 from asyncrl.weights.memory_file import MemoryFile
 from asyncrl.weights.remote_errors import from_text
 from asyncrl.weights.transports.ipc import SharedGroup
@@ -45,6 +45,13 @@ class VLLMWeights:
         self._timeout_s = 0.0
         self.version: Version | None = None
         """What was loaded whole, last; None while torn."""
+        self.is_whole = True
+        """Nothing or everything of the last update was applied."""
+
+    async def name(self, version: Version) -> None:
+        """Labels the weights that the engine was started with."""
+        await self._llm.update_weight_version(str(version))
+        self.version = version
 
     # -- bytes as memory files ---------------------------------------------------------------------------------------
 
@@ -63,9 +70,7 @@ class VLLMWeights:
 
     # -- bytes from a process group with the learner's ranks ---------------------------------------------------------
 
-    async def join_collective(
-        self, rendezvous: Rendezvous, *, first_rank: int, parameters: Mapping[str, tuple[tuple[int, ...], str]]
-    ) -> None:
+    async def join_collective(self, rendezvous: Rendezvous, *, first_rank: int, parameters: Parameters) -> None:
         """Takes the engine's places in a new group: its workers are ranks `first_rank` and up; `parameters` is what
         `expected_parameters` says of the engine's model. CollectiveError after `rendezvous.timeout_s`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -120,6 +125,42 @@ class VLLMWeights:
         finally:
             answer.cancel()
 
+    # -- bytes in memory that a learner's ranks share ----------------------------------------------------------------
+
+    async def load_shared(self, handles: Mapping[str, SharedGroup], *, expected: Parameters) -> bool:
+        """Applies a group of `get_weights_ipc_handles`; the learner may free it then. Whether `expected` is complete.
+
+        The first group begins the update, the one that completes it ends it. ManifestMismatch and VersionRegression
+        before the first was applied; from then on TornReplica.
+        """
+        version, entries = _described(handles)
+        if self._loading is None:
+            is_news(version, self.version)
+            _check_group(entries, expected)
+            await self.begin(version)
+        with self._torn_by_errors():
+            _check_group(entries, expected)
+            if version != self._loading:
+                raise WeightError(f"a group of weights {version} came into an update to {self._loading}")
+            again = sorted({entry.name for entry in entries}.intersection(self._applied))
+            if again:
+                raise WeightError(f"{', '.join(again[:3])} came a second time")
+        await self.apply_shared(handles)
+        if len(self._applied) < len(expected):
+            return False
+        await self.commit(list(expected))
+        return True
+
+    async def apply_shared(self, handles: Mapping[str, SharedGroup]) -> None:
+        """A part of an update: one group, whose names, shapes and dtypes were checked."""
+        _, entries = _described(handles)
+        update = {"shared": {device: msgspec.to_builtins(group) for device, group in handles.items()}}
+        await self.apply(update, [entry.name for entry in entries])
+
+    def start_over(self) -> None:
+        """Forgets an update by groups that was begun and not completed: the next group begins another."""
+        self._loading = None
+
     # -- an update, step by step -------------------------------------------------------------------------------------
 
     async def begin(self, version: Version, *, on_paused: Callable[[], None] | None = None) -> None:
@@ -127,7 +168,7 @@ class VLLMWeights:
         await self._llm.pause_generation(mode="keep", clear_cache=self._clear_cache)
         if on_paused is not None:
             on_paused()
-        self._loading, self._applied = version, []
+        self._loading, self._applied, self.is_whole = version, [], False
         with self._torn_by_errors():
             if self._session_open:
                 await self._llm.finish_weight_update()
@@ -145,15 +186,6 @@ class VLLMWeights:
             self._session_open = True
             self._applied += names
 
-    async def apply_shared(self, handles: Mapping[str, SharedGroup]) -> None:
-        """Applies a group of `get_weights_ipc_handles`; the learner may free it then.
-
-        Check the names, shapes and dtypes of all groups before `begin`, with `check_parameters`.
-        """
-        groups = list(handles.values())
-        update = {"shared": {device: msgspec.to_builtins(group) for device, group in handles.items()}}
-        await self.apply(update, [entry.name for entry in groups[0].entries] if groups else [])
-
     async def commit(self, names: Sequence[str]) -> None:
         """Ends the update, whose tensors were `names`, labels every later token with its version, and goes on."""
         with self._torn_by_errors():
@@ -164,7 +196,7 @@ class VLLMWeights:
                 )
             await self._llm.finish_weight_update(weight_version=str(self._loading))
             self._session_open = False
-        self.version = self._loading
+        self.version, self._loading, self.is_whole = self._loading, None, True
         await self._llm.resume_generation()
 
     async def _load(
@@ -198,9 +230,9 @@ class VLLMWeights:
         except TornReplica:  # said already
             raise
         except Exception as error:
-            self.version = None
+            self.version, loading, self._loading = None, self._loading, None
             raise TornReplica(
-                f"loading weights {self._loading} failed half way ({type(error).__name__}: {error}); the replica "
+                f"loading weights {loading} failed half way ({type(error).__name__}: {error}); the replica "
                 "stays paused until a whole update is applied"
             ) from error
 
@@ -208,3 +240,18 @@ class VLLMWeights:
 def _mapped(path: str, nbytes: int, entries: Sequence[TensorEntry]) -> dict[str, Any]:
     """An update for `apply`: `entries` in a file of `nbytes` bytes that the engine's workers can map."""
     return {"path": path, "nbytes": nbytes, "tensors": msgspec.to_builtins(entries)}
+
+
+def _described(handles: Mapping[str, SharedGroup]) -> tuple[Version, Sequence[TensorEntry]]:
+    """Version and tensors of a group, which are the same on every device."""
+    if not handles:
+        raise WeightError("a group of shared weights came without a device that it is on")
+    group = next(iter(handles.values()))
+    return group.version, group.entries
+
+
+def _check_group(entries: Sequence[TensorEntry], expected: Parameters) -> None:
+    """Raises ManifestMismatch unless every tensor is one of `expected`."""
+    found = {entry.name: (entry.shape, entry.dtype) for entry in entries}
+    known = {name: expected[name] for name in found if name in expected}
+    check_published(found, known, what="a group of shared weights")

@@ -6,16 +6,18 @@ Legend: B rows, S tokens. Column `c[b, i]` belongs to token `input_ids[b, i]` gi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 
 if TYPE_CHECKING:
+    import ray
     import torch
 
     from asyncrl.algorithms.interfaces import LossFunction
+    from asyncrl.buffer.records import Version
     from asyncrl.data.batched_data_dict import BatchedDataDict
 
 
@@ -139,3 +141,59 @@ class PolicyInterface(ABC):
     @abstractmethod
     def shutdown(self) -> bool:
         """Ends the ranks; idempotent, and dead ones do no harm. Whether all of them left in order."""
+
+
+class ColocatablePolicyInterface(PolicyInterface):
+    """A policy that gives its weights to engines, on devices of their own or on its own ones.
+
+    Once: `prepare_refit_info`, whose answer is for the generation side's call of that name. `generation/refit.py` has
+    the calls of a refit in their order: by broadcast, after `init_collective` on both sides at once,
+    `broadcast_weights_for_collective` together with `update_weights_from_collective`; on one device
+    `offload_before_refit`, `prepare_weights_for_ipc`, `get_weights_ipc_handles` group by group, `offload_after_refit`,
+    and `prepare_for_training` to go on.
+
+    Weights carry a version. Unless it is given, it is one step further than the last that this policy has sent; the
+    first is step 0. A failure is a WeightError; CollectiveError when a peer is dead, missing or late.
+    """
+
+    @abstractmethod
+    def init_collective(
+        self, ip: str, port: int, world_size: int, *, train_world_size: int | None = None
+    ) -> list[ray.ObjectRef[None]]:
+        """Every rank joins the process group at `ip`:`port`, where rank 0 listens. Returns at once; the references are
+        done when all `world_size` have come: this policy's ranks first, the engines' workers after them. They end with
+        CollectiveError after `weights.load_timeout_s`. A group that was joined before is left."""
+
+    @abstractmethod
+    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """(shape, dtype without `torch.`) of every weight by its Hugging Face name, in the order of a broadcast."""
+
+    def prepare_info_for_collective(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """`prepare_refit_info`, as it is called elsewhere."""
+        return self.prepare_refit_info()
+
+    @abstractmethod
+    def broadcast_weights_for_collective(self, *, version: Version | None = None) -> list[ray.ObjectRef[None]]:
+        """Every rank sends its part of the current weights. Returns at once; the references are done when all engines
+        hold them whole. UpdateRefused when an engine's model is another; the group stays usable then."""
+
+    @abstractmethod
+    def prepare_weights_for_ipc(
+        self, refit_buffer_size_gb: float | None = None, *, version: Version | None = None
+    ) -> list[list[str]]:
+        """Names of the weights in groups, in the order in which they are to be asked for. A group fits
+        `refit_buffer_size_gb` GiB and half of the free memory of each rank's device; a weight that does not is a group
+        of its own."""
+
+    @abstractmethod
+    def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, Any]:
+        """The next group, `keys`, in memory that an engine on the device opens: what to open, by device. The group
+        before it is freed. AssertionError before `prepare_weights_for_ipc`; WeightError out of its order."""
+
+    @abstractmethod
+    def offload_before_refit(self) -> None:
+        """The optimizer's state is off the ranks' devices when it returns, and gradients are gone."""
+
+    @abstractmethod
+    def offload_after_refit(self) -> None:
+        """The model is off the devices too when it returns, and what was shared is freed."""

@@ -11,7 +11,6 @@ from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.data_plane.interfaces import PAD_SEQLEN, KVBatchMeta
 from asyncrl.data_plane.sharding import shard_meta_for_dp
-from asyncrl.errors import RowsLost
 from asyncrl.policy.batching import MIN_WIDTH
 from asyncrl.policy.interfaces import Timer
 from asyncrl.policy.rank_driver import RankDriver, timed, trained
@@ -49,7 +48,7 @@ class MetaDriver(RankDriver):
                 micro_batch_size=mbs,
                 eval_mode=eval_mode,
             )
-        return trained(_unless_lost(records), loss_fn)
+        return trained(records, loss_fn)
 
     def _score(self, method: str, meta: KVBatchMeta, *, micro_batch_size: int | None) -> None:
         """A stage that scores tokens and writes a column back."""
@@ -62,8 +61,7 @@ class MetaDriver(RankDriver):
         """A stage that reads `fields` and writes columns back."""
         for shard in shards:
             shard.fields = list(fields)
-        answers = self._ranks.call_each(method, [(shard,) for shard in shards], with_meta=True, **options)
-        _unless_lost(answers)
+        self._ranks.call_each(method, [(shard,) for shard in shards], with_meta=True, **options)
 
     def _shards(
         self, meta: KVBatchMeta, *, rows_per_update: int, micro_batch_size: int | None, stage: str
@@ -91,10 +89,3 @@ class MetaDriver(RankDriver):
 def name_fields(meta: KVBatchMeta, names: Sequence[str] | Mapping[str, Any]) -> None:
     """The rows have these columns from now on."""
     meta.fields = list(dict.fromkeys([*(meta.fields or []), *names]))
-
-
-def _unless_lost(answers: Sequence[Any]) -> Sequence[Any]:
-    """The ranks' answers. RowsLost when they agree that rows are gone."""
-    if isinstance(answers[0], RowsLost):
-        raise answers[0]
-    return answers

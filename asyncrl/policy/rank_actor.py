@@ -15,7 +15,7 @@ import ray
 
 from asyncrl.config.import_path import resolve
 from asyncrl.config.schema import Config
-from asyncrl.errors import RowsLost
+from asyncrl.errors import Offloaded, RowsLost, WeightError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 BESIDE = "beside"
 """Ray concurrency group of calls that run in a thread beside the rank's steps."""
+REFUSALS = (RowsLost, Offloaded, WeightError)
+"""What a rank answers with instead of failing: all ranks agree on it, or it leaves their own group whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +100,17 @@ class RankActor:
         self._meta_rank = resolve(self._kind.meta_rank, key="meta_rank")(self._ready(), open_client(self._config))
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """A method of the worker."""
+        """A method of the worker. A refusal is an answer: the ranks can go on."""
+        return _answer(getattr(self._ready(), method), *args, **options)
+
+    def attempt(self, method: str, *args: Any, **options: Any) -> Any:
+        """A method of the worker whose refusals are raised, for whoever asks Ray for the answer."""
         return getattr(self._ready(), method)(*args, **options)
 
     def call_with_meta(self, method: str, *args: Any, **options: Any) -> Any:
-        """A method of the meta rank. Lost rows are an answer, for all ranks agree on it and can go on."""
+        """A method of the meta rank. A refusal is an answer."""
         assert self._meta_rank is not None, "setup_data_plane() comes first"
-        try:
-            return getattr(self._meta_rank, method)(*args, **options)
-        except RowsLost as lost:
-            return lost
+        return _answer(getattr(self._meta_rank, method), *args, **options)
 
     def on_rank(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(worker, *args)`: how other layers, such as weight publication, reach a rank's model."""
@@ -120,3 +123,10 @@ class RankActor:
     def _ready(self) -> ShardedWorker[Any]:
         assert self._worker is not None, "setup() comes first"
         return self._worker
+
+
+def _answer(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    try:
+        return function(*args, **options)
+    except REFUSALS as refusal:
+        return refusal

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import room
 from asyncrl.errors import AsyncRLError, PlacementError, RunError
-from asyncrl.policy.rank_actor import BESIDE, LOOPBACK, POLICY_RANKS, RankActor, RankKind
+from asyncrl.policy.rank_actor import BESIDE, LOOPBACK, POLICY_RANKS, REFUSALS, RankActor, RankKind
 
 FIRST_CAUSE_GRACE_S = 3.0
 """When only broken connections are known, how long to wait for the rank that broke them to be known too."""
@@ -95,12 +95,27 @@ class RankGroup:
     def call_each(
         self, method: str, args: Sequence[tuple[Any, ...]], *, with_meta: bool = False, **options: Any
     ) -> list[Any]:
-        """A worker's method, or its meta rank's, on every rank with positional arguments of its own."""
+        """A worker's method, or its meta rank's, on every rank with positional arguments of its own.
+
+        What a rank refuses (`REFUSALS`) is raised here, and the ranks go on.
+        """
         via = "call_with_meta" if with_meta else "call"
         calls = [
             getattr(rank, via).remote(method, *own, **options) for rank, own in zip(self._alive(), args, strict=True)
         ]
-        return self._wait(calls, what=method, deadline_s=self._config.run.stall_timeout_s, knob="run.stall_timeout_s")
+        deadline_s, knob = self._config.run.stall_timeout_s, "run.stall_timeout_s"
+        answers = self._wait(calls, what=method, deadline_s=deadline_s, knob=knob)
+        for answer in answers:
+            if isinstance(answer, REFUSALS):
+                raise answer
+        return answers
+
+    def launch(self, method: str, *args: Any) -> list[Any]:
+        """References to what a worker's method comes to on every rank, in rank order; nobody waits here.
+
+        The method has a deadline of its own; what it raises is for whoever asks, and ends no rank.
+        """
+        return [rank.attempt.remote(method, *args) for rank in self._alive()]
 
     def setup_data_plane(self) -> None:
         """Every rank opens its access to rows."""

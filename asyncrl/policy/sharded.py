@@ -88,12 +88,24 @@ def save_hf(model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtype: t
     AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(path)
 
 
-def move(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """This rank's shards of the weights and of the optimizer's state, to `device`; gradients are let go."""
-    optimizer.zero_grad(set_to_none=True)
+def move_model(model: torch.nn.Module, device: torch.device) -> None:
+    """This rank's shards of the weights, to `device`."""
     model.to(device)
+    _give_back(device)
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """This rank's shards of the optimizer's state, to `device`; gradients are let go."""
+    optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         for name, value in state.items():
             # AdamW counts its steps on the CPU
             if isinstance(value, torch.Tensor) and value.ndim > 0:
                 state[name] = value.to(device)
+    _give_back(device)
+
+
+def _give_back(device: torch.device) -> None:
+    """After a move to `device`: what it has left on a GPU is for other processes, not for torch's cache."""
+    if device.type == "cpu":
+        torch.cuda.empty_cache()

@@ -29,15 +29,17 @@ from asyncrl.algorithms.diagnostics import OffPolicySums
 from asyncrl.algorithms.kernel import KernelSums
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import Offloaded
 from asyncrl.policy.accelerator import forget_accelerator, make_accelerator
 from asyncrl.policy.batching import empty_micro_batch, staleness_counts
 from asyncrl.policy.checkpoint import load_checkpoint, save_checkpoint, save_tokenizer
 from asyncrl.policy.micro_batch import MicroBatchOutcome
 from asyncrl.policy.schedule import learning_rate
-from asyncrl.policy.sharded import move
+from asyncrl.policy.sharded import move_model, move_optimizer
 from asyncrl.policy.step_plan import PlannedUpdate, cut_updates, planned_updates
 from asyncrl.policy.step_report import RankRecord, UpdateOutcome
 
+HOST = torch.device("cpu")
 LossT = TypeVar("LossT")
 """The losses that the model is trained with."""
 
@@ -76,6 +78,7 @@ class ShardedWorker(ABC, Generic[LossT]):
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         self._calls = 0  # of `train`, which the schedule counts
+        self._offloaded: frozenset[str] = frozenset()
 
     # -- which model it is ---------------------------------------------------------------------------------------
 
@@ -112,6 +115,7 @@ class ShardedWorker(ABC, Generic[LossT]):
         no token counts as stale or on-policy. The learning rate goes one step on, unless no update was finite. In eval
         mode nothing changes, and no gradient is made. The record is of this rank alone.
         """
+        self._check_on_device("the model", *([] if eval_mode else ["the optimizer"]))
         seconds: dict[str, float] = defaultdict(float)
         cuts = cut_updates(
             data, self._config.learner, rows_per_update=rows_per_update, micro_batch_size=micro_batch_size
@@ -198,6 +202,7 @@ class ShardedWorker(ABC, Generic[LossT]):
     ) -> torch.Tensor:
         """[B, S] on the CPU, in the order of the rows, 0 beyond a row's length; each rank passes its own rows, perhaps
         none. `score` makes [b, s] of one micro-batch; no gradient."""
+        self._check_on_device("the model")
         rows = copy.copy(data)
         rows["row"] = torch.arange(data.size)
         cuts = cut_updates(rows, self._config.learner, rows_per_update=data.size, micro_batch_size=micro_batch_size)
@@ -247,8 +252,26 @@ class ShardedWorker(ABC, Generic[LossT]):
     # -- memory and the group of ranks ----------------------------------------------------------------------------
 
     def prepare_for_training(self) -> None:
-        """Weights and optimizer are on this rank's device."""
-        move(self._model, self._optimizer.optimizer, self._device)
+        """Weights and optimizer are on this rank's device, and no gradient is."""
+        move_model(self._model, self._device)
+        move_optimizer(self._optimizer.optimizer, self._device)
+        self._offloaded = frozenset()
+
+    def offload_optimizer(self) -> None:
+        """The optimizer's state is in the host's memory, on CPUs where it was, and no gradient is kept."""
+        move_optimizer(self._optimizer.optimizer, HOST)
+        self._offloaded |= {"the optimizer"}
+
+    def offload_model(self) -> None:
+        """The weights are in the host's memory."""
+        move_model(self._model, HOST)
+        self._offloaded |= {"the model"}
+
+    def _check_on_device(self, *parts: str) -> None:
+        """Offloaded, on all ranks, when a part is not on its device. On CPUs too: what runs here runs on GPUs."""
+        away = sorted(self._offloaded.intersection(parts))
+        if away:
+            raise Offloaded(f"{' and '.join(away)} were offloaded: prepare_for_training() brings them back")
 
     def finish_training(self) -> None:
         """No gradient is kept."""

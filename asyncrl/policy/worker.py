@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +17,31 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.algorithms.loss import build_loss
+from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import CollectiveError, WeightError
 from asyncrl.policy.accelerator import frozen
 from asyncrl.policy.batching import token_batch, without_nonfinite
 from asyncrl.policy.interfaces import ParameterSpec
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import MicroBatchOutcome, aligned, loss_of
 from asyncrl.policy.packed import ATTENTION
-from asyncrl.policy.sharded import gather_weights, parameter_specs, save_hf
-from asyncrl.policy.sharded_worker import ShardedWorker
+from asyncrl.policy.sharded import gather_weights, move_model, parameter_specs, save_hf
+from asyncrl.policy.sharded_worker import HOST, ShardedWorker
 from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, check_columns, needs_reference
 from asyncrl.policy.step_report import RankRecord
+from asyncrl.weights.manifest import layout
+from asyncrl.weights.publisher import Snapshot, take_snapshot
+from asyncrl.weights.transports.collective import broadcast_snapshot, join_collective, leave_collective
+from asyncrl.weights.transports.ipc import (
+    Refit,
+    SharedGroup,
+    get_weights_ipc_handles,
+    prepare_weights_for_ipc,
+    release_weights_for_ipc,
+)
+from asyncrl.weights.transports.peers import Peers, Rendezvous
 
 
 class PolicyWorker(ShardedWorker[LossFunction]):
@@ -36,7 +49,10 @@ class PolicyWorker(ShardedWorker[LossFunction]):
 
     def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
         super().__init__(model_path=model_path, config=config, rank=rank, world_size=world_size, store=store)
-        self.snapshot: Any = None  # the newest one, kept for whoever delivers it
+        # what the transports keep here between their calls
+        self.snapshot: Snapshot | None = None
+        self.peers: Peers | None = None
+        self.refit: Refit | None = None
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._first_weights: torch.nn.Module | None = None
         if needs_reference(build_loss(config)):
@@ -160,6 +176,7 @@ class PolicyWorker(ShardedWorker[LossFunction]):
 
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full CPU tensor in the engine's precision); every rank must exhaust it, and send only after."""
+        self._check_on_device("the model")
         return gather_weights(self._model, dtype=self._engine_dtype)
 
     def save_hf(self, path: Path) -> None:
@@ -172,3 +189,53 @@ class PolicyWorker(ShardedWorker[LossFunction]):
             is_writer=self.rank == 0,
         )
         self.gather(None)
+
+    # -- refits: the calls of `RefitDriver`, on a rank -------------------------------------------------------------
+
+    def init_collective(self, rendezvous: Rendezvous) -> None:
+        """`join_collective`."""
+        join_collective(self, rendezvous, str(self._device))
+
+    def broadcast_weights(self, version: Version) -> None:
+        """Sends the current weights as `version`; returns when every engine worker holds them. CollectiveError also
+        when they cannot be gathered, because another rank is gone; nobody waits for this one then."""
+        if self.peers is None:
+            raise WeightError("this rank is in no process group of weights: init_collective() comes first")
+        entries = layout(self.weights_metadata(), self._config.weights.bucket_bytes)
+        try:
+            take_snapshot(self, entries, ())
+        except Exception as error:
+            leave_collective(self)
+            if isinstance(error, RuntimeError):  # what gloo and NCCL raise when another rank is gone
+                raise CollectiveError(f"gathering weights {version}: {type(error).__name__}: {error}") from error
+            raise
+        try:
+            broadcast_snapshot(self, version)
+        finally:
+            self.snapshot = None
+
+    def prepare_weights_for_ipc(self, refit_buffer_size_bytes: int | None, version: Version) -> list[list[str]]:
+        """The function of that name."""
+        return prepare_weights_for_ipc(self, refit_buffer_size_bytes, str(self._device), version=version)
+
+    def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, SharedGroup]:
+        """The function of that name."""
+        return get_weights_ipc_handles(self, keys)
+
+    def offload_after_refit(self) -> None:
+        """Nothing of this rank is left on its device: what it shared is freed, and model and optimizer are moved."""
+        release_weights_for_ipc(self)
+        self.offload_optimizer()
+        self.offload_model()
+        if self._first_weights is not None:
+            move_model(self._first_weights, HOST)
+
+    def prepare_for_training(self) -> None:
+        super().prepare_for_training()
+        if self._first_weights is not None:
+            move_model(self._first_weights, self._device)
+
+    def close(self) -> None:
+        leave_collective(self)
+        release_weights_for_ipc(self)
+        super().close()

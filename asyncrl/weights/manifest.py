@@ -15,6 +15,9 @@ from asyncrl.errors import HandshakeError, ManifestMismatch, VersionRegression
 
 ALIGNMENT_BYTES = 64  # tensors are viewed in place: every dtype's alignment divides it
 
+Parameters = Mapping[str, tuple[tuple[int, ...], str]]
+"""(shape, dtype) of every Hugging Face parameter, by name."""
+
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One parameter: Hugging Face name, shape, torch dtype without the `torch.` prefix, and where its bytes are."""
@@ -139,24 +142,29 @@ def check_buckets(manifest: Manifest, buckets: Sequence[memoryview]) -> None:
             )
 
 
-def check_parameters(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+def check_parameters(manifest: Manifest, expected: Parameters) -> None:
     """Raises ManifestMismatch unless the manifest has exactly the expected names with their shapes and dtypes.
 
     `expected` maps a Hugging Face parameter name to (shape, dtype) as the engine's own model config implies.
     """
-    published = {entry.name: entry for entry in manifest.tensors}
+    published = {entry.name: (entry.shape, entry.dtype) for entry in manifest.tensors}
     if len(published) != len(manifest.tensors):
         raise ManifestMismatch(f"weights {manifest.version}: a parameter name appears twice; nothing was applied")
+    check_published(published, expected, what=f"weights {manifest.version}")
+
+
+def check_published(published: Parameters, expected: Parameters, *, what: str) -> None:
+    """`check_parameters` of what was read from no manifest: (shape, dtype) by name. `what` begins the message."""
     problems = [f"{name} is missing" for name in expected if name not in published]
     problems += [f"{name} is unknown to the engine's model" for name in published if name not in expected]
     for name, (shape, dtype) in expected.items():
-        entry = published.get(name)
-        if entry is not None and (entry.shape != shape or entry.dtype != dtype):
-            problems.append(f"{name} is {entry.dtype}{list(entry.shape)}, the engine's model has {dtype}{list(shape)}")
+        found = published.get(name)
+        if found is not None and found != (shape, dtype):
+            problems.append(f"{name} is {found[1]}{list(found[0])}, the engine's model has {dtype}{list(shape)}")
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ManifestMismatch(
-            f"weights {manifest.version}: {'; '.join(problems[:3])}{more}; nothing was applied. "
+            f"{what}: {'; '.join(problems[:3])}{more}; nothing was applied. "
             "Do both pools use the same `model.path` and `model.dtype`?"
         )
 

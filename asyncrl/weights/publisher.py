@@ -23,7 +23,7 @@ class RankModel(Protocol):
 
     rank: int
     world_size: int
-    snapshot: Any
+    snapshot: "Snapshot | None"
 
     def gather_weights(self) -> Iterable[tuple[str, torch.Tensor]]: ...
     def probe(self, sequences: Sequence[Sequence[int]]) -> list[Any]: ...
@@ -71,7 +71,8 @@ def take_snapshot(
 
 def deliver(model: RankModel, transport: Transport) -> list[DeliveredBucket]:
     """Checksums and sends this rank's buckets of the newest snapshot."""
-    snapshot: Snapshot = model.snapshot
+    snapshot = model.snapshot
+    assert snapshot is not None, "take_snapshot() comes first"
     return [
         DeliveredBucket(
             index=index,

@@ -24,10 +24,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from asyncrl.errors import WeightError
-from asyncrl.weights.manifest import TensorEntry
+from asyncrl.weights.manifest import Parameters, TensorEntry
 from asyncrl.weights.remote_errors import as_text
 from asyncrl.weights.tensor_views import view_of
-from asyncrl.weights.transports.collective import Parameters, Received, receive_snapshot
+from asyncrl.weights.transports.collective import Received, receive_snapshot
 from asyncrl.weights.transports.ipc import SharedGroup, device_key, open_group
 from asyncrl.weights.transports.peers import Peers, Rendezvous
 

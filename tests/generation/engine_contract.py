@@ -1,7 +1,7 @@
 """What every `InferenceEngine` must hold: run on the fake in unit tests and on vLLM in integration tests."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asyncrl.buffer.records import Version
@@ -17,8 +17,10 @@ class Load(Protocol):
     async def __call__(self, step: int, *, on_paused: Callable[[], None] | None = None) -> None: ...
 
 
-async def sample(engine: InferenceEngine, *, n: int, seed: int | None, temperature: float = 1.0) -> list[Completion]:
-    return await engine.generate(PROMPT, n=n, seed=seed, temperature=temperature, max_tokens=MAX_TOKENS)
+async def sample(
+    engine: InferenceEngine, *, n: int, seed: int | None, temperature: float = 1.0, stop: Sequence[str] = ()
+) -> list[Completion]:
+    return await engine.generate(PROMPT, n=n, seed=seed, temperature=temperature, max_tokens=MAX_TOKENS, stop=stop)
 
 
 async def every_token_has_a_log_prob_and_the_version_that_sampled_it(engine: InferenceEngine, load: Load) -> None:
@@ -49,6 +51,15 @@ async def truncated_says_that_the_length_limit_ended_it(engine: InferenceEngine,
     completions = [c for seed in range(0, 64, 8) for c in await sample(engine, n=8, seed=seed)]
     for completion in completions:
         assert completion.truncated is (len(completion.token_ids) == MAX_TOKENS and completion.token_ids[-1] != 1)
+
+
+async def a_stop_text_ends_a_completion_with_its_tokens(engine: InferenceEngine, load: Load) -> None:
+    await load(6)
+    [free] = await sample(engine, n=1, seed=None, temperature=0.0)
+    stop = free.text[-1]
+    [stopped] = await sample(engine, n=1, seed=None, temperature=0.0, stop=[stop])
+    assert stopped.token_ids == free.token_ids[: free.text.index(stop) + 1]
+    assert not stopped.truncated
 
 
 async def score_gives_one_log_prob_for_every_token_but_the_first(engine: InferenceEngine, load: Load) -> None:
@@ -108,6 +119,7 @@ CONTRACT = [
     child_i_samples_with_seed_plus_i,
     greedy_answers_repeat,
     truncated_says_that_the_length_limit_ended_it,
+    a_stop_text_ends_a_completion_with_its_tokens,
     score_gives_one_log_prob_for_every_token_but_the_first,
     sampled_log_probs_are_those_that_score_gives,
     f14_f15_an_update_in_the_middle_of_sequences_splits_their_versions,

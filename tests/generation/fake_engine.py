@@ -39,19 +39,26 @@ class FakeEngine:
         self._aborted = 0
 
     async def generate(
-        self, prompt_ids: Sequence[int], *, n: int, seed: int | None, temperature: float, max_tokens: int
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        n: int,
+        seed: int | None,
+        temperature: float,
+        max_tokens: int,
+        stop: Sequence[str] = (),
     ) -> list[Completion]:
         seeds = [0 if temperature == 0.0 else (seed or 0) + child for child in range(n)]
-        return list(await asyncio.gather(*[self._sample(list(prompt_ids), s, max_tokens) for s in seeds]))
+        return list(await asyncio.gather(*[self._sample(list(prompt_ids), s, max_tokens, stop) for s in seeds]))
 
-    async def _sample(self, prompt: list[int], seed: int, max_tokens: int) -> Completion:
+    async def _sample(self, prompt: list[int], seed: int, max_tokens: int, stop: Sequence[str]) -> Completion:
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[Version] = []
         aborted = self._aborted
         self.running += 1
         try:
-            while len(tokens) < max_tokens and (not tokens or tokens[-1] != EOS):
+            while len(tokens) < max_tokens and not _ended(tokens, stop):
                 await self.gate.wait()
                 await self._paused.wait()
                 await asyncio.sleep(0)
@@ -69,8 +76,8 @@ class FakeEngine:
             token_ids=tokens,
             logprobs=logprobs,
             versions=versions,
-            text="".join(chr(ord("a") + token - 2) for token in tokens if token != EOS),
-            truncated=tokens[-1] != EOS,
+            text=_text(tokens),
+            truncated=not _ended(tokens, stop),
         )
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
@@ -98,3 +105,11 @@ class FakeEngine:
 
     async def shutdown(self) -> None:
         await self.abort()
+
+
+def _text(tokens: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token - 2) for token in tokens if token != EOS)
+
+
+def _ended(tokens: Sequence[int], stop: Sequence[str]) -> bool:
+    return bool(tokens) and (tokens[-1] == EOS or any(text in _text(tokens) for text in stop))

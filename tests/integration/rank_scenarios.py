@@ -14,7 +14,7 @@ from asyncrl.algorithms.interfaces import LossInputType, LossType
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import RunError
+from asyncrl.errors import Offloaded, RunError
 from asyncrl.policy.batching import token_batch
 from asyncrl.policy.interfaces import StepReport
 from asyncrl.policy.step_plan import needs_proximal, needs_reference
@@ -88,6 +88,7 @@ LOSSES: dict[str, Any] = {
     "calibrated": "m2po",
     "interpolated": "a3po",
 }
+LOSSES |= dict.fromkeys(("on the device", "offloaded"), LOSSES["reference"])
 
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -155,8 +156,50 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
         after = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
         results[name] = {"report": report, "again": again, "weights": after}
         policy.close()
+    results["offloaded"] = _offload_scenario(worker)
     results["weights"] = _weights_scenario(worker("weights"), folder / f"saved-{world_size}", rank=rank)
     (folder / f"results-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))
+
+
+def _offload_scenario(worker: Any) -> dict[str, Any]:
+    """Two steps in a row, and the same with everything off the device in between; what is refused meanwhile."""
+    found: dict[str, Any] = {}
+    for name, offloads in (("on the device", False), ("offloaded", True)):
+        policy = worker(name, micro_batch_size=4)
+        train_step(policy, make_batch(), micro_batch_size=4)
+        if offloads:
+            first = next(iter(policy._model.parameters()))
+            first.grad = torch.zeros_like(first)
+            policy.offload_optimizer()
+            found["gradients"] = sum(parameter.grad is not None for parameter in policy._model.parameters())
+            found["before"] = _refusals(policy)
+            policy.offload_after_refit()
+            found["after"] = _refusals(policy)
+            policy.prepare_for_training()
+        train_step(policy, make_batch(), micro_batch_size=4)
+        found[name] = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
+        policy.close()
+    return found
+
+
+def _refusals(policy: PolicyWorker) -> list[str]:
+    """Which calls find something offloaded."""
+    shard = make_batch().slice(0, 2)
+    shard["prev_logprobs"] = shard["generation_logprobs"]
+    loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
+    calls = {
+        "train": lambda: policy.train(shard.slice(0, 0), loss, rows_per_update=1),
+        "evaluate": lambda: policy.train(shard, loss, rows_per_update=2, eval_mode=True),
+        "score": lambda: policy.get_logprobs(shard),
+        "gather": lambda: list(policy.gather_weights()),
+    }
+    refused = []
+    for name, call in calls.items():
+        try:
+            call()
+        except Offloaded:
+            refused.append(name)
+    return refused
 
 
 def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str, Any]:

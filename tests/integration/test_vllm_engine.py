@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.buffer.records import Version
 from asyncrl.errors import InfraError, TornReplica
-from asyncrl.generation.actor import expected_parameters
+from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.weights.manifest import Manifest, Probe, check_parameters, layout
 

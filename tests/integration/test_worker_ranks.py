@@ -290,3 +290,13 @@ def test_a_saved_model_loads_with_its_own_class_and_the_trained_weights(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         assert np.array_equal(parameter.detach().numpy(), saved[name]), name
     assert AutoTokenizer.from_pretrained(path).pad_token == "t0"
+
+
+@pytest.mark.parametrize("key", [(1, 0), (2, 0), (2, 1)])
+def test_training_goes_on_from_what_was_offloaded_as_if_it_had_stayed(results: Any, key: Any) -> None:
+    found = results[key]["offloaded"]
+    assert found["gradients"] == 0
+    assert found["before"] == ["train"], "without the optimizer, weights can still be read and sent"
+    assert found["after"] == ["train", "evaluate", "score", "gather"]
+    stayed, returned = found["on the device"], found["offloaded"]
+    assert all(np.array_equal(stayed[name], returned[name]) for name in stayed)

@@ -1,7 +1,7 @@
 """Weights by broadcast: everybody gets a whole version, or nobody touches anything, and nobody waits for ever.
 
-Ranks are threads of this process here, each with connections of its own; tests/integration/test_transports.py has them
-as processes that are killed, with vLLM at the other end.
+Ranks are threads of this process here, each with connections of its own; tests/integration/test_refits.py has them as
+processes that are killed, with vLLM at the other end.
 """
 
 import socket

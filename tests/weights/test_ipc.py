@@ -3,12 +3,12 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from asyncrl.buffer.records import Version
 from asyncrl.errors import ManifestMismatch, WeightError
 from asyncrl.weights.transports import ipc
 from asyncrl.weights.transports.ipc import (
@@ -16,13 +16,13 @@ from asyncrl.weights.transports.ipc import (
     device_key,
     get_weights_ipc_handles,
     open_group,
-    prepare_weights_for_ipc,
     release_weights_for_ipc,
 )
 
 pytestmark = pytest.mark.slow  # imports torch
 
 CPU = torch.device("cpu")
+VERSION = Version(1, 3)
 WEIGHTS = {
     "a": torch.arange(4.0),
     "b": torch.arange(6.0).reshape(2, 3) + 10,
@@ -36,7 +36,7 @@ class Trainer:
     """The only rank; its model is `WEIGHTS`."""
 
     world_size = 1
-    refit: Any
+    refit: ipc.Refit | None = None
 
     def weights_metadata(self) -> list[tuple[str, tuple[int, ...], str, int]]:
         return [
@@ -46,6 +46,10 @@ class Trainer:
 
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from WEIGHTS.items()
+
+
+def prepare(trainer: Trainer, buffer_bytes: int | None = None) -> list[list[str]]:
+    return ipc.prepare_weights_for_ipc(trainer, buffer_bytes, version=VERSION)
 
 
 def own(handles: dict[str, SharedGroup]) -> SharedGroup:
@@ -64,23 +68,24 @@ def memory_files() -> list[str]:
 
 
 def test_groups_fit_the_buffer_and_an_oversize_tensor_is_a_group_of_its_own() -> None:
-    assert prepare_weights_for_ipc(Trainer(), 160) == [["a", "b"], ["large"], ["half", "z"]]
-    assert prepare_weights_for_ipc(Trainer(), 1) == [[name] for name in WEIGHTS]
-    assert prepare_weights_for_ipc(Trainer()) == [list(WEIGHTS)]
+    assert prepare(Trainer(), 160) == [["a", "b"], ["large"], ["half", "z"]]
+    assert prepare(Trainer(), 1) == [[name] for name in WEIGHTS]
+    assert prepare(Trainer()) == [list(WEIGHTS)]
 
 
 def test_a_group_fits_half_of_the_free_memory_whatever_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     free = type("Free", (), {"available": 320})
     monkeypatch.setattr(ipc.psutil, "virtual_memory", lambda: free)
-    assert prepare_weights_for_ipc(Trainer(), 2**30) == [["a", "b"], ["large"], ["half", "z"]]
+    assert prepare(Trainer(), 2**30) == [["a", "b"], ["large"], ["half", "z"]]
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 160, 2**30])
 def test_what_the_engine_opens_is_what_the_learner_had(buffer_bytes: int) -> None:
     trainer, found = Trainer(), {}
-    for names in prepare_weights_for_ipc(trainer, buffer_bytes):
+    for names in prepare(trainer, buffer_bytes):
         handles = get_weights_ipc_handles(trainer, names)
         travelled = msgspec.convert(msgspec.to_builtins(own(handles)), SharedGroup)
+        assert travelled.version == VERSION
         found |= dict(open_group(travelled, device=CPU))
     release_weights_for_ipc(trainer)
     assert list(found) == list(WEIGHTS)
@@ -92,13 +97,13 @@ def test_what_the_engine_opens_is_what_the_learner_had(buffer_bytes: int) -> Non
 def test_one_group_is_kept_at_a_time_and_none_afterwards() -> None:
     trainer = Trainer()
     segments = set(os.listdir("/dev/shm"))
-    first, second, _ = prepare_weights_for_ipc(trainer, 160)
+    first, second, _ = prepare(trainer, 160)
     assert own(get_weights_ipc_handles(trainer, first)).path
     assert len(memory_files()) == 1
     assert own(get_weights_ipc_handles(trainer, second)).path
     assert len(memory_files()) == 1
     assert set(os.listdir("/dev/shm")) == segments, "a name that a killed learner would leave behind"
-    prepare_weights_for_ipc(trainer, 160)  # a refit that was given up is forgotten by the next
+    prepare(trainer, 160)  # a refit that was given up is forgotten by the next
     assert not memory_files()
     get_weights_ipc_handles(trainer, first)
     release_weights_for_ipc(trainer)
@@ -108,7 +113,7 @@ def test_one_group_is_kept_at_a_time_and_none_afterwards() -> None:
 
 def test_f12_a_flipped_bit_is_refused_before_anything_is_applied() -> None:
     trainer = Trainer()
-    [names] = prepare_weights_for_ipc(trainer)
+    [names] = prepare(trainer)
     group = own(get_weights_ipc_handles(trainer, names))
     with open(group.path, "r+b") as file:
         file.seek(5)
@@ -122,7 +127,7 @@ def test_groups_are_asked_for_in_order_and_after_they_were_prepared() -> None:
     trainer = Trainer()
     with pytest.raises(AssertionError, match="comes first"):
         get_weights_ipc_handles(trainer, ["a"])
-    first, second, third = prepare_weights_for_ipc(trainer, 160)
+    first, second, third = prepare(trainer, 160)
     with pytest.raises(WeightError, match="the next group is a, b"):
         get_weights_ipc_handles(trainer, second)
     for names in (first, second, third):

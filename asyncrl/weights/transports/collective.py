@@ -12,9 +12,9 @@ after all workers of all engines hold the whole version, so that a death on the 
 weights. The price is one copy of the weights in each worker's host memory while it is received and applied.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -22,21 +22,29 @@ import xxhash
 
 from asyncrl.buffer.records import Version
 from asyncrl.errors import ManifestMismatch
-from asyncrl.weights.manifest import Bucket, Manifest, Probe, TensorEntry, bucket_sizes, check_buckets, check_parameters
+from asyncrl.weights.manifest import (
+    Bucket,
+    Manifest,
+    Parameters,
+    Probe,
+    TensorEntry,
+    bucket_sizes,
+    check_buckets,
+    check_parameters,
+)
 from asyncrl.weights.publisher import Snapshot
 from asyncrl.weights.transports.peers import Peers, Rendezvous
 
 CHECKSUM_BYTES = 16
-Parameters = Mapping[str, tuple[tuple[int, ...], str]]
-"""(shape, dtype) of every Hugging Face parameter, by name, as the engine's own model has them."""
 
 
 class CollectiveRank(Protocol):
-    """One learner rank. `snapshot` is the newest that `publisher.take_snapshot` left, `peers` what `join` made."""
+    """One learner rank. `snapshot` is the newest that `publisher.take_snapshot` left, `peers` what `join` made; None at
+    first."""
 
     rank: int
-    snapshot: Any
-    peers: Any
+    snapshot: Snapshot | None
+    peers: Peers | None
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,8 +78,7 @@ def join_collective(worker: CollectiveRank, rendezvous: Rendezvous, device: str 
 
 def leave_collective(worker: CollectiveRank) -> None:
     """Leaves the group; idempotent. An exchange that another rank is in ends with CollectiveError there."""
-    peers: Peers | None = getattr(worker, "peers", None)
-    worker.peers = None
+    peers, worker.peers = worker.peers, None
     if peers is not None:
         peers.close()
 
@@ -83,9 +90,8 @@ def broadcast_snapshot(worker: CollectiveRank, version: Version) -> None:
     two NCCL groups of one process whose calls interleave differently on two ranks wait for each other. CollectiveError
     when a peer is dead, missing or late; UpdateRefused when an engine's model is another, and the group stays usable.
     """
-    peers: Peers | None = getattr(worker, "peers", None)
+    peers, snapshot = worker.peers, worker.snapshot
     assert peers is not None, "join_collective() comes first"
-    snapshot: Snapshot | None = worker.snapshot
     assert snapshot is not None, "take_snapshot() comes first"
     announcement = Announcement(version=version, tensors=snapshot.entries, probe=snapshot.probe)
     peers.exchange(lambda peers: _send(peers, announcement, snapshot), what=f"broadcasting weights {version}")

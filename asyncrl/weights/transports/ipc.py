@@ -5,7 +5,7 @@ What must hold: a rank keeps one group at a time; nothing of it outlives the ran
 before it applies it. Which names there are, and their shapes and dtypes, is checked before the first group, from
 `weights_metadata`.
 
-    groups = prepare_weights_for_ipc(worker, 2**30)       # on every rank, as is all of this
+    groups = prepare_weights_for_ipc(worker, 2**30, version=version)  # on every rank, as is all of this
     for names in groups:
         handles = get_weights_ipc_handles(worker, names)  # the engine applies them before the next ones are asked for
     release_weights_for_ipc(worker)
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from asyncrl.buffer.records import Version
 from asyncrl.errors import ManifestMismatch, WeightError
 from asyncrl.weights.manifest import TensorEntry, bucket_sizes, checksum, layout
 from asyncrl.weights.memory_file import MemoryFile
@@ -35,6 +36,7 @@ FREE_PART = 0.5
 class SharedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """One group of tensors in shared memory: a file's `path` on CPUs, `cuda` (CUDA IPC, of a uint8 storage) on GPUs."""
 
+    version: Version
     entries: tuple[TensorEntry, ...]
     nbytes: int
     checksum: str
@@ -43,10 +45,10 @@ class SharedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharingRank(Protocol):
-    """One learner rank. `refit` is what these functions keep on it between their calls."""
+    """One learner rank. `refit` is what these functions keep on it between their calls, None at first."""
 
     world_size: int
-    refit: Any
+    refit: "Refit | None"
 
     def weights_metadata(self) -> Sequence[tuple[str, tuple[int, ...], str, int]]: ...
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
@@ -56,6 +58,7 @@ class SharingRank(Protocol):
 class Refit:
     """A rank's way through its groups: those still to come, the gather under way, and the memory of the last one."""
 
+    version: Version
     groups: list[list[TensorEntry]]
     weights: Iterator[tuple[str, torch.Tensor]]
     device: torch.device
@@ -71,7 +74,7 @@ class Refit:
 
 
 def prepare_weights_for_ipc(
-    worker: SharingRank, refit_buffer_size_bytes: int | None = None, device: str = "cpu"
+    worker: SharingRank, refit_buffer_size_bytes: int | None = None, device: str = "cpu", *, version: Version
 ) -> list[list[str]]:
     """Names by group, in the order in which they are to be asked for; the same on every rank.
 
@@ -84,7 +87,9 @@ def prepare_weights_for_ipc(
         dist.all_reduce(budget, op=dist.ReduceOp.MIN)
     entries = layout(worker.weights_metadata(), int(budget))
     groups = [[entry for entry in entries if entry.bucket == bucket] for bucket in bucket_sizes(entries)]
-    worker.refit = Refit(groups=groups, weights=iter(worker.gather_weights()), device=torch.device(device))
+    worker.refit = Refit(
+        version=version, groups=groups, weights=iter(worker.gather_weights()), device=torch.device(device)
+    )
     return [[entry.name for entry in group] for group in groups]
 
 
@@ -93,7 +98,7 @@ def get_weights_ipc_handles(worker: SharingRank, keys: Sequence[str]) -> dict[st
 
     A collective. The weights must not change between `prepare_weights_for_ipc` and the last group.
     """
-    refit: Refit | None = getattr(worker, "refit", None)
+    refit = worker.refit
     assert refit is not None, "prepare_weights_for_ipc() comes first"
     refit.free()
     group = refit.groups[0] if refit.groups else []
@@ -109,15 +114,15 @@ def get_weights_ipc_handles(worker: SharingRank, keys: Sequence[str]) -> dict[st
     for part in parts:
         hashed.update(part.numpy().data)
     nbytes = sum(part.numel() for part in parts)
-    return {
-        device_key(refit.device): SharedGroup(entries=tuple(group), nbytes=nbytes, checksum=hashed.hexdigest(), **where)
-    }
+    shared = SharedGroup(
+        version=refit.version, entries=tuple(group), nbytes=nbytes, checksum=hashed.hexdigest(), **where
+    )
+    return {device_key(refit.device): shared}
 
 
 def release_weights_for_ipc(worker: SharingRank) -> None:
     """Frees what this rank shares; idempotent. What an engine's worker has mapped it keeps until it has loaded it."""
-    refit: Refit | None = getattr(worker, "refit", None)
-    worker.refit = None
+    refit, worker.refit = worker.refit, None
     if refit is not None:
         refit.free()
 

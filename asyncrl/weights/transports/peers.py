@@ -63,6 +63,11 @@ class Peers:
     @classmethod
     def join(cls, rendezvous: Rendezvous, *, rank: int, device: torch.device) -> "Peers":
         """Returns when all have joined. CollectiveError after `timeout_s`, naming who is missing."""
+        if rank >= rendezvous.world_size:
+            raise CollectiveError(
+                f"rank {rank} has no place in the weights' process group at {rendezvous.host}:{rendezvous.port}, whose "
+                f"world_size is {rendezvous.world_size}"
+            )
         return _within(
             rendezvous.timeout_s,
             lambda: cls._joined(rendezvous, rank=rank, device=device),

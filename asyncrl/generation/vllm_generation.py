@@ -1,0 +1,209 @@
+"""vLLM engines for a synchronous loop: one Ray actor each, told what to do by a driver that waits.
+
+    generation = VLLMGeneration(config, model_path=path)      # `config.generator.replicas` engines
+    generation.start()
+    generation.prepare_refit_info(policy.prepare_refit_info())
+    refit_colocated(policy, generation)                       # `refit.py`
+    output = generation.generate(prompts)
+    generation.shutdown()
+
+What must hold: every wait ends; what one engine refuses or fails is raised as it is; success is what all engines said.
+An asynchronous run has no such driver: its replicas ask for their own work (`actor.py`).
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.calls import answers, finished
+from asyncrl.errors import CollectiveError, PlacementError, RunError, WeightError
+from asyncrl.generation.batch import join_outputs
+from asyncrl.generation.engine_actor import EngineActor, EngineProcesses
+from asyncrl.generation.interfaces import GenerationInterface, all_succeeded, verify_right_padding
+from asyncrl.generation.shared_memory import reap
+from asyncrl.weights.transports.ipc import SharedGroup
+from asyncrl.weights.transports.peers import Rendezvous
+
+ACTOR_CONCURRENCY = 10_000
+EXIT_S = 10.0
+BEYOND_S = 10.0
+"""Seconds that an engine's actor gets beyond a deadline of its own before the driver gives up on it."""
+TAGS = ("weights", "kv_cache")
+
+
+class VLLMGeneration(GenerationInterface):
+    """`config.generator.replicas` engines with the model at `model_path`; all calls but `start` and `shutdown` need
+    them.
+
+    `colocated` engines give their device's memory back in `finish_generation`, by vLLM's sleep mode. It exists on GPUs
+    only: on CPUs, where there is nothing to make room for, an engine keeps its memory and drops its prefix cache.
+    `pad_token_id` is what prompts are padded with, and outputs.
+    """
+
+    def __init__(self, config: Config, *, model_path: str, colocated: bool = False, pad_token_id: int = 0) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._sleep_mode = colocated and config.generator.gpus > 0
+        self._pad_token_id = pad_token_id
+        self._engines: list[Any] = []
+        self._processes: list[EngineProcesses] = []
+        self._announced = False
+
+    def start(self) -> None:
+        """Places the engines and loads the model. PlacementError when Ray has no room within
+        `ray.placement_timeout_s`, TimeoutError past `generator.startup_timeout_s`."""
+        config = self._config
+        actor = ray.remote(EngineActor).options(
+            num_cpus=config.generator.cpus,
+            num_gpus=config.generator.gpus,
+            max_restarts=0,
+            max_concurrency=ACTOR_CONCURRENCY,
+        )
+        self._engines = [
+            actor.remote(config=config, sleep_mode=self._sleep_mode, pad_token_id=self._pad_token_id)
+            for _ in range(config.generator.replicas)
+        ]
+        try:
+            self._wait_for_places()
+            self._processes = self._all("start", self._model_path, timeout_s=config.generator.startup_timeout_s)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _wait_for_places(self) -> None:
+        generator, timeout_s = self._config.generator, self._config.ray.placement_timeout_s
+        ready = [engine.__ray_ready__.remote() for engine in self._engines]
+        try:
+            answers(ready, timeout_s=timeout_s, what="placing the engines")
+        except TimeoutError:
+            raise PlacementError(
+                f"Ray has no room for {generator.replicas} engines (generator.replicas) of {generator.cpus:g} CPU and "
+                f"{generator.gpus:g} GPU each within ray.placement_timeout_s={timeout_s:g}"
+            ) from None
+
+    # -- generation ----------------------------------------------------------------------------------------------
+
+    def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
+        self._check(data)
+        engines = self._alive()
+        shards = [shard for shard in data.shard_by_batch_size(len(engines), allow_uneven_shards=True) if shard.size]
+        refs = [engine.generate.remote(shard, greedy) for engine, shard in zip(engines, shards, strict=False)]
+        try:
+            outputs = answers(refs, timeout_s=self._config.run.stall_timeout_s, what="generating")
+        except BaseException:
+            for ref in refs:
+                ray.cancel(ref)
+            raise
+        return join_outputs(outputs, pad_token_id=self._pad_token_id)
+
+    async def generate_async(
+        self, data: BatchedDataDict, greedy: bool = False
+    ) -> AsyncGenerator[tuple[int, BatchedDataDict], None]:
+        self._check(data)
+        engines, timeout_s = self._alive(), self._config.run.stall_timeout_s
+
+        async def one(row: int) -> tuple[int, BatchedDataDict]:
+            ref = engines[row % len(engines)].generate.remote(data.slice(row, row + 1), greedy)
+            return row, await finished(ref, timeout_s=timeout_s, what=f"generating row {row}")
+
+        rows = [asyncio.create_task(one(row)) for row in range(data.size)]
+        try:
+            for row in asyncio.as_completed(rows):
+                yield await row
+        finally:
+            for row in rows:
+                row.cancel()
+            await asyncio.gather(*rows, return_exceptions=True)
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """By engine, temperature-1 log-probs (nats) of each row's tokens but the first: what a refit is proved by."""
+        return self._all("score", rows, timeout_s=self._config.run.stall_timeout_s)
+
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
+        unknown = sorted(set(tags or ()).difference(TAGS))
+        if unknown:
+            raise ValueError(f"tags {unknown} are unknown: {' and '.join(TAGS)} are what an engine can wake")
+        return self._all_did("prepare_for_generation", TAGS if tags is None else tuple(tags))
+
+    def finish_generation(self) -> bool:
+        return self._all_did("finish_generation")
+
+    def invalidate_kv_cache(self) -> bool:
+        return self._all_did("invalidate_kv_cache")
+
+    def _check(self, data: BatchedDataDict) -> None:
+        if not data.size:
+            raise ValueError("there is no row to continue")
+        verify_right_padding(data, pad_value=self._pad_token_id)
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def prepare_refit_info(self, state_dict_info: Mapping[str, Any]) -> bool:
+        self._announced = self._all_did("prepare_refit_info", dict(state_dict_info))
+        return self._announced
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, *, train_world_size: int | None = None
+    ) -> list["ray.ObjectRef[bool]"]:
+        engines, size = self._alive(), self._config.generator.tensor_parallel_size
+        first = world_size - size * len(engines)
+        if first < 1 or train_world_size not in (None, first):
+            raise CollectiveError(
+                f"these {len(engines)} engines have {size * len(engines)} workers: they cannot follow "
+                f"train_world_size={train_world_size} ranks in a group of world_size={world_size}"
+            )
+        rendezvous = Rendezvous(
+            host=ip,
+            port=port,
+            world_size=world_size,
+            train_world_size=first,
+            timeout_s=self._config.weights.load_timeout_s,
+        )
+        return [engine.init_collective.remote(rendezvous, first + size * i) for i, engine in enumerate(engines)]
+
+    def update_weights_from_collective(self) -> list["ray.ObjectRef[bool]"]:
+        self._check_announced()
+        return [engine.update_weights_from_collective.remote() for engine in self._alive()]
+
+    def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, SharedGroup]) -> bool:
+        self._check_announced()
+        return self._all_did("update_weights_from_ipc_handles", dict(ipc_handles))
+
+    def _check_announced(self) -> None:
+        if not self._announced:
+            raise WeightError("prepare_refit_info() comes first: nobody has compared the policy's weights to the model")
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> bool:
+        engines, self._engines = self._engines, []
+        ending = [engine.shutdown.remote() for engine in engines]
+        try:
+            answers(ending, timeout_s=EXIT_S, what="ending the engines")
+            in_order = True
+        except (RunError, TimeoutError, ray.exceptions.RayError):
+            in_order = False
+        for engine in engines:
+            ray.kill(engine, no_restart=True)
+        processes, self._processes = self._processes, []
+        for left in processes:
+            reap(left.pids, segments=left.shared_memory, timeout_s=EXIT_S)
+        return in_order
+
+    def _all_did(self, method: str, *args: Any) -> bool:
+        # the engine's own deadline comes first, and says more
+        timeout_s = self._config.weights.load_timeout_s + BEYOND_S
+        return all_succeeded(self._all(method, *args, timeout_s=timeout_s))
+
+    def _all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        refs = [getattr(engine, method).remote(*args) for engine in self._alive()]
+        return answers(refs, timeout_s=timeout_s, what=method)
+
+    def _alive(self) -> list[Any]:
+        if not self._engines:
+            raise RunError("the generation has no engines: it was not started, or it has ended")
+        return self._engines

@@ -1,0 +1,93 @@
+"""The driver's side of giving weights away: by broadcast to engines elsewhere, by shared memory to those beside it.
+
+What must hold: the driver never holds a weight; a refit that fails raises a WeightError, and leaves the ranks as they
+were, ready for the next call.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from asyncrl.buffer.records import Version
+from asyncrl.config.schema import Config
+from asyncrl.errors import CollectiveError
+from asyncrl.policy.interfaces import ColocatablePolicyInterface, ParameterSpec
+from asyncrl.policy.rank_driver import RankDriver
+from asyncrl.weights.transports.ipc import SharedGroup
+from asyncrl.weights.transports.peers import Rendezvous
+
+GIB = 2**30
+
+
+class RefitDriver(RankDriver, ColocatablePolicyInterface):
+    """What `Policy` has beside training and scoring."""
+
+    def __init__(self, config: Config, *, model_path: str) -> None:
+        super().__init__(config, model_path=model_path)
+        self._specs: tuple[ParameterSpec, ...] = ()
+        self._sent: Version | None = None
+        self._sharing = False
+
+    def start(self) -> None:
+        super().start()
+        self._specs = self._ranks.call("weights_metadata")[0]
+
+    def weights_metadata(self) -> tuple[ParameterSpec, ...]:
+        """Names, shapes, dtypes and bytes of what `PolicyWorker.gather_weights` yields, in order; after `start`."""
+        return self._specs
+
+    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {spec.name: (spec.shape, spec.dtype) for spec in self._specs}
+
+    # -- by broadcast --------------------------------------------------------------------------------------------
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, *, train_world_size: int | None = None
+    ) -> list["ray.ObjectRef[None]"]:
+        ranks = self._ranks.size
+        if train_world_size not in (None, ranks) or world_size <= ranks:
+            raise CollectiveError(
+                f"this policy is {ranks} ranks (learner.ranks), the rest of the group are the engines' workers: "
+                f"train_world_size={train_world_size} of world_size={world_size} does not fit"
+            )
+        rendezvous = Rendezvous(
+            host=ip,
+            port=port,
+            world_size=world_size,
+            train_world_size=ranks,
+            timeout_s=self._config.weights.load_timeout_s,
+        )
+        return self._ranks.launch("init_collective", rendezvous)
+
+    def broadcast_weights_for_collective(self, *, version: Version | None = None) -> list["ray.ObjectRef[None]"]:
+        return self._ranks.launch("broadcast_weights", self._next(version))
+
+    # -- by shared memory ----------------------------------------------------------------------------------------
+
+    def prepare_weights_for_ipc(
+        self, refit_buffer_size_gb: float | None = None, *, version: Version | None = None
+    ) -> list[list[str]]:
+        limit = None if refit_buffer_size_gb is None else int(refit_buffer_size_gb * GIB)
+        groups: list[list[str]] = self._ranks.call("prepare_weights_for_ipc", limit, self._next(version))[0]
+        self._sharing = True
+        return groups
+
+    def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, Any]:
+        assert self._sharing, "prepare_weights_for_ipc() comes first"
+        by_rank: list[dict[str, SharedGroup]] = self._ranks.call("get_weights_ipc_handles", list(keys))
+        # ranks on one device share the same bytes: the first one's will do
+        return {device: group for handles in reversed(by_rank) for device, group in handles.items()}
+
+    def offload_before_refit(self) -> None:
+        self._ranks.call("offload_optimizer")
+
+    def offload_after_refit(self) -> None:
+        self._sharing = False
+        self._ranks.call("offload_after_refit")
+
+    def _next(self, version: Version | None) -> Version:
+        if version is None:
+            version = Version(1, 0) if self._sent is None else Version(self._sent.incarnation, self._sent.step + 1)
+        self._sent = version
+        return version

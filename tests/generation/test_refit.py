@@ -1,0 +1,65 @@
+"""The order of a refit, and that nothing but success passes."""
+
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import WeightError
+from asyncrl.generation.interfaces import all_succeeded
+from asyncrl.generation.refit import refit_colocated
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Recorder:
+    """Policy and engines in one: keeps the calls in their order, and answers with `answers` or what it should."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.calls: list[str] = []
+        self._answers = {
+            "prepare_weights_for_ipc": [["a", "b"], ["c"]],
+            "prepare_for_generation": True,
+            "update_weights_from_ipc_handles": True,
+            **answers,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            detail = options.get("tags") or (args[0] if name == "get_weights_ipc_handles" else "")
+            self.calls.append(f"{name} {','.join(detail)}".strip())
+            return self._answers.get(name)
+
+        return call
+
+
+def test_the_policy_makes_room_before_weights_wake_and_again_before_the_kv_cache_does() -> None:
+    both: Any = Recorder()
+    refit_colocated(both, both)
+    assert both.calls == [
+        "offload_before_refit",
+        "prepare_for_generation weights",
+        "prepare_weights_for_ipc",
+        "get_weights_ipc_handles a,b",
+        "update_weights_from_ipc_handles",
+        "get_weights_ipc_handles c",
+        "update_weights_from_ipc_handles",
+        "offload_after_refit",
+        "prepare_for_generation kv_cache",
+    ]
+
+
+@pytest.mark.parametrize("answer", [False, None])
+@pytest.mark.parametrize("call", ["prepare_for_generation", "update_weights_from_ipc_handles"])
+def test_what_does_not_succeed_is_raised_and_ends_the_refit(call: str, answer: Any) -> None:
+    both: Any = Recorder(**{call: answer})
+    with pytest.raises(WeightError, match="did not succeed on every engine"):
+        refit_colocated(both, both)
+    assert both.calls[-1].startswith(call)
+    assert both.calls.count("update_weights_from_ipc_handles") == (call == "update_weights_from_ipc_handles")
+
+
+@pytest.mark.parametrize(
+    ("answers", "success"), [([True, True], True), ([True, None], False), ([True, 1], False), ([], False)]
+)
+def test_success_is_true_from_everybody_and_nobody_is_no_success(answers: list[Any], success: bool) -> None:
+    assert all_succeeded(answers) is success

@@ -1,0 +1,131 @@
+"""An update that comes group by group: begun by the first, ended by the one that completes it, whole or torn."""
+
+from typing import Any
+
+import pytest
+
+from asyncrl.buffer.records import Version
+from asyncrl.errors import ManifestMismatch, TornReplica, VersionRegression, WeightError
+from asyncrl.generation.vllm_weights import VLLMWeights
+from asyncrl.weights.manifest import TensorEntry
+from asyncrl.weights.transports.ipc import SharedGroup
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio]  # imports torch
+
+EXPECTED = dict.fromkeys(("a", "b", "c"), ((2, 3), "float32"))
+
+
+class Engine:
+    """Keeps what vLLM is asked for; `fail` is raised by the next update."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fail: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*_: Any, **options: Any) -> None:
+            self.calls.append(options.get("weight_version") or name)
+            if name == "update_weights" and self.fail is not None:
+                error, self.fail = self.fail, None
+                raise error
+
+        return call
+
+
+def group(*names: str, step: int = 3, shape: tuple[int, ...] = (2, 3)) -> dict[str, SharedGroup]:
+    entries = tuple(
+        TensorEntry(name=name, shape=shape, dtype="float32", bucket=0, offset=64 * i, nbytes=24)
+        for i, name in enumerate(names)
+    )
+    return {"cpu:here": SharedGroup(version=Version(1, step), entries=entries, nbytes=64, checksum="", path="/")}
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.weights = VLLMWeights(self.engine, clear_cache=True)
+
+    async def load(self, *names: str, **options: Any) -> bool:
+        return await self.weights.load_shared(group(*names, **options), expected=EXPECTED)
+
+
+async def test_the_first_group_stands_still_and_the_last_goes_on() -> None:
+    scene = Scene()
+    assert await scene.load("a", "b") is False
+    assert not scene.weights.is_whole
+    assert await scene.load("c") is True
+    assert scene.weights.is_whole
+    assert scene.weights.version == Version(1, 3)
+    assert scene.engine.calls == [
+        "pause_generation",
+        "start_weight_update",
+        "update_weights",
+        "update_weights",
+        "1.3",
+        "resume_generation",
+    ]
+
+
+@pytest.mark.parametrize("unfit", [{"shape": (3, 2)}, {"names": ("a", "x")}])
+async def test_f12_a_first_group_that_does_not_fit_is_refused_before_anything_stands_still(unfit: Any) -> None:
+    scene = Scene()
+    with pytest.raises(ManifestMismatch, match="nothing was applied"):
+        await scene.load(*unfit.get("names", ("a",)), shape=unfit.get("shape", (2, 3)))
+    assert scene.weights.is_whole
+    assert not scene.engine.calls
+
+
+async def test_a_group_on_no_device_is_refused() -> None:
+    with pytest.raises(WeightError, match="without a device"):
+        await Scene().weights.load_shared({}, expected=EXPECTED)
+
+
+async def test_f13_an_older_version_is_refused_and_a_repeated_one_is_not() -> None:
+    scene = Scene()
+    await scene.load("a", "b", "c")
+    with pytest.raises(VersionRegression):
+        await scene.load("a", step=2)
+    assert scene.weights.is_whole
+    assert await scene.load("a", "b", "c") is True
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        ({"names": ("a",)}, "a came a second time"),
+        ({"names": ("b",), "step": 4}, "1.4 came into an update to 1.3"),
+        ({"names": ("b",), "shape": (3, 2)}, "b is float32"),
+    ],
+)
+async def test_f11_from_the_first_group_on_what_does_not_fit_tears(second: dict[str, Any], why: str) -> None:
+    scene = Scene()
+    await scene.load("a")
+    names = second.pop("names")
+    with pytest.raises(TornReplica, match=why):
+        await scene.load(*names, **second)
+    assert not scene.weights.is_whole
+    assert scene.weights.version is None
+    assert "resume_generation" not in scene.engine.calls
+
+
+async def test_f11_a_group_that_failed_is_mended_by_whole_weights_alone() -> None:
+    scene = Scene()
+    await scene.load("a")
+    scene.engine.fail = RuntimeError("no memory")
+    with pytest.raises(TornReplica, match=r"1\.3 failed half way .RuntimeError: no memory"):
+        await scene.load("b")
+    assert [await scene.load(name) for name in ("c", "b")] == [False, False], "an update that failed is not completed"
+    scene.weights.start_over()
+    assert not scene.weights.is_whole
+    assert await scene.load("a", "b") is False
+    assert await scene.load("c") is True
+    assert scene.weights.is_whole
+
+
+async def test_an_update_that_was_given_up_is_forgotten_when_the_next_starts_over() -> None:
+    scene = Scene()
+    await scene.load("a", "b")
+    scene.weights.start_over()
+    assert not scene.weights.is_whole, "half of it was applied"
+    assert await scene.load("a") is False
+    assert await scene.load("b", "c") is True

@@ -1,0 +1,67 @@
+"""What a rank refuses is an answer on its way and an error at its end, and the ranks go on."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import CollectiveError, Offloaded, RowsLost, WeightError
+from asyncrl.policy.rank_actor import POLICY_RANKS, RankActor
+from asyncrl.policy.ranks import RankGroup
+
+
+class Worker:
+    """Raises what it is told to."""
+
+    def work(self, error: Exception | None) -> str:
+        if error is not None:
+            raise error
+        return "done"
+
+
+def rank() -> RankActor:
+    actor = RankActor(rank=0, world_size=1, config=Config(), kind=POLICY_RANKS)
+    actor._worker = actor._meta_rank = Worker()  # type: ignore[assignment]
+    return actor
+
+
+REFUSED = [RowsLost("gone", sample_ids=["a"]), Offloaded("away"), WeightError("another order"), CollectiveError("late")]
+
+
+@pytest.mark.parametrize("refusal", REFUSED, ids=lambda error: type(error).__name__)
+def test_a_refusal_is_an_answer_unless_the_caller_holds_the_reference(refusal: Exception) -> None:
+    assert rank().call("work", refusal) is refusal
+    assert rank().call_with_meta("work", refusal) is refusal
+    with pytest.raises(type(refusal)):
+        rank().attempt("work", refusal)
+    assert rank().call("work", None) == rank().attempt("work", None) == "done"
+
+
+@pytest.mark.parametrize("via", ["call", "call_with_meta", "attempt"])
+def test_a_bug_is_no_refusal(via: str) -> None:
+    with pytest.raises(KeyError):
+        getattr(rank(), via)("work", KeyError("a"))
+
+
+class Remote:
+    """A rank's actor whose calls are made at once."""
+
+    def __init__(self, actor: RankActor) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any) -> Any:
+            future: Future[Any] = Future()
+            future.set_result(getattr(self._actor, name)(*args))
+            return type("Call", (), {"future": lambda self: future})()
+
+        return type("Method", (), {"remote": staticmethod(remote)})
+
+
+def test_the_driver_raises_a_refusal_and_ends_nobody() -> None:
+    group = RankGroup(Config.model_validate({"learner": {"ranks": 2}}), model_path="nowhere")
+    group._ranks = [Remote(rank()), Remote(rank())]
+    with pytest.raises(Offloaded):
+        group.call_each("work", [(None,), (Offloaded("away"),)])
+    assert group.call("work", None) == ["done", "done"]
