@@ -6,13 +6,17 @@ always read healthy.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 MAX_LOG_RATIO = 300.0
 """e^600 still fits float64, so that the square of any ρ up to here adds up (F22)."""
+
+AVERAGED_METRICS = frozenset({"lr", "wd", "reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length"})
+"""What is told of every micro-batch and belongs to none of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,16 +108,18 @@ def off_policy_sums(
 
 
 def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of micro-batches or ranks as one: `*_max` and `*_min` by max and min, all others added."""
-    merged: dict[str, float] = {}
+    """Metrics of micro-batches as one: `*_max` and `*_min` by max and min, `AVERAGED_METRICS` by their mean, all others
+    added."""
+    values: dict[str, list[float]] = defaultdict(list)
     for part in parts:
         for name, value in part.items():
-            if name not in merged:
-                merged[name] = float(value)
-            elif name.endswith("_max"):
-                merged[name] = max(merged[name], float(value))
-            elif name.endswith("_min"):
-                merged[name] = min(merged[name], float(value))
-            else:
-                merged[name] += float(value)
-    return merged
+            values[name].append(float(value))
+    return {name: _merged(name, found) for name, found in values.items()}
+
+
+def _merged(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_max"):
+        return max(values)
+    if name.endswith("_min"):
+        return min(values)
+    return sum(values) / (len(values) if name in AVERAGED_METRICS else 1)

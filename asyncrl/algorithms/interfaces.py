@@ -12,6 +12,14 @@ import torch
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
 
+def masked_mean(values: torch.Tensor, mask: torch.Tensor, global_normalization_factor: torch.Tensor) -> torch.Tensor:
+    """Σ values · mask / factor, a scalar; 0 where the factor, a count over all ranks, is 0.
+
+    What is masked with 0 is not looked at: it may be NaN.
+    """
+    return torch.where(mask != 0, values * mask, 0.0).sum() / global_normalization_factor.clamp(min=1)
+
+
 class LossType(StrEnum):
     """Whether the loss is normalised by tokens or by sequences."""
 
@@ -42,11 +50,13 @@ class LossFunction(Protocol):
 
     Both calls work: `loss_fn(next_token_logits, data, global_valid_seqs, global_valid_toks)` and
     `loss_fn(data=…, global_valid_seqs=…, global_valid_toks=…, next_token_logprobs=…)`; the policy makes the one that
-    `input_type` asks for. The counts are those of the whole global batch over all ranks: a loss is a sum divided by
-    them, never by a count of its own, so that any split into micro-batches and ranks gives the same gradient.
+    `input_type` asks for, and the first of a loss that has no such attribute. The counts are those of the whole global
+    batch over all ranks: a loss is a sum divided by them, never by a count of its own, so that any split into
+    micro-batches and ranks gives the same gradient.
 
-    Returns the scalar to minimise and metrics. Metrics are added over micro-batches and ranks, names ending in
-    `_min` / `_max` excepted; then divided as the optional attribute `metric_normalizations` says (`NONE`: not).
+    Returns the scalar to minimise and metrics. Metrics are added over micro-batches and ranks, except names ending in
+    `_min` / `_max` and the few that are averaged (`diagnostics.AVERAGED_METRICS`); then divided as the optional
+    attribute `metric_normalizations` says (`NONE`: not).
     """
 
     loss_type: LossType

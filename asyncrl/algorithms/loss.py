@@ -7,6 +7,7 @@ them changes nothing; weights and gates never change a denominator; exponents ar
 told apart by segment ids, so that a packed row and padded ones give the same loss and gradient.
 """
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -408,7 +409,7 @@ def entropy(logits_BSV: torch.Tensor) -> torch.Tensor:
 def build_loss(config: Config) -> LossFunction:
     """The loss that the config names: a preset with its overrides, axes spelled out, or an import path.
 
-    What an import path names is a LossFunction, or a class or factory that makes one without arguments.
+    What an import path names is a LossFunction, which takes arguments, or a class or factory that makes one without.
     """
     section = config.algorithm
     if not is_own_loss(section):
@@ -426,14 +427,17 @@ def build_loss(config: Config) -> LossFunction:
     loss: Any = found if _is_loss(found) else found()
     if not _is_loss(loss):
         raise ConfigError(
-            f"algorithm.loss: {section.loss!r} gives a {type(loss).__name__} without the attributes loss_type and "
-            f"input_type of a LossFunction (asyncrl.algorithms.interfaces)",
+            f"algorithm.loss: {section.loss!r} gives a {type(loss).__name__}, which is no LossFunction "
+            f"(asyncrl.algorithms.interfaces): a call with logits or log-probs, data and the global counts",
             key="algorithm.loss",
         )
     return cast(LossFunction, loss)
 
 
 def _is_loss(value: Any) -> bool:
-    return (
-        callable(value) and not isinstance(value, type) and hasattr(value, "loss_type") and hasattr(value, "input_type")
-    )
+    if isinstance(value, type) or not callable(value):
+        return False
+    if hasattr(value, "input_type"):
+        return True
+    arguments = inspect.signature(value).parameters.values()
+    return any(a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from asyncrl.algorithms.interfaces import LossType, MetricNormalization
+from asyncrl.algorithms.interfaces import LossType, MetricNormalization, masked_mean
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import RunError
 
@@ -21,7 +21,7 @@ class ClippedValueLoss:
     """½ · max((V − R)², (clip(V, V_old ± clip) − R)²), token mean (PPO, 1707.06347 and its reference code).
 
     Called as a `LossFunction` is, with the critic's values [B, S] in the model's place. Reads the columns `returns`,
-    `token_mask` [B, S], `sample_mask` [B] and, unless `clip` is None, `values` [B, S], the old ones.
+    `token_mask` [B, S], `sample_mask` [B] and, unless `clip` is None, `values` [B, S], the old ones: RunError without.
 
     Metrics are sums over tokens: `value_clipped_ratio` (tokens whose clipped error is the larger one: no gradient) and
     what `explained_variance` is made of.
@@ -37,6 +37,7 @@ class ClippedValueLoss:
         if clip is not None and not clip > 0:
             raise RunError(f"the value clip is {clip:g}: it must be above 0, or None for no clip")
         self.clip = clip
+        self._reads = ("returns",) if clip is None else ("returns", "values")
 
     def __call__(
         self,
@@ -45,6 +46,9 @@ class ClippedValueLoss:
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, float]]:
+        missing = [name for name in self._reads if name not in data]
+        if missing:
+            raise RunError(f"the value loss reads {' and '.join(missing)}, which the rows do not have")
         mask_BT = (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)) > 0
 
         def inside(column_BS: torch.Tensor) -> torch.Tensor:
@@ -60,7 +64,7 @@ class ClippedValueLoss:
             clipped_square_BT = (near_BT - returns_BT).square()
             clipped_BT = clipped_square_BT > square_BT
             square_BT = torch.maximum(square_BT, clipped_square_BT)
-        loss = 0.5 * square_BT.sum() / global_valid_toks.clamp(min=1)
+        loss = 0.5 * masked_mean(square_BT, mask_BT, global_valid_toks)
         return loss, {
             "value_clipped_ratio": float(clipped_BT.sum()),
             "return_mean": float(returns_BT.double().sum()),

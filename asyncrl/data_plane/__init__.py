@@ -1,1 +1,27 @@
+"""Bulk tensors by name, whatever carries them.
 
+The names of the interface are loaded when they are asked for: they need torch, and the actors that keep rows and books
+must not.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.data_plane.interfaces import PAD_SEQLEN, DataPlaneClient, KVBatchMeta
+    from asyncrl.data_plane.sharding import shard_meta_for_dp
+
+_MODULES = {
+    "PAD_SEQLEN": "interfaces",
+    "DataPlaneClient": "interfaces",
+    "KVBatchMeta": "interfaces",
+    "shard_meta_for_dp": "sharding",
+}
+
+__all__ = ["PAD_SEQLEN", "DataPlaneClient", "KVBatchMeta", "shard_meta_for_dp"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

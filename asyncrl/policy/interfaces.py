@@ -81,7 +81,11 @@ class ReferenceLogprobOutputSpec(TypedDict):
 
 
 class Timer(Protocol):
-    """Whoever measures: `with timer.time("policy_training/train"): …`."""
+    """Whoever measures: `with timer.time("policy_training/ranks"): …`.
+
+    A call times its stages under `<call>/…`, never the call itself, so that its caller may:
+    `with timer.time("policy_training"): policy.train(data, loss_fn, timer=timer)`.
+    """
 
     def time(self, label: str) -> AbstractContextManager[Any]: ...
 
@@ -119,9 +123,10 @@ class PolicyInterface(ABC):
         `data` has the columns that the loss reads, or RunError names what is missing: `staleness` [B, S], in versions,
         among them where the proximal policy is interpolated. `advantages` may be [B, S] or [B]. `mbs` rows of a rank
         share a pass, padded, when it is given. In eval mode nothing changes. Returns `loss`, `grad_norm` float32
-        [steps], `all_mb_metrics` (by name a value for every micro-batch of all ranks), `timing` (seconds by stage) and
-        `report`, a `StepReport`. AssertionError when the rows are no multiple of `gbs`, or `gbs` of the ranks unless it
-        is all rows.
+        [steps], `all_mb_metrics` (by name a value for every micro-batch of all ranks: the loss's own, `lr`, `wd` and
+        its update's `global_valid_seqs` and `global_valid_toks`), `timing` (seconds by stage) and `report`, a
+        `StepReport`. AssertionError when the rows are no multiple of `gbs`, or `gbs` of the ranks unless it is all
+        rows.
         """
 
     @abstractmethod
@@ -134,7 +139,10 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def save_checkpoint(
-        self, weights_path: Path, optimizer_path: Path | None = None, tokenizer_path: Path | None = None
+        self,
+        weights_path: str | Path,
+        optimizer_path: str | Path | None = None,
+        tokenizer_path: str | Path | None = None,
     ) -> None:
         """Writes the sharded weights and, where paths are given, the optimizer's state and the tokenizer."""
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.interfaces import Timer
 from asyncrl.policy.rank_actor import POLICY_RANKS
-from asyncrl.policy.rank_driver import timed
 from asyncrl.policy.refit_driver import RefitDriver
 
 
@@ -23,14 +22,12 @@ class Policy(RefitDriver):
     _training = "policy_training"
 
     def get_logprobs(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
-        with timed(timer, "get_logprobs"):
-            return self._scored("get_logprobs", data, micro_batch_size=None)
+        return self._scored("get_logprobs", data, micro_batch_size=None, timer=timer)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        with timed(timer, "get_reference_policy_logprobs"):
-            return self._scored("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size)
+        return self._scored("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size, timer=timer)
 
     def save_hf(self, path: Path) -> None:
         """Writes a Hugging Face directory that vLLM serves, on rank 0's node."""

@@ -38,8 +38,9 @@ class MetaDriver(RankDriver):
         `tags["max_staleness_versions"]`: StalenessViolation.
         """
         rows = meta.size if gbs is None else gbs
-        with timed(timer, self._training):
+        with timed(timer, f"{self._training}/shard_data"):
             shards = self._shards(meta, rows_per_update=rows, micro_batch_size=mbs, stage="train_mb_tokens")
+        with timed(timer, f"{self._training}/ranks"):
             records = self._ranks.call_each(
                 "train",
                 [(shard, loss_fn) for shard in shards],
@@ -50,12 +51,16 @@ class MetaDriver(RankDriver):
             )
         return trained(records, loss_fn)
 
-    def _score(self, method: str, meta: KVBatchMeta, *, micro_batch_size: int | None) -> None:
+    def _score(
+        self, method: str, meta: KVBatchMeta, *, stage: str, micro_batch_size: int | None, timer: Timer | None
+    ) -> None:
         """A stage that scores tokens and writes a column back."""
-        shards = self._shards(
-            meta, rows_per_update=meta.size, micro_batch_size=micro_batch_size, stage="logprob_mb_tokens"
-        )
-        self._dispatch(method, shards, fields=LP_SEED_FIELDS, micro_batch_size=micro_batch_size)
+        with timed(timer, f"{stage}/shard_data"):
+            shards = self._shards(
+                meta, rows_per_update=meta.size, micro_batch_size=micro_batch_size, stage="logprob_mb_tokens"
+            )
+        with timed(timer, f"{stage}/ranks"):
+            self._dispatch(method, shards, fields=LP_SEED_FIELDS, micro_batch_size=micro_batch_size)
 
     def _dispatch(self, method: str, shards: Sequence[KVBatchMeta], *, fields: Sequence[str], **options: Any) -> None:
         """A stage that reads `fields` and writes columns back."""

@@ -47,7 +47,8 @@ def loss_of(
     """
     objective = loss_fn if isinstance(loss_fn, ObjectiveLoss) else None
     # an objective takes the chunked head's entropies where others would need logits
-    from_logprobs = objective is not None or loss_fn.input_type is LossInputType.LOGPROB
+    input_type = getattr(loss_fn, "input_type", LossInputType.LOGIT)
+    from_logprobs = objective is not None or input_type is LossInputType.LOGPROB
     lengths_B = data["input_lengths"] if packed else None
     if from_logprobs:
         logprobs_BT, entropy_BT = model_logprobs(

@@ -26,7 +26,8 @@ class RankDriver:
 
     _kind: RankKind
     _training = "training"
-    """What a timer calls a `train`."""
+    """What a timer calls a `train`: its stages are `<this>/shard_data` and `<this>/ranks`, as they are of other calls,
+    nested in whatever the caller times under the name itself."""
 
     def __init__(self, config: Config, *, model_path: str) -> None:
         self._config = config
@@ -48,8 +49,9 @@ class RankDriver:
     ) -> dict[str, Any]:
         _check_widths(data)
         rows = data.size if gbs is None else gbs
-        with timed(timer, self._training):
+        with timed(timer, f"{self._training}/shard_data"):
             shards, _ = self._cut(data, rows_per_update=rows, micro_batch_size=mbs)
+        with timed(timer, f"{self._training}/ranks"):
             records = self._ranks.call_each(
                 "train",
                 [(shard, loss_fn) for shard in shards],
@@ -66,9 +68,13 @@ class RankDriver:
         self._ranks.call("finish_training")
 
     def save_checkpoint(
-        self, weights_path: Path, optimizer_path: Path | None = None, tokenizer_path: Path | None = None
+        self,
+        weights_path: str | Path,
+        optimizer_path: str | Path | None = None,
+        tokenizer_path: str | Path | None = None,
     ) -> None:
-        self._ranks.call("save_checkpoint", weights_path, optimizer_path, tokenizer_path)
+        paths = [path and Path(path) for path in (weights_path, optimizer_path, tokenizer_path)]
+        self._ranks.call("save_checkpoint", *paths)
 
     def shutdown(self) -> bool:
         return self._ranks.shutdown()
@@ -83,10 +89,14 @@ class RankDriver:
 
     # -- cutting -------------------------------------------------------------------------------------------------
 
-    def _scored(self, method: str, data: BatchedDataDict, *, micro_batch_size: int | None) -> BatchedDataDict:
+    def _scored(
+        self, method: str, data: BatchedDataDict, *, micro_batch_size: int | None, timer: Timer | None
+    ) -> BatchedDataDict:
         _check_widths(data)
-        shards, indices = self._cut(data, rows_per_update=None, micro_batch_size=micro_batch_size)
-        answers = self._ranks.call_each(method, [(shard,) for shard in shards], micro_batch_size=micro_batch_size)
+        with timed(timer, f"{method}/shard_data"):
+            shards, indices = self._cut(data, rows_per_update=None, micro_batch_size=micro_batch_size)
+        with timed(timer, f"{method}/ranks"):
+            answers = self._ranks.call_each(method, [(shard,) for shard in shards], micro_batch_size=micro_batch_size)
         scored = BatchedDataDict.from_batches(answers)
         if indices is not None:
             scored.reorder_data(indices)

@@ -135,6 +135,7 @@ class ShardedWorker(ABC, Generic[LossT]):
             outcomes=outcomes,
             staleness={} if step is None else staleness_counts(data, step=step),
             learning_rate=rate,
+            weight_decay=self._config.learner.optimizer.weight_decay,
             seconds=seconds,
         )
 

@@ -50,6 +50,7 @@ class RankRecord:
     outcomes: tuple[UpdateOutcome, ...]
     staleness: Mapping[int, int]
     learning_rate: float
+    weight_decay: float
     seconds: Mapping[str, float]
     nonfinite_tokens: int = 0
 
@@ -109,12 +110,23 @@ def step_report(ranks: Sequence[RankRecord], *, normalizations: Mapping[str, Met
 
 
 def train_result(ranks: Sequence[RankRecord]) -> dict[str, Any]:
-    """What `PolicyInterface.train` returns of the records of its ranks, but for the report; rank after rank."""
+    """What `PolicyInterface.train` returns of the records of its ranks, but for the report; rank after rank.
+
+    Beside the loss's own metrics every micro-batch tells its step's `lr` and `wd`, and its update's
+    `global_valid_seqs` and `global_valid_toks`.
+    """
     metrics: dict[str, list[float]] = defaultdict(list)
     for rank in ranks:
-        for outcome in rank.outcomes:
-            for part in outcome.micro_batch_metrics:
-                for name, value in part.items():
+        plans = [plan for plan in rank.plans if plan.tokens > 0]
+        for plan, outcome in zip(plans, rank.outcomes, strict=True):
+            told = {
+                "lr": rank.learning_rate,
+                "wd": rank.weight_decay,
+                "global_valid_seqs": float(plan.samples),
+                "global_valid_toks": float(plan.tokens),
+            }
+            for part in outcome.micro_batch_metrics or ({},):  # a loss may have no metrics
+                for name, value in {**told, **part}.items():
                     metrics[name].append(value)
     updates = list(zip(*[rank.outcomes for rank in ranks], strict=True))
     return {

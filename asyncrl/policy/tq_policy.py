@@ -24,7 +24,6 @@ from asyncrl.errors import RunError
 from asyncrl.policy.interfaces import Timer
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.meta_driver import MetaDriver, name_fields
-from asyncrl.policy.rank_driver import timed
 
 STEP_FIELDS = (*DP_TRAIN_FIELDS, "weight_versions", *CRITIC_FIELDS)
 """Every column that a stage of a step may write or read."""
@@ -101,16 +100,15 @@ class TQPolicy(MetaDriver, Policy):
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds `prev_logprobs`, those of the current weights; `meta` names them from then on."""
-        with timed(timer, "get_logprobs"):
-            self._score("write_logprobs", meta, micro_batch_size=micro_batch_size)
+        self._score("write_logprobs", meta, stage="get_logprobs", micro_batch_size=micro_batch_size, timer=timer)
         name_fields(meta, ["prev_logprobs"])
 
     def get_reference_policy_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds `reference_policy_logprobs`, those of the first weights; `meta` names them from then on."""
-        with timed(timer, "get_reference_policy_logprobs"):
-            self._score("write_reference_logprobs", meta, micro_batch_size=micro_batch_size)
+        stage = "get_reference_policy_logprobs"
+        self._score("write_reference_logprobs", meta, stage=stage, micro_batch_size=micro_batch_size, timer=timer)
         name_fields(meta, ["reference_policy_logprobs"])
 
     @property

@@ -78,13 +78,13 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         eval_mode: bool = False,
         step: int | None = None,
     ) -> RankRecord:
-        """`ShardedWorker.train`; `advantages` may be a value a row [B].
+        """`ShardedWorker.train`; `advantages`, if the loss reads them, may be a value a row [B].
 
         RunError, on all ranks, when a column that the loss reads is missing; tokens without a number in one are left
         out, and counted.
         """
         data = copy.copy(data)
-        if data and data["advantages"].ndim == 1:
+        if "advantages" in data and data["advantages"].ndim == 1:
             data["advantages"] = data["advantages"].unsqueeze(1).expand_as(data["input_ids"])
         data, nonfinite_tokens = without_nonfinite(data)
         if data and step is not None:

@@ -66,7 +66,10 @@ class ValueInterface(ABC):
 
     @abstractmethod
     def save_checkpoint(
-        self, weights_path: Path, optimizer_path: Path | None = None, tokenizer_path: Path | None = None
+        self,
+        weights_path: str | Path,
+        optimizer_path: str | Path | None = None,
+        tokenizer_path: str | Path | None = None,
     ) -> None:
         """Writes the sharded weights and, where paths are given, the optimizer's state and the tokenizer."""
 

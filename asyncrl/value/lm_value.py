@@ -11,7 +11,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.interfaces import Timer
 from asyncrl.policy.rank_actor import RankKind
-from asyncrl.policy.rank_driver import RankDriver, timed
+from asyncrl.policy.rank_driver import RankDriver
 from asyncrl.value.interfaces import ValueInterface
 
 
@@ -27,8 +27,7 @@ class Value(RankDriver, ValueInterface):
     _training = "value_training"
 
     def get_values(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
-        with timed(timer, "get_values"):
-            return self._scored("get_values", data, micro_batch_size=None)
+        return self._scored("get_values", data, micro_batch_size=None, timer=timer)
 
     def prepare_for_inference(self) -> None:
         # the ranks' move to their devices lets go of gradients

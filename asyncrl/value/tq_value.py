@@ -25,8 +25,7 @@ class TQValue(MetaDriver, Value):
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds `values`, those of the current critic; `meta` names them from then on."""
-        with timed(timer, "get_values"):
-            self._score("write_values", meta, micro_batch_size=micro_batch_size)
+        self._score("write_values", meta, stage="get_values", micro_batch_size=micro_batch_size, timer=timer)
         name_fields(meta, ["values"])
 
     def get_advantages_from_meta(
@@ -34,7 +33,8 @@ class TQValue(MetaDriver, Value):
     ) -> None:
         """Adds `advantages` [B, S], whitened over the trained tokens of these rows, and `returns`; `meta` names them
         from then on. RunError when they are no numbers."""
-        with timed(timer, "get_advantages"):
+        with timed(timer, "get_advantages/shard_data"):
             shards = self._shards(meta, rows_per_update=meta.size, micro_batch_size=None, stage="logprob_mb_tokens")
+        with timed(timer, "get_advantages/ranks"):
             self._dispatch("write_advantages", shards, fields=estimator.reads, estimator=estimator)
         name_fields(meta, ["advantages", "returns"])

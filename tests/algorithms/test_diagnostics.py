@@ -93,6 +93,12 @@ def test_entropy_of_a_uniform_and_of_a_certain_distribution() -> None:
     assert entropy(logits)[0].tolist() == pytest.approx([math.log(8), 0.0])
 
 
+def test_what_belongs_to_no_micro_batch_is_averaged() -> None:
+    names = ("lr", "wd", "reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length")
+    parts = [dict.fromkeys(names, value) for value in (1.0, 2.0, 6.0)]
+    assert merge_metrics([*parts, {"reward": 7.0}]) == {**dict.fromkeys(names, 3.0), "reward": 4.0}
+
+
 def test_metrics_add_except_extremes() -> None:
     merged = merge_metrics([{"a": 1.0, "b_max": 2.0, "c_min": 3.0}, {"a": 4.0, "b_max": 1.0, "c_min": 1.0, "d": 7.0}])
     assert merged == {"a": 5.0, "b_max": 2.0, "c_min": 1.0, "d": 7.0}

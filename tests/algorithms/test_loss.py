@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType
+from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType, masked_mean
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss, entropy, gather_logprobs
 from asyncrl.algorithms.objective import Aggregation, Clipped, Gate, Objective, Penalty, Reinforce, Weight
 from asyncrl.algorithms.presets import PRESETS
@@ -260,12 +260,55 @@ class OwnLoss:
         return torch.zeros(()), {}
 
 
+class BareLoss:
+    """As the interface was first written: a call, and no attribute."""
+
+    def __call__(
+        self,
+        next_token_logits: torch.Tensor,
+        data: BatchedDataDict,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        return torch.zeros(()), {}
+
+
+def bare_loss(next_token_logits: torch.Tensor, data: Any, global_valid_seqs: Any, global_valid_toks: Any) -> Any:
+    return torch.zeros(()), {}
+
+
+def make_loss(**options: Any) -> OwnLoss:
+    return OwnLoss()
+
+
+MADE = BareLoss()
+
+
 def not_a_loss() -> int:
     return 3
 
 
-def test_an_import_path_gives_the_user_s_loss() -> None:
-    assert isinstance(build_loss(Config(algorithm=AlgorithmSection(loss=f"{__name__}:OwnLoss"))), OwnLoss)
+@pytest.mark.parametrize("path", ["OwnLoss", "make_loss"])
+def test_an_import_path_gives_the_user_s_loss(path: str) -> None:
+    assert isinstance(build_loss(Config(algorithm=AlgorithmSection(loss=f"{__name__}:{path}"))), OwnLoss)
+
+
+@pytest.mark.parametrize("path", ["BareLoss", "MADE"])
+def test_a_loss_without_attributes_is_one(path: str) -> None:
+    assert isinstance(build_loss(Config(algorithm=AlgorithmSection(loss=f"{__name__}:{path}"))), BareLoss)
+    assert build_loss(Config(algorithm=AlgorithmSection(loss=f"{__name__}:bare_loss"))) is bare_loss
+
+
+def test_a_masked_mean_is_a_sum_over_the_global_count_and_looks_at_nothing_masked() -> None:
+    values = torch.tensor([[1.0, 2.0, math.nan], [3.0, 4.0, math.inf]], requires_grad=True)
+    mask = torch.tensor([[1.0, 0.5, 0.0], [0.0, 2.0, 0.0]])
+    mean = masked_mean(values, mask, torch.tensor(20))
+    assert mean.item() == pytest.approx((1.0 + 1.0 + 8.0) / 20)
+    assert masked_mean(values, mask.bool(), torch.tensor(20)).item() == pytest.approx(7.0 / 20)
+    mean.backward()
+    assert values.grad is not None
+    assert torch.equal(values.grad, mask / 20)
+    assert masked_mean(values, torch.zeros(2, 3), torch.tensor(0)).item() == 0.0
 
 
 def test_the_constant_of_dr_grpo_is_the_longest_completion_unless_it_is_set() -> None:

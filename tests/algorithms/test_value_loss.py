@@ -146,3 +146,9 @@ def test_explained_variance_of_equal_returns_was_not_measured() -> None:
 def test_a_clip_that_is_not_positive_is_refused(clip: float) -> None:
     with pytest.raises(RunError, match="must be above 0"):
         ClippedValueLoss(clip=clip)
+
+
+@pytest.mark.parametrize(("clip", "missing"), [(0.2, "returns and values"), (None, "returns")])
+def test_a_column_that_is_missing_is_named(clip: float | None, missing: str) -> None:
+    with pytest.raises(RunError, match=f"reads {missing}, which the rows do not have"):
+        ClippedValueLoss(clip=clip)(torch.zeros(1, 2), BatchedDataDict(), torch.tensor(1), torch.tensor(1))

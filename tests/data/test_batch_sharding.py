@@ -187,6 +187,16 @@ def test_a_shard_takes_no_more_room_on_its_way_to_a_rank_than_its_rows() -> None
         assert len(buffer.getvalue()) < 2 * 1000 * 4
 
 
+def test_the_dimension_that_micro_batches_are_cut_in_may_be_another() -> None:
+    batch = batch_of([3, 1, 2, 4])
+    batch["layers_first"] = torch.zeros(4, 2, WIDTH)
+    (shard,), _ = batch.shard_by_batch_size(1, dynamic_batching_args=dynamic_args(limit=8, multiple=2))
+    widths = (shard.micro_batch_lengths or [])[0]
+    cut = list(shard.make_microbatch_iterator_with_dynamic_shapes(sequence_dim=2))
+    assert [tuple(part["layers_first"].shape[1:]) for part in cut] == [(2, width) for width in widths]
+    assert all(part["input_ids"].shape[1] == WIDTH for part in cut)
+
+
 def test_columns_of_unequal_length_are_an_assertion_error() -> None:
     batch = BatchedDataDict({"a": torch.zeros(4), "b": [1, 2]})
     message = "Batch sizes are not the same across the rollout batch.*'a': 4, 'b': 2"

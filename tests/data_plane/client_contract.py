@@ -285,6 +285,13 @@ class ClientContract:
         with pytest.raises(ValueError, match="batch of 0"):
             client.claim_meta(partition, "train", ["kept"], 0)
 
+    def test_reading_rows_of_which_no_field_is_named_is_refused(self, client: DataPlaneClient, partition: str) -> None:
+        meta = client.put_samples(IDS, partition, fields=first_stage())
+        assert list(client.get_data(meta)) == meta.fields
+        meta.fields = None
+        with pytest.raises(ValueError, match="neither select_fields nor the meta's fields"):
+            client.get_data(meta)
+
     def test_an_empty_meta_reads_as_an_empty_batch(self, client: DataPlaneClient, partition: str) -> None:
         meta = client.claim_meta(partition, "train", ["input_ids", "text"], 1, blocking=False)
         batch = client.get_data(meta)

@@ -1,12 +1,15 @@
 """KVBatchMeta: pure methods that copy, and the laws between them."""
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import asyncrl.data_plane
 from asyncrl.data_plane.interfaces import PAD_SEQLEN, KVBatchMeta
 
 
@@ -112,3 +115,17 @@ def test_stamping_tags_of_another_length_writes_nothing() -> None:
     assert meta.tags is None
     meta.stamp_tags({"reward": [0.5, 1.0]})
     assert meta.tags == [{"reward": 0.5}, {"reward": 1.0}]
+
+
+def test_every_name_of_the_package_can_be_imported_from_it() -> None:
+    assert all(getattr(asyncrl.data_plane, name) is not None for name in asyncrl.data_plane.__all__)
+    assert asyncrl.data_plane.KVBatchMeta is KVBatchMeta
+    with pytest.raises(AttributeError, match="no attribute 'Meta'"):
+        asyncrl.data_plane.Meta  # noqa: B018
+
+
+@pytest.mark.slow
+def test_the_package_comes_without_torch() -> None:
+    script = "import sys, asyncrl.data_plane; print([m for m in ('torch', 'ray') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_scenarios import UPDATE_ROWS, shard_of
+from rank_scenarios import shard_of
 from tiny_groups import make_batch, make_config
 from torch.distributed import FileStore
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -26,6 +26,7 @@ from asyncrl.policy.checkpoint import load_checkpoint, save_checkpoint
 from asyncrl.policy.worker import PolicyWorker
 
 WORLDS = (1, 2, 4)
+UPDATE_ROWS = 4
 LEARNER = {"optimizer": {"learning_rate": 1e-3, "schedule": "linear", "final_fraction": 0.1}}
 
 
@@ -82,7 +83,7 @@ def _save_policy(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 def _train(policy: PolicyWorker, rank: int, world_size: int, *, steps: int) -> dict[str, Any]:
     """Losses of this rank and learning rates of `steps` calls of `train`, and the weights after them."""
-    shard = shard_of(make_batch(), rank=rank, world_size=world_size, learner={})
+    shard = shard_of(make_batch(), rank=rank, world_size=world_size, learner={}, update_rows=UPDATE_ROWS)
     shard["prev_logprobs"] = policy.get_logprobs(shard)["logprobs"]
     loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
     records, rates = [], []

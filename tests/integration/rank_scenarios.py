@@ -1,8 +1,9 @@
 """What each rank of a test does: every scenario on a fresh worker, results to a file. Runs in spawned processes."""
 
 import pickle
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -10,16 +11,21 @@ import torch
 from tiny_groups import STEP, join, make_batch, make_config, make_group, make_groups
 from torch.distributed import FileStore
 
-from asyncrl.algorithms.interfaces import LossInputType, LossType
-from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
+from asyncrl.algorithms.interfaces import LossInputType, LossType, masked_mean
+from asyncrl.algorithms.loss import ObjectiveLoss, build_loss, gather_logprobs
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.errors import Offloaded, RunError
 from asyncrl.policy.batching import token_batch
 from asyncrl.policy.interfaces import StepReport
+from asyncrl.policy.sharded import reshard
+from asyncrl.policy.sharded_worker import ShardedWorker
 from asyncrl.policy.step_plan import needs_proximal, needs_reference
 from asyncrl.policy.step_report import step_report
 from asyncrl.policy.worker import PolicyWorker
+
+WorkerT = TypeVar("WorkerT", bound=ShardedWorker[Any])
 
 PROBE = ([1, 2, 3, 4, 5, 6, 7], [9, 8], [30, 31, 32, 33])
 
@@ -60,6 +66,13 @@ class LogitLoss:
         return loss, {"longest_max": float(data["input_lengths"].max()), "rows": data.size}
 
 
+def cross_entropy(next_token_logits: torch.Tensor, data: Any, global_valid_seqs: Any, global_valid_toks: Any) -> Any:
+    """A user's loss as the interface was first written: no attributes, and no columns but the rows'."""
+    logprobs_BT = gather_logprobs(next_token_logits, input_ids_BS=data["input_ids"])
+    mask_BT = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)
+    return -masked_mean(logprobs_BT, mask_BT, global_valid_toks), {}
+
+
 TRAINING: dict[str, tuple[dict[str, Any], Any]] = {
     "micro_batch_1": ({"micro_batch_size": 1}, make_batch),
     "micro_batch_3": ({"micro_batch_size": 3}, make_batch),
@@ -94,16 +107,27 @@ LOSSES |= dict.fromkeys(("on the device", "offloaded"), LOSSES["reference"])
 CUTS: dict[str, dict[str, Any]] = {
     "padded 1": {"micro_batch_size": 1},
     "padded 4": {"micro_batch_size": 4},
-    "padded all": {},
-    "dynamic": {"batching": "dynamic", "micro_batch_tokens": 32},
-    "packed": {"batching": "packed", "micro_batch_tokens": 32},
+    "padded all": {"micro_batch_size": 1024},
+    **{
+        f"{batching} {size}": {"batching": batching, "micro_batch_tokens": tokens}
+        for batching in ("dynamic", "packed")
+        for size, tokens in (("1", 16), ("4", 48), ("all", 1024))
+    },
 }
-"""Ways to cut a rank's rows into micro-batches."""
-UPDATE_ROWS = 4
+"""Ways to cut a rank's rows into micro-batches: of one long row, of some four and of all rows."""
+UPDATE_ROWS = 20
+"""So many that each of four ranks has five, which are two micro-batches of four at most."""
 
 
-def shard_of(data: BatchedDataDict, *, rank: int, world_size: int, learner: dict[str, Any]) -> BatchedDataDict:
-    """A rank's rows as a driver cuts them: updates of `UPDATE_ROWS` over all ranks."""
+def matrix_batch() -> BatchedDataDict:
+    """Two updates' rows."""
+    return join([*make_groups(), make_group(4, lengths=(3, 6, 2, 9)), *(make_group(key) for key in range(5, 13))])
+
+
+def shard_of(
+    data: BatchedDataDict, *, rank: int, world_size: int, learner: dict[str, Any], update_rows: int = UPDATE_ROWS
+) -> BatchedDataDict:
+    """A rank's rows as a driver cuts them: updates of `update_rows` over all ranks."""
     lengths = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
     tokens = {"max_tokens_per_microbatch": learner.get("micro_batch_tokens")}
     options: dict[str, Any] = {}
@@ -112,8 +136,29 @@ def shard_of(data: BatchedDataDict, *, rank: int, world_size: int, learner: dict
     elif learner.get("batching") == "packed":
         packing = {"algorithm": "first_fit_decreasing", "sequence_length_pad_multiple": 2}
         options = {"sequence_packing_args": {**tokens, **lengths, **packing}}
-    shards = data.shard_by_batch_size(world_size, UPDATE_ROWS, **options)
+    shards = data.shard_by_batch_size(world_size, update_rows, **options)
     return (shards[0] if options else shards)[rank]
+
+
+def on_fresh_workers(
+    worker: Callable[..., WorkerT], cuts: Mapping[str, dict[str, Any]]
+) -> Iterator[tuple[WorkerT, str, dict[str, Any]]]:
+    """(worker, name, cut) of every cut, on first weights and with an optimizer that has seen nothing.
+
+    Two workers serve them all, a packed one and another: the driver's cut says the rest. To make one takes seconds.
+    """
+    for packed in (False, True):
+        made = worker(f"cuts {packed}", **({"batching": "packed"} if packed else {}))
+        first = [parameter.detach().to_local().clone() for parameter in made._model.parameters()]
+        for name, learner in cuts.items():
+            if packed == (learner.get("batching") == "packed"):
+                reshard(made._model)
+                for parameter, shard in zip(made._model.parameters(), first, strict=True):
+                    parameter.detach().to_local().copy_(shard)
+                made._optimizer.optimizer.state.clear()
+                made._calls = 0
+                yield made, name, learner
+        made.close()
 
 
 def train_step(policy: PolicyWorker, data: BatchedDataDict, *, updates_per_step: int = 1, **_: Any) -> StepReport:
@@ -205,36 +250,38 @@ def _refusals(policy: PolicyWorker) -> list[str]:
 def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str, Any]:
     """`train`, `get_logprobs` and `get_reference_policy_logprobs` on rows, cut in every way."""
     loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
-    data = make_batch()
+    data = matrix_batch()
     data["index"] = torch.arange(data.size)
     found: dict[str, Any] = {}
-    for name, learner in CUTS.items():
-        policy = worker(f"interface {name}", **learner)
+    for policy, name, learner in on_fresh_workers(worker, CUTS):
         shard = shard_of(data, rank=rank, world_size=world_size, learner=learner)
-        before = policy.get_logprobs(shard)["logprobs"]
+        rows, size = UPDATE_ROWS // world_size, {"micro_batch_size": learner.get("micro_batch_size")}
+        before = policy.get_logprobs(shard, **size)["logprobs"]
         shard["prev_logprobs"] = before
         untouched = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
-        evaluated = policy.train(shard, loss, rows_per_update=UPDATE_ROWS // world_size, eval_mode=True)
+        evaluated = policy.train(shard, loss, rows_per_update=rows, eval_mode=True, **size)
         kept = all(np.array_equal(tensor.numpy(), untouched[key]) for key, tensor in policy.gather_weights())
-        trained = policy.train(shard, loss, rows_per_update=UPDATE_ROWS // world_size)
+        trained = policy.train(shard, loss, rows_per_update=rows, **size)
         found[name] = {
             "index": shard["index"].numpy(),
             "before": before.numpy(),
             "evaluated": evaluated,
             "kept": kept,
             "trained": trained,
-            "reference": policy.get_reference_policy_logprobs(shard)["reference_logprobs"].numpy(),
-            "after": policy.get_logprobs(shard)["logprobs"].numpy(),
+            "schedule": policy._calls,
+            "reference": policy.get_reference_policy_logprobs(shard, **size)["reference_logprobs"].numpy(),
+            "after": policy.get_logprobs(shard, **size)["logprobs"].numpy(),
             "weights": {key: tensor.numpy() for key, tensor in policy.gather_weights()},
         }
-        policy.close()
     policy = worker("interface uneven", micro_batch_size=1)
-    few = data.slice(0, 5)
+    few = make_batch().slice(0, 5)
     shard = few.shard_by_batch_size(world_size, allow_uneven_shards=True)[rank]
     found["uneven"] = {
         "trained": policy.train(shard, loss, rows_per_update=5),
         "weights": {key: tensor.numpy() for key, tensor in policy.gather_weights()},
     }
+    few_columns = BatchedDataDict({name: shard[name] for name in LP_SEED_FIELDS})
+    found["bare"] = policy.train(few_columns, cross_entropy, rows_per_update=5)  # type: ignore[arg-type]
     try:
         policy.train(shard, ObjectiveLoss(PRESETS["a3po"].objective), rows_per_update=5)
     except RunError as error:

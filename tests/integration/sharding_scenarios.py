@@ -4,8 +4,10 @@ import pickle
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from rank_scenarios import PROBE, train_step
 from tiny_groups import make_batch, make_config
 from torch.distributed import FileStore
@@ -54,13 +56,15 @@ def _train(way: str, rank: int, folder: Path) -> dict[str, Any]:
         before = policy.probe(PROBE)
         probed = dict(seen)
         seen.clear()
-        reports = [train_step(policy, make_batch()) for _ in range(2)]
+        with mock.patch("torch.distributed.reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduced:
+            reports = [train_step(policy, make_batch()) for _ in range(2)]
     parameter = next(p for p in policy._model.parameters() if isinstance(p, DTensor) and p.dim() == 2)
     found = {
         "reports": reports,
         "probe": before,
         "forwards probing": probed,
         "forwards training": dict(seen),
+        "reduced": {str(call.kwargs["input"].dtype) for call in reduced.call_args_list},
         "mesh": dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, strict=False)),
         "ways_cut": parameter.shape.numel() / parameter.to_local().numel(),
         "master": {str(p.dtype) for p in policy._model.parameters()},

@@ -90,6 +90,7 @@ def test_mixed_precision_is_of_the_passes_and_not_of_weights_or_optimizer(result
         found = results[rank][way]
         assert set(found["forwards training"]) == set(found["forwards probing"]) == {dtype}
         assert found["master"] == found["moments"] == {"torch.float32"}
+        assert found["reduced"] == {"torch.float32"}, "gradients are added up over ranks in few bits"
 
 
 @pytest.mark.parametrize("way", ["bf16", "all"])

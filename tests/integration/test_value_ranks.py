@@ -56,7 +56,7 @@ def results(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[str, Any]:
-    """Three updates by a loop over unpadded rows: losses, gradient norms, the values and the weights after them."""
+    """Two updates by a loop over unpadded rows: losses, gradient norms, the values and the weights after them."""
     model = load_value_model(str(folder / "model"), packed=False).train(False)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -125,6 +125,7 @@ def test_evaluation_gives_the_loss_and_changes_nothing(results: Any, world: int,
     evaluated, trained, again = (
         train_result([rank[cut][name] for rank in ranks]) for name in ("evaluated", "trained", "again")
     )
+    assert {rank[cut]["schedule"] for rank in ranks} == {1}, "a call of two updates is a step of the schedule"
     assert not evaluated["grad_norm"].any()
     assert evaluated["loss"][0] == pytest.approx(trained["loss"][0].item(), rel=1e-6)
     assert evaluated["loss"][1] != trained["loss"][1], "the second update of training saw other weights"

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from rank_scenarios import CUTS, UPDATE_ROWS, shard_of
-from tiny_groups import make_batch, make_config
+from rank_scenarios import CUTS, UPDATE_ROWS, matrix_batch, on_fresh_workers, shard_of
+from tiny_groups import make_config
 from torch.distributed import FileStore
 
 from asyncrl.algorithms.value_loss import ClippedValueLoss
@@ -23,7 +23,7 @@ LOSS = ClippedValueLoss(clip=0.2)
 
 def value_batch() -> BatchedDataDict:
     """Old values about what a new critic says, so that some tokens are clipped; nothing that is masked is a number."""
-    data, draw = make_batch(), np.random.default_rng(7)
+    data, draw = matrix_batch(), np.random.default_rng(7)
     shape = data["input_ids"].shape
     for name, mean, spread in (("returns", 0.5, 1.0), ("values", 0.0, 0.3)):
         column_BS = torch.from_numpy(draw.normal(mean, spread, shape).astype(np.float32))
@@ -56,7 +56,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
             store=FileStore(str(folder / f"store-{world_size}-{name}"), world_size),
         )
 
-    found = {name: _cut(worker(name, **learner), learner) for name, learner in CUTS.items()}
+    found = {name: _cut(critic, learner) for critic, name, learner in on_fresh_workers(worker, CUTS)}
     few = value_batch().slice(0, 5).shard_by_batch_size(world_size, allow_uneven_shards=True)[rank]
     found["uneven"] = _trained(worker("uneven", micro_batch_size=1), few, rows=5)
     for name, batch in (("poisoned", poisoned_batch()), ("untrained", untrained_batch())):
@@ -66,27 +66,26 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
 
 
 def _cut(critic: ValueWorker, learner: dict[str, Any]) -> dict[str, Any]:
-    """Three updates, as a driver cuts them, and the values before and after."""
+    """Two updates, as a driver cuts them, and the values before and after."""
     shard = shard_of(value_batch(), rank=critic.rank, world_size=critic.world_size, learner=learner)
-    before = critic.get_values(shard)["values"].numpy()
-    rows = UPDATE_ROWS // critic.world_size
+    rows, size = UPDATE_ROWS // critic.world_size, {"micro_batch_size": learner.get("micro_batch_size")}
+    before = critic.get_values(shard, **size)["values"].numpy()
     untouched = _weights(critic)
-    evaluated = critic.train(shard, LOSS, rows_per_update=rows, eval_mode=True)
+    evaluated = critic.train(shard, LOSS, rows_per_update=rows, eval_mode=True, **size)
     kept = all(np.array_equal(weight, untouched[name]) for name, weight in _weights(critic).items())
-    trained = critic.train(shard, LOSS, rows_per_update=rows)
-    found = {
+    trained = critic.train(shard, LOSS, rows_per_update=rows, **size)
+    return {
         "index": shard["index"].numpy(),
         "before": before,
         "evaluated": evaluated,
         "kept": kept,
         "trained": trained,
-        "after": critic.get_values(shard)["values"].numpy(),
-        "again": critic.train(shard, LOSS, rows_per_update=rows, eval_mode=True),
+        "schedule": critic._calls,
+        "after": critic.get_values(shard, **size)["values"].numpy(),
+        "again": critic.train(shard, LOSS, rows_per_update=rows, eval_mode=True, **size),
         "weights": _weights(critic),
         "types": {type(parameter).__name__ for parameter in critic._model.parameters()},
     }
-    critic.close()
-    return found
 
 
 def _trained(critic: ValueWorker, shard: BatchedDataDict, *, rows: int) -> dict[str, Any]:

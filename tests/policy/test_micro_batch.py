@@ -84,6 +84,17 @@ def test_a_users_loss_is_measured_with_what_it_divides_by() -> None:
     assert means["kernel_ess_ratio"] == pytest.approx(4 / (8 * (1 / 2 + 1 / 6)), rel=1e-4)
 
 
+def test_a_loss_without_attributes_gets_logits() -> None:
+    objective, data = PRESETS["dapo"].objective, on_policy(0, (2, 6))
+
+    def bare(next_token_logits: torch.Tensor, data: Any, global_valid_seqs: Any, global_valid_toks: Any) -> Any:
+        assert next_token_logits.shape[:2] == data["input_ids"].shape
+        return ObjectiveLoss(objective)(next_token_logits, data, global_valid_seqs, global_valid_toks)
+
+    found = outcome(bare, data)  # type: ignore[arg-type]
+    assert found.loss == pytest.approx(outcome(Wrapped(objective, LossInputType.LOGPROB), data).loss, rel=1e-5)
+
+
 def test_a_penalty_is_no_push() -> None:
     data = on_policy(0, (2, 6))
     data["prev_logprobs"] = data["generation_logprobs"] - math.log(2)

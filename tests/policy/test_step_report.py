@@ -1,5 +1,6 @@
 """A step's account: sums before quotients, skipped only when nothing was applied, and doctests of the policy."""
 
+import dataclasses
 import doctest
 from collections.abc import Mapping, Sequence
 
@@ -43,6 +44,7 @@ def record(
         outcomes=tuple(outcomes),
         staleness=staleness,
         learning_rate=0.1,
+        weight_decay=0.2,
         seconds={"optimizer": 1.0},
         nonfinite_tokens=sum(staleness.values()),
     )
@@ -70,13 +72,33 @@ def test_losses_add_over_ranks_and_average_over_updates() -> None:
 
 
 def test_a_result_has_losses_of_all_ranks_by_update_and_every_micro_batchs_metrics() -> None:
+    plans = [
+        UpdatePlan(tokens=3, samples=1, micro_batches=2),
+        UpdatePlan(tokens=0, samples=1, micro_batches=1),  # not trained: it has no outcome
+        UpdatePlan(tokens=7, samples=4, micro_batches=2),
+    ]
     ranks = [
-        record([outcome(loss=1.0), outcome(loss=2.0, grad_norm=3.0)]),
-        record([outcome(loss=4.0), outcome(loss=1.0, grad_norm=3.0)]),
+        record([outcome(loss=1.0), outcome(loss=2.0, grad_norm=3.0)], plans=plans),
+        record([outcome(loss=4.0), outcome(loss=1.0, grad_norm=3.0)], plans=plans),
     ]
     found = train_result(ranks)
     assert (found["loss"].tolist(), found["grad_norm"].tolist()) == ([5.0, 3.0], [1.0, 3.0])
-    assert found["all_mb_metrics"] == {"share": [2.0, 1.0] * 4, "per_sample": [4.0] * 4, "own": [5.0] * 4}
+    assert found["all_mb_metrics"] == {
+        "share": [2.0, 1.0] * 4,
+        "per_sample": [4.0] * 4,
+        "own": [5.0] * 4,
+        "lr": [0.1] * 8,
+        "wd": [0.2] * 8,
+        "global_valid_seqs": [1.0, 1.0, 4.0, 4.0] * 2,
+        "global_valid_toks": [3.0, 3.0, 7.0, 7.0] * 2,
+    }
+
+
+def test_a_step_is_told_of_when_the_loss_has_no_metrics() -> None:
+    plain = dataclasses.replace(outcome(), micro_batch_metrics=())
+    plan = UpdatePlan(tokens=3, samples=2, micro_batches=1)
+    found = train_result([record([plain], plans=[plan])])["all_mb_metrics"]
+    assert found == {"lr": [0.1], "wd": [0.2], "global_valid_seqs": [2.0], "global_valid_toks": [3.0]}
 
 
 def test_means_weigh_ranks_by_their_tokens() -> None:

@@ -1,0 +1,132 @@
+"""What training exports, vLLM serves: the same log-probs, to 1e-4 nats, from the Hugging Face directory alone."""
+
+import asyncio
+import json
+import multiprocessing
+import pickle
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors import safe_open
+from tiny_groups import STEP, make_batch
+from torch.distributed import FileStore
+from transformers import AutoModelForCausalLM
+
+from asyncrl.algorithms.loss import build_loss
+from asyncrl.config.schema import Config
+from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
+from asyncrl.policy.worker import PolicyWorker
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+PARITY_NATS = 1e-4
+TRAIN_STEPS = 3
+ENGINE_S = 200.0
+WORLDS = (1, 2)
+SEQUENCES = [[40, 41, 42, 43, 44, 45, 46], [50, 41, 40], [7 * i % 50 for i in range(1, 40)]]
+
+
+def train_and_export(rank: int, world_size: int, folder: Path, config: Config) -> None:
+    """A few steps, then the export and what the ranks compute with the weights that are in it."""
+    store = FileStore(str(folder / f"store-{world_size}"), world_size)
+    policy = PolicyWorker(model_path=config.model.path, config=config, rank=rank, world_size=world_size, store=store)
+    before = policy.probe(SEQUENCES)
+    shard = make_batch().shard_by_batch_size(world_size)[rank]
+    for _ in range(TRAIN_STEPS):
+        record = policy.train(shard, build_loss(config), rows_per_update=shard.size, step=STEP)
+        assert [outcome.finite for outcome in record.outcomes] == [True]
+    policy.save_hf(folder / f"hf-{world_size}")
+    found = {"before": before, "after": policy.probe(SEQUENCES)}
+    (folder / f"probe-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(found))
+    policy.close()
+
+
+def score_with_vllm(path: str, config: Config, answers: Connection) -> None:
+    """Temperature-1 log-probs of `SEQUENCES` by an engine that was started from `path`. A process of its own: vLLM
+    has one engine in each."""
+
+    async def scores() -> list[list[float]]:
+        engine = await VLLMEngine.start(config, model_path=path)
+        try:
+            return [await engine.score(tokens) for tokens in SEQUENCES]
+        finally:
+            await engine.shutdown()
+
+    prepare_environment(config)
+    answers.send(asyncio.run(scores()))
+
+
+@pytest.fixture(scope="module")
+def folder(run_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exports of one rank and of two, which trained the session's model at the same time."""
+    folder = tmp_path_factory.mktemp("export")
+    multiprocessing.set_forkserver_preload(["asyncrl.policy.worker"])
+    contexts = [
+        torch.multiprocessing.start_processes(
+            train_and_export, args=(world, folder, run_config), nprocs=world, join=False, start_method="forkserver"
+        )
+        for world in WORLDS
+    ]
+    for context in contexts:
+        while not context.join():
+            pass
+    return folder
+
+
+def probes(folder: Path, world_size: int) -> list[dict[str, Any]]:
+    return [pickle.loads((folder / f"probe-{world_size}-{rank}.pkl").read_bytes()) for rank in range(world_size)]
+
+
+def apart_nats(found: Any, expected: Any) -> float:
+    return max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in zip(found, expected, strict=True))
+
+
+def test_vllm_starts_from_the_export_of_two_ranks_and_gives_their_log_probs(folder: Path, run_config: Config) -> None:
+    context = multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=score_with_vllm, args=(str(folder / "hf-2"), run_config, theirs))
+    process.start()
+    theirs.close()
+    try:
+        assert mine.poll(ENGINE_S), "no answer from vLLM"
+        scores = mine.recv()
+        process.join(20)
+        assert process.exitcode == 0
+    finally:
+        family = psutil.Process(process.pid).children(recursive=True) if process.is_alive() else []
+        process.kill()
+        for child in family:
+            child.kill()
+    for found in probes(folder, 2):
+        assert apart_nats(scores, found["after"]) < PARITY_NATS
+        assert apart_nats(scores, found["before"]) > 100 * PARITY_NATS, "training has changed nothing"
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_transformers_loads_the_export_and_gives_the_ranks_log_probs(folder: Path, world_size: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / f"hf-{world_size}", dtype=torch.float32).eval()
+    scores = []
+    for tokens in SEQUENCES:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1]
+        scores.append(logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]].numpy())
+    for found in probes(folder, world_size):
+        assert apart_nats(scores, found["after"]) < PARITY_NATS
+
+
+def test_one_rank_and_two_export_the_same_files_and_tensors(folder: Path) -> None:
+    one, two = (folder / f"hf-{world}" for world in WORLDS)
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in two.iterdir())
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {*names}
+    configs = [json.loads((path / "config.json").read_text()) for path in (one, two)]
+    assert configs[0] == configs[1]
+    with safe_open(one / "model.safetensors", "pt") as first, safe_open(two / "model.safetensors", "pt") as second:
+        assert sorted(first.keys()) == sorted(second.keys())
+        for name in first.keys():  # noqa: SIM118 - it is no dictionary
+            torch.testing.assert_close(first.get_tensor(name), second.get_tensor(name), rtol=1e-4, atol=1e-5)

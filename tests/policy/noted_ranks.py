@@ -1,0 +1,87 @@
+"""What the tests of drivers share: ranks that note what they are told, and rows by name on a data plane in memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tiny_groups import make_config
+
+from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.presets import PRESETS
+from asyncrl.config.schema import Config
+from asyncrl.data import BatchedDataDict
+from asyncrl.data_plane import KVBatchMeta
+from asyncrl.data_plane.memory import MemoryClient
+from asyncrl.errors import RowsLost
+from asyncrl.policy import tq_policy
+from asyncrl.policy.rank_driver import RankDriver
+from asyncrl.policy.step_report import RankRecord
+from asyncrl.policy.tq_policy import TQPolicy
+
+LOSS = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
+RECORD = RankRecord(plans=(), outcomes=(), staleness={}, learning_rate=0.1, weight_decay=0.0, seconds={})
+COLUMNS = {
+    "get_logprobs": "logprobs",
+    "get_reference_policy_logprobs": "reference_logprobs",
+    "get_values": "values",
+}
+PACKED = {"batching": "packed", "micro_batch_tokens": 32}
+DYNAMIC = {"batching": "dynamic", "micro_batch_tokens": 32}
+
+
+class NotedRanks:
+    """Stands for a `RankGroup`; scoring answers with the rows' own ids, so that their order shows."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.calls: list[tuple[str, list[tuple[Any, ...]], dict[str, Any]]] = []
+        self.lost: RowsLost | None = None
+
+    def start(self) -> None: ...
+
+    def setup_data_plane(self) -> None: ...
+
+    def shutdown(self) -> bool:
+        self.calls.append(("shutdown", [], {}))
+        return True
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        self.calls.append((method, [args], {}))
+        return [()] * self.size
+
+    def call_each(self, method: str, args: Sequence[tuple[Any, ...]], **options: Any) -> list[Any]:
+        assert len(args) == self.size
+        self.calls.append((method, list(args), options))
+        if self.lost is not None:
+            raise self.lost
+        if method == "train":
+            return [RECORD] * self.size
+        if method in COLUMNS:
+            return [BatchedDataDict({COLUMNS[method]: shard["input_ids"].float()}) for (shard,) in args]
+        return [None] * self.size
+
+
+def on(driver: RankDriver, *, ranks: int) -> NotedRanks:
+    noted = NotedRanks(ranks)
+    driver._ranks = noted  # type: ignore[assignment]
+    return noted
+
+
+def settings(ranks: int = 2, **learner: Any) -> Config:
+    return make_config(ranks=ranks, **learner)
+
+
+def tq_on(ranks: int, monkeypatch: pytest.MonkeyPatch, **learner: Any) -> tuple[TQPolicy, NotedRanks, MemoryClient]:
+    client = MemoryClient()
+    monkeypatch.setattr(tq_policy, "open_client", lambda config: client)
+    config = settings(ranks, **learner)
+    policy = TQPolicy(config, model_path="nowhere", dp_cfg=config.data_plane.model_dump())
+    noted = on(policy, ranks=ranks)
+    policy.start()
+    policy.prepare_step(12, 3)
+    return policy, noted, client
+
+
+def named(batch: BatchedDataDict) -> KVBatchMeta:
+    ids = [f"{i // 3}.0_g{i % 3}" for i in range(batch.size)]
+    return KVBatchMeta("train", "train", ids, ["input_ids"], batch["input_lengths"].tolist())

@@ -1,0 +1,153 @@
+"""The driver's side of `PolicyInterface` and `ValueInterface`: cuts, refusals and calls, on ranks that note them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from noted_ranks import DYNAMIC, LOSS, PACKED, named, on, settings, tq_on
+from tiny_groups import make_batch
+
+from asyncrl.data import BatchedDataDict
+from asyncrl.errors import RunError
+from asyncrl.policy.lm_policy import Policy
+from asyncrl.value.lm_value import Value
+
+
+class StrictTimer:
+    """Refuses a label that is running, as timers do whose labels nest."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.seen: list[str] = []
+
+    @contextmanager
+    def time(self, label: str) -> Iterator[None]:
+        assert label not in self.running, f"{label} is running"
+        self.running.append(label)
+        self.seen.append(label)
+        yield
+        self.running.remove(label)
+
+
+@pytest.mark.parametrize("learner", [{}, DYNAMIC, PACKED], ids=["padded", "dynamic", "packed"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_scores_come_back_in_the_caller_s_order_however_rows_were_cut(ranks: int, learner: dict[str, Any]) -> None:
+    batch = make_batch()
+    policy, critic = (kind(settings(ranks, **learner), model_path="nowhere") for kind in (Policy, Value))
+    on(policy, ranks=ranks), on(critic, ranks=ranks)
+    for scored, column in (
+        (policy.get_logprobs(batch), "logprobs"),
+        (policy.get_reference_policy_logprobs(batch), "reference_logprobs"),
+        (critic.get_values(batch), "values"),
+    ):
+        assert torch.equal(scored[column], batch["input_ids"].float())
+
+
+def test_rows_that_the_ranks_cannot_share_are_refused_to_score_and_to_cut_into_updates() -> None:
+    policy = Policy(settings(), model_path="nowhere")
+    noted = on(policy, ranks=2)
+    batch = make_batch()
+    for call in (policy.get_logprobs, policy.get_reference_policy_logprobs):
+        with pytest.raises(AssertionError, match=r"\(3\) is not a multiple of shards \(2\)"):
+            call(batch.slice(0, 3))
+    with pytest.raises(AssertionError, match=r"\(12\) is not a multiple of batch_size \(5\)"):
+        policy.train(batch, LOSS, gbs=5)
+    with pytest.raises(AssertionError, match=r"\(3\) is not a multiple of shards \(2\)"):
+        policy.train(batch, LOSS, gbs=3)
+    assert not noted.calls, "a rank was called"
+    policy.train(batch.slice(0, 3), LOSS)
+    [(_, shards, options)] = noted.calls
+    assert [shard.size for shard, _ in shards] == [2, 1], "all rows at once may be uneven"
+    assert options["rows_per_update"] == 2
+
+
+@pytest.mark.parametrize("column", [torch.zeros(12, 3), torch.zeros(12, 3, 2)])
+def test_tensors_that_differ_in_dimension_1_are_refused_by_every_call_with_their_widths(column: torch.Tensor) -> None:
+    policy, critic = Policy(settings(), model_path="nowhere"), Value(settings(), model_path="nowhere")
+    noted = [on(policy, ranks=2), on(critic, ranks=2)]
+    batch = BatchedDataDict(**make_batch(), odd=column)
+    for call in (
+        lambda: policy.get_logprobs(batch),
+        lambda: policy.get_reference_policy_logprobs(batch),
+        lambda: policy.train(batch, LOSS),
+        lambda: critic.get_values(batch),
+        lambda: critic.train(batch, LOSS),
+    ):
+        with pytest.raises(AssertionError, match=r"differ in dimension 1.*'odd': 3"):
+            call()
+    assert not any(ranks.calls for ranks in noted)
+
+
+def test_gbs_mbs_and_eval_mode_reach_the_ranks_and_mbs_means_padded() -> None:
+    policy = Policy(settings(**PACKED), model_path="nowhere")
+    noted = on(policy, ranks=2)
+    policy.train(make_batch(), LOSS, True, gbs=4, mbs=2)
+    [(_, shards, options)] = noted.calls
+    assert options == {"rows_per_update": 2, "micro_batch_size": 2, "eval_mode": True}
+    assert all(shard.micro_batch_indices is None for shard, _ in shards)
+    policy.train(make_batch(), LOSS, gbs=4)
+    _, shards, options = noted.calls[-1]
+    assert options == {"rows_per_update": 2, "micro_batch_size": None, "eval_mode": False}
+    assert all(len(shard.micro_batch_indices) == 3 for shard, _ in shards), "an entry an update"
+    policy.get_reference_policy_logprobs(make_batch(), 3)
+    assert noted.calls[-1][2] == {"micro_batch_size": 3}
+
+
+def test_lifecycle_calls_reach_every_rank_and_paths_may_be_texts() -> None:
+    policy, critic = Policy(settings(), model_path="nowhere"), Value(settings(), model_path="nowhere")
+    for driver in (policy, critic):
+        noted = on(driver, ranks=2)
+        driver.prepare_for_training()
+        driver.finish_training()
+        driver.save_checkpoint("a/weights", optimizer_path="a/optimizer", tokenizer_path=Path("a/tokenizer"))
+        driver.save_checkpoint(Path("weights"))
+        assert [(name, args) for name, args, _ in noted.calls] == [
+            ("prepare_for_training", [()]),
+            ("finish_training", [()]),
+            ("save_checkpoint", [(Path("a/weights"), Path("a/optimizer"), Path("a/tokenizer"))]),
+            ("save_checkpoint", [(Path("weights"), None, None)]),
+        ]
+        assert driver.shutdown()
+    noted = on(critic, ranks=2)
+    critic.prepare_for_inference()
+    assert [name for name, *_ in noted.calls] == ["prepare_for_training"]
+
+
+def test_a_policy_that_was_not_started_says_so_and_can_be_shut_down_twice() -> None:
+    policy = Policy(settings(), model_path="nowhere")
+    with pytest.raises(RunError, match="the learner has no ranks"):
+        policy.get_logprobs(make_batch())
+    assert policy.shutdown()
+    assert policy.shutdown()
+
+
+def test_a_timer_that_runs_for_a_call_is_given_the_stages_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, critic = Policy(settings(), model_path="nowhere"), Value(settings(), model_path="nowhere")
+    on(policy, ranks=2), on(critic, ranks=2)
+    by_name, *_ = tq_on(2, monkeypatch)
+    batch, meta, timer = make_batch(), named(make_batch()), StrictTimer()
+    calls: dict[str, list[Any]] = {
+        "get_logprobs": [
+            lambda: policy.get_logprobs(batch, timer),
+            lambda: by_name.get_logprobs_from_meta(meta, timer=timer),
+        ],
+        "get_reference_policy_logprobs": [
+            lambda: policy.get_reference_policy_logprobs(batch, timer=timer),
+            lambda: by_name.get_reference_policy_logprobs_from_meta(meta, timer=timer),
+        ],
+        "policy_training": [
+            lambda: policy.train(batch, LOSS, timer=timer),
+            lambda: by_name.train_from_meta(meta, LOSS, timer=timer),
+        ],
+        "get_values": [lambda: critic.get_values(batch, timer)],
+        "value_training": [lambda: critic.train(batch, LOSS, timer=timer)],
+    }
+    for label, same in calls.items():
+        for call in same:
+            with timer.time(label):
+                call()
+            assert timer.seen == [label, f"{label}/shard_data", f"{label}/ranks"]
+            timer.seen.clear()
