@@ -4,6 +4,7 @@ The patterns stand in `violations`; the snippets below hold the patterns to what
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,11 +19,13 @@ _FORBIDDEN_NAMES = frozenset(
         "dill.loads", "marshal.load", "marshal.loads", "shelve.open", "ray.cloudpickle.load", "ray.cloudpickle.loads",
         "yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load", "yaml.Loader", "yaml.UnsafeLoader",
         "eval", "exec", "builtins.eval", "builtins.exec", "os.system", "os.popen", "subprocess.getoutput",
-        "subprocess.getstatusoutput",
+        "subprocess.getstatusoutput", "joblib.load", "pandas.read_pickle", "torch.serialization.load",
     }
 )  # fmt: skip
 _FORBIDDEN_TEXTS = frozenset({"0.0.0.0", "VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION"})
-_FORBIDDEN_SWITCHES = frozenset({"trust_remote_code", "shell"})
+_EVERY_ADDRESS = re.compile(r"\w+://(0\.0\.0\.0|\[::\]|\*)(:|$)|0\.0\.0\.0:|\[::\]:")
+_FORBIDDEN_SWITCHES = frozenset({"trust_remote_code", "shell", "allow_pickle"})
+_LISTENERS = frozenset({"bind", "create_server", "HTTPServer", "ThreadingHTTPServer", "TCPServer"})
 
 
 def violations(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -38,8 +41,10 @@ def violations(tree: ast.AST) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 if f"{node.module}.{alias.name}" in _FORBIDDEN_NAMES:
                     yield node.lineno, f"{node.module}.{alias.name}"
-        elif isinstance(node, ast.Constant) and node.value in _FORBIDDEN_TEXTS:
+        elif isinstance(node, ast.Constant) and _opens_a_door(node.value):
             yield node.lineno, repr(node.value)
+        elif isinstance(node, ast.Call) and _listens_to_everyone(node):
+            yield node.lineno, "a listener at every address"
         for name, value in _settings(node):
             if name in _FORBIDDEN_SWITCHES and not (isinstance(value, ast.Constant) and value.value is False):
                 yield value.lineno, f"{name} that is not False"
@@ -71,6 +76,20 @@ def _loads_weights_only(call: ast.Call) -> bool:
         keyword.arg == "weights_only" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
         for keyword in call.keywords
     )
+
+
+def _opens_a_door(value: object) -> bool:
+    """A switch of vLLM's that must stay off, or every address of the machine. Prose may speak of both."""
+    return isinstance(value, str) and (value in _FORBIDDEN_TEXTS or _EVERY_ADDRESS.match(value) is not None)
+
+
+def _listens_to_everyone(call: ast.Call) -> bool:
+    """An address without a host is every address, to sockets and to servers made of them."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name not in _LISTENERS or not call.args or not isinstance(call.args[0], ast.Tuple) or not call.args[0].elts:
+        return False
+    host = call.args[0].elts[0]
+    return isinstance(host, ast.Constant) and host.value in ("", "::", "0", "*")
 
 
 def _settings(node: ast.AST) -> Iterator[tuple[str | None, ast.expr]]:
@@ -139,6 +158,14 @@ def test_the_package_runs_no_foreign_code_and_listens_to_nobody_by_default() -> 
         "host: str = '0.0.0.0'",
         "def serve(host='0.0.0.0'): ...",
         "serve(host='0.0.0.0')",
+        "address = 'tcp://0.0.0.0:5555'",
+        "address = f'tcp://[::]:{port}'",
+        "listen('0.0.0.0:80')",
+        "socket.bind(('', 80))",
+        "socket.create_server(('', 0))",
+        "ThreadingHTTPServer(('::', 80), Handler)",
+        "import numpy\nnumpy.load(f, allow_pickle=True)",
+        "import pandas\npandas.read_pickle(f)",
         "environment['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'",
         "environment = {'VLLM_SERVER_DEV_MODE': '1'}",
     ],
@@ -160,6 +187,9 @@ def test_forbidden_snippets_are_found(snippet: str) -> None:
         "host = '127.0.0.1'",
         '"""Never bind 0.0.0.0, never pickle.loads."""',
         "import json\njson.loads(t)",
+        "socket.create_server((host, 0))",
+        "socket.create_server(('127.0.0.1', 0))",
+        "import numpy\nnumpy.load(f, allow_pickle=False)",
         "import pickle\npickle.dumps(value)",
         "from safetensors.torch import load\nload(b)",
     ],

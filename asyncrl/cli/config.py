@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, command_app, print_warnings
+from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides, checked_config, command_app, print_warnings
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -21,12 +21,12 @@ def show(files: ConfigFiles, overrides: Overrides) -> None:
 
 
 @app.command()
-def check(files: ConfigFiles, overrides: Overrides) -> None:
+def check(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = False) -> None:
     """Check keys, values, the rules over several of them, and that the files, modules and tasks they name are here.
 
     Exits with 2 and all that is wrong, or prints ok. What rows, models and your own code hold, only a run tells.
     """
-    _, warnings = checked_config(files, overrides)
+    _, warnings = checked_config(files, overrides, allow_public=allow_public)
     print_warnings(warnings)
     typer.echo("ok")
 

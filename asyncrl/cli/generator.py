@@ -9,6 +9,7 @@ import logging
 from asyncrl.buffer.membership import Role
 from asyncrl.cli.options import (
     Address,
+    AllowPublic,
     ConfigFiles,
     Overrides,
     checked_config,
@@ -23,17 +24,20 @@ app = command_app()
 
 
 @app.command()
-def generator(files: ConfigFiles, overrides: Overrides, address: Address = None) -> None:
+def generator(
+    files: ConfigFiles, overrides: Overrides, address: Address = None, allow_public: AllowPublic = False
+) -> None:
     """Add generators to a run on a running Ray cluster, before or after its learner starts.
 
     More generator deployments of the same run may join and leave at any time. Ends with the run, or cleanly on SIGTERM:
 
     \b
+      ray get-auth-token --generate
       ray start --head --num-cpus=4
       asyncrl learner   -c configs/quickstart.yaml          # one terminal
       asyncrl generator -c configs/quickstart.yaml          # another one, or several
     """
-    config, warnings = checked_config(files, overrides, roles=[Role.GENERATOR])
+    config, warnings = checked_config(files, overrides, roles=[Role.GENERATOR], allow_public=allow_public)
     print_warnings(warnings)
 
     from asyncrl.deployment.launch import described_model, load_prompts, log_to, run_until_done, use_ray_token

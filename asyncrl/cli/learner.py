@@ -6,6 +6,7 @@ from asyncrl.buffer.membership import Role
 from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
     Address,
+    AllowPublic,
     ConfigFiles,
     Overrides,
     checked_config,
@@ -20,12 +21,14 @@ app = command_app()
 
 
 @app.command()
-def learner(files: ConfigFiles, overrides: Overrides, address: Address = None) -> None:
+def learner(
+    files: ConfigFiles, overrides: Overrides, address: Address = None, allow_public: AllowPublic = False
+) -> None:
     """Train a run on a running Ray cluster; its generators may be there already or join later.
 
     One learner a run. It alone writes the run's directory. SIGTERM ends it cleanly.
     """
-    config, warnings = checked_config(files, overrides, roles=[Role.LEARNER])
+    config, warnings = checked_config(files, overrides, roles=[Role.LEARNER], allow_public=allow_public)
     print_warnings(warnings)
 
     from asyncrl.deployment.launch import (

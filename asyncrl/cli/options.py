@@ -11,6 +11,7 @@ from asyncrl.algorithms.checks import check_algorithm
 from asyncrl.buffer.membership import Role
 from asyncrl.cli.presence import check_presence
 from asyncrl.config.checks import check_config
+from asyncrl.config.exposure import check_exposure
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -40,6 +41,14 @@ Overrides = Annotated[
     ),
 ]
 
+
+AllowPublic = Annotated[
+    bool,
+    typer.Option(
+        "--allow-public",
+        help="Metrics may be read from other machines: metrics.host may be an address that they reach.",
+    ),
+]
 
 Address = Annotated[
     str | None,
@@ -84,13 +93,17 @@ def command_app(*, help: str | None = None) -> typer.Typer:
 
 
 def checked_config(
-    files: list[Path], overrides: list[str], *, roles: Collection[Role] = tuple(Role)
+    files: list[Path], overrides: list[str], *, roles: Collection[Role] = tuple(Role), allow_public: bool = False
 ) -> tuple[Config, list[str]]:
     """The resolved configuration and what to warn about. ConfigError with all that is wrong: keys and values, else the
     rules over several of them and what deployments of these `roles` would not find on this machine."""
     config = load_config(files, overrides)
     problems: list[str] = []
     warnings: list[str] = []
+    try:
+        check_exposure(config, allow_public=allow_public)
+    except ConfigError as error:
+        problems.append(str(error))
     for check in (check_config, check_algorithm, functools.partial(check_presence, roles=roles)):
         try:
             warnings += check(config)

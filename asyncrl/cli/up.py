@@ -4,6 +4,7 @@ import time
 
 from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
+    AllowPublic,
     ConfigFiles,
     Overrides,
     checked_config,
@@ -17,12 +18,12 @@ app = command_app()
 
 
 @app.command()
-def up(files: ConfigFiles, overrides: Overrides) -> None:
+def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = False) -> None:
     """Start a local Ray, generators and a learner, show them live, and end them all when the run is done.
 
     Ctrl-C ends cleanly; what was recorded is in runs/NAME. For several machines, see `asyncrl generator --help`.
     """
-    config, warnings = checked_config(files, overrides)
+    config, warnings = checked_config(files, overrides, allow_public=allow_public)
     print_warnings(warnings)
 
     from asyncrl.deployment.launch import monotonic_at_process_start, recorded_run, run_until_done, use_ray_token

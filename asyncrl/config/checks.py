@@ -5,9 +5,7 @@ believe. Nothing here imports the packages that the configuration speaks of: whe
 is the caller's to say.
 """
 
-import ipaddress
 import re
-import socket
 import string
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -247,29 +245,6 @@ def _names(config: Config) -> Iterator[str]:
             )
 
 
-def _addresses(config: Config) -> Iterator[str]:
-    if _is_every_address(config.metrics.host.strip()):
-        yield (
-            f"metrics.host = {config.metrics.host!r}: would answer to every network; bind one address, 127.0.0.1 or "
-            "that of the network that Prometheus is in"
-        )
-
-
-def _is_every_address(host: str) -> bool:
-    if host in ("", "*"):
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-        return (mapped or address).is_unspecified
-    except ValueError:
-        pass
-    try:
-        return not any(socket.inet_aton(host))  # what sockets take and ipaddress does not: 0, 0.0, 0x0
-    except OSError:
-        return False  # a name
-
-
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _names,
     _staleness,
@@ -282,7 +257,6 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _deadlines,
     _generator,
     _data,
-    _addresses,
 )
 
 

@@ -108,7 +108,8 @@ def first_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -
 
 
 def _is_own(key: str) -> bool:
-    return key in _OWN_KEYS or key.partition(".")[0] in _OWN_SECTIONS
+    section, _, name = key.partition(".")
+    return section in _OWN_SECTIONS or f"{section}.{name.partition('.')[0]}" in _OWN_KEYS
 
 
 def _flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:

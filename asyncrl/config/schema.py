@@ -372,7 +372,8 @@ class MetricsSection(Section):
     """Prometheus endpoints, one a long-lived process; and experiment trackers, which follow the learner."""
 
     host: str = "127.0.0.1"
-    """Address that the endpoints bind."""
+    """Address that the endpoints bind: `127.0.0.1`; with `--allow-public` another one of this machine, or `node`, each
+    process's own Ray address, for pools on several machines."""
     learner_port: Port = 0
     """Port of the learner's endpoint; 0: any free one."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []

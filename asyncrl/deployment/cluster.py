@@ -26,6 +26,14 @@ from asyncrl.data_plane.calls import finished, room
 from asyncrl.data_plane.clients import GroupRows
 from asyncrl.data_plane.partition_actor import PARTITIONS
 from asyncrl.data_plane.row_store import STORE_PREFIX
+from asyncrl.deployment.ray_access import (
+    LOOPBACK,
+    check_own_address,
+    is_token_refused,
+    loopback_stays_loopback,
+    require_token,
+    warn_of_open_cluster,
+)
 from asyncrl.errors import PlacementError, RunError
 from asyncrl.weights.store import WeightClient, WeightStore
 
@@ -36,17 +44,18 @@ DETACHED_PREFIXES = (BUFFER, WEIGHTS, STORE_PREFIX, PARTITIONS)
 ACTOR_CONCURRENCY = 10_000
 STATUS_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 5.0
-LOCALHOST = "127.0.0.1"
 
 
 def start_local(config: Config, *, generators: int = 1) -> str:
     """Starts a Ray of our own in this process's care, sized for the config; its address. Ends with the process, and
-    with nothing else: a signal to this process's group, such as `timeout` sends, does not reach it."""
+    with nothing else: a signal to this process's group, such as `timeout` sends, does not reach it. Only this machine
+    reaches it, with a token."""
+    require_token()
     logical_cpus = generators * config.generator.replicas * config.generator.cpus
     logical_cpus += config.learner.ranks * config.learner.cpus
     if config.critic is not None:
         logical_cpus += config.critic.ranks * config.critic.cpus
-    with _sigterm_stays_ours(), _children_in_sessions_of_their_own():
+    with _sigterm_stays_ours(), _children_in_sessions_of_their_own(), loopback_stays_loopback():
         context: Any = ray.init(
             address="local",  # never whatever cluster happens to run here
             num_cpus=max(1, round(logical_cpus + 0.5)),
@@ -56,9 +65,11 @@ def start_local(config: Config, *, generators: int = 1) -> str:
             log_to_driver=False,
             logging_level=logging.WARNING,
             configure_logging=False,
-            _node_ip_address=LOCALHOST,
+            _node_ip_address=LOOPBACK,
         )
-    return str(context.address_info["address"])
+    address = str(context.address_info["address"])
+    check_own_address(address)
+    return address
 
 
 def join(address: str, *, namespace: str) -> None:
@@ -69,7 +80,7 @@ def join(address: str, *, namespace: str) -> None:
     """
     try:
         _knock(address)
-        with _sigterm_stays_ours():
+        with _sigterm_stays_ours(), loopback_stays_loopback():
             ray.init(
                 address=address,
                 namespace=namespace,
@@ -78,10 +89,16 @@ def join(address: str, *, namespace: str) -> None:
                 configure_logging=False,
             )
     except (ConnectionError, RuntimeError, ValueError) as error:
+        if is_token_refused(error):
+            raise RunError(
+                f"the Ray cluster at ray.address = {address!r} refuses our token; set RAY_AUTH_TOKEN to the cluster's, "
+                "or RAY_AUTH_TOKEN_PATH to a file that holds it (on its head: `ray get-auth-token`)"
+            ) from error
         raise RunError(
             f"no Ray cluster answers at ray.address = {address!r} ({str(error).splitlines()[0]}); start one with "
             "`ray start --head --num-cpus=4`, or use `asyncrl up`"
         ) from error
+    warn_of_open_cluster(address)
 
 
 def _knock(address: str) -> None:

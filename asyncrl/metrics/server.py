@@ -16,6 +16,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.exposition import MetricsHandler
 
 from asyncrl.errors import ConfigError
+from asyncrl.metrics.binding import bind_host
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def _bind(handler: type[_Handler], *, host: str, port: int) -> _Server:
+    host = bind_host(host)
     try:
         family, _, _, _, _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         server_class: type[_Server] = type("Server", (_Server,), {"address_family": family})

@@ -274,3 +274,8 @@ def test_own_keys_are_keys_of_the_schema() -> None:
     known = _leaves(Config.model_validate({"critic": {}}).model_dump(mode="json"))
     assert known.keys() >= load._OWN_KEYS
     assert {key.partition(".")[0] for key in known} >= set(load._OWN_SECTIONS)
+
+
+def test_deployments_of_one_run_may_ask_for_nodes_of_their_own() -> None:
+    asked = load_config([], ["generator.node_labels={pool: generator}", "learner.node_labels={pool: learner}"])
+    assert shared_config(asked) == shared_config(Config())

@@ -45,3 +45,26 @@ def test_where_somebody_listens_ray_is_asked(asked: list[str], port: int) -> Non
 def test_other_kinds_of_addresses_are_rays(address: str, asked: list[str]) -> None:
     cluster.join(address, namespace="run")
     assert asked == [address]
+
+
+def test_a_refused_token_is_told_apart_from_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: Any) -> None:
+        try:
+            raise RuntimeError("Last connection error: RPC error: InvalidAuthToken: missing or incorrect")
+        except RuntimeError as error:
+            raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.2:6379") from error
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    with pytest.raises(RunError, match="refuses our token; set RAY_AUTH_TOKEN"):
+        cluster.join("auto", namespace="run")
+
+
+@pytest.mark.parametrize("mode", ["token", None])
+def test_a_cluster_that_asks_for_no_token_is_named(
+    mode: str | None, asked: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    cluster.join("auto", namespace="run")
+    assert ("whoever reaches it runs code on it" in caplog.text) is (mode is None)

@@ -26,7 +26,14 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a Ray head that this module alone uses, with a token of its own; it ends with its process."""
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     log = tmp_path_factory.mktemp("ray") / "head.log"
-    options = ["--num-cpus=4", "--port=0", "--include-dashboard=false", "--disable-usage-stats", "--block"]
+    options = [
+        "--num-cpus=4",
+        "--labels=pool=both",
+        "--port=0",
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+        "--block",
+    ]
     with log.open("wb") as file:
         head = psutil.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *options],
@@ -62,6 +69,8 @@ def deployment(
         *small_overrides(model_path),
         "learner.total_steps=100000",
         "eval.prompts=4",
+        "generator.node_labels={pool: both}",
+        "learner.node_labels={pool: both}",
         *overrides,
     )
 
@@ -182,3 +191,13 @@ def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left
     again = run_command("down", name, "--address", ray_head)
     assert again.wait(60) == 0, again.output()
     assert f"nothing of run {name} was there" in again.output()
+
+
+@pytest.mark.parametrize("pool", ["generator", "learner"])
+def test_a_pool_that_asks_for_nodes_that_are_not_there_ends_in_time(
+    pool: str, run_command: Run, ray_head: str, model_path: str, tmp_path: Path
+) -> None:
+    overrides = [f"{pool}.node_labels={{pool: none}}", "ray.placement_timeout_s=20"]
+    refused = deployment(run_command, pool, ray_head, model_path, tmp_path, *overrides)
+    assert refused.wait(READY_S) == 1
+    assert f"labelled {{'pool': 'none'}} ({pool}.node_labels)" in " ".join(refused.output().split())

@@ -1,0 +1,18 @@
+"""Where the deployment files are, and the checks of configurations that they share."""
+
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+DEPLOY = REPOSITORY / "deploy"
+
+
+@pytest.fixture
+def deploy() -> Path:
+    return DEPLOY
+
+
+@pytest.fixture
+def repository() -> Path:
+    return REPOSITORY

@@ -1,0 +1,102 @@
+"""The compose file: valid, on this machine only, and with commands that asyncrl takes. There is no daemon to run it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.config.checks import check_config
+from asyncrl.config.exposure import check_exposure
+from asyncrl.config.load import load_config
+
+
+@pytest.fixture
+def file(deploy: Path) -> Path:
+    return deploy / "compose" / "compose.yaml"
+
+
+@pytest.fixture
+def services(file: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load(file.read_text())["services"])
+
+
+@pytest.mark.slow
+def test_it_is_what_the_compose_specification_allows(file: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(file)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ports_are_published_at_this_machine_only(services: dict[str, Any]) -> None:
+    published = {name: service["ports"] for name, service in services.items() if "ports" in service}
+    assert published == {"prometheus": ["127.0.0.1:9090:9090"], "grafana": ["127.0.0.1:3000:3000"]}
+
+
+def test_every_part_of_ray_has_a_token_that_the_user_must_give(services: dict[str, Any]) -> None:
+    parts = {name: service for name, service in services.items() if service["image"].startswith("asyncrl:")}
+    assert set(parts) == {"ray-head", "learner", "generator", "learner-gpu", "generator-gpu"}
+    for service in parts.values():
+        assert service["environment"]["RAY_AUTH_MODE"] == "token"
+        assert service["environment"]["RAY_AUTH_TOKEN"].startswith("${RAY_AUTH_TOKEN:?")
+        assert service["cap_drop"] == ["ALL"]
+
+
+def test_images_are_pinned_by_version(services: dict[str, Any]) -> None:
+    tags = {name: service["image"].rpartition(":")[2] for name, service in services.items()}
+    assert not [name for name, tag in tags.items() if not tag.lstrip("v")[0].isdigit()], tags
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_a_profile_is_one_learner_and_one_generator(profile: str, services: dict[str, Any]) -> None:
+    started = sorted(name.partition("-gpu")[0] for name, each in services.items() if each.get("profiles") == [profile])
+    assert started == ["generator", "learner"]
+
+
+def spoken(service: dict[str, Any], folder: Path) -> Iterator[list[str]]:
+    """The commands that a service's shell runs, word for word, as `ray` and `asyncrl` would hear them."""
+    for name in ("ray", "asyncrl"):
+        (folder / name).write_text(f'#!/bin/sh\nfor word in {name} "$@"; do printf "%s\\0" "$word"; done; echo\n')
+        (folder / name).chmod(0o755)
+    given = {"CONFIG": "configs/quickstart.yaml", "RUN": "quickstart", "RAY_AUTH_TOKEN": "t"}
+    environment = {name: given.get(name, value) for name, value in service["environment"].items()}
+    done = subprocess.run(
+        [word.replace("$$", "$") for word in service["command"]],
+        env=environment | {"PATH": f"{folder}:{os.environ['PATH']}"},
+        capture_output=True, text=True, timeout=20, check=True,
+    )  # fmt: skip
+    for line in done.stdout.splitlines():
+        yield line.split("\0")[:-1]
+
+
+@pytest.mark.parametrize("name", ["learner", "generator", "learner-gpu", "generator-gpu"])
+def test_a_pool_is_a_node_with_its_label_and_a_driver_whose_configuration_can_run(
+    name: str, services: dict[str, Any], tmp_path: Path, repository: Path
+) -> None:
+    pool, _, gpu = name.partition("-")
+    node, driver = spoken(services[name], tmp_path)
+    assert node[:4] == ["ray", "start", "--address=ray-head:6379", f"--labels=pool={pool}"]
+    assert driver[:7] == [
+        "asyncrl",
+        pool,
+        "--address",
+        "ray-head:6379",
+        "--allow-public",
+        "-c",
+        "configs/quickstart.yaml",
+    ]
+    config = load_config([repository / "configs" / "quickstart.yaml"], driver[7:])
+    check_config(config)
+    check_exposure(config, allow_public=True)
+    section = getattr(config, pool)
+    assert section.node_labels == {"pool": pool}
+    assert section.gpus == (1 if gpu else 0)
+    # one folder for the model, one for the run: what is mounted
+    mounted = {volume.partition(":")[2] for volume in services[name]["volumes"]}
+    assert {str(config.run.dir), str(Path(config.model.path).parent)} == mounted

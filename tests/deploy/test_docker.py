@@ -1,0 +1,57 @@
+"""The image: pinned, non-root, built from what is there; there is no Docker daemon in the tests to build it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+_PINNED = re.compile(r"\S+:\d+\.\d+\.\d+\S*")
+
+
+@pytest.fixture
+def instructions(deploy: Path) -> list[tuple[str, str]]:
+    """(instruction, arguments) of the Dockerfile, with continued lines joined and comments left out."""
+    text = (deploy / "docker" / "Dockerfile").read_text()
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
+    return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in joined)]
+
+
+def stages(instructions: list[tuple[str, str]]) -> dict[str, tuple[str, list[tuple[str, str]]]]:
+    """Name of a stage to what it begins from and what follows."""
+    found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    for name, rest in instructions:
+        if name == "FROM":
+            image, _, stage = rest.partition(" AS ")
+            found[stage] = (image, [])
+        else:
+            found[list(found)[-1]][1].append((name, rest))
+    return found
+
+
+def test_images_from_elsewhere_are_pinned_by_version(instructions: list[tuple[str, str]]) -> None:
+    parsed = stages(instructions)
+    assert list(parsed) == ["base", "gpu", "cpu"], "without --target the last one is built: the CPU's"
+    for image, _ in parsed.values():
+        assert image in parsed or _PINNED.fullmatch(image), image
+
+
+@pytest.mark.parametrize("target", ["gpu", "cpu"])
+def test_nothing_runs_as_root_and_versions_are_those_of_the_tests(
+    target: str, instructions: list[tuple[str, str]]
+) -> None:
+    _, body = stages(instructions)[target]
+    assert body[-1] == ("USER", "10001:10001")
+    [install] = [rest for name, rest in body if name == "RUN"]
+    assert f'pip install ".[{target}]" --constraint constraints.txt' in install
+
+
+def test_what_is_copied_is_there_and_is_all_that_is_sent(
+    instructions: list[tuple[str, str]], deploy: Path, repository: Path
+) -> None:
+    copied = {source for name, rest in instructions if name == "COPY" for source in rest.split()[:-1]}
+    assert copied
+    assert [source for source in copied if not (repository / source).exists()] == []
+    ignore = (deploy / "docker" / "Dockerfile.dockerignore").read_text().split("\n")
+    assert "*" in ignore
+    assert {line[1:] for line in ignore if line.startswith("!")} == copied

@@ -1,0 +1,29 @@
+"""The file of Ray's cluster launcher, against the launcher's own schema and rules."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def cluster(deploy: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load((deploy / "ray" / "cluster.yaml").read_text()))
+
+
+def test_it_is_what_rays_launcher_takes(cluster: dict[str, Any]) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    validate_config(prepare_config(copy.deepcopy(cluster)))
+
+
+def test_every_node_has_the_token_and_asks_for_it(cluster: dict[str, Any]) -> None:
+    assert set(cluster["file_mounts"].values()) == {"~/.ray/auth_token"}
+    for role in ("head", "worker"):
+        [start] = [line for line in cluster[f"{role}_start_ray_commands"] if "ray start" in line]
+        assert start.startswith("RAY_AUTH_MODE=token ")
+        assert "0.0.0.0" not in start

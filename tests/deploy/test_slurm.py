@@ -1,0 +1,267 @@
+"""The Slurm script, dry: `srun` and `scontrol` are stand-ins that write down how they were called. What the script
+decides is real: who gets which node, what a restart goes on with, what a signal does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "asyncrl.sbatch"
+QUICKSTART = SCRIPT.parents[2] / "configs" / "quickstart.yaml"
+JOB = "1234567"
+ADDRESS = f"10.0.0.1:{20000 + int(JOB) % 20000}"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(40)]
+
+SRUN = """#!/usr/bin/env -S {python} -S -E
+import json, os, pathlib, signal, stat, sys, time
+argv = sys.argv[1:]
+command = argv[next(i for i, word in enumerate(argv) if not word.startswith("--")):]
+token = pathlib.Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "/missing"))
+record = {{
+    "options": argv[: len(argv) - len(command)], "command": command, "mode": os.environ.get("RAY_AUTH_MODE"),
+    "token": token.read_text() if token.exists() else None,
+    "token_mode": stat.S_IMODE(token.stat().st_mode) if token.exists() else None,
+}}
+def write(**more):
+    with open(os.environ["RECORD"], "a") as file:
+        file.write(json.dumps(record | more) + "\\n")
+def ended(*_):
+    write(ended=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, ended)
+write()
+if command[0] == "hostname":
+    print(os.environ.get("ADDRESS_OF_HEAD", "10.0.0.1"))
+elif command[:2] == ["ray", "start"]:
+    time.sleep(30)
+elif command[:2] == ["asyncrl", "learner"]:
+    def all_others_came():
+        called = [json.loads(line)["command"] for line in open(os.environ["RECORD"])]
+        pools = [word for command in called for word in command if word.startswith("--labels=")]
+        return ["asyncrl", "generator"] in [each[:2] for each in called] and len(pools) >= int(os.environ["RAY_STEPS"])
+    while not all_others_came():
+        time.sleep(0.05)
+    time.sleep(float(os.environ.get("LEARNER_S", "0")))
+    sys.exit(int(os.environ.get("LEARNER_EXIT", "0")))
+"""
+SCONTROL = """#!/bin/sh
+case "$1" in
+  show) printf '%s\\n' $NODES ;;
+  requeue) echo "$2" >> requeued ;;
+esac
+"""
+ASYNCRL = """#!/bin/sh
+exec {python} -m asyncrl "$@"
+"""
+
+
+class Job:
+    """The job's working directory, and how it is started there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        bin_folder = folder / "bin"
+        bin_folder.mkdir()
+        for name, text in {"srun": SRUN, "scontrol": SCONTROL, "asyncrl": ASYNCRL}.items():
+            (bin_folder / name).write_text(text.format(python=sys.executable))
+            (bin_folder / name).chmod(0o755)
+        self.environment = os.environ | {
+            "PATH": f"{bin_folder}:{os.environ['PATH']}",
+            "PYTHONPATH": str(SCRIPT.parents[2]),
+            "RECORD": str(folder / "calls"),
+            "RAY_STEPS": "2",  # the head's, and that of all others: no other learners unless a test asks for them
+            "SLURM_JOB_ID": JOB,
+            "SLURM_JOB_NODELIST": "n[1-4]",
+            "NODES": "n1 n2 n3 n4",
+        }
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        self.process = subprocess.Popen(
+            ["bash", str(SCRIPT), "-c", str(QUICKSTART), *arguments],
+            cwd=self.folder, env=self.environment | environment, text=True, stderr=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+        return self.process
+
+    def run(self, *arguments: str, **environment: str) -> tuple[int, str]:
+        """Exit code and what the script said."""
+        process = self.start(*arguments, **environment)
+        said = process.communicate(timeout=20)[1]
+        return process.returncode, said
+
+    def calls(self) -> list[dict[str, Any]]:
+        path = self.folder / "calls"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def commands(self, *begin: str) -> list[dict[str, Any]]:
+        return [each for each in self.calls() if each["command"][: len(begin)] == list(begin) and "ended" not in each]
+
+    def save_weights(self, step: int) -> Path:
+        path = self.folder / "runs" / "quickstart" / "checkpoints" / f"step-{step}" / "hf"
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_text(f"of step {step}")
+        return path
+
+    @property
+    def requeued(self) -> bool:
+        return (self.folder / "requeued").exists()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    if job.process is not None and job.process.poll() is None:
+        os.killpg(job.process.pid, signal.SIGKILL)
+
+
+def nodes_of(call: dict[str, Any]) -> str:
+    [found] = [option.partition("=")[2] for option in call["options"] if option.startswith("--nodelist=")]
+    [count] = [option.partition("=")[2] for option in call["options"] if option.startswith("--nodes=")]
+    assert int(count) == len(found.split(","))
+    return str(found)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)  # polling another process
+
+
+def test_the_first_nodes_train_and_all_others_generate(job: Job) -> None:
+    code, said = job.run("generator.replicas=2", LEARNER_NODES="2", RAY_STEPS="3")
+    assert code == 0, said
+    nodes = {nodes_of(call): call for call in job.commands("ray", "start")}
+    head, learners, generators = nodes["n1"], nodes["n2"], nodes["n3,n4"]
+    assert {"--head", "--node-ip-address=10.0.0.1", "--labels=pool=learner", "--block"} <= set(head["command"])
+    for call, pool in ((learners, "learner"), (generators, "generator")):
+        assert {f"--address={ADDRESS}", f"--labels=pool={pool}", "--block"} <= set(call["command"])
+    [learner], [generator] = job.commands("asyncrl", "learner"), job.commands("asyncrl", "generator")
+    assert (nodes_of(learner), nodes_of(generator)) == ("n1", "n3")
+    for call, pool in ((learner, "learner"), (generator, "generator")):
+        assert call["command"][2:4] == ["--address", ADDRESS]
+        assert {"generator.replicas=2", "metrics.host=node", f"{pool}.node_labels={{pool: {pool}}}"} <= set(
+            call["command"]
+        )
+    assert job.requeued is False
+
+
+def test_every_step_has_the_token_and_no_argument_shows_it(job: Job) -> None:
+    assert job.run()[0] == 0
+    calls = [call for call in job.calls() if "ended" not in call]
+    [token] = {call["token"] for call in calls}
+    assert len(token) == 64
+    assert {call["mode"] for call in calls} == {"token"}
+    assert {call["token_mode"] for call in calls} == {0o600}
+    assert not [call for call in calls if token in " ".join(call["command"] + call["options"])]
+    assert not list(job.folder.rglob("ray-token")), "the token outlived its job"
+
+
+def test_another_start_has_another_token(job: Job) -> None:
+    assert job.run()[0] == 0
+    assert job.run(SLURM_RESTART_COUNT="1")[0] == 0
+    assert len({call["token"] for call in job.calls() if call["token"]}) == 2
+
+
+def test_the_commands_are_what_asyncrl_takes(job: Job) -> None:
+    """`--help` in the place of nothing: options must exist, and overrides pass as a configuration."""
+    assert job.run()[0] == 0
+    for command in ("learner", "generator"):
+        [call] = job.commands("asyncrl", command)
+        _, _, address, _, allow, option, file, *overrides = call["command"]
+        for words in ([command, address, "x", allow, "--help"], ["config", "check", allow, option, file, *overrides]):
+            done = subprocess.run(
+                [sys.executable, "-m", "asyncrl", *words],
+                env=job.environment, cwd=job.folder, capture_output=True, text=True, timeout=30, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+
+
+def test_a_learner_that_fails_fails_the_job_and_does_not_bring_it_back(job: Job) -> None:
+    code, _ = job.run(LEARNER_EXIT="7")
+    assert code == 7
+    assert job.requeued is False
+    wait_for(lambda: len([call for call in job.calls() if "ended" in call]) >= 2)  # no Ray is left behind
+
+
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_signal_ends_the_pools_cleanly_and_only_the_time_limits_brings_the_job_back(
+    number: signal.Signals, requeued: bool, job: Job
+) -> None:
+    process = job.start(LEARNER_S="40")
+    wait_for(lambda: job.commands("asyncrl", "learner") and job.commands("asyncrl", "generator"))
+    process.send_signal(number)
+    said = process.communicate(timeout=20)[1]
+    assert process.returncode == 0, said
+    ended = [call["command"][1] for call in job.calls() if "ended" in call and call["command"][0] == "asyncrl"]
+    assert "learner" in ended
+    assert job.requeued is requeued
+
+
+def test_restarts_are_bounded(job: Job) -> None:
+    process = job.start(LEARNER_S="40", SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
+    wait_for(lambda: job.commands("asyncrl", "learner"))
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(40) == 0
+    assert job.requeued is False
+
+
+def test_a_restart_goes_on_with_the_newest_weights_for_the_steps_that_were_left(job: Job) -> None:
+    job.save_weights(9)
+    job.save_weights(30)
+    assert job.run("learner.total_steps=100", SLURM_RESTART_COUNT="1")[0] == 0
+    kept = job.folder / ".asyncrl-slurm" / JOB / "weights" / "restart-1"
+    assert (kept / "model.safetensors").read_text() == "of step 30"
+    [call] = job.commands("asyncrl", "learner")
+    # last, so that nothing of the user's overrides them
+    assert call["command"][-3:] == [f"model.path={kept}", "model.tiny=null", "learner.total_steps=70"]
+
+    # lost before it saved anything: the same weights, and no step counted twice
+    assert job.run("learner.total_steps=100", SLURM_RESTART_COUNT="2")[0] == 0
+    assert job.commands("asyncrl", "learner")[-1]["command"][-3:] == call["command"][-3:]
+
+
+def test_a_restart_of_what_is_trained_starts_nothing(job: Job) -> None:
+    job.save_weights(100)
+    code, said = job.run("learner.total_steps=100", SLURM_RESTART_COUNT="1")
+    assert code == 0
+    assert "every step is trained" in said
+    assert job.commands("asyncrl", "learner") == []
+
+
+def test_a_restart_without_weights_begins_again(job: Job) -> None:
+    code, said = job.run(SLURM_RESTART_COUNT="1")
+    assert code == 0
+    assert "from the beginning" in said
+    [call] = job.commands("asyncrl", "learner")
+    assert not [word for word in call["command"] if word.startswith("model.path=")]
+
+
+def test_a_configuration_that_cannot_run_starts_nothing(job: Job) -> None:
+    code, said = job.run("staleness.max_version=1")
+    assert code == 2
+    assert "unknown key staleness.max_version" in said
+    assert job.calls() == []
+
+
+def test_an_allocation_without_room_for_two_pools_is_refused(job: Job) -> None:
+    code, said = job.run(NODES="n1")
+    assert code == 2
+    assert "LEARNER_NODES = 1 of 1 nodes leaves none to generate" in said
+    assert job.calls() == []
+
+
+def test_a_head_that_nobody_else_can_reach_is_refused(job: Job) -> None:
+    code, said = job.run(ADDRESS_OF_HEAD="127.0.1.1")
+    assert code == 2
+    assert "set HEAD_IP" in said
+    assert job.commands("ray", "start") == []

@@ -1,0 +1,77 @@
+"""A Ray of our own: a token that nobody else can read, and no address but this machine's."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.deployment import cluster, ray_access
+from asyncrl.errors import RunError
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home directory, and an environment without a word about tokens."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_the_first_run_makes_a_token_that_only_its_user_reads(home: Path) -> None:
+    ray_access.require_token()
+    token = home / ".ray" / "auth_token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert len(token.read_text()) == 64
+    assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
+
+
+def test_the_second_run_keeps_the_firsts_token(home: Path) -> None:
+    ray_access.require_token()
+    token = (home / ".ray" / "auth_token").read_text()
+    ray_access.require_token()
+    assert (home / ".ray" / "auth_token").read_text() == token
+
+
+def test_a_token_that_others_may_read_is_named(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ray_access.require_token()
+    (home / ".ray" / "auth_token").chmod(0o644)
+    ray_access.require_token()
+    assert f"chmod 600 {home / '.ray' / 'auth_token'}" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_a_token_in_the_environment_is_taken_as_it_is(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "theirs")
+    ray_access.require_token()
+    assert list(home.iterdir()) == []
+
+
+def test_no_place_for_a_token_says_what_to_set_instead(home: Path) -> None:
+    (home / ".ray").write_text("a file")
+    with pytest.raises(RunError, match="set RAY_AUTH_TOKEN"):
+        ray_access.require_token()
+
+
+def test_an_environment_that_forbids_tokens_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(RunError, match=r"RAY_AUTH_MODE = 'disabled'.*unset it"):
+        ray_access.require_token()
+
+
+def test_a_ray_at_another_address_than_ours_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(ray_access.ray, "shutdown", lambda: ended.append(True))
+    with pytest.raises(RunError, match=r"asked to listen at 127\.0\.0\.1 and listens at 192\.0\.2\.2:6379"):
+        ray_access.check_own_address("192.0.2.2:6379")
+    assert ended == [True]
+
+
+def test_loopback_is_itself_while_ray_starts_and_joins_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private.services import resolve_ip_for_localhost
+
+    seen: list[str] = []
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: seen.append(resolve_ip_for_localhost("127.0.0.1")))
+    monkeypatch.setattr(ray_access.ray_constants, "ENABLE_RAY_CLUSTER", True)
+    cluster.join("auto", namespace="run")
+    assert seen == ["127.0.0.1"]
+    assert ray_access.ray_constants.ENABLE_RAY_CLUSTER is True

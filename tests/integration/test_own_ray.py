@@ -1,0 +1,97 @@
+"""The Ray that `asyncrl up` starts: all of its sockets on this machine's own address, no answer without its token."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+START = """
+import json, logging, sys, psutil, ray
+from asyncrl.config.schema import Config
+from asyncrl.deployment.cluster import start_local
+address = start_local(Config())
+ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=60)
+listening = [
+    [process.name(), connection.laddr.ip]
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]
+    for connection in process.net_connections("inet")
+    if connection.status == psutil.CONN_LISTEN
+]
+print(json.dumps({"address": address, "listening": listening}), flush=True)
+sys.stdin.read()
+"""
+JOIN = """
+import sys
+from asyncrl.deployment.launch import use_ray_token
+use_ray_token()
+import ray
+from asyncrl.deployment.cluster import join
+join(sys.argv[1], namespace="other")
+print("answer", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=60))
+"""
+
+
+def environment(home: Path, **changed: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return kept | {"HOME": str(home)} | changed
+
+
+@pytest.fixture(scope="module")
+def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Path]]:
+    """What the process that started it says of it, and its user's home directory, which was empty."""
+    home = tmp_path_factory.mktemp("home")
+    with subprocess.Popen(
+        [sys.executable, "-c", START],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(home), start_new_session=True,
+    ) as starter:  # fmt: skip
+        assert starter.stdin is not None
+        assert starter.stdout is not None
+        line = next((line for line in starter.stdout if line.startswith("{")), "")
+        assert line, "Ray did not start"
+        yield json.loads(line), home
+        starter.stdin.close()
+        starter.wait(60)
+
+
+def joined(address: str, home: Path, **changed: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", JOIN, address],
+        env=environment(home, **changed), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_nothing_of_it_listens_beyond_this_machine(own_ray: tuple[dict[str, Any], Path]) -> None:
+    said, _ = own_ray
+    assert len(said["listening"]) > 4, "Ray's daemons should be among them"
+    beyond = [each for each in said["listening"] if each[1].removeprefix("::ffff:") != "127.0.0.1"]
+    assert beyond == []
+
+
+def test_its_user_joins_it(own_ray: tuple[dict[str, Any], Path]) -> None:
+    said, home = own_ray
+    done = joined(said["address"], home)
+    assert "answer 7" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}],
+    ids=["no token", "another token"],
+)
+def test_nobody_joins_it_without_its_token(
+    changed: dict[str, str], own_ray: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    said, _ = own_ray
+    done = joined(said["address"], tmp_path, **changed)
+    assert done.returncode != 0
+    assert "answer" not in done.stdout
+    assert "refuses our token; set RAY_AUTH_TOKEN" in done.stderr.splitlines()[-1]
+    assert (tmp_path / ".ray" / "auth_token").exists() is False
