@@ -70,10 +70,11 @@ def answers(refs: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
     return [results[ref] for ref in refs]
 
 
-def room(resources: Iterable[str], *, node_labels: Mapping[str, str]) -> str:
-    """The end of a sentence about what Ray could not place: the labels asked for, and what the cluster has."""
+def room(resources: Iterable[str], *, node_labels: Mapping[str, str], section: str) -> str:
+    """The end of a sentence about what Ray could not place: the labels that `section` of the config asks for, and what
+    the cluster has."""
     total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     labels = ", ".join(f"{name}={value}" for name, value in node_labels.items())
     has = " and ".join(f"{total.get(name, 0.0):g} {name} ({free.get(name, 0.0):g} free)" for name in resources)
-    return f"{f', on nodes with {labels}' if labels else ''}; the cluster has {has}"
+    return f"{f', on nodes with {labels} ({section}.node_labels)' if labels else ''}; the cluster has {has}"

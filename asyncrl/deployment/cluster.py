@@ -241,5 +241,5 @@ async def placed(
     except TimeoutError:
         raise PlacementError(
             f"Ray did not place {what} within ray.placement_timeout_s = {timeout_s:g} s: it asks for {cpus:g} CPUs "
-            f"and {gpus:g} GPUs{room(('CPU', 'GPU'), node_labels=node_labels)}"
+            f"and {gpus:g} GPUs{room(('CPU', 'GPU'), node_labels=node_labels, section='generator')}"
         ) from None

@@ -58,7 +58,7 @@ class RankGroup:
             bundle_label_selector=[learner.node_labels] * learner.ranks if learner.node_labels else None,
         )
         if not self._placement.wait(timeout_s):
-            there = room(bundle, node_labels=learner.node_labels)
+            there = room(bundle, node_labels=learner.node_labels, section=section)
             self.shutdown()
             raise PlacementError(
                 f"Ray has no room for {learner.ranks} {section} ranks ({section}.ranks) of {bundle} each "

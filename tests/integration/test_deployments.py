@@ -191,13 +191,3 @@ def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left
     again = run_command("down", name, "--address", ray_head)
     assert again.wait(60) == 0, again.output()
     assert f"nothing of run {name} was there" in again.output()
-
-
-@pytest.mark.parametrize("pool", ["generator", "learner"])
-def test_a_pool_that_asks_for_nodes_that_are_not_there_ends_in_time(
-    pool: str, run_command: Run, ray_head: str, model_path: str, tmp_path: Path
-) -> None:
-    overrides = [f"{pool}.node_labels={{pool: none}}", "ray.placement_timeout_s=20"]
-    refused = deployment(run_command, pool, ray_head, model_path, tmp_path, *overrides)
-    assert refused.wait(READY_S) == 1
-    assert f"labelled {{'pool': 'none'}} ({pool}.node_labels)" in " ".join(refused.output().split())
