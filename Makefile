@@ -25,6 +25,7 @@ check: $(STAMP)
 	$(BIN)/lint-imports --config .importlinter
 	$(BIN)/python -m asyncrl.config.docs --check
 	$(BIN)/python -m asyncrl.metrics.docs --check
+	$(BIN)/python dashboards/build.py --check
 	$(BIN)/python -m pytest -q tests/test_security.py
 
 # Breaks the loss and the advantages on purpose, one way after the other: each must fail a test. Minutes.
@@ -34,6 +35,7 @@ mutations: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m asyncrl.config.docs
 	$(BIN)/python -m asyncrl.metrics.docs
+	$(BIN)/python dashboards/build.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv

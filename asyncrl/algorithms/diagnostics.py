@@ -36,6 +36,8 @@ class OffPolicySums:
     k1_nats: float = 0.0
     k3_nats: float = 0.0
     entropy_nats: float = 0.0
+    reference_tokens: int = 0
+    reference_k3_nats: float = 0.0
     on_policy_tokens: int = 0
     on_policy_parity_max_nats: float = 0.0
 
@@ -50,6 +52,8 @@ class OffPolicySums:
             k1_nats=self.k1_nats + other.k1_nats,
             k3_nats=self.k3_nats + other.k3_nats,
             entropy_nats=self.entropy_nats + other.entropy_nats,
+            reference_tokens=self.reference_tokens + other.reference_tokens,
+            reference_k3_nats=self.reference_k3_nats + other.reference_k3_nats,
             on_policy_tokens=self.on_policy_tokens + other.on_policy_tokens,
             on_policy_parity_max_nats=max(self.on_policy_parity_max_nats, other.on_policy_parity_max_nats),
         )
@@ -62,13 +66,17 @@ class OffPolicySums:
         return self.weight / self.tokens * (self.weight / self.weight_squared)
 
     def extremes(self) -> dict[str, float]:
-        """Mean e^|log ρ| and the largest |log ρ|; nothing when there are no tokens."""
+        """Mean e^|log ρ| and the largest |log ρ|, and where the reference was looked at its KL; nothing when there are
+        no tokens."""
         if not self.tokens:
             return {}
-        return {
+        extremes = {
             "exp_abs_log_rho_mean": self.exp_abs_log_rho / self.tokens,
             "abs_log_rho_max_nats": self.abs_log_rho_max_nats,
         }
+        if self.reference_tokens:
+            extremes["kl_to_reference_nats"] = self.reference_k3_nats / self.reference_tokens
+        return extremes
 
     def mean(self, total: float) -> float:
         """`total` over the tokens; 0 when there are none."""
@@ -83,13 +91,19 @@ def off_policy_sums(
     entropy_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     on_policy_BT: torch.Tensor,
+    reference_BT: torch.Tensor | None = None,
 ) -> OffPolicySums:
-    """Sums of one micro-batch. k1 and k3 estimate KL(behaviour ‖ proximal), http://joschu.net/blog/kl-approx.html."""
+    """Sums of one micro-batch. k1 and k3 estimate KL(behaviour ‖ proximal), http://joschu.net/blog/kl-approx.html; the
+    reference's k3 is that of KL(proximal ‖ reference), over the tokens as they were sampled."""
     log_rho = (proximal_BT.double() - behaviour_BT.double())[mask_BT]
     if log_rho.numel() == 0:
         return OffPolicySums()
     bounded = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     rho = bounded.exp()
+    reference_k3 = 0.0
+    if reference_BT is not None:
+        log_ratio = (reference_BT.double() - proximal_BT.double())[mask_BT].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        reference_k3 = float((log_ratio.exp() - 1 - log_ratio).sum())
     # max() would drop a NaN in silence
     parity = log_rho[on_policy_BT[mask_BT]].abs().nan_to_num(nan=torch.inf)
     return OffPolicySums(
@@ -102,6 +116,8 @@ def off_policy_sums(
         k1_nats=float(-log_rho.sum()),
         k3_nats=float((rho - 1 - bounded).sum()),
         entropy_nats=float(entropy_BT.double()[mask_BT].sum()),
+        reference_tokens=log_rho.numel() if reference_BT is not None else 0,
+        reference_k3_nats=reference_k3,
         on_policy_tokens=parity.numel(),
         on_policy_parity_max_nats=float(parity.max()) if parity.numel() else 0.0,
     )

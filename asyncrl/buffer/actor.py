@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 
-from asyncrl.buffer.ledger import OPEN_FATES, Account
+from asyncrl.buffer.ledger import Account
 from asyncrl.buffer.membership import Deployment, Membership, RunState
 from asyncrl.buffer.records import (
     CommitOutcome,
@@ -362,12 +363,20 @@ class BufferActor:
             oldest_group_age_s=counts.oldest_group_age_s,
         )
         self._metrics.events({event.value: total for event, total in account.events.items()})
-        final = {fate: amount for fate, amount in account.fates.items() if fate not in OPEN_FATES}
+        self._metrics.replicas(Counter(_replica_state(view) for view in self._buffer.replicas()))
         self._metrics.ledger(
             issued_groups=account.issued.groups,
-            groups={fate.value: amount.groups for fate, amount in final.items()},
-            tokens={fate.value: amount.tokens for fate, amount in final.items()},
+            groups={fate.value: amount.groups for fate, amount in account.fates.items()},
+            tokens={fate.value: amount.tokens for fate, amount in account.fates.items()},
         )
+
+
+def _replica_state(view: ReplicaView) -> str:
+    if not view.live:
+        return "silent"
+    if view.version is None:
+        return "without_weights"
+    return "generating" if view.busy_slots else "waiting"
 
 
 class BufferClient:

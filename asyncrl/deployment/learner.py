@@ -24,7 +24,7 @@ from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publication import Publisher
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, Summary, build_summary
-from asyncrl.metrics.discovery import write_targets
+from asyncrl.metrics.discovery import Target, target_groups, write_targets
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.trackers import Trackers
@@ -71,6 +71,8 @@ class LearnerDeployment:
         )
         self._loop: LearnerLoop | None = None
         self._phase = "making prompts"
+        self._targets: list[Target] = []
+        self._targets_written: list[Target] | None = None
 
     @property
     def phase(self) -> str:
@@ -86,7 +88,12 @@ class LearnerDeployment:
             config, role=Role.LEARNER, deployment=deployment_id(Role.LEARNER), tasks=prompts.train
         )
         metrics = LearnerMetrics()
-        server = MetricsServer(metrics.registry, host=config.metrics.host, port=config.metrics.learner_port)
+        server = MetricsServer(
+            metrics.registry,
+            host=config.metrics.host,
+            port=config.metrics.learner_port,
+            discovery=lambda: target_groups(run=config.run.name, targets=self._targets),
+        )
         metrics.run_info(config)
         beside = [
             asyncio.create_task(keep_attached(handles, every_s=config.buffer.heartbeat_timeout_s / 5)),
@@ -122,6 +129,7 @@ class LearnerDeployment:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
             self._show_now()
+            self._publish_targets([])  # what has ended must not look like what has died
             await asyncio.to_thread(self._trackers.close)
             with contextlib.suppress(Exception):
                 await handles.buffer.call("set_state", state, failure)
@@ -210,17 +218,26 @@ class LearnerDeployment:
         return summary
 
     async def _discover(self, handles: RunHandles) -> None:
-        """Keeps Prometheus's target file up to date while replicas come and go."""
-        known: dict[str, str] = {}
+        """Keeps what Prometheus discovers up to date while replicas come and go."""
         while True:
             try:
                 status: RunStatus = await handles.buffer.status()
-                if status.targets != known:
-                    write_targets(self._run_dir.targets_path, run=self._config.run.name, targets=targets_of(status))
-                    known = status.targets
-            except (RunError, TimeoutError, OSError) as error:  # a full disk, too, is mended one day
-                logger.warning("%s is not up to date: %s", self._run_dir.targets_path, error)
+            except (RunError, TimeoutError) as error:
+                logger.warning("Prometheus' targets are not up to date: %s", error)
+            else:
+                self._publish_targets(targets_of(status))
             await asyncio.sleep(TARGETS_EVERY_S)
+
+    def _publish_targets(self, targets: list[Target]) -> None:
+        """Over HTTP at once; the file again and again until it can be written, for a full disk is mended one day."""
+        self._targets = targets
+        if targets == self._targets_written:
+            return
+        try:
+            write_targets(self._run_dir.targets_path, run=self._config.run.name, targets=targets)
+            self._targets_written = targets
+        except OSError as error:
+            logger.warning("%s is not up to date: %s", self._run_dir.targets_path, error)
 
     async def _show_regularly(self) -> None:
         while True:

@@ -52,8 +52,7 @@ class TopView:
         grown = now.since(before)
         started_s = now.last("process_start_time_seconds", role="learner")
         step = int(now.last("asyncrl_learner_policy_version") or 0)
-        if step:  # before the first one, gauges say 0 of what was not measured yet
-            self._remember(now, step)
+        self._remember(now, step)
         return LiveView(
             name=self._name,
             phase=_endpoints(now),

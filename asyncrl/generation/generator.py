@@ -205,6 +205,7 @@ class Generator:
                 prompt_tokens=group.meta.prompt_tokens,
                 completion_tokens=group.meta.completion_tokens,
             )
+            self._metrics.scored(duration_s=group.scoring_s)
             self._finished.append(group)
             self._something_finished.set()
         except RolloutError as error:

@@ -3,7 +3,8 @@
 Every failure leaves as a RolloutError; what is not recognised is DATA, so that bugs are loud.
 """
 
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,23 +33,32 @@ class GroupScorer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
-    """A scored group: metadata for the buffer, and rows for the data plane."""
+    """A scored group: metadata for the buffer, rows for the data plane, and how long its scores took."""
 
     meta: GroupMeta
     rows: BatchedDataDict
+    scoring_s: float
 
 
 class Rollouts:
     """Single-turn episodes on one engine."""
 
     def __init__(
-        self, *, config: Config, engine: InferenceEngine, tokenizer: Any, scorer: GroupScorer, replica: str
+        self,
+        *,
+        config: Config,
+        engine: InferenceEngine,
+        tokenizer: Any,
+        scorer: GroupScorer,
+        replica: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._engine = engine
         self._tokenizer = tokenizer
         self._scorer = scorer
         self._replica = replica
+        self._clock = clock
 
     async def run(self, ticket: Ticket) -> FinishedGroup:
         """One `generate` call for the whole group, so that it shares its prompt's KV cache, then the scores."""
@@ -63,6 +73,7 @@ class Rollouts:
         )
         for completion in completions:
             check_completion(completion)
+        scored_from_s = self._clock()
         rewards = await self._scorer.score(ticket.task, [completion.text for completion in completions])
         return finished_group(
             ticket,
@@ -70,6 +81,7 @@ class Rollouts:
             completions=completions,
             rewards=rewards,
             replica=self._replica,
+            scoring_s=self._clock() - scored_from_s,
         )
 
     async def answer(self, task: Task) -> tuple[float, Completion]:
@@ -108,6 +120,7 @@ def finished_group(
     completions: Sequence[Completion],
     rewards: Sequence[float],
     replica: str,
+    scoring_s: float,
 ) -> FinishedGroup:
     """Rows and metadata of a group."""
     rows = sample_rows(prompt_ids, completions)
@@ -127,7 +140,7 @@ def finished_group(
         newest=max(steps, default=ticket.version.step),
         mid_sequence_updates=sum(len(set(c.versions)) - 1 for c in completions if c.versions),
     )
-    return FinishedGroup(meta=meta, rows=rows)
+    return FinishedGroup(meta=meta, rows=rows, scoring_s=scoring_s)
 
 
 def sample_rows(prompt_ids: Sequence[int], completions: Sequence[Completion]) -> BatchedDataDict:

@@ -141,6 +141,9 @@ class WeightUpdates:
                 newest = None
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
+            except WeightError:
+                self._metrics.weight_update(outcome="failed", phase_seconds={})
+                raise
             torn_since_s = None
             self._serial = publication.serial
             self._may_start.set()
@@ -156,6 +159,7 @@ class WeightUpdates:
     async def _update(self, publication: Publication, replica: Replica) -> None:
         manifest = publication.manifest
         if not is_news(manifest.version, self._version):
+            self._metrics.weight_update(outcome="repeated", phase_seconds={})
             return
         check_parameters(manifest, self._parameters)
         seconds = {}

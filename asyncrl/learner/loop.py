@@ -78,6 +78,12 @@ class LearnerLoop:
         self._filters = build_filters(config)
         self._states = StateClock(states=LEARNER_STATES, initial="other", clock=clock)
         metrics.states_from(self._states.seconds)
+        metrics.limits(
+            stall_timeout_s=config.run.stall_timeout_s,
+            weight_sync_timeout_s=config.weights.load_timeout_s,
+            weight_lag_versions=config.weights.max_lag_publications * config.weights.publish_every_steps,
+            weight_parity_nats=parity_tolerance_nats(config),
+        )
         self._recorder = StepRecorder(
             log=log,
             metrics=metrics,
@@ -113,6 +119,7 @@ class LearnerLoop:
                     await self._buffer.call("give_back", lease.incarnation, lease.step)
                 raise
         self.phase = "closing"
+        self._states.enter("other")
         await self._buffer.call("set_state", RunState.CLOSING)
         if not stop.is_set():
             if self._publisher.published != version:

@@ -61,12 +61,31 @@ LEARNER_STATES = (
     "other",
 )
 BUFFER_STATES = ("reserved", "ready", "leased")
+BUFFER_EVENTS = (
+    "attempt",
+    "retry",
+    "ticket_expired",
+    "replica_lost",
+    "commit_duplicate",
+    "commit_late",
+    "commit_unknown",
+    "commit_old_incarnation",
+    "reserve_old_incarnation",
+    "fail_refused",
+    "lease_repeated",
+    "lease_given_back",
+    "lease_call_refused",
+    "publish_refused",
+    "rows_lost_refused",
+)
+REPLICA_STATES = ("generating", "waiting", "without_weights", "silent")
 FINAL_FATES = ("trained", "filtered", "skipped", "dropped", "failed", "rows_lost", "returned_on_resume")
 """Fates of the ledger that a group never leaves; the passing ones are `asyncrl_buffer_groups`."""
 SAMPLE_OUTCOMES = ("accepted", "duplicate", "late", "unknown", "old_incarnation", "failed")
 TOKEN_KINDS = ("prompt", "completion")
 FAILURE_CLASSES = ("infra", "data")
 STEP_OUTCOMES = ("trained", "skipped")
+REWARD_FAILURES = ("reward_raised", "reward_not_finite", "reward_wrong_type", "reward_timeout", "reward_crashed")
 UPDATE_OUTCOMES = ("applied", "repeated", "refused", "torn", "failed")
 
 VERSIONS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
@@ -113,11 +132,48 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G, "asyncrl_heartbeat_timestamp_seconds", "Unix time of the main loop's last turn.", "unix seconds", ALL
         ),
+        Metric(
+            G,
+            "asyncrl_replicas",
+            "Generators that the buffer knows: `waiting` have weights but no group, `silent` are soon forgotten.",
+            "replicas",
+            BUFFER,
+            {"state": REPLICA_STATES},
+        ),
     ),
     "limits": (
         Metric(G, "asyncrl_staleness_limit_versions", "η: the oldest that trained data may be.", "versions", BUFFER),
         Metric(G, "asyncrl_buffer_capacity_groups", "Groups that the buffer holds at most.", "groups", BUFFER),
         Metric(G, "asyncrl_buffer_capacity_bytes", "Bytes of rows that the buffer holds at most.", "bytes", BUFFER),
+        Metric(
+            G,
+            "asyncrl_stall_timeout_seconds",
+            "`run.stall_timeout_s`: without any progress for so long the run ends.",
+            "seconds",
+            LEARNER,
+        ),
+        Metric(
+            G,
+            "asyncrl_weight_sync_timeout_seconds",
+            "`weights.load_timeout_s`: what a replica may take to load a version.",
+            "seconds",
+            LEARNER,
+        ),
+        Metric(
+            G,
+            "asyncrl_weight_lag_limit_versions",
+            "How far a replica may be behind the published version before it starts nothing: "
+            "`weights.max_lag_publications` × `weights.publish_every_steps`.",
+            "versions",
+            LEARNER,
+        ),
+        Metric(
+            G,
+            "asyncrl_weight_parity_limit_nats",
+            "`weights.parity_tolerance_nats`: what `asyncrl_weight_parity_nats` may be.",
+            "nats",
+            LEARNER,
+        ),
     ),
     "generator": (
         Metric(
@@ -199,7 +255,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "What happened besides the regular life of groups: retries, expired tickets, refused commits.",
             "events",
             BUFFER,
-            {"event": None},
+            {"event": BUFFER_EVENTS},
         ),
         Metric(
             H,
@@ -221,6 +277,13 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             C,
             "asyncrl_ledger_issued_groups_total",
             "Groups issued. Each holds a slot or has one final fate.",
+            "groups",
+            BUFFER,
+        ),
+        Metric(
+            G,
+            "asyncrl_ledger_unaccounted_groups",
+            "Groups issued that neither hold a slot, wait for a retry nor have a final fate: if not 0, a bug.",
             "groups",
             BUFFER,
         ),
@@ -250,6 +313,13 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             LEARNER,
             buckets=VERSIONS,
             feed=Feed.COUNTS,
+        ),
+        Metric(
+            G,
+            "asyncrl_group_staleness_max_versions",
+            "Staleness of the oldest group of the last step.",
+            "versions",
+            LEARNER,
         ),
         Metric(
             H,
@@ -427,6 +497,20 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             LEARNER,
         ),
         Metric(G, "asyncrl_learner_kl_to_behaviour_nats", "KL of behaviour and proximal policy, k3.", "nats", LEARNER),
+        Metric(
+            G,
+            "asyncrl_learner_kl_to_reference_nats",
+            "KL of proximal and reference policy, k3; NaN for an objective that does not look at the reference.",
+            "nats",
+            LEARNER,
+        ),
+        Metric(
+            G,
+            "asyncrl_learner_packing_efficiency_ratio",
+            "Share of real tokens among all that went through the ranks' models, padding included.",
+            "ratio",
+            LEARNER,
+        ),
         Metric(G, "asyncrl_learner_learning_rate", "Learning rate of the last step.", "", LEARNER),
         Metric(
             G,
@@ -478,7 +562,21 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
     "reward": (
         Metric(H, "asyncrl_reward", "Reward of a sample.", "reward", GENERATOR, {"environment": None}, REWARDS),
         Metric(
-            C, "asyncrl_reward_failures_total", "Samples whose scoring failed.", "samples", GENERATOR, {"reason": None}
+            H,
+            "asyncrl_reward_duration_seconds",
+            "Time to score one group, the wait for a free scoring process included.",
+            "seconds",
+            GENERATOR,
+            {"environment": None},
+            SECONDS,
+        ),
+        Metric(
+            C,
+            "asyncrl_reward_failures_total",
+            "Samples whose scoring failed.",
+            "samples",
+            GENERATOR,
+            {"reason": REWARD_FAILURES},
         ),
     ),
 }

@@ -1,7 +1,7 @@
-"""Where Prometheus finds the run's endpoints: file service discovery (`file_sd_configs`).
+"""Where Prometheus finds the run's endpoints: a file (`file_sd_configs`), and over HTTP (`http_sd_configs`).
 
 The labels `run`, `role` and `replica` of every series come from here. The file is replaced whole, so that Prometheus
-never reads half of it.
+never reads half of it; the learner's metrics server answers `GET /sd` with the same list.
 """
 
 from collections.abc import Iterable
@@ -20,11 +20,16 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, order=True):
     address: str
 
 
-def write_targets(path: Path, *, run: str, targets: Iterable[Target]) -> None:
-    """Make `path` list exactly these targets, in a stable order."""
+def target_groups(*, run: str, targets: Iterable[Target]) -> bytes:
+    """Exactly these targets as Prometheus' JSON, in a stable order."""
     groups = [
         {"targets": [target.address], "labels": {"run": run, "role": target.role, "replica": target.replica}}
         for target in sorted(targets)
     ]
+    return msgspec.json.format(msgspec.json.encode(groups), indent=2) + b"\n"
+
+
+def write_targets(path: Path, *, run: str, targets: Iterable[Target]) -> None:
+    """Make `path` list exactly these targets."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(groups), indent=2) + b"\n")
+    write_atomically(path, target_groups(run=run, targets=targets))

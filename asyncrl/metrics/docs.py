@@ -14,10 +14,26 @@ HEADER = f"""\
 
 Every long-lived process (the learner, each generator, the buffer) serves `/metrics` on its own port, together with the
 process's default registry, where vLLM's `vllm:*` are. `runs/<name>/metrics/targets.json` lists the endpoints for
-Prometheus' `file_sd_configs` and gives every series the labels `run`, `role` and `replica`.
+Prometheus' `file_sd_configs`, and the learner answers `GET /sd` with the same list for its `http_sd_configs`; both give
+every series the labels `run`, `role` and `replica`. A run that ends in order takes its endpoints off the list.
 
 Labels with `…` are open: their values come from the configuration or from failures, at most {MAX_OPEN_VALUES} a
-process; later ones are recorded as `other`. State seconds of a process add up to its wall time.
+process; later ones are recorded as `other`. State seconds of a process add up to its wall time. A gauge that has not
+been measured yet is NaN.
+
+## Dashboards and alerts
+
+```
+apt-get install prometheus
+prometheus --config.file=deploy/prometheus/prometheus.yml --storage.tsdb.path=runs/prometheus
+```
+
+scrapes a quickstart on this machine, and any learner with `metrics.learner_port=9400`, with the alerts of
+`deploy/prometheus/rules`. Each alert says what it means and which knob to turn; limits are the run's own gauges.
+
+Grafana takes `dashboards/*.json` by import, or by itself from `deploy/grafana/provisioning` with `PROMETHEUS_URL` and
+`ASYNCRL_DASHBOARDS` (that folder) in its environment: **Overview** (is it healthy?), **Flow** (who waits for whom),
+**Learning** (does it learn, and is staleness hurting?). `dashboards/build.py` writes the JSON.
 """
 
 

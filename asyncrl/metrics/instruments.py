@@ -1,7 +1,8 @@
 """The catalogue turned into live prometheus_client objects, for one process.
 
 `Instruments(role)` owns a registry of its own, never the default one: vLLM unregisters what it does not know there.
-Every series with a closed set of labels exists from the start at 0, so that a rate over it is never missing.
+Every counter with a closed set of labels exists from the start at 0, so that a rate over it is never missing; a gauge
+that nobody has set yet is NaN, which no alert's comparison holds for: 0 would read as a measured collapse.
 Errors are raised here and swallowed in `recorders.py`.
 """
 
@@ -109,8 +110,8 @@ class Instruments:
                 counter.labels(*values)
         elif metric.kind is Kind.GAUGE:
             self._gauges[metric.name] = gauge = Gauge(metric.name, metric.help, labels, registry=self.registry)
-            for values in every_combination:
-                gauge.labels(*values)
+            for child in [gauge.labels(*values) for values in every_combination] if labels else [gauge]:
+                child.set(math.nan)
         else:
             self._histograms[metric.name] = Histogram(
                 metric.name, metric.help, labels, registry=self.registry, buckets=metric.buckets

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from asyncrl import __version__
 from asyncrl.config.schema import Config
-from asyncrl.metrics.catalogue import BUFFER_STATES, Role
+from asyncrl.metrics.catalogue import BUFFER_STATES, REPLICA_STATES, Role
 from asyncrl.metrics.instruments import Instruments, Totals
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ MEASURED = (
     *("kernel_ess_ratio", "silent_ratio"),
     *(f"{name}_{sign}_ratio" for name in ("clipped", "gated") for sign in ("positive", "negative")),
     *("exp_abs_log_rho_mean", "abs_log_rho_max_nats", "nonfinite_tokens"),
+    *("kl_to_reference_nats", "packing_efficiency_ratio"),
 )
 """Of a step report's `diagnostics`, those that are gauges of the learner."""
 
@@ -85,6 +86,21 @@ class LearnerMetrics(ProcessMetrics):
     """The learner's loop."""
 
     role = Role.LEARNER
+
+    @recording
+    def limits(
+        self,
+        *,
+        stall_timeout_s: float,
+        weight_sync_timeout_s: float,
+        weight_lag_versions: int,
+        weight_parity_nats: float,
+    ) -> None:
+        """At the start and whenever a limit changes."""
+        self._instruments.set("asyncrl_stall_timeout_seconds", stall_timeout_s)
+        self._instruments.set("asyncrl_weight_sync_timeout_seconds", weight_sync_timeout_s)
+        self._instruments.set("asyncrl_weight_lag_limit_versions", weight_lag_versions)
+        self._instruments.set("asyncrl_weight_parity_limit_nats", weight_parity_nats)
 
     @recording
     def states_from(self, seconds: Callable[[], Totals]) -> None:
@@ -161,6 +177,7 @@ class LearnerMetrics(ProcessMetrics):
     ) -> None:
         """A step's data: how many groups or tokens per number of versions."""
         self._instruments.observe_counts("asyncrl_group_staleness_versions", groups)
+        self._instruments.set("asyncrl_group_staleness_max_versions", max(groups, default=0))
         self._instruments.observe_counts("asyncrl_token_staleness_versions", tokens)
         self._instruments.observe_counts("asyncrl_staleness_inflight_versions", in_flight)
         self._instruments.observe_counts("asyncrl_staleness_inbuffer_versions", in_buffer)
@@ -242,6 +259,11 @@ class GeneratorMetrics(ProcessMetrics):
         self._instruments.add("asyncrl_rollout_failures_total", 1, **labels)
 
     @recording
+    def scored(self, *, duration_s: float) -> None:
+        """A group has its rewards."""
+        self._instruments.observe("asyncrl_reward_duration_seconds", duration_s, environment=self._environment)
+
+    @recording
     def rewards(self, values: Sequence[float]) -> None:
         for value in values:
             self._instruments.observe("asyncrl_reward", value, environment=self._environment)
@@ -284,6 +306,12 @@ class BufferMetrics(ProcessMetrics):
         self._instruments.set("asyncrl_buffer_oldest_group_age_seconds", oldest_group_age_s)
 
     @recording
+    def replicas(self, counts: Mapping[str, int]) -> None:
+        """How many the buffer knows, by state; states that are left out have none."""
+        for state in REPLICA_STATES:
+            self._instruments.set("asyncrl_replicas", counts.get(state, 0), state=state)
+
+    @recording
     def events(self, totals: Mapping[str, int]) -> None:
         """The buffer's own event counters, as totals."""
         for event, total in totals.items():
@@ -291,8 +319,9 @@ class BufferMetrics(ProcessMetrics):
 
     @recording
     def ledger(self, *, issued_groups: int, groups: Mapping[str, int], tokens: Mapping[str, int]) -> None:
-        """The ledger's totals by fate. Open fates are no counters: `fill` shows them."""
+        """The ledger's totals by fate, of `groups` all fates. Open fates are no counters: `fill` shows them."""
         self._instruments.raise_to("asyncrl_ledger_issued_groups_total", issued_groups)
+        self._instruments.set("asyncrl_ledger_unaccounted_groups", issued_groups - sum(groups.values()))
         for name, totals in (("groups", groups), ("tokens", tokens)):
             for fate, total in totals.items():
                 if fate not in BUFFER_STATES:

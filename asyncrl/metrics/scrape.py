@@ -4,6 +4,7 @@ What must hold: an endpoint that does not answer in time costs its own series an
 back (its process was replaced) counts from zero, as in PromQL.
 """
 
+import math
 import time
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,6 +78,8 @@ def scrape(targets: Sequence[Target], *, timeout_s: float) -> Scrape:
             continue
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                if math.isnan(sample.value):
+                    continue  # a gauge's way to say that nothing was measured
                 labels = frozenset({**sample.labels, "role": target.role, "replica": target.replica}.items())
                 values.setdefault(sample.name, {})[labels] = sample.value
     silent = tuple(target for target, text in zip(targets, answers, strict=True) if text is None)

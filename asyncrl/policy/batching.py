@@ -114,6 +114,12 @@ def micro_batches(batch: BatchedDataDict, learner: LearnerSection) -> list[Batch
     return parts
 
 
+def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[int, int]:
+    """(real tokens, all tokens) of what goes through the model: all are the padded width, unless rows are packed."""
+    real = sum(int(part["input_lengths"].sum()) for part in parts)
+    return real, real if packed else sum(part["input_ids"].numel() for part in parts)
+
+
 def empty_micro_batch() -> BatchedDataDict:
     """One row that trains nothing, for a rank that has run out while others have not: collectives must line up."""
     shape = (1, MIN_WIDTH)

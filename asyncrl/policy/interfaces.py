@@ -49,8 +49,8 @@ class StepReport:
     """Trained tokens by staleness: entry s counts those that are s versions old."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
     """By name: what `asyncrl.algorithms.kernel` measured, but for a user's loss that takes logits; the mean e^|log ρ|
-    and the largest |log ρ|; how many tokens were left out because a log-prob or advantage was no number. What was not
-    measured is not there."""
+    and the largest |log ρ|; the KL to the reference; the share of real tokens among those that went through the model;
+    how many tokens were left out because a log-prob or advantage was no number. What was not measured is not there."""
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
     """The loss's own metrics, normalised: `clipped_ratio` and `gated_ratio` for the presets."""
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -100,6 +100,7 @@ def loss_of(
             behaviour_BT=behaviour_BT,
             entropy_BT=entropy_BT,
             mask_BT=mask_BT,
+            reference_BT=data["reference_policy_logprobs"][:, 1:] if "reference_policy_logprobs" in data else None,
             on_policy_BT=data["weight_versions"][:, 1:] == step if step is not None else torch.zeros_like(mask_BT),
         )
     return MicroBatchOutcome(

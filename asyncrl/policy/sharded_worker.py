@@ -31,7 +31,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import Offloaded
 from asyncrl.policy.accelerator import forget_accelerator, make_accelerator
-from asyncrl.policy.batching import empty_micro_batch, staleness_counts
+from asyncrl.policy.batching import empty_micro_batch, staleness_counts, tokens_passed
 from asyncrl.policy.checkpoint import load_checkpoint, save_checkpoint, save_tokenizer
 from asyncrl.policy.micro_batch import MicroBatchOutcome
 from asyncrl.policy.schedule import learning_rate
@@ -129,6 +129,8 @@ class ShardedWorker(ABC, Generic[LossT]):
             for update in planned
             if update.plan.tokens > 0
         )
+        parts = [part for update in planned if update.plan.tokens > 0 for part in update.parts]
+        real_tokens, passed_tokens = tokens_passed(parts, packed=self._packed)
         self._calls += not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes))
         return RankRecord(
             plans=tuple(update.plan for update in planned),
@@ -137,6 +139,8 @@ class ShardedWorker(ABC, Generic[LossT]):
             learning_rate=rate,
             weight_decay=self._config.learner.optimizer.weight_decay,
             seconds=seconds,
+            real_tokens=real_tokens,
+            passed_tokens=passed_tokens,
         )
 
     def _set_learning_rate(self, step: int) -> float:

@@ -44,7 +44,8 @@ class UpdateOutcome:
 class RankRecord:
     """What one rank did in a step. Every rank has the same plans and learning rate, and an outcome for the same
     updates, those with a trained token. `staleness` is of its own trained tokens, `nonfinite_tokens` were left out of
-    them; `seconds` are by stage."""
+    them; of `passed_tokens`, those that went through its model, `real_tokens` were no padding; `seconds` are by
+    stage."""
 
     plans: tuple[UpdatePlan, ...]
     outcomes: tuple[UpdateOutcome, ...]
@@ -53,6 +54,8 @@ class RankRecord:
     weight_decay: float
     seconds: Mapping[str, float]
     nonfinite_tokens: int = 0
+    real_tokens: int = 0
+    passed_tokens: int = 0
 
 
 def global_plan(ranks: Sequence[UpdatePlan]) -> UpdatePlan:
@@ -98,6 +101,7 @@ def step_report(ranks: Sequence[RankRecord], *, normalizations: Mapping[str, Met
         diagnostics={
             **kernel.means(),
             **sums.extremes(),
+            **_packing(ranks),
             "nonfinite_tokens": float(sum(rank.nonfinite_tokens for rank in ranks)),
         },
         token_staleness=_histogram([rank.staleness for rank in ranks]),
@@ -135,6 +139,12 @@ def train_result(ranks: Sequence[RankRecord]) -> dict[str, Any]:
         "all_mb_metrics": dict(metrics),
         "timing": dict(ranks[0].seconds),
     }
+
+
+def _packing(ranks: Sequence[RankRecord]) -> dict[str, float]:
+    """The share of real tokens among all that went through the ranks' models; nothing when none did."""
+    passed = sum(rank.passed_tokens for rank in ranks)
+    return {"packing_efficiency_ratio": sum(rank.real_tokens for rank in ranks) / passed} if passed else {}
 
 
 def _histogram(counts: Sequence[Mapping[int, int]]) -> tuple[int, ...]:

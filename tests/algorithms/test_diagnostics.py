@@ -68,6 +68,21 @@ def test_extremes_look_at_both_signs_of_the_log_ratio() -> None:
     assert sums([0.5], mask=[False]).extremes() == {}
 
 
+def test_kl_to_the_reference_is_k3_by_hand_and_missing_where_nobody_looked_at_it() -> None:
+    row = torch.tensor([[-1.0, -2.0, -3.0]])
+    found = off_policy_sums(
+        proximal_BT=row,
+        behaviour_BT=row,
+        entropy_BT=torch.ones_like(row),
+        mask_BT=torch.tensor([[True, True, False]]),
+        on_policy_BT=torch.zeros_like(row, dtype=torch.bool),
+        reference_BT=row + torch.tensor([[math.log(2), 0.0, 5.0]]),
+    )
+    both = found + sums([0.0] * 5)
+    assert both.extremes()["kl_to_reference_nats"] == pytest.approx((2 - 1 - math.log(2)) / 2), "over its own tokens"
+    assert "kl_to_reference_nats" not in sums([0.0]).extremes()
+
+
 def test_masked_tokens_count_nowhere() -> None:
     assert sums([0.3, math.nan], mask=[True, False], on_policy=[True, True]) == sums([0.3], on_policy=[True])
 

@@ -12,6 +12,7 @@ from asyncrl.buffer.records import CommitOutcome, Refusal, Reservation, Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass
+from asyncrl.metrics.catalogue import REPLICA_STATES
 
 FAR_S = 60.0
 NOW = Version(1, 0)
@@ -34,6 +35,19 @@ def actor(rows: ClearedRows) -> BufferActor:
     )
     tasks = [Task(question=str(i), prompt=str(i), answer="") for i in range(20)]
     return BufferActor(config=config, tasks=tasks, nonce="n", rows=rows)  # type: ignore[arg-type]
+
+
+def report_of(replica: str) -> ReplicaReport:
+    return ReplicaReport(
+        actor=replica,
+        deployment="d",
+        metrics_address="",
+        state_seconds={},
+        samples=0,
+        completion_tokens=0,
+        weight_updates=0,
+        parity_max_nats=0.0,
+    )
 
 
 async def a_waiting_reserve(buffer: BufferActor) -> asyncio.Task[Reservation]:
@@ -81,17 +95,7 @@ async def test_f40_rows_of_a_generator_that_was_declared_dead_are_cleared_and_it
     rows = ClearedRows()
     buffer = actor(rows)
     (ticket, other) = (await buffer.reserve("zombie", NOW, 2, 0.0)).tickets
-    report = ReplicaReport(
-        actor="zombie",
-        deployment="d",
-        metrics_address="",
-        state_seconds={},
-        samples=0,
-        completion_tokens=0,
-        weight_updates=0,
-        parity_max_nats=0.0,
-    )
-    await buffer.heartbeat("zombie", NOW, 0, 2, [ticket.key, other.key], report)
+    await buffer.heartbeat("zombie", NOW, 0, 2, [ticket.key, other.key], report_of("zombie"))
     await buffer.leave("zombie")
     await asyncio.gather(*buffer._clearing)
     assert rows.cleared == [[ticket.key, other.key]]
@@ -116,3 +120,17 @@ async def test_f5_only_a_commit_that_is_accepted_is_progress() -> None:
     assert await buffer.commit([finished(ticket)]) == [CommitOutcome.DUPLICATE]
     await buffer.commit([])
     assert (await buffer.status()).quiet_s == 4.0, "a watchdog that this resets would never bark"
+
+
+@pytest.mark.asyncio
+async def test_metrics_show_replicas_by_state_and_an_account_that_closes_while_groups_are_under_way() -> None:
+    buffer = actor(ClearedRows())
+    await buffer.heartbeat("new", None, 2, 0, [], report_of("new"))
+    await buffer.heartbeat("idle", NOW, 2, 0, [], report_of("idle"))
+    await buffer.reserve("busy", NOW, 2, 0.0)
+    buffer._record()
+    read = buffer._metrics.registry.get_sample_value
+    shown = {state: read("asyncrl_replicas", {"state": state}) for state in REPLICA_STATES}
+    assert shown == {"generating": 1, "waiting": 1, "without_weights": 1, "silent": 0}
+    assert read("asyncrl_ledger_issued_groups_total") == 2
+    assert read("asyncrl_ledger_unaccounted_groups") == 0

@@ -1,6 +1,7 @@
 """The books of a run: final weights are named after their version, and without a trained step there are none."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,12 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
+from asyncrl.deployment import learner
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
 from asyncrl.learner.records import RunTotals, StepRecord
+from asyncrl.metrics.discovery import Target
 
 TOTALS = RunTotals(
     wall_s=9.0,
@@ -79,3 +82,27 @@ async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
         dead: Any = SavingPolicy(RunError("rank 0 is gone"))
         await deployment._rescue_weights(dead)
     assert "could not be saved: rank 0 is gone" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_f27_targets_that_could_not_be_written_are_written_later_and_are_over_http_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    targets = [Target(role="buffer", replica="buffer", address="127.0.0.1:1")]
+    with RunDir.create(config) as run:
+        deployment = deployment_in(run, config)
+        with monkeypatch.context() as full_disk:
+            full_disk.setattr(learner, "write_targets", full_disk_error)
+            deployment._publish_targets(targets)
+        assert "is not up to date: no space" in caplog.text
+        assert deployment._targets == targets
+        assert not run.targets_path.exists()
+        deployment._publish_targets(targets)
+        assert json.loads(run.targets_path.read_bytes())[0]["targets"] == ["127.0.0.1:1"]
+        deployment._publish_targets([])
+        assert json.loads(run.targets_path.read_bytes()) == []
+
+
+def full_disk_error(path: Path, **arguments: Any) -> None:
+    raise OSError("no space")

@@ -29,6 +29,11 @@ async def test_steps_are_filled_and_every_sample_is_accounted_for() -> None:
         status = await pool.buffer.status()
         assert status.account.closed
         assert status.account.fates[Fate.TRAINED].groups == 24
+        read = pool.metrics["a"].registry.get_sample_value
+        labels = {"environment": "test"}
+        rollouts = read("asyncrl_rollout_duration_seconds_count", labels)
+        assert read("asyncrl_reward_duration_seconds_count", labels) == rollouts
+        assert (rollouts or 0) >= 24
 
 
 @pytest.mark.asyncio

@@ -1,7 +1,10 @@
 """One rollout at its edges: what is empty, what does not fit, what the engine returns with columns missing."""
 
+from collections.abc import Sequence
+
 import pytest
-from pool import LengthScorer, Tokenizer
+from fake_engine import FakeEngine
+from pool import LengthScorer, Tokenizer, manifest_of
 
 from asyncrl.buffer.records import Ticket, Version
 from asyncrl.config.schema import Config
@@ -26,8 +29,9 @@ def completion(*tokens: int, text: str = "") -> Completion:
 
 def test_f24_a_group_of_empty_completions_is_as_old_as_its_ticket_and_has_no_token() -> None:
     group = finished_group(
-        TICKET, prompt_ids=[4, 5], completions=[completion(), completion()], rewards=[0.0, 0.0], replica="a"
-    )
+        TICKET, prompt_ids=[4, 5], completions=[completion(), completion()], rewards=[0.0, 0.0], replica="a",
+        scoring_s=0.0,
+    )  # fmt: skip
     assert (group.meta.oldest, group.meta.newest, group.meta.generated_tokens) == (7, 7, 0)
     assert group.rows["input_lengths"].tolist() == [2, 2]
     assert not group.rows["token_mask"].any()
@@ -35,8 +39,9 @@ def test_f24_a_group_of_empty_completions_is_as_old_as_its_ticket_and_has_no_tok
 
 def test_rows_are_prompt_completion_padding_and_only_what_was_sampled_has_a_version() -> None:
     group = finished_group(
-        TICKET, prompt_ids=[4, 5], completions=[completion(6), completion(7, 8)], rewards=[0.0, 1.0], replica="a"
-    )
+        TICKET, prompt_ids=[4, 5], completions=[completion(6), completion(7, 8)], rewards=[0.0, 1.0], replica="a",
+        scoring_s=0.0,
+    )  # fmt: skip
     assert {name: column.tolist() for name, column in group.rows.items()} == {
         "input_ids": [[4, 5, 6, 0], [4, 5, 7, 8]],
         "weight_versions": [[-1, -1, 8, -1], [-1, -1, 8, 8]],
@@ -51,8 +56,9 @@ def test_rows_are_prompt_completion_padding_and_only_what_was_sampled_has_a_vers
 
 def test_f24_a_completion_of_only_the_end_token_is_one_token() -> None:
     group = finished_group(
-        TICKET, prompt_ids=[4, 5], completions=[completion(1), completion()], rewards=[0.0, 0.0], replica="a"
-    )
+        TICKET, prompt_ids=[4, 5], completions=[completion(1), completion()], rewards=[0.0, 0.0], replica="a",
+        scoring_s=0.0,
+    )  # fmt: skip
     assert (group.meta.oldest, group.meta.newest, group.meta.completion_tokens) == (8, 8, (1, 0))
 
 
@@ -65,6 +71,24 @@ async def test_f24_a_prompt_that_leaves_no_room_or_says_nothing_is_a_data_failur
     )  # type: ignore[arg-type]  # fmt: skip
     with pytest.raises(DataError, match="1 to 7 fit"):
         await rollouts.answer(Task(question="q", prompt=prompt, answer=""))
+
+
+@pytest.mark.asyncio
+async def test_a_group_says_how_long_its_scores_took() -> None:
+    now_s = 5.0
+
+    class SlowScorer(LengthScorer):
+        async def score(self, task: Task, completions: Sequence[str]) -> list[float]:
+            nonlocal now_s
+            now_s += 2.0
+            return await super().score(task, completions)
+
+    engine = FakeEngine()
+    await engine.load(manifest_of(7), [])
+    rollouts = Rollouts(
+        config=Config(), engine=engine, tokenizer=Tokenizer(), scorer=SlowScorer(), replica="a", clock=lambda: now_s
+    )
+    assert (await rollouts.run(TICKET)).scoring_s == 2.0
 
 
 @pytest.mark.parametrize("column", ["logprobs", "versions"])

@@ -317,6 +317,16 @@ async def test_f11_a_load_that_hangs_ends_the_replica_and_names_the_knob(make_sc
     with pytest.raises(WeightError, match=r"1\.0 took longer than weights\.load_timeout_s = 0\.001 s"):
         await scene.running
     assert scene.loading == [True, False], "the display does not stay at paused"
+    assert scene.outcomes("failed") == 1
+
+
+@pytest.mark.asyncio
+async def test_f13_a_version_that_is_loaded_already_is_counted_as_repeated(make_scene: MakeScene) -> None:
+    scene = make_scene()
+    for serial in (1, 2):
+        scene.source.offer(0, serial=serial)
+    await until(lambda: scene.outcomes("repeated"))
+    assert (scene.outcomes("repeated"), scene.outcomes("applied"), scene.updates.updates) == (1, 1, 1)
 
 
 @pytest.mark.asyncio

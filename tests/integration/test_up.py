@@ -1,19 +1,27 @@
 """`asyncrl up` for real: Ray, vLLM, FSDP2, and the promises that every run must keep."""
 
+import contextlib
 import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import linear_regression
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from conftest import PPO, QUICKSTART, Run, small_overrides
+from conftest import PPO, QUICKSTART, Command, Run, small_overrides
+from prometheus_server import PrometheusServer, free_port
+from queries import concrete, panel_questions, parsed, rule_questions, selectors
 
 from asyncrl.config.load import load_config
 from asyncrl.deployment.bottleneck import Bound, bottleneck
 from asyncrl.environments.interfaces import build_tasks
 from asyncrl.learner.records import StepRecord, read_lines, state_shares
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 def run_up(run_command: Run, model_path: str, tmp_path: Path, *overrides: str, config: Path = QUICKSTART) -> Path:
@@ -43,11 +51,54 @@ def bound_of(run: Path) -> Bound:
     return bottleneck(state_shares(steps, "learner_state_s"), state_shares(steps, "generator_state_s")).bound
 
 
-def test_an_asynchronous_run_keeps_its_promises(run_command: Run, model_path: str, tmp_path: Path) -> None:
-    run = run_up(
-        run_command, model_path, tmp_path,
-        "learner.total_steps=25", "staleness.max_versions=2", "learner.samples_logged=4",
+class WatchedRun(NamedTuple):
+    """A run that has ended, and what Prometheus saw of it. `served` is what the learner answered to `GET /sd`."""
+
+    path: Path
+    prometheus: PrometheusServer | None
+    served: list[dict[str, Any]]
+    since_s: float
+    until_s: float
+
+
+@pytest.fixture(scope="module")
+def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedRun]:
+    """The asynchronous run that this module's first tests look at, scraped every second where Prometheus is there."""
+    folder, port = tmp_path_factory.mktemp("watched"), free_port()
+    targets = folder / "test" / "metrics" / "targets.json"
+    prometheus = None
+    if PrometheusServer.installed():
+        prometheus = PrometheusServer(folder, targets=targets, learner_port=port)
+    since_s = time.time()
+    command = Command(
+        [
+            "up", "-c", str(QUICKSTART), f"run.dir={folder}", "run.name=test", f"metrics.learner_port={port}",
+            *small_overrides(model_path),
+            "learner.total_steps=25", "staleness.max_versions=2", "learner.samples_logged=4",
+        ],
+        log=folder / "command.log", environment={},
     )  # fmt: skip
+    served: list[dict[str, Any]] = []
+
+    def all_are_found() -> bool:
+        url = f"http://127.0.0.1:{port}/sd"
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:
+            served[:] = json.loads(response.read())
+        roles = {group["labels"]["role"] for group in served}
+        return roles == {"buffer", "generator", "learner"} and json.loads(targets.read_bytes()) == served
+
+    try:
+        command.wait_for(all_are_found, timeout_s=300, what="the same targets in the file and over HTTP")
+        assert command.wait(240) == 0, command.output()[-4000:]
+        yield WatchedRun(folder / "test", prometheus, served, since_s, time.time())
+    finally:
+        command.end()
+        if prometheus is not None:
+            prometheus.end()
+
+
+def test_an_asynchronous_run_keeps_its_promises(watched: WatchedRun) -> None:
+    run = watched.path
     summary = summary_of(run)
     assert summary["steps"] == 25
     assert summary["ledger_closed"] is True
@@ -74,12 +125,70 @@ def test_an_asynchronous_run_keeps_its_promises(run_command: Run, model_path: st
         assert spent == pytest.approx(last["wall_s"] - first["wall_s"], abs=2.0), side
     assert json.loads((run / "run.json").read_bytes())["state"] == "finished"
     assert "<html" in (run / "report.html").read_text()
-    targets = json.loads((run / "metrics" / "targets.json").read_bytes())
-    assert {target["labels"]["role"] for target in targets} == {"buffer", "generator", "learner"}
+    assert {group["labels"]["run"] for group in watched.served} == {"test"}
+    left = json.loads((run / "metrics" / "targets.json").read_bytes())
+    assert left == [], "what has ended in order is no target, or it would look like what has died"
     exported = run / "checkpoints" / "step-25" / "hf"
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
     left = [process.name() for process in psutil.process_iter() if process.name().startswith("VLLM")]
     assert len(left) <= 2, f"more engine processes than this session's own: {left}"
+
+
+NO_DATA_WHEN_HEALTHY = {
+    "overview / Alerts firing / A": "no alert fires",
+    "flow / Failed rollouts / A": "no rollout fails, and reasons are labels that are not known before",
+    "flow / Object store / A": "`asyncrl up` starts its Ray without the agent that serves Ray's metrics",
+    "flow / Workers ended for memory / A": "the same",
+    "learning / KL to the reference / A": "the objective does not look at the reference",
+    "learning / Value loss / A": "the run has no critic",
+    "learning / Explained variance / A": "the same",
+    "learning / Clipped values / A": "the same",
+    "AsyncrlObjectStoreSpill": "as of the panel: none of Ray's metrics",
+    "AsyncrlWorkerOutOfMemory": "the same",
+}
+
+
+def test_every_query_of_every_panel_and_rule_finds_data_in_a_real_run(watched: WatchedRun) -> None:
+    """A rule's own answer is empty in a healthy run: what it selects must not be."""
+    prometheus = seen_by(watched)
+    empty = set()
+    for question in panel_questions():
+        query = concrete(question.expr, run="test", interval="10s")
+        if not prometheus.over(query, since_s=watched.since_s, until_s=watched.until_s):
+            empty.add(question.asked_by)
+    for question in rule_questions():
+        for selector in selectors(parsed(question.expr)):
+            if not prometheus.over(str(selector), since_s=watched.since_s, until_s=watched.until_s):
+                empty.add(question.asked_by)
+    assert empty == set(NO_DATA_WHEN_HEALTHY)
+
+
+def test_every_process_is_scraped_once_although_it_is_found_twice(watched: WatchedRun) -> None:
+    lines = seen_by(watched).scraped("up", until_s=watched.until_s)
+    roles = [line.labels["role"] for line in lines]
+    assert sorted(roles) == ["buffer", "generator", "learner"]
+    for line in lines:
+        moments = [moment for moment, _ in line.points]
+        assert min(after - before for before, after in pairwise(moments)) > 0.5, "two scrapes a second"
+
+
+@pytest.mark.parametrize("role", ["learner", "generator"])
+def test_state_seconds_add_up_to_wall_time(watched: WatchedRun, role: str) -> None:
+    """To 1 %. A line through all scrapes, since a value is read a little after the moment that its scrape is given."""
+    name = f"asyncrl_{role}_state_seconds_total"
+    totals: dict[float, float] = {}
+    for line in seen_by(watched).scraped(name, until_s=watched.until_s):
+        for moment, seconds in line.points:
+            totals[moment] = totals.get(moment, 0.0) + seconds
+    counting = {moment: total for moment, total in totals.items() if total > 0}
+    assert len(counting) >= 5
+    assert linear_regression([*counting], [*counting.values()]).slope == pytest.approx(1.0, abs=0.01)
+
+
+def seen_by(watched: WatchedRun) -> PrometheusServer:
+    if watched.prometheus is None:
+        pytest.skip("prometheus is not installed: `apt-get install prometheus`, as .ci/run does")
+    return watched.prometheus
 
 
 def test_a_critic_learns_beside_a_policy_that_waits_for_it(run_command: Run, model_path: str, tmp_path: Path) -> None:

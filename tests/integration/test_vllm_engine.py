@@ -1,18 +1,22 @@
 """vLLM keeps the engine's contract, loads weights exactly, and survives an update that stopped half way."""
 
 import asyncio
+import urllib.request
 from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
 import torch
 from engine_contract import CONTRACT, MAX_TOKENS, PROMPT
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from asyncrl.buffer.records import Version
 from asyncrl.errors import InfraError, TornReplica
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.vllm_engine import VLLMEngine
+from asyncrl.metrics.recorders import GeneratorMetrics
+from asyncrl.metrics.server import MetricsServer
 from asyncrl.weights.manifest import Manifest, Probe, check_parameters, layout
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -149,3 +153,31 @@ async def test_an_aborted_request_is_an_infra_failure(engine: VLLMEngine, traine
     await engine.abort()
     with pytest.raises(InfraError, match="aborted"):
         await pending
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_vllms_own_metrics_are_on_the_generators_port_beside_ours(engine: VLLMEngine, trainer: Trainer) -> None:
+    """`disable_log_stats`, a second engine or a registry that is swept would each leave them out or at 0."""
+    await engine.load(*trainer.publication(80))
+    metrics = GeneratorMetrics(environment="test")
+    metrics.policy_version(80)
+    with MetricsServer(metrics.registry, host="127.0.0.1", port=0) as server:
+        before = samples_at(server.url)
+        [completion] = await engine.generate(PROMPT, n=1, seed=1, temperature=1.0, max_tokens=MAX_TOKENS)
+        after = samples_at(server.url)
+    assert after["asyncrl_generator_policy_version"] == 80
+    generated = after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"]
+    assert generated == len(completion.token_ids) > 0
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total")
+    assert {f"vllm:{name}" for name in names} <= set(after), "the dashboards show these"
+
+
+def samples_at(url: str) -> dict[str, float]:
+    """Sums by name of what an endpoint serves."""
+    with urllib.request.urlopen(url, timeout=20) as response:
+        text = response.read().decode()
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums

@@ -14,6 +14,7 @@ from asyncrl.buffer.membership import RunState
 from asyncrl.buffer.records import Version
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ActorGone, NonFiniteError, ParityError, RowsLost, RunError, StallError
+from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.policy.interfaces import StepReport
 
 
@@ -51,6 +52,24 @@ async def test_seconds_of_the_loop_add_up_and_the_ranks_own_stages_are_theirs() 
     assert seconds["forward_backward"] == pytest.approx(3 * 0.5)
     assert seconds["optimizer"] == pytest.approx(3 * 0.25)
     assert sum(seconds.values()) == pytest.approx(scene.clock.now_s)
+
+
+@pytest.mark.asyncio
+async def test_state_seconds_add_up_and_an_evaluation_is_no_wait_for_groups() -> None:
+    scene = Scene()
+    evaluate = scene.evaluate
+
+    async def slow(*arguments: Any) -> Any:
+        scene.clock.now_s += 10.0
+        return await evaluate(*arguments)
+
+    scene.evaluate = slow  # type: ignore[method-assign]
+    await scene.run()
+    read = scene.metrics.registry.get_sample_value
+    seconds = {state: read("asyncrl_learner_state_seconds_total", {"state": state}) for state in LEARNER_STATES}
+    assert sum(value or 0.0 for value in seconds.values()) == pytest.approx(scene.clock.now_s)
+    assert seconds["waiting_for_groups"] == 0
+    assert (seconds["other"] or 0.0) >= 20.0
 
 
 @pytest.mark.asyncio

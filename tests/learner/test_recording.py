@@ -31,6 +31,11 @@ async def test_a_trained_step_is_recorded_with_what_it_trained() -> None:
     assert read("asyncrl_learner_steps_total", {"outcome": "trained"}) == 3
     assert read("asyncrl_learner_policy_version") == 3
     assert read("asyncrl_learner_loss") == 0.5
+    assert read("asyncrl_group_staleness_max_versions") == max(last.group_staleness)
+    assert read("asyncrl_stall_timeout_seconds") == scene.config.run.stall_timeout_s
+    assert read("asyncrl_weight_sync_timeout_seconds") == scene.config.weights.load_timeout_s
+    assert read("asyncrl_weight_lag_limit_versions") == 1
+    assert read("asyncrl_weight_parity_limit_nats") == 1e-4
 
 
 @pytest.mark.asyncio

@@ -4,15 +4,18 @@ import re
 
 import pytest
 
-from asyncrl.buffer.ledger import OPEN_FATES, Fate
+from asyncrl.buffer.ledger import OPEN_FATES, Event, Fate
 from asyncrl.buffer.records import CommitOutcome
+from asyncrl.environments.scoring_worker import RewardFailure
 from asyncrl.errors import FailureClass
 from asyncrl.metrics import docs
 from asyncrl.metrics.catalogue import (
+    BUFFER_EVENTS,
     BUFFER_STATES,
     CATALOGUE,
     FAILURE_CLASSES,
     FINAL_FATES,
+    REWARD_FAILURES,
     SAMPLE_OUTCOMES,
     Feed,
     Kind,
@@ -56,6 +59,8 @@ def test_label_values_are_those_of_the_layers_that_record_them() -> None:
     assert set(FAILURE_CLASSES) == set(FailureClass)
     assert {*FINAL_FATES, *BUFFER_STATES} == set(Fate)
     assert set(BUFFER_STATES) == OPEN_FATES
+    assert set(BUFFER_EVENTS) == set(Event)
+    assert set(REWARD_FAILURES) == set(RewardFailure)
 
 
 def test_docs_are_current() -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import math
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +21,7 @@ def learner() -> LearnerMetrics:
     metrics.run_info(CONFIG)
     metrics.heartbeat(unix_time_s=1.7e9)
     metrics.states_from(lambda: {"forward_backward": 2.5})
+    metrics.limits(stall_timeout_s=300.0, weight_sync_timeout_s=60.0, weight_lag_versions=2, weight_parity_nats=1e-4)
     metrics.step(outcome="trained", duration_s=0.3, tokens=640)
     metrics.diagnostics(
         reward_mean=0.5,
@@ -62,6 +64,7 @@ def generator() -> GeneratorMetrics:
     metrics.samples(8, outcome="accepted")
     metrics.rollout_failed(failure_class="data", reason="reward_raised")
     metrics.rewards((0.0, 1.0, 1.0))
+    metrics.scored(duration_s=0.02)
     metrics.reward_failed(reason="reward_timeout", samples=3)
     metrics.weight_update(outcome="applied", phase_seconds={"fetch": 0.01, "apply": 0.05})
     metrics.parity(7e-7)
@@ -74,8 +77,9 @@ def buffer() -> BufferMetrics:
     metrics.heartbeat(unix_time_s=1.7e9)
     metrics.limits(max_staleness_versions=2, capacity_groups=48, capacity_bytes=2**30)
     metrics.fill(reserved=16, ready=8, leased=16, bytes=4096, oldest_group_age_s=1.5)
-    metrics.events({"expired": 2, "duplicate": 1})
-    metrics.ledger(issued_groups=44, groups={"reserved": 40, "trained": 3, "failed": 1}, tokens={"trained": 900})
+    metrics.replicas({"generating": 2, "silent": 1})
+    metrics.events({"ticket_expired": 2, "commit_duplicate": 1})
+    metrics.ledger(issued_groups=45, groups={"reserved": 40, "trained": 3, "failed": 1}, tokens={"trained": 900})
     metrics.reserve_waited(0.01)
     metrics.lease_waited(0.2)
     return metrics
@@ -124,6 +128,9 @@ def test_values_arrive_under_their_names_and_labels() -> None:
     assert value(recorded, "asyncrl_generator_samples_total", outcome="failed") == 0, "present before the first one"
     assert value(recorded, "asyncrl_rollout_failures_total", **{"class": "data", "reason": "reward_raised"}) == 1
     assert value(buffer(), "asyncrl_buffer_groups", state="leased") == 16
+    assert value(buffer(), "asyncrl_ledger_unaccounted_groups") == 1
+    assert value(buffer(), "asyncrl_replicas", state="waiting") == 0
+    assert value(learner(), "asyncrl_group_staleness_max_versions") == 2
 
 
 def test_a_counted_histogram_is_what_one_by_one_would_give() -> None:
@@ -163,8 +170,8 @@ def test_a_scrape_survives_a_reader_that_raises_and_counters_never_fall() -> Non
 def test_totals_are_raised_to_and_a_smaller_total_is_a_new_start() -> None:
     recorded = BufferMetrics()
     for total in (3, 3, 7, 2):
-        recorded.events({"expired": total})
-    assert value(recorded, "asyncrl_buffer_events_total", event="expired") == 7 + 2
+        recorded.events({"retry": total})
+    assert value(recorded, "asyncrl_buffer_events_total", event="retry") == 7 + 2
 
 
 @pytest.mark.parametrize(
@@ -200,13 +207,25 @@ def test_a_nan_gauge_is_shown_as_such() -> None:
 def test_an_open_label_is_capped() -> None:
     metrics = GeneratorMetrics(environment="math")
     for number in range(3 * MAX_OPEN_VALUES):
-        metrics.reward_failed(reason=f"reason {number}", samples=1)
-    metrics.reward_failed(reason="reason 0", samples=1)
-    assert value(metrics, "asyncrl_reward_failures_total", reason="reason 0") == 2
-    assert value(metrics, "asyncrl_reward_failures_total", reason="other") == 2 * MAX_OPEN_VALUES
+        metrics.rollout_failed(failure_class="infra", reason=f"reason {number}")
+    metrics.rollout_failed(failure_class="infra", reason="reason 0")
+    name, infra = "asyncrl_rollout_failures_total", {"class": "infra"}
+    assert value(metrics, name, reason="reason 0", **infra) == 2
+    assert value(metrics, name, reason="other", **infra) == 2 * MAX_OPEN_VALUES
 
 
 def test_two_processes_worth_of_metrics_live_side_by_side() -> None:
     first, second = LearnerMetrics(), LearnerMetrics()
     first.parity(1.0)
-    assert value(second, "asyncrl_weight_parity_nats") == 0.0
+    assert math.isnan(value(second, "asyncrl_weight_parity_nats") or 0.0)
+
+
+@pytest.mark.parametrize("kind", [LearnerMetrics, GeneratorMetrics, BufferMetrics])
+def test_what_was_never_measured_is_nan_for_gauges_and_0_for_counters(kind: type[ProcessMetrics]) -> None:
+    metrics = kind(environment="math") if kind is GeneratorMetrics else kind()
+    for family in metrics.registry.collect():
+        for sample in family.samples:
+            if family.type == "gauge" and not sample.name.endswith("_created"):
+                assert math.isnan(sample.value), f"{sample} would read as measured, and an alert might hold for it"
+            elif family.type == "counter" and not sample.name.endswith("_created"):
+                assert sample.value == 0, sample

@@ -1,5 +1,6 @@
 """The endpoint: both registries over real HTTP, and none of F31's troubles reaches the process."""
 
+import json
 import logging
 import socket
 import urllib.error
@@ -11,6 +12,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from asyncrl.errors import ConfigError
 from asyncrl.metrics import server as server_module
+from asyncrl.metrics.discovery import Target, target_groups
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 20.0
 
 
-def scrape(url: str) -> str:
+def scrape(url: str | urllib.request.Request) -> str:
     with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
         return str(response.read().decode())
 
@@ -43,9 +45,52 @@ def test_it_serves_our_registry_and_the_default_one(server: MetricsServer) -> No
     assert "vllm:a_gauge_of_this_test 3.0" in text
 
 
+ACCEPTED = {
+    "Prometheus 2": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "Prometheus 3": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+}
+
+
+@pytest.mark.parametrize("accepted", ACCEPTED.values(), ids=ACCEPTED)
+def test_vllms_names_keep_their_colon_whatever_format_prometheus_prefers(server: MetricsServer, accepted: str) -> None:
+    engine_metric = Gauge("vllm:a_gauge_of_this_test", "Declared in the default registry, where vLLM declares its own.")
+    try:
+        text = scrape(urllib.request.Request(server.url, headers={"Accept": accepted}))
+    finally:
+        REGISTRY.unregister(engine_metric)
+    assert "vllm:a_gauge_of_this_test 0.0" in text
+
+
+def test_a_scrape_has_no_lines_of_when_a_series_began(server: MetricsServer) -> None:
+    text = scrape(server.url)
+    assert "asyncrl_learner_steps_total{" in text
+    assert "_created" not in text
+
+
 def test_the_port_is_chosen_and_the_address_is_loopback(server: MetricsServer) -> None:
     assert server.port > 0
     assert server.address == f"127.0.0.1:{server.port}"
+
+
+def test_sd_answers_with_the_targets_of_the_moment() -> None:
+    targets: list[Target] = []
+    registry = LearnerMetrics().registry
+    with MetricsServer(
+        registry, host="127.0.0.1", port=0, discovery=lambda: target_groups(run="r", targets=targets)
+    ) as running:
+        url = f"http://{running.address}/sd"
+        assert json.loads(scrape(url)) == []
+        targets.append(Target(role="buffer", replica="buffer", address="127.0.0.1:1"))
+        with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
+            assert response.headers["Content-Type"] == "application/json", "Prometheus refuses anything else"
+            [group] = json.loads(response.read())
+        assert group == {
+            "targets": ["127.0.0.1:1"],
+            "labels": {"run": "r", "role": "buffer", "replica": "buffer"},
+        }
+        assert "asyncrl_learner_policy_version" in scrape(running.url)
 
 
 def test_ipv6_addresses_are_written_with_brackets() -> None:

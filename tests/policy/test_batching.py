@@ -16,6 +16,7 @@ from asyncrl.policy.batching import (
     micro_batches,
     staleness_counts,
     token_batch,
+    tokens_passed,
     trained_mask,
     without_nonfinite,
 )
@@ -45,6 +46,12 @@ def test_f17_each_row_has_the_limit_of_its_own_ticket() -> None:
     check_staleness(group, step=STEP, limits=[1, 2], sample_ids=["a", "b"])
     with pytest.raises(StalenessViolation, match="sample b"):
         check_staleness(group, step=STEP, limits=[2, 1], sample_ids=["a", "b"])
+
+
+def test_what_passes_through_the_model_is_as_wide_as_the_longest_row_unless_it_is_packed() -> None:
+    parts = [token_batch([[1, 2, 3, 4], [1]]), token_batch([[1, 2]])]
+    assert tokens_passed(parts, packed=False) == (7, 10)
+    assert tokens_passed(parts, packed=True) == (7, 7)
 
 
 def test_a_token_newer_than_the_weights_stops_the_run() -> None:

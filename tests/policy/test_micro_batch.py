@@ -129,3 +129,13 @@ def test_a_penalty_on_entropy_has_the_gradient_of_the_one_made_of_logits_and_a_k
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert chunked.kernel.means()["kernel_ess_ratio"] == pytest.approx(1.0, rel=1e-4)
     assert logits.kernel.means() == {}, "a loss that takes logits is not measured"
+
+
+def test_kl_to_the_reference_is_that_of_its_column_and_missing_without_one() -> None:
+    data = on_policy(0, (2, 19, 5))
+    loss = ObjectiveLoss(PRESETS["dapo"].objective)
+    assert outcome(loss, data).sums.reference_tokens == 0
+    data["reference_policy_logprobs"] = data["generation_logprobs"] + math.log(2)
+    sums = outcome(loss, data).sums
+    assert sums.reference_tokens == sums.tokens == 26
+    assert sums.extremes()["kl_to_reference_nats"] == pytest.approx(1 - math.log(2), rel=1e-4)

@@ -47,6 +47,8 @@ def record(
         weight_decay=0.2,
         seconds={"optimizer": 1.0},
         nonfinite_tokens=sum(staleness.values()),
+        real_tokens=3 * len(outcomes),
+        passed_tokens=4 * len(outcomes),
     )
 
 
@@ -68,7 +70,11 @@ def test_losses_add_over_ranks_and_average_over_updates() -> None:
     # four outcomes of 3, 4 and 5
     assert found.loss_metrics == {"share": 1.2, "per_sample": 3.2, "own": 20.0}
     assert found.token_staleness == (4, 0, 0, 3)
-    assert found.diagnostics == {"silent_ratio": 0.25, "nonfinite_tokens": 7.0}, "no token, no log-ratio"
+    assert found.diagnostics == {
+        "silent_ratio": 0.25,
+        "nonfinite_tokens": 7.0,
+        "packing_efficiency_ratio": 0.75,
+    }, "no token, no log-ratio"
 
 
 def test_a_result_has_losses_of_all_ranks_by_update_and_every_micro_batchs_metrics() -> None:

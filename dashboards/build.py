@@ -1,0 +1,84 @@
+"""`python dashboards/build.py [--check]` writes the three dashboards as JSON, or checks that they are so.
+
+The JSON is sorted and has fixed uids, so that a change of a panel is a change of few lines. Grafana reads it by
+deploy/grafana/provisioning; importing a file by hand works as well: the data source is a variable.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import flow
+import learning
+import overview
+from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import dashboard as models
+from panels import DATASOURCE
+
+FOLDER = Path(__file__).parent
+BOARDS: dict[str, ModuleType] = {"overview": overview, "flow": flow, "learning": learning}
+TAG = "asyncrl"
+
+
+def board(module: ModuleType) -> str:
+    """One dashboard as JSON."""
+    built = (
+        dashboard.Dashboard(module.TITLE)
+        .uid(module.UID)
+        .description(module.DESCRIPTION)
+        .tags([TAG])
+        .refresh("10s")
+        .time("now-30m", "now")
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
+        .link(_to_the_others())
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
+        .with_variable(_values("run", "Run", "label_values(asyncrl_run_info, run)"))
+        .with_variable(
+            _values("replica", "Generators", 'label_values(asyncrl_generator_policy_version{run="$run"}, replica)')
+            .multi(True)
+            .include_all(True)
+            .all_value(".*")
+        )
+    )
+    number = 0
+    for title, panels in module.ROWS.items():
+        built = built.with_row(dashboard.Row(title).id(number := number + 1))
+        for panel in panels:
+            built = built.with_panel(panel.id(number := number + 1))
+    return json.dumps(built.build(), cls=JSONEncoder, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _to_the_others() -> dashboard.DashboardLink:
+    link = dashboard.DashboardLink("asyncrl").type(models.DashboardLinkType.DASHBOARDS).tags([TAG])
+    return link.as_dropdown(False).include_vars(True).keep_time(True)
+
+
+def _values(name: str, label: str, query: str) -> dashboard.QueryVariable:
+    return (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(DATASOURCE)
+        .query(query)
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(models.VariableSort.ALPHABETICAL_ASC)
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """0, or 1 when `--check` finds a file out of date."""
+    check, stale = arguments == ["--check"], []
+    for name, module in BOARDS.items():
+        path, text = FOLDER / f"{name}.json", board(module)
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(str(path))
+    if stale:
+        print(f"out of date: {', '.join(stale)}; run `python dashboards/build.py`", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,242 @@
+"""Flow: who waits for whom, from the reserved prompt to the loaded weights."""
+
+from panels import REPLICA, RUN, Query, lines, mean, quantiles, rate, state_shares
+
+TITLE = "asyncrl / Flow"
+UID = "asyncrl-flow"
+DESCRIPTION = "Who waits for whom: the path of a prompt, from its ticket to the weights that it helped to train."
+
+ROWS = {
+    "Who waits for whom": [
+        lines(
+            "Learner's time",
+            "Seconds of the learner by state, as shares. waiting_for_groups: add generators, or raise "
+            "staleness.max_versions. publish: raise weights.publish_every_steps.",
+            Query(state_shares("asyncrl_learner_state_seconds_total", RUN), "{{state}}"),
+            unit="percentunit",
+            shares=True,
+        ),
+        lines(
+            "Generators' time",
+            "Slot-seconds by state, as shares. blocked_on_staleness: add learner ranks, or raise "
+            "staleness.max_versions. blocked_on_capacity: raise buffer.capacity_groups. starved_of_prompts: add data, "
+            "or raise data.epochs.",
+            Query(state_shares("asyncrl_generator_state_seconds_total", REPLICA), "{{state}}"),
+            unit="percentunit",
+            shares=True,
+        ),
+        lines(
+            "Busy share of each generator",
+            "Share of its slots' time that a generator generates. One that stands out is slow, blocked or torn.",
+            Query(
+                rate("asyncrl_generator_state_seconds_total", f'state="generating", {REPLICA}', by="replica")
+                + " / "
+                + rate("asyncrl_generator_state_seconds_total", REPLICA, by="replica"),
+                "{{replica}}",
+            ),
+            unit="percentunit",
+        ),
+    ],
+    "Generators": [
+        lines(
+            "Generated tokens",
+            "Tokens that the engines read (a group's prompt once) and wrote.",
+            Query(rate("asyncrl_generator_tokens_total", REPLICA, by="kind"), "{{kind}}"),
+            unit="suffix: tokens/s",
+        ),
+        lines(
+            "Samples",
+            "Samples by what became of their group's commit. All but accepted are lost work.",
+            Query(rate("asyncrl_generator_samples_total", REPLICA, by="outcome"), "{{outcome}}"),
+            unit="suffix: samples/s",
+        ),
+        lines(
+            "Groups under way",
+            "Groups that each generator works on; at most generator.max_concurrent_groups.",
+            Query(f"asyncrl_generator_inflight_groups{{{REPLICA}}}", "{{replica}}"),
+            unit="suffix: groups",
+        ),
+        lines(
+            "Rollout",
+            "Time of a group from its start to its commit. It fails beyond generator.rollout_timeout_s.",
+            *quantiles("asyncrl_rollout_duration_seconds", REPLICA),
+            unit="s",
+        ),
+        lines(
+            "Scoring",
+            "Time to score a group, part of its rollout. Long: more environment.score_workers.",
+            *quantiles("asyncrl_reward_duration_seconds", REPLICA),
+            unit="s",
+        ),
+        lines(
+            "Failed rollouts",
+            "By class and reason: infra is retried elsewhere; data is not, and too many in a row stop the run "
+            "(generator.max_data_failures).",
+            Query(rate("asyncrl_rollout_failures_total", REPLICA, by="class, reason"), "{{class}}: {{reason}}"),
+            unit="suffix: groups/s",
+        ),
+        lines(
+            "Replicas",
+            "Generators that the buffer knows, by what they do; silent ones are forgotten after "
+            "buffer.heartbeat_timeout_s.",
+            Query(f"asyncrl_replicas{{{RUN}}}", "{{state}}"),
+            unit="suffix: replicas",
+        ),
+        lines(
+            "Engine's requests",
+            "vLLM's own count of what it decodes and what waits for room.",
+            Query(f"sum(vllm:num_requests_running{{{REPLICA}}})", "running"),
+            Query(f"sum(vllm:num_requests_waiting{{{REPLICA}}})", "waiting"),
+            unit="suffix: requests",
+        ),
+        lines(
+            "Key-value cache",
+            "Share of vLLM's cache that is in use, and the pace at which it pushes sequences out and computes them "
+            "again. Full: fewer generator.max_concurrent_groups, or more memory for it.",
+            Query(f"max by (replica) (vllm:kv_cache_usage_perc{{{REPLICA}}})", "used, {{replica}}"),
+            Query(rate("vllm:num_preemptions_total", REPLICA), "preemptions a second"),
+            unit="percentunit",
+        ),
+    ],
+    "Buffer": [
+        lines(
+            "Groups in the buffer",
+            "Groups that hold a slot, and how many fit. Near the limit generators are blocked on capacity.",
+            Query(f"asyncrl_buffer_groups{{{RUN}}}", "{{state}}"),
+            Query(f"asyncrl_buffer_capacity_groups{{{RUN}}}", "capacity"),
+            unit="suffix: groups",
+        ),
+        lines(
+            "Bytes in the buffer",
+            "Bytes of rows that are booked; a ticket books the worst case, its commit refunds the rest. The limit is "
+            "buffer.capacity_bytes.",
+            Query(f"asyncrl_buffer_bytes{{{RUN}}}", "booked"),
+            Query(f"asyncrl_buffer_capacity_bytes{{{RUN}}}", "capacity"),
+            unit="bytes",
+        ),
+        lines(
+            "Oldest group",
+            "Age of the oldest group that holds a slot. What only grows was forgotten by somebody.",
+            Query(f"asyncrl_buffer_oldest_group_age_seconds{{{RUN}}}", "age"),
+            unit="s",
+        ),
+        lines(
+            "Waits at the buffer",
+            "95th percentile of how long a reserve waits for tickets and the learner for a lease.",
+            *quantiles("asyncrl_buffer_reserve_wait_seconds", RUN, name="reserve")[1:],
+            *quantiles("asyncrl_buffer_lease_wait_seconds", RUN, name="lease")[1:],
+            unit="s",
+        ),
+        lines(
+            "Fates",
+            "Groups issued, and what became of them. Only trained and, by choice, filtered are as they should be.",
+            Query(rate("asyncrl_ledger_issued_groups_total", RUN), "issued"),
+            Query(rate("asyncrl_ledger_groups_total", RUN, by="fate"), "{{fate}}"),
+            unit="suffix: groups/s",
+        ),
+        lines(
+            "Tokens by fate",
+            "Generated tokens by what became of their group.",
+            Query(rate("asyncrl_ledger_tokens_total", RUN, by="fate"), "{{fate}}"),
+            unit="suffix: tokens/s",
+        ),
+        lines(
+            "Events",
+            "What happened besides the regular life of groups: retries, expired tickets, refused commits.",
+            Query(rate("asyncrl_buffer_events_total", f'event!="attempt", {RUN}', by="event"), "{{event}}"),
+            unit="suffix: events/s",
+        ),
+        lines(
+            "Unaccounted for",
+            "Groups that the ledger cannot place, and rows in the data plane. The first is 0, or there is a bug.",
+            Query(f"asyncrl_ledger_unaccounted_groups{{{RUN}}}", "groups without a fate"),
+            Query(f"asyncrl_rows_outstanding{{{RUN}}}", "rows of finished groups"),
+            unit="none",
+        ),
+    ],
+    "Learner": [
+        lines(
+            "Step",
+            "Time of a step from its lease to its ack.",
+            *quantiles("asyncrl_learner_step_duration_seconds", RUN),
+            unit="s",
+        ),
+        lines(
+            "Trained tokens",
+            "Completion tokens that went into an optimizer step.",
+            Query(rate("asyncrl_learner_tokens_total", RUN), "trained"),
+            unit="suffix: tokens/s",
+        ),
+        lines(
+            "Packing efficiency",
+            "Share of real tokens among all that go through the model. Low: learner.batching dynamic or packed.",
+            Query(f"asyncrl_learner_packing_efficiency_ratio{{{RUN}}}", "real tokens"),
+            unit="percentunit",
+        ),
+    ],
+    "Weights": [
+        lines(
+            "Versions",
+            "Steps trained, the newest published version, and what each generator runs.",
+            Query(f"asyncrl_learner_policy_version{{{RUN}}}", "learner"),
+            Query(f"asyncrl_published_policy_version{{{RUN}}}", "published"),
+            Query(f"asyncrl_generator_policy_version{{{REPLICA}}}", "{{replica}}"),
+            unit="none",
+            zero=False,
+        ),
+        lines(
+            "Lag of each generator",
+            "Versions that a generator is behind the published one. Beyond the limit it starts nothing.",
+            Query(
+                f"max by (run) (asyncrl_published_policy_version{{{RUN}}}) "
+                f"- on (run) group_right () asyncrl_generator_policy_version{{{REPLICA}}}",
+                "{{replica}}",
+            ),
+            Query(f"asyncrl_weight_lag_limit_versions{{{RUN}}}", "limit"),
+            unit="suffix: versions",
+        ),
+        lines(
+            "Updates",
+            "Versions offered to the generators, by outcome. torn and failed name a replica that could not load.",
+            Query(rate("asyncrl_weight_updates_total", REPLICA, by="outcome"), "{{outcome}}"),
+            unit="suffix: updates/s",
+        ),
+        lines(
+            "Publishing",
+            "Mean time of a publication: the step pays for the snapshot, delivery runs beside the next one.",
+            Query(mean("asyncrl_weight_publish_seconds", RUN, by="phase"), "{{phase}}"),
+            unit="s",
+        ),
+        lines(
+            "Loading",
+            "Mean time of a generator for an update. It stands still from pause to resume; the limit is "
+            "weights.load_timeout_s.",
+            Query(mean("asyncrl_weight_load_seconds", REPLICA, by="phase"), "{{phase}}"),
+            Query(f"asyncrl_weight_sync_timeout_seconds{{{RUN}}}", "limit"),
+            unit="s",
+        ),
+        lines(
+            "Published bytes",
+            "Bytes of weights that leave the learner.",
+            Query(rate("asyncrl_weight_bytes_total", RUN), "published"),
+            unit="Bps",
+        ),
+    ],
+    "Ray": [
+        lines(
+            "Object store",
+            "Bytes in Ray's object store by where they are; SPILLED went to the disk. Of the whole cluster, where its "
+            "metrics are scraped.",
+            Query("sum by (Location) (ray_object_store_memory)", "{{Location}}"),
+            unit="bytes",
+            span=12,
+        ),
+        lines(
+            "Workers ended for memory",
+            "Processes that Ray killed because a node ran out of memory.",
+            Query("sum by (Name) (increase(ray_memory_manager_worker_eviction_total[$__rate_interval]))", "{{Name}}"),
+            unit="none",
+            span=12,
+        ),
+    ],
+}

@@ -1,0 +1,154 @@
+"""What the three dashboards are made of: number, line and heat-map panels, and the queries that recur in them.
+
+Every panel is described and has a unit. Filters: `$run` is one run; `$replica` chooses generators, and only the queries
+of generators look at it. A query's range is `$__rate_interval`, so that it fits the data source's scrape interval.
+"""
+
+from typing import NamedTuple
+
+from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, timeseries
+from grafana_foundation_sdk.models import common as options
+from grafana_foundation_sdk.models import dashboard as models
+
+RUN = 'run="$run"'
+REPLICA = 'run="$run", replica=~"$replica"'
+DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+STATE_COLOURS = {
+    "generating": "green",
+    "forward_backward": "green",
+    "optimizer": "blue",
+    "log_probs": "super-light-blue",
+    "publish": "purple",
+    "paused_for_weights": "purple",
+    "checkpoint": "dark-purple",
+    "waiting_for_groups": "yellow",
+    "blocked_on_staleness": "yellow",
+    "blocked_on_capacity": "red",
+    "starved_of_prompts": "orange",
+    "idle": "#808080",
+    "other": "#808080",
+}
+"""Those of `asyncrl up`: green works, yellow waits for the other side, red is short of room."""
+
+HEALTHY, DOUBTFUL, BAD = "green", "yellow", "red"
+
+
+class Query(NamedTuple):
+    """PromQL, and the name of its lines: text with `{{label}}`."""
+
+    expr: str
+    legend: str
+
+
+Thresholds = list[tuple[float | None, str]]
+"""From which value on a number has a colour; the first is None, from the lowest on."""
+
+
+def number(
+    title: str, description: str, *queries: Query, unit: str, thresholds: Thresholds, span: int = 4
+) -> stat.Panel:
+    """The newest value, over a sparkline of the past ones."""
+    steps = [models.Threshold(value=value, color=colour) for value, colour in thresholds]
+    panel = (
+        stat.Panel()
+        .title(title)
+        .description(description)
+        .datasource(DATASOURCE)
+        .unit(unit)
+        .span(span)
+        .height(4)
+        .thresholds(dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps))
+        .color_scheme(dashboard.FieldColor().mode(models.FieldColorModeId.THRESHOLDS))
+        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+        .graph_mode(options.BigValueGraphMode.AREA)
+        .color_mode(options.BigValueColorMode.VALUE)
+        .no_value("–")
+    )
+    return panel.targets(_targets(queries))
+
+
+def lines(
+    title: str, description: str, *queries: Query, unit: str, span: int = 8, shares: bool = False, zero: bool = True
+) -> timeseries.Panel:
+    """Lines over time. `shares` add up to 1 and are stacked; with `zero` the axis begins there."""
+    panel = (
+        timeseries.Panel()
+        .title(title)
+        .description(description)
+        .datasource(DATASOURCE)
+        .unit(unit)
+        .span(span)
+        .height(8)
+        .legend(
+            common.VizLegendOptions()
+            .display_mode(options.LegendDisplayMode.LIST)
+            .placement(options.LegendPlacement.BOTTOM)
+        )
+        .tooltip(common.VizTooltipOptions().mode(options.TooltipDisplayMode.MULTI))
+        .line_width(1)
+        .fill_opacity(60 if shares else 5)
+        .show_points(options.VisibilityMode.NEVER)
+    )
+    if zero:
+        panel.axis_soft_min(0)
+    if shares:
+        panel.min(0).max(1)
+        panel.stacking(common.StackingConfig().mode(options.StackingMode.NORMAL).group("A"))
+        for state, colour in STATE_COLOURS.items():
+            fixed = models.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": colour})
+            panel.override_by_name(state, [fixed])
+    return panel.targets(_targets(queries))
+
+
+def heat(title: str, description: str, histogram: str, filters: str, *, unit: str, span: int = 8) -> heatmap.Panel:
+    """How many values fell into each bucket of a histogram, over time."""
+    expr = f"sum by (le) (increase({histogram}_bucket{{{filters}}}[$__rate_interval]))"
+    query = _target(Query(expr, "{{le}}"), "A").format("heatmap")
+    return (
+        heatmap.Panel()
+        .title(title)
+        .description(description)
+        .datasource(DATASOURCE)
+        .span(span)
+        .height(8)
+        .unit(unit)
+        .calculate(False)
+        .color(heatmap.HeatmapColorOptions().scheme("Viridis").steps(32))
+        .y_axis(heatmap.YAxisConfig().unit(unit))
+        .with_target(query)
+    )
+
+
+def rate(counter: str, filters: str, *, by: str = "") -> str:
+    """A counter's pace, a second, added up over processes."""
+    return f"sum{f' by ({by})' if by else ''} (rate({counter}{{{filters}}}[$__rate_interval]))"
+
+
+def mean(histogram: str, filters: str, *, by: str = "") -> str:
+    """The mean of what a histogram saw lately."""
+    return f"{rate(f'{histogram}_sum', filters, by=by)} / {rate(f'{histogram}_count', filters, by=by)}"
+
+
+def quantiles(histogram: str, filters: str, *, name: str = "") -> list[Query]:
+    """The median and the 95th percentile of what a histogram saw lately."""
+    buckets = rate(f"{histogram}_bucket", filters, by="le")
+    return [
+        Query(f"histogram_quantile({quantile}, {buckets})", f"{name} {legend}".strip())
+        for quantile, legend in ((0.5, "median"), (0.95, "95th percentile"))
+    ]
+
+
+def state_shares(counter: str, filters: str) -> str:
+    """Of all processes' time, the share of each state."""
+    return f"{rate(counter, filters, by='state')} / on () group_left () {rate(counter, filters)}"
+
+
+def _targets(queries: tuple[Query, ...]) -> list[prometheus.Dataquery]:
+    return [_target(query, chr(ord("A") + i)) for i, query in enumerate(queries)]
+
+
+def _target(query: Query, ref: str) -> prometheus.Dataquery:
+    return (
+        prometheus.Dataquery().expr(query.expr).legend_format(query.legend).ref_id(ref).range().datasource(DATASOURCE)
+    )

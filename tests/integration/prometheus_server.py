@@ -1,0 +1,124 @@
+"""A real Prometheus for a test: Debian's package, scraping one run every second with the rules of deploy/prometheus."""
+
+import json
+import math
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+
+PROGRAM = "prometheus"
+INTERVAL_S = 1
+READY_S = 30.0
+ANSWER_S = 30.0
+
+
+class Line(NamedTuple):
+    """One series of an answer: its labels, and (unix seconds, value) for each moment that it has one."""
+
+    labels: dict[str, str]
+    points: list[tuple[float, float]]
+
+
+class PrometheusServer:
+    """Runs from construction to `end`. Finds the run by `targets`, a file, and over HTTP at the learner's port."""
+
+    @staticmethod
+    def installed() -> bool:
+        return shutil.which(PROGRAM) is not None
+
+    def __init__(self, folder: Path, *, targets: Path, learner_port: int) -> None:
+        self._url = f"http://127.0.0.1:{free_port()}"
+        self._log = (folder / "prometheus.log").open("wb")
+        config = folder / "prometheus.yml"
+        config.write_text(yaml.safe_dump(_config(targets=targets, learner_port=learner_port)))
+        self.process = subprocess.Popen(
+            [
+                PROGRAM,
+                f"--config.file={config}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={self._url.removeprefix('http://')}",
+                "--log.level=warn",
+            ],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.end()
+            raise
+
+    def over(self, query: str, *, since_s: float, until_s: float) -> list[Line]:
+        """The query's answers at every second; what is no number is no answer."""
+        data = self._ask("query_range", query=query, start=f"{since_s}", end=f"{until_s}", step=f"{INTERVAL_S}")
+        lines = [Line(found["metric"], _numbers(found["values"])) for found in data["result"]]
+        return [line for line in lines if line.points]
+
+    def scraped(self, selector: str, *, until_s: float) -> list[Line]:
+        """The raw samples of the last hour, with the times of their scrapes."""
+        data = self._ask("query", query=f"{selector}[1h]", time=f"{until_s}")
+        return [Line(found["metric"], _numbers(found["values"])) for found in data["result"]]
+
+    def end(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+        self._log.close()
+
+    def _ask(self, what: str, **parameters: str) -> Any:
+        body = urllib.parse.urlencode(parameters).encode()
+        try:
+            with urllib.request.urlopen(f"{self._url}/api/v1/{what}", data=body, timeout=ANSWER_S) as response:
+                return json.loads(response.read())["data"]
+        except urllib.error.HTTPError as error:
+            pytest.fail(f"{parameters['query']}: {error.read().decode()}")
+
+    def _wait_until_ready(self) -> None:
+        deadline_s = time.monotonic() + READY_S
+        while True:
+            try:
+                urllib.request.urlopen(f"{self._url}/-/ready", timeout=ANSWER_S).close()
+            except OSError:
+                assert self.process.poll() is None, Path(self._log.name).read_text()
+                assert time.monotonic() < deadline_s, Path(self._log.name).read_text()
+                time.sleep(0.1)  # polling another process
+            else:
+                return
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def _config(*, targets: Path, learner_port: int) -> dict[str, Any]:
+    refresh = {"refresh_interval": f"{INTERVAL_S}s"}
+    return {
+        "global": {"scrape_interval": f"{INTERVAL_S}s", "evaluation_interval": f"{INTERVAL_S}s"},
+        "rule_files": [str(REPOSITORY / "deploy" / "prometheus" / "rules" / "*.yml")],
+        "scrape_configs": [
+            {
+                "job_name": "asyncrl",
+                "file_sd_configs": [{"files": [str(targets)], **refresh}],
+                "http_sd_configs": [{"url": f"http://127.0.0.1:{learner_port}/sd", **refresh}],
+            }
+        ],
+    }
+
+
+def _numbers(values: list[list[Any]]) -> list[tuple[float, float]]:
+    points = [(float(moment), float(value)) for moment, value in values]
+    return [point for point in points if not math.isnan(point[1])]
