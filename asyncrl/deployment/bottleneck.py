@@ -82,7 +82,7 @@ def bottleneck(learner_shares: Mapping[str, float], generator_shares: Mapping[st
     if blocked >= NOTABLE_SHARE:
         mend = "add learner ranks"
         if waiting < NEGLIGIBLE_SHARE:
-            mend += "; a lower staleness.max_versions would train fresher data at the same speed"
+            mend += "; a lower staleness.max_versions, above 0, would train fresher data at the same speed"
         return _found(Bound.LEARNER, "Generators wait for the learner", blocked, mend)
     return Bottleneck(
         bound=Bound.NOTHING, sentence=f"Neither side waits for more than {_percent(NOTABLE_SHARE)} of the time."

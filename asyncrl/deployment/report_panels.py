@@ -63,6 +63,18 @@ def learning(steps: Steps, evals: Sequence[EvalRecord]) -> str:
         chart("Gradient norm", "before clipping", lambda record: record.grad_norm),
         chart("Learning rate", "", lambda record: record.learning_rate),
     ]
+    if any("value_loss" in record.diagnostics for record in steps):
+        explained = curve(lambda record: record.diagnostics.get("explained_variance"))
+        figures += [
+            line_chart(
+                "Critic: explained variance",
+                xs,
+                [Series(name="explained variance", ys=explained, color="blue")],
+                unit="share of the returns' variance",
+                include=(0, 1),
+            ),
+            chart("Critic: loss", "", lambda record: record.diagnostics.get("value_loss")),
+        ]
     note = (
         "Held-out points are greedy answers to questions that were never issued. An effective sample size that falls "
         "says that data is too old: lower staleness.max_versions."

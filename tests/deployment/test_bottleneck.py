@@ -24,7 +24,7 @@ def test_doctests() -> None:
         (0.6, 0.1, Bound.GENERATORS, "the staleness limit holds them back 10 %"),
         (0.4, 0.4, Bound.STALENESS, "raise staleness.max_versions"),
         (0.1, 0.6, Bound.LEARNER, "add learner ranks."),
-        (0.0, 0.6, Bound.LEARNER, "a lower staleness.max_versions would train fresher data"),
+        (0.0, 0.6, Bound.LEARNER, "a lower staleness.max_versions, above 0, would train fresher data"),
         (0.1, 0.15, Bound.NOTHING, "Neither side waits"),
     ],
 )

@@ -119,6 +119,20 @@ def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Pat
     assert "prompt of step 39" in page.text
 
 
+def test_only_a_run_with_a_critic_shows_what_it_learns(tmp_path: Path, step_record: MakeStep) -> None:
+    critic = {"value_loss": 0.25, "explained_variance": 0.5, "value_clipped_ratio": 0.0}
+    steps = [
+        step_record(step, diagnostics=critic | {"explained_variance": None} if step == 0 else critic)
+        for step in range(5)
+    ]
+    page = Page(report_html(read_run(write_run(tmp_path / "ppo", steps))))
+    assert "Critic: explained variance" in page.text
+    assert "Critic: loss" in page.text
+    assert page.tags.count("svg") == 18
+    without = Page(report_html(read_run(write_run(tmp_path / "grpo", [step_record(step) for step in range(5)]))))
+    assert "Critic" not in without.text
+
+
 def test_an_end_without_an_error_is_said_once_and_times_are_for_people(tmp_path: Path) -> None:
     run = RunDir.create(Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}}))
     run.close(state="finished", reason="done")
