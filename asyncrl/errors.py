@@ -12,6 +12,7 @@ AsyncRLError
 │   ├── PlacementError         Ray has no room for a process within the deadline
 │   ├── ActorGone              the process behind a call has ended
 │   │   └── RowsLost           rows died with the process that kept them (F37)
+│   ├── MissingColumns         rows lack what a loss reads; nothing was trained
 │   ├── Offloaded              the model is off its devices for a refit, and was not brought back
 │   ├── NonFiniteError         too many non-finite steps in a row (F21)
 │   └── StalenessViolation     a token older than the limit reached a batch: our bug
@@ -105,6 +106,10 @@ def _rebuild_rows_lost(message: str, sample_ids: tuple[str, ...]) -> RowsLost:
 
 class PlacementError(RunError):
     """Ray has no room for a process within `ray.placement_timeout_s`."""
+
+
+class MissingColumns(RunError):
+    """Rows lack columns that a loss reads: all ranks found out before the first pass."""
 
 
 class Offloaded(RunError):

@@ -8,11 +8,12 @@ Legend: B rows, S tokens; `values_BS[b, t]` is V(before token t), T = S − 1 (t
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from asyncrl.algorithms.interfaces import LossType, MetricNormalization, masked_mean
+from asyncrl.algorithms.returns import ROUNDING
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import RunError
 
@@ -37,7 +38,7 @@ class ClippedValueLoss:
         if clip is not None and not clip > 0:
             raise RunError(f"the value clip is {clip:g}: it must be above 0, or None for no clip")
         self.clip = clip
-        self._reads = ("returns",) if clip is None else ("returns", "values")
+        self.columns = frozenset({"returns"} if clip is None else {"returns", "values"})
 
     def __call__(
         self,
@@ -46,9 +47,9 @@ class ClippedValueLoss:
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        missing = [name for name in self._reads if name not in data]
+        missing = sorted(self.columns - set(data))
         if missing:
-            raise RunError(f"the value loss reads {' and '.join(missing)}, which the rows do not have")
+            raise missing_value_columns(missing)
         mask_BT = (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)) > 0
 
         def inside(column_BS: torch.Tensor) -> torch.Tensor:
@@ -74,9 +75,15 @@ class ClippedValueLoss:
         }
 
 
+def missing_value_columns(names: Sequence[str]) -> RunError:
+    """What to raise where rows lack columns that the loss reads."""
+    return RunError(f"the value loss reads {' and '.join(names)}, which the rows do not have")
+
+
 def explained_variance(metrics: Mapping[str, float]) -> float:
     """1 − Var(R − V) / Var(R) of a step's normalised metrics: 1 is a perfect critic, 0 one that knows only the mean,
     below 0 a harmful one; NaN when all returns are equal."""
     spread = metrics["return_square_mean"] - metrics["return_mean"] ** 2
     left = metrics["value_error_square_mean"] - metrics["value_error_mean"] ** 2
-    return 1 - left / spread if spread > 0 else math.nan
+    # of equal returns, what is left are the sums' rounding errors
+    return 1 - left / spread if spread > ROUNDING * metrics["return_square_mean"] else math.nan

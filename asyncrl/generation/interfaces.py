@@ -144,7 +144,8 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def update_weights_from_collective(self) -> list[ray.ObjectRef[bool]]:
-        """Every engine takes part in one broadcast, and applies it. Returns at once."""
+        """Every engine takes part in one broadcast, and applies it, also when it has that version: whoever numbers them
+        anew sends other weights. VersionRegression for an older one. Returns at once."""
 
     @abstractmethod
     def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:

@@ -71,7 +71,8 @@ def build_estimator(config: Config) -> TokenEstimator:
 
 def critic_numbers(report: StepReport) -> dict[str, float]:
     """A trained step's `value_loss`, `explained_variance` and `value_clipped_ratio`; nothing of a step without a
-    trained token. The variance is explained by the values before the step's first update."""
+    trained token. Variance is explained by the values that a token's update begins with: in a step of one update those
+    that its advantages were made of."""
     if not report.loss_metrics:
         return {}
     return {

@@ -14,8 +14,9 @@ function that takes `group` is a collective over it, and raises on all ranks whe
 
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -90,9 +91,10 @@ def save_checkpoint(
     """Writes the weights, and the optimizer when it has a path, each to a directory that all ranks see.
 
     A complete checkpoint at a path is replaced once the new one is whole; CheckpointError when something else is there,
-    or when a rank cannot write.
+    when one path lies in the other, or when a rank cannot write.
     """
     paths = [weights_path] if optimizer_path is None else [weights_path, optimizer_path]
+    _on_first_rank(lambda: _check_apart(paths), group=group)
     _on_first_rank(lambda: list(map(_prepare, paths)), group=group)
     reshard(model)
     _write_state(_weights(model), _unfinished(weights_path), group=group)
@@ -143,6 +145,16 @@ def _unfinished(path: Path) -> Path:
 def _replaced(path: Path) -> Path:
     """Where the complete checkpoint at `path` stays while another takes its place."""
     return path.with_name(path.name + ".replaced")
+
+
+def _check_apart(paths: Sequence[Path]) -> None:
+    """CheckpointError when one is the other, or in it: to publish one would then replace the other."""
+    for path, other in permutations([path.resolve() for path in paths], 2):
+        if path.is_relative_to(other):
+            raise CheckpointError(
+                f"weights and optimizer go to {paths[0]} and {paths[1]}: name two directories of which none is in the "
+                "other; nothing was written"
+            )
 
 
 def _prepare(path: Path) -> None:

@@ -26,7 +26,7 @@ class StepReport:
     """What one step did, over all ranks.
 
     `skipped`: nothing was applied because every update was non-finite on some rank (F21). A step without a trained
-    token applies no update either, but is not skipped.
+    token applies no update either, but is not skipped. In eval mode: what training would have reported.
     """
 
     skipped: bool = False
@@ -120,13 +120,13 @@ class PolicyInterface(ABC):
     ) -> dict[str, Any]:
         """One optimizer step for every `gbs` rows (all of them unless given), one scheduler step a call.
 
-        `data` has the columns that the loss reads, or RunError names what is missing: `staleness` [B, S], in versions,
-        among them where the proximal policy is interpolated. `advantages` may be [B, S] or [B]. `mbs` rows of a rank
-        share a pass, padded, when it is given. In eval mode nothing changes. Returns `loss`, `grad_norm` float32
-        [steps], `all_mb_metrics` (by name a value for every micro-batch of all ranks: the loss's own, `lr`, `wd` and
-        its update's `global_valid_seqs` and `global_valid_toks`), `timing` (seconds by stage) and `report`, a
+        `data` has the columns that the loss reads, or MissingColumns names what it lacks: `staleness` [B, S], in
+        versions, among them where the proximal policy is interpolated. `advantages` may be [B, S] or [B]. `mbs` rows
+        of a rank share a pass, padded, when it is given. In eval mode nothing changes. Returns `loss`, `grad_norm`
+        float32 [steps], `all_mb_metrics` (by name a value for every micro-batch of all ranks: the loss's own, `lr`,
+        `wd` and its update's `global_valid_seqs` and `global_valid_toks`), `timing` (seconds by stage) and `report`, a
         `StepReport`. AssertionError when the rows are no multiple of `gbs`, or `gbs` of the ranks unless it is all
-        rows.
+        rows, or `mbs` is no positive number.
         """
 
     @abstractmethod
@@ -196,7 +196,8 @@ class ColocatablePolicyInterface(PolicyInterface):
     @abstractmethod
     def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, Any]:
         """The next group, `keys`, in memory that an engine on the device opens: what to open, by device. The group
-        before it is freed. AssertionError before `prepare_weights_for_ipc`; WeightError out of its order."""
+        before it is freed. AssertionError before `prepare_weights_for_ipc`; WeightError out of its order, and when the
+        policy was trained or loaded since."""
 
     @abstractmethod
     def offload_before_refit(self) -> None:

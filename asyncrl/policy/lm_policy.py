@@ -31,4 +31,4 @@ class Policy(RefitDriver):
 
     def save_hf(self, path: Path) -> None:
         """Writes a Hugging Face directory that vLLM serves, on rank 0's node."""
-        self._ranks.call("save_hf", path)
+        self._ranks.call("save_hf", path.absolute())

@@ -13,7 +13,7 @@ from asyncrl.data_plane.interfaces import PAD_SEQLEN, KVBatchMeta
 from asyncrl.data_plane.sharding import shard_meta_for_dp
 from asyncrl.policy.batching import MIN_WIDTH
 from asyncrl.policy.interfaces import Timer
-from asyncrl.policy.rank_driver import RankDriver, timed, trained
+from asyncrl.policy.rank_driver import RankDriver, check_micro_batch_size, timed, trained
 
 
 class MetaDriver(RankDriver):
@@ -72,6 +72,7 @@ class MetaDriver(RankDriver):
         self, meta: KVBatchMeta, *, rows_per_update: int, micro_batch_size: int | None, stage: str
     ) -> list[KVBatchMeta]:
         """A meta a rank, cut as `_cut` cuts rows."""
+        check_micro_batch_size(micro_batch_size)
         self._stamp_pad_seqlen(meta)
         if rows_per_update == meta.size and meta.size % self._ranks.size:
             return shard_meta_for_dp(meta, dp_world=self._ranks.size, allow_uneven_shards=True)[0]

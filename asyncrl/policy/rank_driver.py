@@ -13,7 +13,7 @@ import torch
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs
+from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs, require
 from asyncrl.policy.batching import MIN_WIDTH
 from asyncrl.policy.interfaces import Timer
 from asyncrl.policy.rank_actor import RankKind
@@ -73,7 +73,8 @@ class RankDriver:
         optimizer_path: str | Path | None = None,
         tokenizer_path: str | Path | None = None,
     ) -> None:
-        paths = [path and Path(path) for path in (weights_path, optimizer_path, tokenizer_path)]
+        # a rank's working directory is another
+        paths = [path and Path(path).absolute() for path in (weights_path, optimizer_path, tokenizer_path)]
         self._ranks.call("save_checkpoint", *paths)
 
     def shutdown(self) -> bool:
@@ -106,6 +107,7 @@ class RankDriver:
         self, data: BatchedDataDict, *, rows_per_update: int | None, micro_batch_size: int | None
     ) -> tuple[Sequence[BatchedDataDict], list[int] | None]:
         """A shard a rank, and how to restore the order of a single update's rows (None: it was kept)."""
+        check_micro_batch_size(micro_batch_size)
         if rows_per_update == data.size and data.size % self._ranks.size:
             return data.shard_by_batch_size(self._ranks.size, allow_uneven_shards=True), None
         packing, dynamic = self._packing_args("train_mb_tokens") if micro_batch_size is None else (None, None)
@@ -159,6 +161,11 @@ def trained(records: Sequence[RankRecord], loss_fn: LossFunction | ValueLossFunc
 def timed(timer: Timer | None, label: str) -> Any:
     """`timer.time(label)`, or nothing."""
     return nullcontext() if timer is None else timer.time(label)
+
+
+def check_micro_batch_size(rows: int | None) -> None:
+    """AssertionError here, where it ends no rank."""
+    require(rows is None or rows > 0, f"micro_batch_size (mbs) is {rows}, it must be at least 1")
 
 
 def _check_widths(data: BatchedDataDict) -> None:

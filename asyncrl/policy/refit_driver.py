@@ -89,5 +89,6 @@ class RefitDriver(RankDriver, ColocatablePolicyInterface):
     def _next(self, version: Version | None) -> Version:
         if version is None:
             version = Version(1, 0) if self._sent is None else Version(self._sent.incarnation, self._sent.step + 1)
-        self._sent = version
+        # an older one is for the engines to refuse; what comes after it is newer than all
+        self._sent = version if self._sent is None else max(self._sent, version)
         return version

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
-from asyncrl.algorithms.interfaces import LossFunction
+from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.loss import SOURCE_COLUMNS, ObjectiveLoss, interpolated_proximal, missing_columns
+from asyncrl.algorithms.value_loss import ClippedValueLoss, missing_value_columns
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import MissingColumns
 from asyncrl.policy.batching import count_trained, empty_micro_batch, micro_batches, trained_mask
 from asyncrl.policy.step_report import UpdatePlan, global_plan
 
@@ -71,17 +73,23 @@ def planned_updates(
     return updates
 
 
-def check_columns(loss_fn: LossFunction, data: BatchedDataDict, *, gather: Callable[[Any], list[Any]]) -> None:
-    """RunError, on all ranks, when the rows of any lack a column that the loss reads. A collective.
+def check_columns(
+    loss_fn: LossFunction | ValueLossFunction, data: BatchedDataDict, *, gather: Callable[[Any], list[Any]]
+) -> None:
+    """MissingColumns, on all ranks, when the rows of any lack a column that the loss reads. A collective.
 
     A step's only update makes `prev_logprobs` of its own pass, but not before bounds are calibrated.
     """
-    if not isinstance(loss_fn, ObjectiveLoss):
+    if not isinstance(loss_fn, ObjectiveLoss | ClippedValueLoss):
         return
-    needed = {*loss_fn.columns} - {CURRENT} | ({CURRENT} if needs_calibration(loss_fn.objective) else set())
+    needed = {*loss_fn.columns}
+    if isinstance(loss_fn, ObjectiveLoss):
+        needed = needed - {CURRENT} | {"advantages"} | ({CURRENT} if needs_calibration(loss_fn.objective) else set())
     missing = gather(needed - set(data) if data.size else set())
     if any(missing):
-        raise missing_columns(sorted(set().union(*missing)))
+        names = sorted(set().union(*missing))
+        error = missing_columns(names) if isinstance(loss_fn, ObjectiveLoss) else missing_value_columns(names)
+        raise MissingColumns(str(error))
 
 
 def needs_reference(loss_fn: LossFunction) -> bool:

@@ -40,6 +40,7 @@ from asyncrl.weights.transports.ipc import (
     get_weights_ipc_handles,
     prepare_weights_for_ipc,
     release_weights_for_ipc,
+    void_weights_for_ipc,
 )
 from asyncrl.weights.transports.peers import Peers, Rendezvous
 
@@ -80,8 +81,8 @@ class PolicyWorker(ShardedWorker[LossFunction]):
     ) -> RankRecord:
         """`ShardedWorker.train`; `advantages`, if the loss reads them, may be a value a row [B].
 
-        RunError, on all ranks, when a column that the loss reads is missing; tokens without a number in one are left
-        out, and counted.
+        MissingColumns, on all ranks, when the loss reads a column that is not there; tokens without a number in one are
+        left out, and counted.
         """
         data = copy.copy(data)
         if "advantages" in data and data["advantages"].ndim == 1:
@@ -98,6 +99,8 @@ class PolicyWorker(ShardedWorker[LossFunction]):
             eval_mode=eval_mode,
             step=step,
         )
+        if not eval_mode:
+            void_weights_for_ipc(self)
         return replace(record, nonfinite_tokens=nonfinite_tokens)
 
     def _step_loss(self, loss_fn: LossFunction, updates: Sequence[PlannedUpdate]) -> LossFunction:
@@ -189,6 +192,11 @@ class PolicyWorker(ShardedWorker[LossFunction]):
             is_writer=self.rank == 0,
         )
         self.gather(None)
+
+    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
+        """`ShardedWorker.load_checkpoint`."""
+        super().load_checkpoint(weights_path, optimizer_path)
+        void_weights_for_ipc(self)
 
     # -- refits: the calls of `RefitDriver`, on a rank -------------------------------------------------------------
 

@@ -107,7 +107,7 @@ def whitened_advantages(
         moments = masked_moments(found.advantages_BS, trained_mask(data))
     moments = add_up(moments)
     if not bool(torch.isfinite(moments).all()):
-        raise RunError("advantages of the step are not finite: the critic's values, or the rewards, are no numbers")
+        raise RunError(f"advantages of the step are not finite: something in {', '.join(estimator.reads)} is no number")
     if found is None:
         return None
     advantages_BS = whiten(found.advantages_BS, trained_mask(data), moments=moments)

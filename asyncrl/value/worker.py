@@ -12,11 +12,34 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.batching import trained_mask
 from asyncrl.policy.micro_batch import MicroBatchOutcome
 from asyncrl.policy.sharded_worker import ShardedWorker
+from asyncrl.policy.step_plan import check_columns
+from asyncrl.policy.step_report import RankRecord
 from asyncrl.value.model import load_value_model, model_values
 
 
 class ValueWorker(ShardedWorker[ValueLossFunction]):
     """A rank of the critic that grows from the language model at `model_path`."""
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: ValueLossFunction,
+        *,
+        rows_per_update: int,
+        micro_batch_size: int | None = None,
+        eval_mode: bool = False,
+        step: int | None = None,
+    ) -> RankRecord:
+        """`ShardedWorker.train`. MissingColumns, on all ranks, when the loss reads a column that is not there."""
+        check_columns(loss_fn, data, gather=self.gather)
+        return super().train(
+            data,
+            loss_fn,
+            rows_per_update=rows_per_update,
+            micro_batch_size=micro_batch_size,
+            eval_mode=eval_mode,
+            step=step,
+        )
 
     def get_values(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`values` float32 [B, S] of this rank's rows; 0 at the first token and beyond a row's length. Reads

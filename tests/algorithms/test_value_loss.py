@@ -142,6 +142,15 @@ def test_explained_variance_of_equal_returns_was_not_measured() -> None:
     assert math.isnan(explained_variance({**means, "value_error_square_mean": 2.0}))
 
 
+@pytest.mark.parametrize("equal", [0.1, 0.7, -2.3, 1e-4])
+@pytest.mark.parametrize("tokens", [333, 5000])
+def test_the_rounding_of_equal_returns_is_no_variance(equal: float, tokens: int) -> None:
+    shape = (1, tokens + 1)
+    data = BatchedDataDict(returns=torch.full(shape, equal), token_mask=torch.ones(shape), sample_mask=torch.ones(1))
+    _, sums = run(ClippedValueLoss(clip=None), torch.randn(shape), data, tokens)
+    assert math.isnan(explained_variance({name: value / tokens for name, value in sums.items()}))
+
+
 @pytest.mark.parametrize("clip", [0.0, -0.1, math.nan])
 def test_a_clip_that_is_not_positive_is_refused(clip: float) -> None:
     with pytest.raises(RunError, match="must be above 0"):

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -289,6 +290,20 @@ def _faults(folder: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
     interrupted("before the marker", checkpoint, "_finish", out_of_disk)
     interrupted("disk full on rank 1", checkpoint, "HuggingFaceStorageWriter", FullOnRank1)
     interrupted("between the renames", Path, "rename", all_but_the_new_weights)
+
+    path, errors = saved("one in the other"), []
+    for weights, optimizer in (
+        ("weights", "weights"),
+        ("weights", "weights/optimizer"),
+        ("optimizer/weights", "optimizer"),
+        ("weights", "optimizer/../weights"),
+    ):
+        save = partial(save_checkpoint, second.model, second.optimizer, train_calls=7, group=group)
+        errors.append(_raised(partial(save, weights_path=path / weights, optimizer_path=path / optimizer)))
+    toy = Sharded(group=group, seed=5)
+    toy.load(path)
+    found["one in the other"] = {"errors": errors, "left": toy.state()}
+    dist.barrier()
 
     foreign = folder / "foreign"
     on_first(lambda: (foreign / "weights").mkdir(parents=True))

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,9 +15,10 @@ from torch.distributed import FileStore
 from asyncrl.algorithms.interfaces import LossInputType, LossType, masked_mean
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss, gather_logprobs
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.buffer.records import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import LP_SEED_FIELDS
-from asyncrl.errors import Offloaded, RunError
+from asyncrl.errors import Offloaded, RunError, WeightError
 from asyncrl.policy.batching import token_batch
 from asyncrl.policy.interfaces import StepReport
 from asyncrl.policy.sharded import reshard
@@ -221,10 +223,20 @@ def _offload_scenario(worker: Any) -> dict[str, Any]:
             policy.offload_after_refit()
             found["after"] = _refusals(policy)
             policy.prepare_for_training()
+        first_group, *_ = policy.prepare_weights_for_ipc(1, Version(1, 0))
         train_step(policy, make_batch(), micro_batch_size=4)
+        found["outdated"] = _raises(WeightError, partial(policy.get_weights_ipc_handles, first_group))
         found[name] = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
         policy.close()
     return found
+
+
+def _raises(kind: type[Exception], call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except kind:
+        return True
+    return False
 
 
 def _refusals(policy: PolicyWorker) -> list[str]:
@@ -238,13 +250,7 @@ def _refusals(policy: PolicyWorker) -> list[str]:
         "score": lambda: policy.get_logprobs(shard),
         "gather": lambda: list(policy.gather_weights()),
     }
-    refused = []
-    for name, call in calls.items():
-        try:
-            call()
-        except Offloaded:
-            refused.append(name)
-    return refused
+    return [name for name, call in calls.items() if _raises(Offloaded, call)]
 
 
 def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str, Any]:

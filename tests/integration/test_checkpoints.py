@@ -144,6 +144,13 @@ def test_f7_f27_a_save_that_dies_leaves_the_last_one_and_the_next_one_works(fold
         assert found["files"] == ["optimizer", "weights"], "leftovers must be cleaned"
 
 
+def test_weights_and_optimizer_in_one_directory_are_refused_and_what_is_there_stays(folder: Path) -> None:
+    for ranks in results(folder, "saved", 2):
+        found = ranks["faults"]["one in the other"]
+        assert all(error[0] == "CheckpointError" and "nothing was written" in error[1] for error in found["errors"])
+        assert_alike(found["left"], ranks["faults"]["first"], rtol=0)
+
+
 def test_a_directory_that_is_no_checkpoint_is_not_replaced(folder: Path) -> None:
     for ranks in results(folder, "saved", 2):
         assert ranks["faults"]["foreign"]["kept"]

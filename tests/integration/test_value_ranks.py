@@ -172,3 +172,12 @@ def test_f24_a_step_without_a_trained_token_changes_nothing(results: Any, world:
         found = rank["untrained"]
         assert found["trained"].outcomes == ()
         assert all(np.array_equal(found["weights"][name], found["first"][name]) for name in found["first"])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_column_that_is_missing_is_refused_by_all_ranks_before_a_pass(
+    results: dict[int, list[dict[str, Any]]], world: int
+) -> None:
+    """Ranks without rows, of four the last ones, hear of it too."""
+    said = {rank["without returns"] for rank in results[world]}
+    assert said == {"the value loss reads returns, which the rows do not have"}

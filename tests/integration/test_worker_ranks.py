@@ -321,5 +321,6 @@ def test_training_goes_on_from_what_was_offloaded_as_if_it_had_stayed(results: A
     assert found["gradients"] == 0
     assert found["before"] == ["train"], "without the optimizer, weights can still be read and sent"
     assert found["after"] == ["train", "evaluate", "score", "gather"]
+    assert found["outdated"], "half of the old weights and half of the new ones would be sent as one version"
     stayed, returned = found["on the device"], found["offloaded"]
     assert all(np.array_equal(stayed[name], returned[name]) for name in stayed)

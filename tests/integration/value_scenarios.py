@@ -13,6 +13,7 @@ from torch.distributed import FileStore
 
 from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import MissingColumns
 from asyncrl.policy.sharded import gather_weights
 from asyncrl.value.worker import ValueWorker
 
@@ -59,6 +60,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
     found = {name: _cut(critic, learner) for critic, name, learner in on_fresh_workers(worker, CUTS)}
     few = value_batch().slice(0, 5).shard_by_batch_size(world_size, allow_uneven_shards=True)[rank]
     found["uneven"] = _trained(worker("uneven", micro_batch_size=1), few, rows=5)
+    found["without returns"] = _refused(worker("without returns"), few)
     for name, batch in (("poisoned", poisoned_batch()), ("untrained", untrained_batch())):
         shard = batch.shard_by_batch_size(world_size)[rank]
         found[name] = _trained(worker(name), shard, rows=shard.size)
@@ -93,6 +95,17 @@ def _trained(critic: ValueWorker, shard: BatchedDataDict, *, rows: int) -> dict[
     found["weights"] = _weights(critic)
     critic.close()
     return found
+
+
+def _refused(critic: ValueWorker, shard: BatchedDataDict) -> str:
+    bare = BatchedDataDict({name: column for name, column in shard.items() if name != "returns"})
+    try:
+        critic.train(bare, LOSS, rows_per_update=5)
+    except MissingColumns as error:
+        return str(error)
+    finally:
+        critic.close()
+    return "nothing"
 
 
 def _weights(critic: ValueWorker) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ import torch
 from noted_ranks import DYNAMIC, LOSS, PACKED, named, on, settings, tq_on
 from tiny_groups import make_batch
 
+from asyncrl.buffer.records import Version
 from asyncrl.data import BatchedDataDict
 from asyncrl.errors import RunError
 from asyncrl.policy.lm_policy import Policy
@@ -96,7 +97,36 @@ def test_gbs_mbs_and_eval_mode_reach_the_ranks_and_mbs_means_padded() -> None:
     assert noted.calls[-1][2] == {"micro_batch_size": 3}
 
 
-def test_lifecycle_calls_reach_every_rank_and_paths_may_be_texts() -> None:
+@pytest.mark.parametrize("mbs", [0, -1])
+def test_a_micro_batch_without_rows_is_refused_before_a_rank_hears_of_it(
+    mbs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, noted, _ = tq_on(2, monkeypatch)
+    noted.calls.clear()
+    batch = make_batch()
+    for call in (
+        lambda: policy.train(batch, LOSS, mbs=mbs),
+        lambda: policy.train(batch.slice(0, 3), LOSS, mbs=mbs),
+        lambda: policy.get_reference_policy_logprobs(batch, mbs),
+        lambda: policy.train_from_meta(named(batch), LOSS, mbs=mbs),
+        lambda: policy.get_logprobs_from_meta(named(batch), micro_batch_size=mbs),
+    ):
+        with pytest.raises(AssertionError, match=f"is {mbs}, it must be at least 1"):
+            call()
+    assert not noted.calls, "a rank was called"
+
+
+def test_weights_without_a_version_of_their_own_are_newer_than_all_that_were_sent() -> None:
+    policy = Policy(settings(), model_path="nowhere")
+    noted = on(policy, ranks=2)
+    for version in (None, Version(2, 7), Version(1, 3), None):
+        policy.prepare_weights_for_ipc(version=version)
+    sent = [args[1] for _, [args], _ in noted.calls]
+    assert sent == [Version(1, 0), Version(2, 7), Version(1, 3), Version(2, 8)]
+
+
+def test_lifecycle_calls_reach_every_rank_and_paths_are_the_callers() -> None:
+    here = Path.cwd()
     policy, critic = Policy(settings(), model_path="nowhere"), Value(settings(), model_path="nowhere")
     for driver in (policy, critic):
         noted = on(driver, ranks=2)
@@ -107,10 +137,13 @@ def test_lifecycle_calls_reach_every_rank_and_paths_may_be_texts() -> None:
         assert [(name, args) for name, args, _ in noted.calls] == [
             ("prepare_for_training", [()]),
             ("finish_training", [()]),
-            ("save_checkpoint", [(Path("a/weights"), Path("a/optimizer"), Path("a/tokenizer"))]),
-            ("save_checkpoint", [(Path("weights"), None, None)]),
+            ("save_checkpoint", [(here / "a/weights", here / "a/optimizer", here / "a/tokenizer")]),
+            ("save_checkpoint", [(here / "weights", None, None)]),
         ]
         assert driver.shutdown()
+    noted = on(policy, ranks=2)
+    policy.save_hf(Path("a/hf"))
+    assert noted.calls == [("save_hf", [(here / "a/hf",)], {})], "ranks have a working directory of their own"
     noted = on(critic, ranks=2)
     critic.prepare_for_inference()
     assert [name for name, *_ in noted.calls] == ["prepare_for_training"]

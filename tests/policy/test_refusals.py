@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import CollectiveError, Offloaded, RowsLost, WeightError
+from asyncrl.errors import CheckpointError, CollectiveError, MissingColumns, Offloaded, RowsLost, WeightError
 from asyncrl.policy.rank_actor import POLICY_RANKS, RankActor
 from asyncrl.policy.ranks import RankGroup
 
@@ -26,7 +26,14 @@ def rank() -> RankActor:
     return actor
 
 
-REFUSED = [RowsLost("gone", sample_ids=["a"]), Offloaded("away"), WeightError("another order"), CollectiveError("late")]
+REFUSED = [
+    RowsLost("gone", sample_ids=["a"]),
+    MissingColumns("returns"),
+    Offloaded("away"),
+    WeightError("another order"),
+    CollectiveError("late"),
+    CheckpointError("no space left on device"),
+]
 
 
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda error: type(error).__name__)

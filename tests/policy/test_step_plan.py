@@ -8,8 +8,9 @@ import torch
 
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS, resolve_objective
+from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import RunError
+from asyncrl.errors import MissingColumns
 from asyncrl.policy.batching import empty_micro_batch
 from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, check_columns
 from asyncrl.policy.step_report import UpdatePlan
@@ -93,14 +94,25 @@ def test_a_missing_column_is_named_on_every_rank(name: str, given: set[str], mis
         sent.append(value)
         return [value, set()]
 
-    with pytest.raises(RunError, match=f"algorithm.loss reads {missing}, which"):
+    with pytest.raises(MissingColumns, match=f"algorithm.loss reads {missing}, which"):
         check_columns(loss, data, gather=gather)
     # a rank without rows misses nothing, and hears of the other
-    with pytest.raises(RunError, match=missing):
+    with pytest.raises(MissingColumns, match=missing):
         check_columns(loss, BatchedDataDict(), gather=lambda own: [own, sent[0]])
 
 
+def test_a_batch_without_advantages_or_returns_is_refused_like_one_without_log_probs() -> None:
+    data = BatchedDataDict(generation_logprobs=torch.zeros(1, 2), values=torch.zeros(1, 2))
+    for loss, missing in (
+        (ObjectiveLoss(PRESETS["tis"].objective), "algorithm.loss reads advantages"),
+        (ClippedValueLoss(clip=0.2), "value loss reads returns"),
+    ):
+        with pytest.raises(MissingColumns, match=missing):
+            check_columns(loss, data, gather=lambda own: [own])
+
+
 def test_what_is_there_or_made_in_the_pass_is_not_missing() -> None:
-    data = BatchedDataDict(generation_logprobs=torch.zeros(1, 2))
+    data = BatchedDataDict(generation_logprobs=torch.zeros(1, 2), advantages=torch.zeros(1, 2))
     check_columns(ObjectiveLoss(PRESETS["tis"].objective), data, gather=lambda own: [own])
-    check_columns(ObjectiveLoss(PRESETS["reinforce"].objective), BatchedDataDict(x=[1]), gather=lambda own: [own])
+    bare = BatchedDataDict(advantages=torch.zeros(1, 2))
+    check_columns(ObjectiveLoss(PRESETS["reinforce"].objective), bare, gather=lambda own: [own])

@@ -17,6 +17,7 @@ from asyncrl.weights.transports.ipc import (
     get_weights_ipc_handles,
     open_group,
     release_weights_for_ipc,
+    void_weights_for_ipc,
 )
 
 pytestmark = pytest.mark.slow  # imports torch
@@ -69,7 +70,8 @@ def memory_files() -> list[str]:
 
 def test_groups_fit_the_buffer_and_an_oversize_tensor_is_a_group_of_its_own() -> None:
     assert prepare(Trainer(), 160) == [["a", "b"], ["large"], ["half", "z"]]
-    assert prepare(Trainer(), 1) == [[name] for name in WEIGHTS]
+    for too_small in (0, 1):
+        assert prepare(Trainer(), too_small) == [[name] for name in WEIGHTS]
     assert prepare(Trainer()) == [list(WEIGHTS)]
 
 
@@ -137,3 +139,17 @@ def test_groups_are_asked_for_in_order_and_after_they_were_prepared() -> None:
     release_weights_for_ipc(trainer)
     with pytest.raises(AssertionError, match="comes first"):
         get_weights_ipc_handles(trainer, first)
+
+
+def test_groups_of_weights_that_have_changed_since_are_not_to_be_had_before_they_are_prepared_again() -> None:
+    trainer = Trainer()
+    void_weights_for_ipc(trainer)
+    first, second, _ = prepare(trainer, 160)
+    shared = own(get_weights_ipc_handles(trainer, first))
+    void_weights_for_ipc(trainer)
+    with pytest.raises(WeightError, match=r"changed since prepare_weights_for_ipc\(\) announced them as 1\.3"):
+        get_weights_ipc_handles(trainer, second)
+    assert open_group(shared, device=CPU), "an engine may still be loading what was asked for before"
+    prepare(trainer, 160)
+    assert own(get_weights_ipc_handles(trainer, first)).path
+    release_weights_for_ipc(trainer)

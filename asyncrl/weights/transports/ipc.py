@@ -56,13 +56,15 @@ class SharingRank(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Refit:
-    """A rank's way through its groups: those still to come, the gather under way, and the memory of the last one."""
+    """A rank's way through its groups: those still to come, the gather under way, and the memory of the last one.
+    `is_void`: the weights have changed since; what is still to come would be of another version."""
 
     version: Version
     groups: list[list[TensorEntry]]
     weights: Iterator[tuple[str, torch.Tensor]]
     device: torch.device
     shared: Any = None
+    is_void: bool = False
 
     def free(self) -> None:
         if isinstance(self.shared, MemoryFile):
@@ -82,7 +84,8 @@ def prepare_weights_for_ipc(
     a group of its own. A collective. What an earlier, unfinished pass shares is freed.
     """
     release_weights_for_ipc(worker)
-    budget = torch.tensor([min(_free_bytes(torch.device(device)), refit_buffer_size_bytes or 2**62)])
+    free = _free_bytes(torch.device(device))
+    budget = torch.tensor([min([free] if refit_buffer_size_bytes is None else [free, refit_buffer_size_bytes])])
     if worker.world_size > 1:
         dist.all_reduce(budget, op=dist.ReduceOp.MIN)
     entries = layout(worker.weights_metadata(), int(budget))
@@ -96,10 +99,15 @@ def prepare_weights_for_ipc(
 def get_weights_ipc_handles(worker: SharingRank, keys: Sequence[str]) -> dict[str, SharedGroup]:
     """The next group, `keys`, in shared memory of this rank's device, by `device_key`; the one before it is freed.
 
-    A collective. The weights must not change between `prepare_weights_for_ipc` and the last group.
+    A collective. WeightError out of order, and when the weights have changed since `prepare_weights_for_ipc`.
     """
     refit = worker.refit
     assert refit is not None, "prepare_weights_for_ipc() comes first"
+    if refit.is_void:
+        raise WeightError(
+            f"the weights have changed since prepare_weights_for_ipc() announced them as {refit.version}: call "
+            "it again and send all groups anew"
+        )
     refit.free()
     group = refit.groups[0] if refit.groups else []
     if [entry.name for entry in group] != list(keys):
@@ -118,6 +126,12 @@ def get_weights_ipc_handles(worker: SharingRank, keys: Sequence[str]) -> dict[st
         version=refit.version, entries=tuple(group), nbytes=nbytes, checksum=hashed.hexdigest(), **where
     )
     return {device_key(refit.device): shared}
+
+
+def void_weights_for_ipc(worker: SharingRank) -> None:
+    """The weights have changed: groups that were not asked for yet are not to be had any more. Idempotent."""
+    if worker.refit is not None:
+        worker.refit.is_void = True
 
 
 def release_weights_for_ipc(worker: SharingRank) -> None:
