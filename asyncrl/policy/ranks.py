@@ -40,7 +40,17 @@ class RankGroup:
 
     def start(self) -> None:
         """Places the ranks and loads the model. PlacementError when Ray has no room within
-        `ray.placement_timeout_s`, RunError when a rank fails or takes longer than `learner.startup_timeout_s`."""
+        `ray.placement_timeout_s`, RunError when a rank fails or takes longer than `learner.startup_timeout_s`, and when
+        they are there already. What fails leaves no rank, and no place taken."""
+        if self._placement is not None:
+            raise RunError(f"the {self._kind.section}'s ranks were started already: shutdown() comes first")
+        try:
+            self._start()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(self) -> None:
         deadline_s, knob = self._config.learner.startup_timeout_s, "learner.startup_timeout_s"
         self._place()
         addresses = self._all("node_address", deadline_s=deadline_s, knob=knob)
@@ -59,7 +69,6 @@ class RankGroup:
         )
         if not self._placement.wait(timeout_s):
             there = room(bundle, node_labels=learner.node_labels, section=section)
-            self.shutdown()
             raise PlacementError(
                 f"Ray has no room for {learner.ranks} {section} ranks ({section}.ranks) of {bundle} each "
                 f"({section}.cpus, {section}.gpus) within ray.placement_timeout_s={timeout_s}{there}"

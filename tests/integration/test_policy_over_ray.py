@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray.util import placement_group_table
 from tiny_groups import STEP, make_batch, make_config, make_model
 
 from asyncrl.algorithms.loss import ObjectiveLoss
@@ -263,6 +264,20 @@ def test_f34_a_rank_that_dies_is_named(model_path: str) -> None:
     with pytest.raises(RunError, match="learner rank 0 died in die"):
         policy.on_ranks(die)
     policy.shutdown()
+
+
+def test_a_start_that_fails_leaves_no_place_taken_and_a_second_one_is_refused(model_path: str) -> None:
+    others = set(placement_group_table())
+    policy = Policy(make_config(ranks=1), model_path="./nowhere")
+    with pytest.raises(RunError, match="failed in setup"):
+        policy.start()
+    ours = [group["state"] for name, group in placement_group_table().items() if name not in others]
+    assert ours == ["REMOVED"]
+    policy = Policy(make_config(ranks=1), model_path=model_path)
+    policy.start()
+    with pytest.raises(RunError, match="started already"):
+        policy.start()
+    assert policy.shutdown()
 
 
 def test_a_cluster_without_room_is_refused_within_the_deadline_with_numbers() -> None:
