@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import RunningAddress, command_app
+from asyncrl.cli.options import RunningAddress, command_app, running_address
 
 app = command_app()
 
@@ -23,6 +23,6 @@ def down(
     use_ray_token()
     from asyncrl.deployment.cluster import end_actors, join
 
-    join(address or "auto", namespace=run)
+    join(running_address(run, address), namespace=run)
     ended = end_actors(run)
     typer.echo(f"ended {', '.join(ended)}" if ended else f"nothing of run {run} was there")

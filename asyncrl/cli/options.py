@@ -1,6 +1,7 @@
 """Options that commands share, and the way from them to a configuration that is known to be runnable."""
 
 import functools
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,7 +67,8 @@ RunningAddress = Annotated[
         "--address",
         metavar="HOST:PORT",
         show_default=False,
-        help="Ray cluster; by default that of RAY_ADDRESS, else the one that runs on this machine.",
+        help="Ray cluster; by default that of RAY_ADDRESS, else the run's as its directory in runs/ has it, else the "
+        "one that runs on this machine.",
     ),
 ]
 """For commands that know a run by its name alone."""
@@ -79,6 +81,13 @@ LINE_EVERY_STEPS = 10
 def ray_address(config: Config, option: str | None) -> str:
     """The option, else the config, else whatever cluster runs here."""
     return option or config.ray.address or "auto"
+
+
+def running_address(run: str, option: str | None) -> str:
+    """The option, else what the environment says, else the cluster of the run that lives here, else whatever runs."""
+    from asyncrl.deployment.known_runs import address_of
+
+    return option or os.environ.get("RAY_ADDRESS") or address_of(run) or "auto"
 
 
 def command_app(*, help: str | None = None) -> typer.Typer:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import RunningAddress, command_app
+from asyncrl.cli.options import RunningAddress, command_app, running_address
 from asyncrl.errors import RunError
 
 app = command_app()
@@ -31,7 +31,7 @@ def status(
     from asyncrl.metrics.scrape import scrape
 
     try:
-        join(address or "auto", namespace=run)
+        join(running_address(run, address), namespace=run)
         found = asyncio.run(find_run(run).status())
     except RunError as error:
         ended = ended_run(run)

@@ -17,10 +17,15 @@ def top(
         Path,
         typer.Argument(metavar="RUN", help="A run's directory, or the name of one in runs/, such as quickstart."),
     ],
-    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.2, help="Time between two looks.")] = 2.0,
+    every: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", min=0.2, show_default=False, help="Time between two looks; by default 2, with --once 10."
+        ),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Look twice, print what happened in between, and end.")] = False,
 ) -> None:
-    """Watch a run live: pools, speed, staleness, buffer, reward, and who waits for whom.
+    """Watch a run live: pools, speed, staleness, buffer, reward, and who waits for whom, over half a minute.
 
     It asks the endpoints that the run lists in metrics/targets.json, so it needs neither Ray nor Prometheus, and it
     can be started and stopped at will: Ctrl-C ends the view and not the run.
@@ -32,7 +37,10 @@ def top(
     from asyncrl.deployment.top import watch
 
     directory = named_run(run)
-    views = watch(directory, every_s=every)
+    ended = ended_run(directory.name, directory.parent)
+    if ended is not None:
+        raise RunError(ended)
+    views = watch(directory, every_s=every or (10.0 if once else 2.0))
     if once:
         Console().print(render(next(views)))
         return

@@ -201,6 +201,12 @@ def _generator(config: Config) -> Iterator[str]:
             f"generator.tensor_parallel_size = {generator.tensor_parallel_size}: must equal generator.gpus = "
             f"{generator.gpus:g}, one GPU for each part of the engine; set them alike, or generator.gpus to 0 for CPUs"
         )
+    tiny, parts = config.model.tiny, generator.tensor_parallel_size
+    if tiny is not None and tiny.heads % parts:
+        yield (
+            f"generator.tensor_parallel_size = {parts}: must divide model.tiny.heads = {tiny.heads}: each part of the "
+            "engine has whole heads; lower it"
+        )
 
 
 def _data(config: Config) -> Iterator[str]:

@@ -248,7 +248,8 @@ class LearnerSection(Section):
 
 class CriticSection(Section):
     """A critic: a second model, of the policy's own backbone, on ranks of its own. It is for `algorithm.advantage: gae`
-    or `vtrace`, and the presets that were published with one. How rows share passes is `learner`'s to say."""
+    or `vtrace`, and the presets that were published with one. A token's advantage is whitened over the whole step. How
+    rows share passes is `learner`'s to say."""
 
     ranks: PositiveInt = 1
     """Processes that share the critic (FSDP2)."""
@@ -266,7 +267,8 @@ class CriticSection(Section):
     """A value that moved further than this from the step's start, towards its return, has no gradient. Unset: no
     clip."""
     warmup_steps: NonNegativeInt = 0
-    """First steps of the run in which only the critic learns: they count, and the policy stays as it is."""
+    """First steps of the run in which only the critic learns: they count, and the policy stays as it is. Its learning
+    rate waits as well, so that at the run's end its schedule is as many steps short."""
     cpus: PositiveFloat = 0.5
     """Logical Ray CPUs of a rank."""
     gpus: NonNegativeFloat = 0.0

@@ -19,6 +19,11 @@ def live_runs(folder: Path = RUNS) -> list[RunInfo]:
     return [info for path in sorted(folder.glob("*/run.json")) for info in _read(path) if _lives(info)]
 
 
+def address_of(name: str, folder: Path = RUNS) -> str | None:
+    """The Ray address of the run of this name that lives on this host; None when none does, or it is not known yet."""
+    return next((info.ray_address for info in _read(folder / name / "run.json") if _lives(info)), None)
+
+
 def named_run(run: Path, folder: Path = RUNS) -> Path:
     """The run's directory: `run` when it is one, else the one of that name in `folder`."""
     return folder / run if (folder / run).exists() and not run.exists() else run
@@ -30,6 +35,8 @@ def ended_run(name: str, folder: Path = RUNS) -> str | None:
     if not (path / "report.html").exists():
         return None
     for info in _read(path / "run.json"):
+        if _lives(info):
+            return None
         if info.finished is not None:
             return f"run {name} {info.state} {moment(info.finished)} ({info.exit_reason}): see {path / 'report.html'}"
     return f"an earlier run is recorded: see {path / 'report.html'}"

@@ -175,7 +175,10 @@ def _progress(view: LiveView) -> RenderableType:
 
 
 def _heldout(view: LiveView) -> Text:
-    return Text(f"  held out {' → '.join(f'{value:.2f}' for value in view.heldout)}" if view.heldout else "")
+    if not view.heldout:
+        return Text()
+    values = " → ".join(f"{value:.2f}" for value in view.heldout)
+    return Text(f"  held out {values}{' at first' if len(view.heldout) == 1 else ''}")
 
 
 def _data(view: LiveView) -> Text:

@@ -4,7 +4,7 @@ Levels are those of the newer scrape; speeds, shares and ages are what happened 
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,18 +13,22 @@ from asyncrl.errors import RunError
 from asyncrl.metrics.scrape import Scrape, read_targets, scrape
 
 LEARNER_SECONDS, GENERATOR_SECONDS = "asyncrl_learner_state_seconds_total", "asyncrl_generator_state_seconds_total"
+WINDOW_S = 30.0
+"""Speeds and shares are of so many seconds: a step may take some of them, and each look would show another stage."""
 ANSWER_S = 2.0
 """Seconds that an endpoint gets to answer."""
 
 
 def watch(run_dir: Path, *, every_s: float, sleep: Callable[[float], None] = time.sleep) -> Iterator[LiveView]:
-    """A view every `every_s` seconds. RunError when no endpoint answers: the run has ended, or is elsewhere."""
-    top, before = TopView(run_dir.name), _look(run_dir)
+    """A view every `every_s` seconds, of the last `WINDOW_S` or since the start. RunError when no endpoint answers: the
+    run has ended, or is elsewhere."""
+    top, looks = TopView(run_dir.name), deque([_look(run_dir)])
     while True:
         sleep(every_s)
-        now = _look(run_dir)
-        yield top.view(before, now)
-        before = now
+        looks.append(_look(run_dir))
+        while len(looks) > 2 and looks[-1].at_s - looks[1].at_s >= WINDOW_S:
+            looks.popleft()
+        yield top.view(looks[0], looks[-1])
 
 
 def _look(run_dir: Path) -> Scrape:

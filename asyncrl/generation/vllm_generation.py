@@ -56,6 +56,8 @@ class VLLMGeneration(GenerationInterface):
     def start(self) -> None:
         """Places the engines and loads the model. PlacementError when Ray has no room within
         `ray.placement_timeout_s`, TimeoutError past `generator.startup_timeout_s`."""
+        if not ray.is_initialized():
+            raise RunError("there is no Ray to place engines on: ray.init() comes first (docs/own-loop.md)")
         config = self._config
         actor = ray.remote(EngineActor).options(
             num_cpus=config.generator.cpus,

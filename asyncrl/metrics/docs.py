@@ -15,7 +15,8 @@ HEADER = f"""\
 Every long-lived process (the learner, each generator, the buffer) serves `/metrics` on its own port, together with the
 process's default registry, where vLLM's `vllm:*` are. `runs/<name>/metrics/targets.json` lists the endpoints for
 Prometheus' `file_sd_configs`, and the learner answers `GET /sd` with the same list for its `http_sd_configs`; both give
-every series the labels `run`, `role` and `replica`. A run that ends in order takes its endpoints off the list.
+every series the labels `run`, `role` and `replica`. A run that ends in order empties its
+file; of a list that it got over HTTP, Prometheus keeps what it got last.
 
 Labels with `…` are open: their values come from the configuration or from failures, at most {MAX_OPEN_VALUES} a
 process; later ones are recorded as `other`. State seconds of a process add up to its wall time. A gauge that has not
@@ -25,7 +26,8 @@ been measured yet is NaN.
 
 ```
 apt-get install prometheus
-prometheus --config.file=deploy/prometheus/prometheus.yml --storage.tsdb.path=runs/prometheus
+prometheus --config.file=deploy/prometheus/prometheus.yml --web.listen-address=127.0.0.1:9099 \\
+  --storage.tsdb.path=runs/prometheus
 ```
 
 scrapes a quickstart on this machine, and any learner with `metrics.learner_port=9400`, with the alerts of

@@ -55,12 +55,12 @@ class Trackers:
     # -- in the thread -----------------------------------------------------------------------------------------------
 
     def _start(self, name: str, *, project: str, run: str, folder: Path, settings: Settings) -> None:
-        from accelerate import PartialState
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-        # accelerate's trackers ask who the main process is; nothing here shall touch a GPU to find out
-        PartialState(cpu=True)
         try:
+            from accelerate import PartialState
+            from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+            # accelerate's trackers ask who the main process is; nothing here shall touch a GPU to find out
+            PartialState(cpu=True)
             tracker: Any = LOGGER_TYPE_TO_CLASS[name](**_arguments(name, project=project, run=run, folder=folder))
             tracker.start()
             tracker.store_init_configuration(dict(settings))

@@ -42,6 +42,8 @@ class RankGroup:
         """Places the ranks and loads the model. PlacementError when Ray has no room within
         `ray.placement_timeout_s`, RunError when a rank fails or takes longer than `learner.startup_timeout_s`, and when
         they are there already. What fails leaves no rank, and no place taken."""
+        if not ray.is_initialized():
+            raise RunError("there is no Ray to place ranks on: ray.init() comes first (docs/own-loop.md)")
         if self._placement is not None:
             raise RunError(f"the {self._kind.section}'s ranks were started already: shutdown() comes first")
         try:

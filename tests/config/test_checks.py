@@ -82,6 +82,11 @@ _LIMITS = [
         ["generator.tensor_parallel_size=2"],
         "or generator.gpus to 0 for CPUs",
     ),
+    (
+        ["generator.tensor_parallel_size=3", "model.tiny={}"],
+        ["generator.tensor_parallel_size=2", "model.tiny={}"],
+        "must divide model.tiny.heads = 4",
+    ),
     (["data.dataset=jsonl"], ["data.dataset=jsonl", "data.path=x.jsonl"], "needs data.path"),
     (["data.path=x.jsonl"], ["data.dataset=jsonl", "data.path=x.jsonl"], "read only with"),
     (["data.options={a: 1}"], ["data.options={a: 1}", "data.dataset=mine:rows"], "environment.options"),

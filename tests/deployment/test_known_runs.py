@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
+from asyncrl.cli.options import running_address
 from asyncrl.deployment import cluster
-from asyncrl.deployment.known_runs import ended_run, live_runs
+from asyncrl.deployment.known_runs import address_of, ended_run, live_runs
 from asyncrl.deployment.run_dir import RunInfo
 from asyncrl.errors import RunError
 
@@ -54,6 +55,29 @@ def test_a_run_that_has_ended_points_to_its_report(tmp_path: Path) -> None:
     assert ended_run("quick", tmp_path) is None, "there is no report"
     (path / "report.html").touch()
     assert ended_run("quick", tmp_path) == f"run quick finished 2026-11-20 16:50 UTC (done): see {path}/report.html"
+
+
+def test_a_run_that_lives_here_tells_its_ray_and_is_not_called_an_earlier_one(tmp_path: Path) -> None:
+    live = record(tmp_path, "live", ray_address="127.0.0.1:32839")
+    (live / "report.html").touch()
+    record(tmp_path, "over", ray_address="127.0.0.1:1", **ENDED)
+    assert address_of("live", tmp_path) == "127.0.0.1:32839"
+    assert ended_run("live", tmp_path) is None
+    assert address_of("over", tmp_path) is None
+    assert address_of("nowhere", tmp_path) is None
+
+
+def test_an_option_and_the_environment_come_before_what_a_run_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path / "runs", "live", ray_address="127.0.0.1:32839")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert running_address("live", None) == "127.0.0.1:32839"
+    assert running_address("nowhere", None) == "auto"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert running_address("live", None) == "10.0.0.1:6379"
+    assert running_address("live", "10.0.0.2:6379") == "10.0.0.2:6379"
 
 
 def test_status_of_a_run_that_is_gone_says_where_its_report_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

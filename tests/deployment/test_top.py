@@ -134,6 +134,22 @@ def test_a_learner_that_was_replaced_counts_from_zero(run: Run) -> None:
     assert view.learner_shares["optimizer"] == 1.0
 
 
+@pytest.mark.parametrize(("window_s", "waited"), [(1000.0, 0.5), (0.0, 0.0)])
+def test_shares_are_of_a_window_of_looks_and_not_of_the_last_one_alone(
+    run: Run, monkeypatch: pytest.MonkeyPatch, window_s: float, waited: float
+) -> None:
+    monkeypatch.setattr(top, "WINDOW_S", window_s)
+    stages = iter(["waiting_for_groups", "optimizer"])
+
+    def sleep(_: float) -> None:
+        run.learner_seconds[next(stages)] += 2.0
+
+    watching = top.watch(run.path, every_s=1.0, sleep=sleep)
+    _, view = next(watching), next(watching)
+    assert view.learner_shares is not None
+    assert view.learner_shares["waiting_for_groups"] == waited
+
+
 def test_before_the_first_step_there_is_no_reward_and_the_panel_says_who_is_there(run: Run) -> None:
     view = next(top.watch(run.path, every_s=1.0, sleep=lambda _: None))
     assert (view.step, view.rewards, view.heldout) == (0, [], [])

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -75,8 +77,9 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "up", "-c", str(QUICKSTART), f"run.dir={folder}", "run.name=test", f"metrics.learner_port={port}",
             *small_overrides(model_path),
             "learner.total_steps=25", "staleness.max_versions=2", "learner.samples_logged=4",
+            "environment.reward=dense_reward:by_length",
         ],
-        log=folder / "command.log", environment={},
+        log=folder / "command.log", environment={"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     served: list[dict[str, Any]] = []
 

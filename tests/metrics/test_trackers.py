@@ -85,7 +85,9 @@ logs = SQLiteStorage.get_logs("tests", run)
 print(run, [log["reward_mean"] for log in logs if "reward_mean" in log])
 """
     folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = os.environ | {"TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": folders}
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")  # of tests that were one
+    inherited = {name: value for name, value in os.environ.items() if name not in ranks}
+    environment = inherited | {"TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": folders}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100, check=False
     )

@@ -1,0 +1,16 @@
+"""Ranks without a Ray to be placed on."""
+
+import pytest
+import ray
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import RunError
+from asyncrl.policy.ranks import RankGroup
+
+pytestmark = pytest.mark.slow
+
+
+def test_ranks_join_no_cluster_that_happens_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(RunError, match=r"ray.init\(\) comes first"):
+        RankGroup(Config(), model_path="nowhere").start()
