@@ -226,7 +226,7 @@ DIAGNOSTICS = [
     ("ρ for e^|log ρ|", "bounded.abs().exp()", "bounded.exp()"),
     ("no token reads healthy", "return math.nan", "return 1.0"),
     ("a NaN drops out of the parity", ".abs().nan_to_num(nan=torch.inf)", ".abs().nan_to_num(nan=0.0)"),
-    ("extremes are added", 'elif name.endswith("_max")', 'elif name.endswith("_most")'),
+    ("extremes are added", 'if name.endswith("_max")', 'if name.endswith("_most")'),
 ]
 OBJECTIVE = [
     (
