@@ -285,8 +285,9 @@ class Generator:
             await self._fail(group.meta.key, group.meta.incarnation, error)
 
     async def report(self) -> None:
-        busy = len(self._running)
-        free = 0 if self._draining.is_set() else self._slots - busy
+        # as the buffer counts them: a slot is taken from the reserve on, also while its start waits for the throttle
+        busy = len(self._held)
+        free = 0 if self._draining.is_set() else max(0, self._slots - busy)
         report = ReplicaReport(
             actor=self._name,
             deployment=self._deployment,

@@ -48,6 +48,17 @@ async def test_a_replica_asks_for_nothing_before_it_has_loaded_a_version() -> No
 
 
 @pytest.mark.asyncio
+async def test_a_ticket_that_waits_for_the_throttle_takes_a_slot_like_one_that_is_generated() -> None:
+    async with started_pool(generator={"max_starts_per_s": 0.01}) as (pool, _):
+        generator = pool.generators["a"]
+        await until(lambda: len(generator._held) > 1)
+        held = len(generator._held)
+        await generator.report()
+        (view,) = (await pool.buffer.status()).replicas
+        assert (view.busy_slots, view.free_slots) == (held, generator._slots - held)
+
+
+@pytest.mark.asyncio
 async def test_a_late_joiner_gets_tickets_only_at_the_current_version() -> None:
     async with started_pool() as (pool, _):
         for _ in range(5):
