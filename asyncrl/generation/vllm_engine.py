@@ -58,6 +58,14 @@ def preload() -> None:
     gc.enable()
 
 
+def _runs_the_engine(child: psutil.Process) -> bool:
+    """Not Python's own helper, and not a child that has ended and that nobody has waited for yet."""
+    try:
+        return "resource_tracker" not in " ".join(child.cmdline())
+    except psutil.NoSuchProcess:  # a zombie is one
+        return False
+
+
 class VLLMEngine:
     """Implements `InferenceEngine`; made by `start`."""
 
@@ -66,7 +74,7 @@ class VLLMEngine:
         self._stop = config.generator.stop
         self.weights = VLLMWeights(llm, clear_cache=config.weights.kv_cache == "recompute")
         children = psutil.Process().children(recursive=True)
-        self._processes = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+        self._processes = [child for child in children if _runs_the_engine(child)]
         self._segments = segments_of(self._processes)
         self._requests = itertools.count()
         self._running: set[str] = set()
