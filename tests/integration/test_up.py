@@ -53,6 +53,10 @@ def bound_of(run: Path) -> Bound:
     return bottleneck(state_shares(steps, "learner_state_s"), state_shares(steps, "generator_state_s")).bound
 
 
+STEPS = 80
+"""Enough for some windows of ten seconds, over which the dashboards' rates are taken, also on a fast machine."""
+
+
 class WatchedRun(NamedTuple):
     """A run that has ended, and what Prometheus saw of it. `served` is what the learner answered to `GET /sd`."""
 
@@ -76,7 +80,7 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         [
             "up", "-c", str(QUICKSTART), f"run.dir={folder}", "run.name=test", f"metrics.learner_port={port}",
             *small_overrides(model_path),
-            "learner.total_steps=25", "staleness.max_versions=2", "learner.samples_logged=4",
+            f"learner.total_steps={STEPS}", "staleness.max_versions=2", "learner.samples_logged=4",
             "environment.reward=dense_reward:by_length",
         ],
         log=folder / "command.log", environment={"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -103,7 +107,7 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_an_asynchronous_run_keeps_its_promises(watched: WatchedRun) -> None:
     run = watched.path
     summary = summary_of(run)
-    assert summary["steps"] == 25
+    assert summary["steps"] == STEPS
     assert summary["ledger_closed"] is True
     assert summary["groups_discarded"] == 0
     assert summary["rows_outstanding"] == 0
@@ -119,7 +123,7 @@ def test_an_asynchronous_run_keeps_its_promises(watched: WatchedRun) -> None:
     first, last = steps[0], steps[-1]
     train, heldout = build_tasks(load_config([run / "config.yaml"], []))
     issued = issued_prompts(run)
-    assert len(issued) == last["ledger_groups"]["trained"] == 100, "the samples show every group that was issued"
+    assert len(issued) == last["ledger_groups"]["trained"] == 4 * STEPS, "the samples show every group that was issued"
     assert set(issued) <= {task.prompt for task in train}
     assert heldout
     assert not set(issued) & {task.prompt for task in heldout}
@@ -131,7 +135,7 @@ def test_an_asynchronous_run_keeps_its_promises(watched: WatchedRun) -> None:
     assert {group["labels"]["run"] for group in watched.served} == {"test"}
     left = json.loads((run / "metrics" / "targets.json").read_bytes())
     assert left == [], "what has ended in order is no target, or it would look like what has died"
-    exported = run / "checkpoints" / "step-25" / "hf"
+    exported = run / "checkpoints" / f"step-{STEPS}" / "hf"
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
     left = [process.name() for process in psutil.process_iter() if process.name().startswith("VLLM")]
     assert len(left) <= 2, f"more engine processes than this session's own: {left}"
