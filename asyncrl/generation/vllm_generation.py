@@ -19,7 +19,7 @@ import ray
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.calls import answers, finished
+from asyncrl.data_plane.calls import answers, finished, room
 from asyncrl.errors import CollectiveError, PlacementError, RunError, WeightError
 from asyncrl.generation.batch import join_outputs
 from asyncrl.generation.engine_actor import EngineActor, EngineProcesses
@@ -62,6 +62,7 @@ class VLLMGeneration(GenerationInterface):
         actor = ray.remote(EngineActor).options(
             num_cpus=config.generator.cpus,
             num_gpus=config.generator.gpus,
+            label_selector=config.generator.node_labels or None,
             max_restarts=0,
             max_concurrency=ACTOR_CONCURRENCY,
         )
@@ -85,6 +86,7 @@ class VLLMGeneration(GenerationInterface):
             raise PlacementError(
                 f"Ray has no room for {generator.replicas} engines (generator.replicas) of {generator.cpus:g} CPU and "
                 f"{generator.gpus:g} GPU each within ray.placement_timeout_s={timeout_s:g}"
+                f"{room(('CPU', 'GPU'), node_labels=generator.node_labels, section='generator')}"
             ) from None
 
     # -- generation ----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import placed
 from asyncrl.deployment.generators import GeneratorDeployment, _Replica
 from asyncrl.errors import PlacementError
+from asyncrl.generation.vllm_generation import VLLMGeneration
 from asyncrl.policy.ranks import RankGroup
 
 CONFIG = {
@@ -68,6 +69,8 @@ def error_of(config: Config, what: str) -> str:
     try:
         if what == "ranks":
             ranks(config)
+        elif what == "engines":
+            VLLMGeneration(config, model_path="").start()
         else:
             asyncio.run(replicas(config, 1))
     except PlacementError as error:
@@ -85,6 +88,8 @@ def scenario() -> dict[str, Any]:
         config = Config.model_validate(CONFIG)
         swapped = Config.model_validate(CONFIG | {"learner": CONFIG["learner"] | {"node_labels": {"pool": "gen"}}})
         nowhere = Config.model_validate(CONFIG | {"learner": CONFIG["learner"] | {"node_labels": {"pool": "none"}}})
+        elsewhere = CONFIG["generator"] | {"gpus": 0.0, "node_labels": {"pool": "none"}}
+        unlabelled = Config.model_validate(CONFIG | {"generator": elsewhere})
         pair = asyncio.run(replicas(Config.model_validate(CONFIG | {"ray": {}}), 2))
         found = {
             "ranks": [names[node] for node in ranks(config)],
@@ -92,6 +97,7 @@ def scenario() -> dict[str, Any]:
             "replicas": [names[node_of(replica.handle)] for replica in pair],
             "gpus": [gpus_of(replica.handle) for replica in pair],
             "no such label": error_of(nowhere, "ranks"),
+            "no node for engines": error_of(unlabelled, "engines"),
             "no GPU left": error_of(config, "replica"),
         }
         for replica in pair:

@@ -42,5 +42,7 @@ def test_two_replicas_of_half_a_gpu_share_one(found: dict[str, Any]) -> None:
 def test_what_has_no_room_says_what_it_asked_for_and_what_there_is(found: dict[str, Any]) -> None:
     assert "2 learner ranks" in found["no such label"]
     assert "on nodes with pool=none (learner.node_labels); the cluster has 2 CPU" in found["no such label"]
+    assert "1 engines" in found["no node for engines"]
+    assert "on nodes with pool=none (generator.node_labels)" in found["no node for engines"]
     assert "0.5 GPUs, on nodes with pool=gen (generator.node_labels); the cluster has 2 CPU" in found["no GPU left"]
     assert "1 GPU (0 free)" in found["no GPU left"]
