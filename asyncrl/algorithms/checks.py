@@ -116,7 +116,9 @@ def _unknown(config: Config) -> Iterator[str]:
 
 
 def _warnings(config: Config, objective: Objective) -> Iterator[str]:
-    inert = inert_in_one_update(objective) if config.learner.updates_per_step == 1 else []
+    # whoever chose an objective is told what of it does nothing; the default is no choice, and no reason for a note
+    chosen = bool(config.algorithm.model_fields_set & {"loss", "overrides"})
+    inert = inert_in_one_update(objective) if chosen and config.learner.updates_per_step == 1 else []
     if inert:
         yield (
             f"learner.updates_per_step = 1: the proximal policy is the current one, and what compares the two "

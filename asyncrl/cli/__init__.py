@@ -1,1 +1,1 @@
-
+"""The `asyncrl` command, one module a subcommand."""

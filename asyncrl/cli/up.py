@@ -32,8 +32,7 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
         print_previous(run_dir)
         from rich.console import Console
 
-        if config.ray.address is not None:
-            use_ray_token()
+        use_ray_token(own=config.ray.address is None)
 
         from asyncrl.deployment.live import LiveDisplay, starting_view
 

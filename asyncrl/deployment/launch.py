@@ -126,14 +126,15 @@ def recorded_run(config: Config, *, role: str) -> Iterator[RunDir]:
             logger.error("no report of %s: %s", run_dir.path, error)
 
 
-def use_ray_token() -> None:
+def use_ray_token(*, own: bool = False) -> None:
     """Joins clusters with the user's Ray token, where there is one; call it before ray is imported.
 
-    Ray does so by itself for `auto` and for clusters that it starts, but not for an address.
+    Ray does so by itself for `auto`, but not for an address. For one of our `own`, whose token is made when there is
+    none, it would, and greet everyone with how to switch it off.
     """
     default = Path.home() / ".ray" / "auth_token"
     known = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if known or default.is_file():
+    if own or known or default.is_file():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 

@@ -1,1 +1,1 @@
-
+"""Tasks and rewards, scored in processes of their own."""

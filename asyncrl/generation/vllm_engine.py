@@ -17,6 +17,7 @@ import psutil
 from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import DataError, InfraError
+from asyncrl.generation.engine_start import engine_starts
 from asyncrl.generation.interfaces import Completion, LoadTimes
 from asyncrl.generation.shared_memory import segments_of, sweep_shared_memory
 from asyncrl.generation.vllm_weights import VLLMWeights
@@ -87,8 +88,8 @@ class VLLMEngine:
     ) -> "VLLMEngine":
         """Starts the engine's processes with the model at `model_path`; call `prepare_environment` first.
 
-        Without `load_weights` they are random until `load`: the directory needs a config and a tokenizer only.
-        `sleep_mode` is for `sleep`, on GPUs.
+        RunError says why vLLM does not start. Without `load_weights` they are random until `load`: the directory needs
+        a config and a tokenizer only. `sleep_mode` is for `sleep`, on GPUs.
         """
         from vllm import AsyncEngineArgs
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -127,7 +128,8 @@ class VLLMEngine:
             arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, config.model.max_length, sequences)
         else:
             arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        with engine_starts():
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         return cls(llm, config=config)
 

@@ -196,6 +196,7 @@ class LearnerLoop:
         if critic is not None:
             critic_report = await self._timed(critic.train(critic_meta))
         waits = critic is not None and critic.policy_waits(step)
+        self.phase = "training the critic alone (critic.warmup_steps)" if waits else "training"
         return await self._timed(self._train_policy(meta, eval_mode=waits)), critic_report
 
     async def _score(self, meta: KVBatchMeta, critic_meta: KVBatchMeta) -> None:

@@ -65,16 +65,22 @@ class Trackers:
             tracker.start()
             tracker.store_init_configuration(dict(settings))
             self._live[name] = tracker
-        except Exception:
-            logger.warning("the tracker %s did not start; the run goes on without it", name, exc_info=True)
+        except Exception as error:
+            _report(f"the tracker {name} did not start; the run goes on without it", error)
 
     def _each(self, act: Callable[[Any], None]) -> None:
         for name, tracker in list(self._live.items()):
             try:
                 act(tracker)
-            except Exception:
+            except Exception as error:
                 del self._live[name]
-                logger.warning("the tracker %s failed and is fed no more", name, exc_info=True)
+                _report(f"the tracker {name} failed and is fed no more", error)
+
+
+def _report(what: str, error: Exception) -> None:
+    """A line for whoever looks on; the traceback is for the log."""
+    logger.warning("%s: %s: %s", what, type(error).__name__, error)
+    logger.info("%s", what, exc_info=error)
 
 
 def _arguments(name: str, *, project: str, run: str, folder: Path) -> dict[str, Any]:

@@ -43,8 +43,10 @@ def test_every_shipped_config_is_ok_on_stdout_with_notes_on_stderr(file: Path, m
     assert all(line.startswith("note: ") for line in result.stderr.splitlines())
 
 
-def test_check_says_that_the_clip_is_inert_with_one_update_a_step() -> None:
-    assert "clip" in runner.invoke(app, ["config", "check", "-c", str(QUICKSTART)]).stderr
+def test_check_says_that_a_chosen_loss_has_an_inert_clip_with_one_update_a_step() -> None:
+    check = ["config", "check", "-c", str(QUICKSTART)]
+    assert runner.invoke(app, check).stderr == ""
+    assert "clip" in runner.invoke(app, [*check, "algorithm.loss=decoupled_icepop"]).stderr
 
 
 def test_f28_check_refuses_an_uncorrected_objective_when_data_may_be_old() -> None:

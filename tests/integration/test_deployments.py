@@ -19,6 +19,7 @@ from conftest import QUICKSTART, REPOSITORY, Command, Run, small_overrides
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 READY_S = 150
+SLOTS_OF_SECOND = 5
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,10 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
     learner.wait_for(lambda: steps_of(tmp_path) >= 3, timeout_s=READY_S, what="steps")
     of_first = engines() - others
 
-    second = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
+    # another machine: an engine in two parts, with other room
+    parts = ["generator.tensor_parallel_size=2", "generator.cpus=2", "generator.kv_cache_gib=0.25"]
+    slots = f"generator.max_concurrent_groups={SLOTS_OF_SECOND}"
+    second = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides, *parts, slots)
     wrong = run_command(
         "learner", "--address", ray_head, "-c", str(QUICKSTART), f"run.dir={tmp_path}/other",
         f"run.name={name}", *small_overrides(model_path), *overrides, "learner.total_steps=100000",
@@ -128,12 +132,17 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
         views = seen[-1].get("replicas", [])
         for view in views:
             assert view["version"] is not None or not view["busy_slots"], "tickets before a version was loaded"
-        return len(views) == 2 and all(view["busy_slots"] for view in views)
+        committed = [report["samples"] for report in seen[-1].get("reports", {}).values()]
+        return len(views) == 2 and all(view["busy_slots"] for view in views) and all(committed)
 
     second.wait_for(both_generate, timeout_s=READY_S, what="two replicas in the middle of rollouts")
+    [_, slots_of_second] = sorted((v["busy_slots"] + v["free_slots"] for v in seen[-1]["replicas"]), reverse=True)
+    assert slots_of_second == SLOTS_OF_SECOND
+    of_second = engines() - others - of_first
+    assert (len(of_first), len(of_second)) == (1, 3), "an engine, and one with two workers"
     # an engine's parent is its replica's process
-    [worker] = {psutil.Process(engine).ppid() for engine in engines() - others - of_first}
-    os.kill(worker, signal.SIGKILL)
+    [replica] = {psutil.Process(engine).ppid() for engine in of_second} - of_second
+    os.kill(replica, signal.SIGKILL)
     killed_at = steps_of(tmp_path)
     assert second.wait(90) == 1, second.output()[-3000:]
     assert "generator.min_replicas is 1" in second.output()

@@ -14,6 +14,8 @@ import pytest
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 START = """
+from asyncrl.deployment.launch import use_ray_token
+use_ray_token(own=True)
 import json, logging, sys, psutil, ray
 from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import start_local
@@ -28,6 +30,7 @@ listening = [
 print(json.dumps({"address": address, "listening": listening}), flush=True)
 sys.stdin.read()
 """
+STDERR = "stderr of the one that started it"
 JOIN = """
 import sys
 from asyncrl.deployment.launch import use_ray_token
@@ -48,10 +51,14 @@ def environment(home: Path, **changed: str) -> dict[str, str]:
 def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Path]]:
     """What the process that started it says of it, and its user's home directory, which was empty."""
     home = tmp_path_factory.mktemp("home")
-    with subprocess.Popen(
-        [sys.executable, "-c", START],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(home), start_new_session=True,
-    ) as starter:  # fmt: skip
+    with (
+        (home / STDERR).open("w") as stderr,
+        subprocess.Popen(
+            [sys.executable, "-c", START],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment(home),
+            start_new_session=True,
+        ) as starter,
+    ):  # fmt: skip
         assert starter.stdin is not None
         assert starter.stdout is not None
         line = next((line for line in starter.stdout if line.startswith("{")), "")
@@ -73,6 +80,11 @@ def test_nothing_of_it_listens_beyond_this_machine(own_ray: tuple[dict[str, Any]
     assert len(said["listening"]) > 4, "Ray's daemons should be among them"
     beyond = [each for each in said["listening"] if each[1].removeprefix("::ffff:") != "127.0.0.1"]
     assert beyond == []
+
+
+def test_nobody_is_told_how_to_open_it(own_ray: tuple[dict[str, Any], Path]) -> None:
+    _, home = own_ray
+    assert "RAY_AUTH_MODE" not in (home / STDERR).read_text()
 
 
 def test_its_user_joins_it(own_ray: tuple[dict[str, Any], Path]) -> None:

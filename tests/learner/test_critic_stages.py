@@ -6,8 +6,10 @@ import pytest
 from learner_scenes import FakeCritic, Scene, judged, skipped, trained
 
 from asyncrl.buffer.ledger import Fate
+from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ConfigError, NonFiniteError, RowsLost
 from asyncrl.generation.rollout import GENERATED_FIELDS
+from asyncrl.policy.interfaces import StepReport
 from asyncrl.value.estimators import GAE, VTrace
 
 PPO = {"loss": "ppo", "overrides": {"weight": {"lo": 0.5, "hi": 5.0, "outside": "zero"}}}
@@ -55,7 +57,16 @@ async def test_v_trace_has_the_log_probs_of_the_step_s_start_before_its_advantag
 @pytest.mark.asyncio
 async def test_in_the_warm_up_only_the_critic_learns_and_the_steps_count() -> None:
     run, _ = scene(critic={"warmup_steps": 2})
+    phases: list[str] = []
+
+    def looked_at(_: KVBatchMeta) -> StepReport:
+        phases.append(run.loop.phase)
+        return trained()
+
+    run.trainer.answers = [looked_at] * 3
     await run.run()
+    alone = "training the critic alone (critic.warmup_steps)"
+    assert phases == [alone, alone, "training"]
     waiting = [*STAGES[:3], "evaluate"]
     assert run.trainer.stages == [*waiting, *waiting, *STAGES]
     assert [record.step for record in run.log.steps if record.trained] == [0, 1, 2]

@@ -99,10 +99,13 @@ def test_a_tracker_that_does_not_start_is_said_once_and_the_run_goes_on(
 ) -> None:
     file = tmp_path / "tensorboard"
     file.write_text("a file where a folder should be")
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO, logger=module.__name__):
         follow("tensorboard", tmp_path)
-    (record,) = caplog.records
-    assert "tensorboard did not start" in record.getMessage()
+    said, logged = caplog.records
+    assert "tensorboard did not start" in said.getMessage()
+    assert "Error: " in said.getMessage(), "what the error says"
+    assert (said.levelname, said.exc_info, logged.levelname) == ("WARNING", None, "INFO")
+    assert logged.exc_info is not None, "the traceback is for the log"
 
 
 class Failing:

@@ -1,0 +1,58 @@
+"""Why an engine did not start is said in one sentence, wherever vLLM's processes said it."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import PlacementError, RunError
+from asyncrl.generation.engine_start import engine_starts
+
+CORE = """\
+WARNING [cpu.py:224] Triton is not installed.
+Traceback (most recent call last):
+  File "core.py", line 1, in run
+    raise ValueError("No memory")
+ValueError: No available memory for the cache blocks.
+"""
+
+
+@pytest.fixture
+def stderr(tmp_path: Path) -> Path:
+    path = tmp_path / "worker.err"
+    path.write_text("OSError: of an earlier engine\n")
+    return path
+
+
+def failed(stderr: Path, error: Exception, *, said: str = "") -> str:
+    """What is raised when vLLM raises `error`, after its processes have `said` that."""
+
+    def start() -> None:
+        with engine_starts(stderr):
+            if said:
+                stderr.write_text(stderr.read_text() + said)
+            raise error
+
+    with pytest.raises(RunError) as caught:
+        start()
+    return str(caught.value)
+
+
+def test_the_cause_is_what_an_engine_s_process_said_last_not_what_its_parent_raised(stderr: Path) -> None:
+    message = failed(stderr, RuntimeError("Engine core initialization failed. See root cause above."), said=CORE)
+    cause, rest = message.splitlines()
+    assert cause == "vLLM did not start: ValueError: No available memory for the cache blocks."
+    assert str(stderr) in rest
+
+
+def test_without_a_word_of_its_processes_it_is_what_was_raised(stderr: Path) -> None:
+    assert "did not start: RuntimeError: -9\n" in failed(stderr, RuntimeError("-9"))
+
+
+def test_a_stderr_that_is_no_file_is_above(tmp_path: Path) -> None:
+    assert failed(tmp_path / "pipe", RuntimeError("broken")).endswith(
+        "RuntimeError: broken\nall that its processes said is above"
+    )
+
+
+def test_our_own_errors_stay_what_they_are(stderr: Path) -> None:
+    assert failed(stderr, PlacementError("no room")) == "no room"
