@@ -53,6 +53,21 @@ def test_images_are_pinned_by_version(services: dict[str, Any]) -> None:
     assert not [name for name, tag in tags.items() if not tag.lstrip("v")[0].isdigit()], tags
 
 
+def test_what_is_mounted_from_the_repository_is_there_and_where_its_reader_looks(
+    file: Path, services: dict[str, Any]
+) -> None:
+    mounts: dict[str, Path] = {}
+    for service in services.values():
+        for volume in service.get("volumes", []):
+            source, target = volume.split(":")[:2]
+            if source.startswith("."):
+                mounts[target] = (file.parent / source).resolve(strict=True)
+    assert (mounts["/etc/prometheus"] / "prometheus.yml").is_file(), "where the image's own command looks"
+    assert {path.name for path in mounts["/etc/grafana/provisioning"].iterdir()} == {"dashboards", "datasources"}
+    boards = mounts[services["grafana"]["environment"]["ASYNCRL_DASHBOARDS"]]
+    assert len(list(boards.glob("*.json"))) == 3
+
+
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
 def test_a_profile_is_one_learner_and_one_generator(profile: str, services: dict[str, Any]) -> None:
     started = sorted(name.partition("-gpu")[0] for name, each in services.items() if each.get("profiles") == [profile])
