@@ -29,7 +29,8 @@ def generator(
 ) -> None:
     """Add generators to a run on a running Ray cluster, before or after its learner starts.
 
-    More generator deployments of the same run may join and leave at any time. Ends with the run, or cleanly on SIGTERM:
+    More generator deployments of the same run may join and leave at any time, each with replicas, memory and GPUs of
+    its own (what has a star in docs/configuration.md). Ends with the run, or cleanly on SIGTERM:
 
     \b
       ray get-auth-token --generate

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.load import is_own
 from asyncrl.config.schema import Config
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -22,6 +23,9 @@ A run is described by YAML files and overrides: `asyncrl up -c base.yaml -c mine
 Files merge left to right, mappings key by key, everything else replaced; overrides come last. Unknown keys are
 refused. `asyncrl config show` prints the result with every default, `asyncrl config check` the rules over several
 fields.
+
+Keys with a ★ are each deployment's own: `asyncrl generator` on another machine may have other values of them. All
+others must be the run's.
 """
 
 _TYPE_NAMES = {"integer": "integer", "number": "number", "boolean": "true or false", "object": "mapping"}
@@ -81,7 +85,8 @@ def _section_of(field: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[
 def _row(key: str, field: Mapping[str, Any]) -> str:
     meaning = " ".join(field["description"].split())
     default = "unset" if field["default"] is None else f"`{json.dumps(field['default'], ensure_ascii=False)}`"
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{key}`", _type(field), default, meaning)) + " |"
+    cells = (f"`{key}`{' ★' if is_own(key) else ''}", _type(field), default, meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _type(field: Mapping[str, Any]) -> str:

@@ -87,7 +87,7 @@ def dump_config(config: Config) -> str:
 
 def shared_config(config: Config) -> dict[str, object]:
     """What every deployment of one run must agree on, by dotted key: the run's meaning, without its machines."""
-    return {key: value for key, value in flat_config(config).items() if not _is_own(key)}
+    return {key: value for key, value in flat_config(config).items() if not is_own(key)}
 
 
 def flat_config(config: Config) -> dict[str, object]:
@@ -107,7 +107,8 @@ def first_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -
     return None
 
 
-def _is_own(key: str) -> bool:
+def is_own(key: str) -> bool:
+    """Whether deployments of one run may have different values of a dotted key: it speaks of their machines."""
     section, _, name = key.partition(".")
     return section in _OWN_SECTIONS or f"{section}.{name.partition('.')[0]}" in _OWN_KEYS
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import docs
-from asyncrl.config.load import load_config
+from asyncrl.config.load import load_config, shared_config
 from asyncrl.config.schema import Config
 
 
@@ -54,3 +54,11 @@ def test_unknown_arguments_are_refused() -> None:
 def test_the_schema_documents_every_section() -> None:
     schema = Config.model_json_schema()
     assert all(section["description"] for section in schema["$defs"].values())
+
+
+def test_a_star_marks_what_each_deployment_of_a_run_may_have_of_its_own() -> None:
+    keys = {line.split("`")[1]: "` ★ |" in line for line in docs.page().splitlines() if line.startswith("| `")}
+    config = load_config([], ["model.tiny={}", "critic={}"])
+    assert {key for key, starred in keys.items() if not starred} == shared_config(config).keys()
+    assert keys["generator.tensor_parallel_size"]
+    assert not keys["learner.group_size"]

@@ -1,5 +1,6 @@
 """What the integration tests share: a tiny model, one vLLM engine, and ways to run and end the real commands."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -64,6 +65,16 @@ async def engine(model_path: str) -> AsyncIterator[VLLMEngine]:
     processes = [psutil.Process(pid) for pid in engine.pids()]
     await engine.shutdown()
     assert not psutil.wait_procs(processes, timeout=10)[1], "the engine left processes behind"
+
+
+def engines_with(name: str, value: str) -> set[int]:
+    """Processes of vLLM's engines, wherever they are now, that were started with this variable in their environment."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name().startswith("VLLM") and process.environ().get(name) == value:
+                found.add(process.pid)
+    return found
 
 
 class Command:

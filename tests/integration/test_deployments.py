@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import QUICKSTART, REPOSITORY, Command, Run, small_overrides
+from conftest import QUICKSTART, REPOSITORY, Command, Run, engines_with, small_overrides
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -97,13 +97,14 @@ def steps_of(tmp_path: Path) -> int:
 
 
 def engines() -> set[int]:
-    return {process.pid for process in psutil.process_iter() if process.name().startswith("VLLM")}
+    """Those of this module's Ray."""
+    return engines_with("RAY_AUTH_TOKEN", os.environ["RAY_AUTH_TOKEN"])
 
 
 def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
     run_command: Run, ray_head: str, model_path: str, tmp_path: Path
 ) -> None:
-    others, name = engines(), tmp_path.name
+    name = tmp_path.name
     overrides = [
         "learner.samples_logged=4",  # one of each group of a step
         "generator.max_starts_per_s=1",  # a replica holds tickets that it has not started yet: none is ever idle
@@ -112,7 +113,7 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
     first.wait_for(lambda: status(ray_head, name), timeout_s=READY_S, what="a run without a learner")
     learner = deployment(run_command, "learner", ray_head, model_path, tmp_path, *overrides)
     learner.wait_for(lambda: steps_of(tmp_path) >= 3, timeout_s=READY_S, what="steps")
-    of_first = engines() - others
+    of_first = engines()
 
     # another machine: an engine in two parts, with other room
     parts = ["generator.tensor_parallel_size=2", "generator.cpus=2", "generator.kv_cache_gib=0.25"]
@@ -138,7 +139,7 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
     second.wait_for(both_generate, timeout_s=READY_S, what="two replicas in the middle of rollouts")
     [_, slots_of_second] = sorted((v["busy_slots"] + v["free_slots"] for v in seen[-1]["replicas"]), reverse=True)
     assert slots_of_second == SLOTS_OF_SECOND
-    of_second = engines() - others - of_first
+    of_second = engines() - of_first
     assert (len(of_first), len(of_second)) == (1, 3), "an engine, and one with two workers"
     # an engine's parent is its replica's process
     [replica] = {psutil.Process(engine).ppid() for engine in of_second} - of_second
@@ -162,7 +163,7 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
     assert learner.process.poll() is None, learner.output()[-3000:]
     learner.terminate()
     assert learner.wait(90) == 0, learner.output()[-3000:]
-    assert engines() <= others, "an engine outlived its deployment"
+    assert not engines(), "an engine outlived its deployment"
     assert status(ray_head, name) == {}, "the run's actors outlived the last deployment"
 
     assert events["replica_lost"] >= 1
@@ -183,7 +184,7 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
 def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left(
     run_command: Run, ray_head: str, model_path: str, tmp_path: Path
 ) -> None:
-    others, name = engines(), tmp_path.name
+    name = tmp_path.name
     learner = deployment(run_command, "learner", ray_head, model_path, tmp_path)
     learner.wait_for(lambda: "waiting for a generator" in learner.output(), timeout_s=READY_S, what="a waiting learner")
     generator = deployment(run_command, "generator", ray_head, model_path, tmp_path)
@@ -196,7 +197,7 @@ def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left
     assert {"buffer", "weights"} <= set(re.findall(r"\w+", down.output()))
     assert status(ray_head, name) == {}
     assert generator.wait(90) == 1, generator.output()[-3000:]
-    assert engines() <= others, "an engine outlived its deployment"
+    assert not engines(), "an engine outlived its deployment"
     again = run_command("down", name, "--address", ray_head)
     assert again.wait(60) == 0, again.output()
     assert f"nothing of run {name} was there" in again.output()
