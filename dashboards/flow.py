@@ -6,6 +6,12 @@ TITLE = "asyncrl / Flow"
 UID = "asyncrl-flow"
 DESCRIPTION = "Who waits for whom: the path of a prompt, from its ticket to the weights that it helped to train."
 
+MODEL_FLOPS = rate("asyncrl_learner_model_flops_total", RUN)
+TRAINING = rate("asyncrl_learner_state_seconds_total", f'state="forward_backward", {RUN}')
+PEAK = f"sum(asyncrl_learner_peak_flops_per_second{{{RUN}}})"
+COUNTED = f"and sum(asyncrl_learner_model_flops_total{{{RUN}}}) > 0"
+"""Nothing is counted of some models: that is no answer, and not 0."""
+
 ROWS = {
     "Who waits for whom": [
         lines(
@@ -172,6 +178,27 @@ ROWS = {
             "Share of real tokens among all that go through the model. Low: learner.batching dynamic or packed.",
             Query(f"asyncrl_learner_packing_efficiency_ratio{{{RUN}}}", "real tokens"),
             unit="percentunit",
+        ),
+        lines(
+            "Model FLOPs utilisation",
+            "Share of what the devices could do that the policy's training needs (MFU, as PaLM counts): of all time, "
+            "waits and log-probs included, and of the time in forward and backward passes, a critic's too. Low in "
+            "these: learner.batching packed, more learner.micro_batch_tokens, no learner.activation_checkpointing. It "
+            "jumps when steps are longer than the range of the rate. Empty on CPUs and where a device's peak is not "
+            "known: see the panel beside it.",
+            Query(f"{MODEL_FLOPS} / {PEAK} {COUNTED}", "of all time"),
+            Query(f"{MODEL_FLOPS} / {TRAINING} / {PEAK} {COUNTED}", "of forward and backward"),
+            unit="percentunit",
+            span=12,
+        ),
+        lines(
+            "Model FLOPs",
+            "What the policy's training needs in additions and multiplications, padding and recomputation left out. "
+            "Empty for a model that is not counted, such as a mixture of experts.",
+            Query(f"{MODEL_FLOPS} {COUNTED}", "of all time"),
+            Query(f"{MODEL_FLOPS} / {TRAINING} {COUNTED}", "of forward and backward"),
+            unit="flops",
+            span=12,
         ),
     ],
     "Weights": [

@@ -94,6 +94,7 @@ class StepRecorder:
         self._metrics.heartbeat(unix_time_s=time.time())
         self._metrics.versions(learner=step.status.version.step, published=_step_of(step.published))
         self._metrics.step(outcome=outcome, duration_s=step.duration_s, tokens=tokens)
+        self._metrics.utilisation(model_flops=step.report.model_flops, peak_flops_per_s=step.report.peak_flops_per_s)
 
     def _show_trained(self, step: EndedStep) -> None:
         report, histograms = step.report, counts_by_staleness(step.lease)
@@ -149,6 +150,8 @@ class StepRecorder:
             token_staleness=_tokens_by_staleness(report) if trained else {},
             trained_samples=report.trained_samples if trained else 0,
             trained_tokens=report.trained_tokens if trained else 0,
+            model_flops=report.model_flops,
+            mfu_ratio=_mfu_ratio(step),
             generated_samples=sum(entry.samples for entry in status.reports.values()),
             generated_tokens=status.account.issued.tokens,
             learner_state_s=self._state_seconds(),
@@ -194,6 +197,11 @@ class StepRecorder:
                 for row, (group, sample) in enumerate(places)
             ],
         )
+
+
+def _mfu_ratio(step: EndedStep) -> float | None:
+    flops, peak = step.report.model_flops, step.report.peak_flops_per_s
+    return None if flops is None or peak is None else flops / (peak * step.duration_s)
 
 
 def _critic_numbers(step: EndedStep) -> dict[str, float]:

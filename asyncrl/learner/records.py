@@ -24,7 +24,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     Histograms map a number of versions to so many trained groups or tokens. State seconds are totals since the
     process's start, a generator's averaged over the replicas; so are `generated_samples`, `generated_tokens`,
     `weight_updates` and `mid_sequence_updates`, which are sums over the replicas. `ledger_groups` has every fate's
-    groups. `diagnostics` are by name: the step report's, the loss's own, and shares of groups whose rewards are equal.
+    groups. `model_flops` are those of the policy's passes, of a skipped step's too, and `mfu_ratio` is their share of
+    what the devices could have done in `duration_s`; null where it is not known. `diagnostics` are by name: the step
+    report's, the loss's own, and shares of groups whose rewards are equal.
     """
 
     step: int
@@ -42,6 +44,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     token_staleness: dict[int, int]
     trained_samples: int
     trained_tokens: int
+    model_flops: int | None
+    mfu_ratio: float | None
     generated_samples: int
     generated_tokens: int
     learner_state_s: dict[str, float]
@@ -74,6 +78,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             "step_duration_s": self.duration_s,
             "trained_tokens": self.trained_tokens,
             "trained_samples": self.trained_samples,
+            "model_flops": self.model_flops,
+            "mfu_ratio": self.mfu_ratio,
             **self.diagnostics,
         }
 

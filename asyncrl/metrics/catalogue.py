@@ -174,6 +174,14 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "nats",
             LEARNER,
         ),
+        Metric(
+            G,
+            "asyncrl_learner_peak_flops_per_second",
+            "What the devices of all learner ranks could do together in the precision of training, by their data "
+            "sheets and without sparsity; NaN where it is not known: on CPUs, in float32, on a GPU not in the table.",
+            "FLOP/s",
+            LEARNER,
+        ),
     ),
     "generator": (
         Metric(
@@ -405,6 +413,16 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             {"outcome": STEP_OUTCOMES},
         ),
         Metric(C, "asyncrl_learner_tokens_total", "Completion tokens trained.", "tokens", LEARNER),
+        Metric(
+            C,
+            "asyncrl_learner_model_flops_total",
+            "Model FLOPs of the policy's training passes, forward and backward (forward alone while only the critic "
+            "learns), skipped steps included, by PaLM's count (appendix B): real tokens only, attention over all pairs "
+            "of a row, nothing computed twice. Not in it: log-prob passes, the critic. Stays 0 for a model that is not "
+            "counted: a mixture of experts, a sliding window, none of llama, mistral, qwen2, qwen3.",
+            "FLOPs",
+            LEARNER,
+        ),
         Metric(
             C,
             "asyncrl_learner_state_seconds_total",

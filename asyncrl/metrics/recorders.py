@@ -115,6 +115,13 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.observe("asyncrl_learner_step_duration_seconds", duration_s)
 
     @recording
+    def utilisation(self, *, model_flops: int | None, peak_flops_per_s: float | None) -> None:
+        """A step ended: what its passes took, and what the devices could do; None where it is not known."""
+        self._instruments.add("asyncrl_learner_model_flops_total", model_flops or 0)
+        peak = math.nan if peak_flops_per_s is None else peak_flops_per_s
+        self._instruments.set("asyncrl_learner_peak_flops_per_second", peak)
+
+    @recording
     def diagnostics(
         self,
         *,

@@ -120,6 +120,11 @@ def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[in
     return real, real if packed else sum(part["input_ids"].numel() for part in parts)
 
 
+def row_lengths(parts: Sequence[BatchedDataDict]) -> list[int]:
+    """Real tokens of every row."""
+    return [length for part in parts for length in part["input_lengths"].tolist()]
+
+
 def empty_micro_batch() -> BatchedDataDict:
     """One row that trains nothing, for a rank that has run out while others have not: collectives must line up."""
     shape = (1, MIN_WIDTH)

@@ -55,6 +55,10 @@ class StepReport:
     """The loss's own metrics, normalised: `clipped_ratio` and `gated_ratio` for the presets."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall seconds of rank 0 in `log_probs`, `forward_backward` and `optimizer`."""
+    model_flops: int | None = None
+    """Of the passes, in eval mode forward alone, as `asyncrl.policy.flops` counts them; None where it does not."""
+    peak_flops_per_s: float | None = None
+    """What the ranks' devices could do together, in the precision of the passes; None where it is not known."""
 
 
 class ParameterSpec(NamedTuple):

@@ -31,7 +31,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import Offloaded
 from asyncrl.policy.accelerator import forget_accelerator, make_accelerator
-from asyncrl.policy.batching import empty_micro_batch, staleness_counts, tokens_passed
+from asyncrl.policy.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
 from asyncrl.policy.checkpoint import load_checkpoint, save_checkpoint, save_tokenizer
 from asyncrl.policy.micro_batch import MicroBatchOutcome
 from asyncrl.policy.schedule import learning_rate
@@ -97,6 +97,14 @@ class ShardedWorker(ABC, Generic[LossT]):
         """The loss of a step, after a look at all of its tokens. A collective."""
         return loss_fn
 
+    def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
+        """Of rows of so many tokens, forward and perhaps back; None when they are not counted."""
+        return None
+
+    def _peak_flops_per_s(self) -> float | None:
+        """Of this rank's device; None when it is not known."""
+        return None
+
     # -- training ------------------------------------------------------------------------------------------------
 
     def train(
@@ -131,6 +139,8 @@ class ShardedWorker(ABC, Generic[LossT]):
         )
         parts = [part for update in planned if update.plan.tokens > 0 for part in update.parts]
         real_tokens, passed_tokens = tokens_passed(parts, packed=self._packed)
+        # of this rank's own rows: what fills its place in the collectives is nobody's work
+        own = [part for cut, update in zip(cuts, planned, strict=False) if update.plan.tokens > 0 for part in cut]
         self._calls += not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes))
         return RankRecord(
             plans=tuple(update.plan for update in planned),
@@ -141,6 +151,8 @@ class ShardedWorker(ABC, Generic[LossT]):
             seconds=seconds,
             real_tokens=real_tokens,
             passed_tokens=passed_tokens,
+            model_flops=self._model_flops(row_lengths(own), backward=not eval_mode),
+            peak_flops_per_s=self._peak_flops_per_s(),
         )
 
     def _set_learning_rate(self, step: int) -> float:

@@ -7,7 +7,7 @@ tokens; a step without a trained token divides by nothing (F24).
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from asyncrl.algorithms.diagnostics import OffPolicySums, merge_metrics
 from asyncrl.algorithms.interfaces import MetricNormalization
 from asyncrl.algorithms.kernel import KernelSums
 from asyncrl.policy.interfaces import StepReport
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class RankRecord:
     """What one rank did in a step. Every rank has the same plans and learning rate, and an outcome for the same
     updates, those with a trained token. `staleness` is of its own trained tokens, `nonfinite_tokens` were left out of
     them; of `passed_tokens`, those that went through its model, `real_tokens` were no padding; `seconds` are by
-    stage."""
+    stage; `model_flops` and `peak_flops_per_s` as in the report, of this rank."""
 
     plans: tuple[UpdatePlan, ...]
     outcomes: tuple[UpdateOutcome, ...]
@@ -56,6 +58,8 @@ class RankRecord:
     nonfinite_tokens: int = 0
     real_tokens: int = 0
     passed_tokens: int = 0
+    model_flops: int | None = None
+    peak_flops_per_s: float | None = None
 
 
 def global_plan(ranks: Sequence[UpdatePlan]) -> UpdatePlan:
@@ -110,6 +114,8 @@ def step_report(ranks: Sequence[RankRecord], *, normalizations: Mapping[str, Met
             for name, value in loss_metrics.items()
         },
         seconds=dict(ranks[0].seconds),
+        model_flops=_total([rank.model_flops for rank in ranks]),
+        peak_flops_per_s=_total([rank.peak_flops_per_s for rank in ranks]),
     )
 
 
@@ -145,6 +151,12 @@ def _packing(ranks: Sequence[RankRecord]) -> dict[str, float]:
     """The share of real tokens among all that went through the ranks' models; nothing when none did."""
     passed = sum(rank.passed_tokens for rank in ranks)
     return {"packing_efficiency_ratio": sum(rank.real_tokens for rank in ranks) / passed} if passed else {}
+
+
+def _total(parts: Sequence[Number | None]) -> Number | None:
+    """Their sum; None when a rank does not know its part."""
+    known = [part for part in parts if part is not None]
+    return sum(known[1:], known[0]) if len(known) == len(parts) else None
 
 
 def _histogram(counts: Sequence[Mapping[int, int]]) -> tuple[int, ...]:

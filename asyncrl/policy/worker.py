@@ -21,8 +21,9 @@ from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CollectiveError, WeightError
-from asyncrl.policy.accelerator import frozen
+from asyncrl.policy.accelerator import compute_dtype, frozen
 from asyncrl.policy.batching import token_batch, without_nonfinite
+from asyncrl.policy.flops import forward_cost, peak_flops_per_s
 from asyncrl.policy.interfaces import ParameterSpec
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import MicroBatchOutcome, aligned, loss_of
@@ -118,6 +119,15 @@ class PolicyWorker(ShardedWorker[LossFunction]):
             packed=self._packed,
             step=step,
         )
+
+    def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
+        cost = forward_cost(self._model.config)
+        return None if cost is None else cost.flops(lengths, backward=backward)
+
+    def _peak_flops_per_s(self) -> float | None:
+        if self._device.type != "cuda":
+            return None
+        return peak_flops_per_s(torch.cuda.get_device_name(self._device), dtype=compute_dtype(self._config))
 
     # -- scoring and weights -------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ def make_step(step: int, **changed: Any) -> StepRecord:
         "token_staleness": {0: 500, 1: 100},
         "trained_samples": 128,
         "trained_tokens": 600,
+        "model_flops": 6_000_000_000,
+        "mfu_ratio": None,
         "generated_samples": 128 * (step + 2),
         "generated_tokens": 600 * (step + 2),
         "learner_state_s": {

@@ -151,6 +151,8 @@ NO_DATA_WHEN_HEALTHY = {
     "flow / Failed rollouts / A": "no rollout fails, and reasons are labels that are not known before",
     "flow / Object store / A": "`asyncrl up` starts its Ray without the agent that serves Ray's metrics",
     "flow / Workers ended for memory / A": "the same",
+    "flow / Model FLOPs utilisation / A": "nobody knows what a CPU could do at most",
+    "flow / Model FLOPs utilisation / B": "the same",
     "learning / KL to the reference / A": "the objective does not look at the reference",
     "learning / Value loss / A": "the run has no critic",
     "learning / Explained variance / A": "the same",

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_scenarios import CUTS, PROBE, run_rank
+from rank_scenarios import CUTS, PROBE, matrix_batch, run_rank
 from tiny_groups import TEMPERATURE, make_batch, make_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.algorithms.diagnostics import AVERAGED_METRICS
-from asyncrl.policy.step_report import train_result
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.policy.flops import forward_cost
+from asyncrl.policy.step_report import step_report, train_result
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -206,6 +208,35 @@ def test_evaluation_gives_the_loss_and_changes_nothing(results: Any, world_size:
     assert evaluated["loss"][1] != trained["loss"][1], "the second update of training saw other weights"
 
 
+def flops_of(folder: Path, data: BatchedDataDict, *, backward: bool) -> int:
+    cost = forward_cost(AutoConfig.from_pretrained(folder / "model"))
+    assert cost is not None
+    return cost.flops(data["input_lengths"].tolist(), backward=backward)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_rows_come_to_the_same_flops_however_they_are_cut_and_evaluation_to_a_third(
+    results: Any, folder: Path, world_size: int, cut: str
+) -> None:
+    ranks = [results[world_size, rank]["interface"][cut] for rank in range(world_size)]
+    trained, evaluated = (
+        step_report([found[name] for found in ranks], normalizations={}) for name in ("trained", "evaluated")
+    )
+    assert trained.model_flops == flops_of(folder, matrix_batch(), backward=True)
+    assert evaluated.model_flops == flops_of(folder, matrix_batch(), backward=False)
+    assert trained.peak_flops_per_s is None, "nobody knows a CPU's"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_what_a_rank_without_rows_runs_for_the_others_sake_is_no_model_flop(
+    results: Any, folder: Path, world_size: int
+) -> None:
+    ranks = [results[world_size, rank]["interface"]["uneven"]["trained"] for rank in range(world_size)]
+    report = step_report(ranks, normalizations={})
+    assert report.model_flops == flops_of(folder, make_batch().slice(0, 5), backward=True)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_with_few_rows_or_none_keeps_step(results: Any, world_size: int) -> None:
     ranks = [results[world_size, rank]["interface"]["uneven"] for rank in range(world_size)]
@@ -253,6 +284,7 @@ def test_f24_a_step_without_a_trained_token_changes_nothing_and_divides_by_nothi
     outcome, original = results[key]["untrained"], results[key]["weights"]["gathered"]
     report = outcome["report"]
     assert (report.trained_tokens, report.updates_applied, report.skipped) == (0, 0, False)
+    assert report.model_flops == 0, "nothing went through the model"
     assert (report.loss, report.grad_norm, report.entropy_nats) == (0.0, 0.0, 0.0)
     assert math.isnan(report.ess), "nothing was measured"
     assert report.token_staleness == ()

@@ -50,6 +50,8 @@ def step(number: int, **changed: Any) -> StepRecord:
         "token_staleness": {0: 600},
         "trained_samples": 128,
         "trained_tokens": 600,
+        "model_flops": 6_000_000_000,
+        "mfu_ratio": None,
         "generated_samples": 128,
         "generated_tokens": 600,
         "learner_state_s": {

@@ -39,6 +39,24 @@ async def test_a_trained_step_is_recorded_with_what_it_trained() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_step_s_flops_are_recorded_and_their_share_of_what_the_devices_could_do() -> None:
+    scene = Scene()
+    scene.trainer.answers = [
+        trained(model_flops=3 * 10**12, peak_flops_per_s=1e13),
+        trained(model_flops=10**12),
+        trained(peak_flops_per_s=1e13),
+    ]
+    await scene.run()
+    assert [(step.model_flops, step.mfu_ratio) for step in scene.log.steps] == [
+        (3 * 10**12, 0.3),  # in a second
+        (10**12, None),
+        (None, None),
+    ]
+    assert scene.log.steps[0].numbers()["mfu_ratio"] == 0.3
+    assert scene.metrics.registry.get_sample_value("asyncrl_learner_model_flops_total") == 4e12
+
+
+@pytest.mark.asyncio
 async def test_samples_are_one_of_each_group_before_a_second_of_any() -> None:
     scene = Scene(learner={"samples_logged": 3})
     await scene.run()

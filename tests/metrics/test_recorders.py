@@ -23,6 +23,7 @@ def learner() -> LearnerMetrics:
     metrics.states_from(lambda: {"forward_backward": 2.5})
     metrics.limits(stall_timeout_s=300.0, weight_sync_timeout_s=60.0, weight_lag_versions=2, weight_parity_nats=1e-4)
     metrics.step(outcome="trained", duration_s=0.3, tokens=640)
+    metrics.utilisation(model_flops=6_000_000, peak_flops_per_s=989e12)
     metrics.diagnostics(
         reward_mean=0.5,
         loss=0.1,
@@ -202,6 +203,17 @@ def test_a_nan_gauge_is_shown_as_such() -> None:
     metrics = LearnerMetrics()
     metrics.parity(float("nan"))
     assert b"asyncrl_weight_parity_nats NaN" in generate_latest(metrics.registry)
+
+
+def test_flops_add_up_and_what_is_not_known_of_them_is_no_number() -> None:
+    metrics = LearnerMetrics()
+    metrics.utilisation(model_flops=4, peak_flops_per_s=1e12)
+    metrics.utilisation(model_flops=2, peak_flops_per_s=None)
+    assert value(metrics, "asyncrl_learner_model_flops_total") == 6
+    assert math.isnan(value(metrics, "asyncrl_learner_peak_flops_per_second") or 0.0)
+    metrics.utilisation(model_flops=None, peak_flops_per_s=1e12)
+    assert value(metrics, "asyncrl_learner_model_flops_total") == 6
+    assert value(metrics, "asyncrl_learner_peak_flops_per_second") == 1e12
 
 
 def test_an_open_label_is_capped() -> None:

@@ -77,6 +77,17 @@ def test_losses_add_over_ranks_and_average_over_updates() -> None:
     }, "no token, no log-ratio"
 
 
+def test_flops_of_the_ranks_add_up_unless_one_is_not_known() -> None:
+    def found(*ranks: tuple[int | None, float | None]) -> tuple[int | None, float | None]:
+        records = [dataclasses.replace(record([]), model_flops=own, peak_flops_per_s=peak) for own, peak in ranks]
+        report = step_report(records, normalizations={})
+        return report.model_flops, report.peak_flops_per_s
+
+    assert found((7, 2e12), (0, 3e12)) == (7, 5e12), "a rank without rows has a device"
+    assert found((7, None), (2, 3e12)) == (9, None)
+    assert found((None, 2e12), (2, 3e12)) == (None, 5e12)
+
+
 def test_a_result_has_losses_of_all_ranks_by_update_and_every_micro_batchs_metrics() -> None:
     plans = [
         UpdatePlan(tokens=3, samples=1, micro_batches=2),
