@@ -15,8 +15,13 @@ from typing import Literal
 from asyncrl.deployment.quantities import number
 
 WIDTH, HEIGHT = 380, 210
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 30
-"""Margins in the SVG's own units: room for labels on the left and below."""
+STEP = "step"
+LEFT, RIGHT, TOP, BOTTOM = 54, 16, 12, 30
+"""Margins in the SVG's own units: room for labels on all sides, such as -1.25e-4 on the left."""
+
+LIMIT_LABEL_WIDTH = 48
+VALUE_LABEL_WIDTH = 27
+"""What `limit 12` and `100%` take beside and above bars."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +59,10 @@ def line_chart(
     include: Sequence[float] = (),
     log: bool = False,
     limit: tuple[str, float] | None = None,
+    x_name: str = STEP,
 ) -> str:
-    """Lines over steps. The y axis reaches to all of `include`; `limit` draws a labelled line across.
+    """Lines over steps, or over what `x_name` counts. The y axis reaches to all of `include`; `limit` draws a labelled
+    line across.
 
     A `log` axis has no place for 0: it is drawn at the bottom, a power of ten below everything else.
     """
@@ -69,21 +76,21 @@ def line_chart(
     has_zero = log and 0 in values
     drawn = [[low if log and y == 0 else y for y in ys] for ys in drawn]
     x, y = _x_scale(xs), _Scale(low, high, HEIGHT - BOTTOM, TOP, log)
-    body = _axes(x, y, ticks, label=lambda tick: number(0 if has_zero and tick == low else tick))
+    body = _axes(x, y, ticks, label=lambda tick: number(0 if has_zero and tick == low else tick), x_name=x_name)
     if limit is not None:
         body += _limit_line(limit[0], y(limit[1]))
     for one, ys in sorted(zip(series, drawn, strict=True), key=lambda pair: pair[0].style != "faint"):
         points = [(x(at), None if value is None else y(value)) for at, value in zip(xs, ys, strict=True)]
         body += _dots(points, one) if one.style == "dots" else _path(points, one)
     legend = [(one.name, one.color) for one in series if one.style != "faint"]
-    numbers = {"xs": list(xs), "series": [{"name": one.name, "ys": _drawable(one.ys, log=False)} for one in series]}
+    numbers = _numbers(xs, [(one.name, one.color, _drawable(one.ys, log=False)) for one in series], x_name=x_name)
     return _figure(title, unit, body=body, legend=_legend(legend) if len(legend) > 1 else "", numbers=numbers)
 
 
 def share_chart(
-    title: str, xs: Sequence[float], shares: Sequence[Mapping[str, float]], *, colors: Mapping[str, str]
+    title: str, xs: Sequence[float], shares: Sequence[Mapping[str, float]], *, colors: Mapping[str, str], unit: str
 ) -> str:
-    """Stacked shares of a whole over steps; one mapping an x. States without any time are left out."""
+    """Stacked shares of a whole over steps; one mapping an x. States that never have a share are left out."""
     states = [state for state in colors if any(share.get(state, 0) > 0 for share in shares)]
     if not states:
         return _figure(title, "", body=_empty("nothing recorded"), legend="", numbers=None)
@@ -98,14 +105,10 @@ def share_chart(
         outline += [(at, y(base)) for at, base in reversed(list(zip(places, floor, strict=True)))]
         body += f'<polygon points="{_join(outline)}" fill="var(--{colors[state]})"/>'
         floor = ceiling
-    body += _axes(x, y, [0, 0.25, 0.5, 0.75, 1], label=_percent)
-    numbers = {
-        "xs": list(xs),
-        "percent": True,
-        "series": [{"name": _words(state), "ys": [row.get(state, 0.0) for row in shares]} for state in states],
-    }
-    legend = _legend([(_words(state), colors[state]) for state in states])
-    return _figure(title, "share of time", body=body, legend=legend, numbers=numbers)
+    body += _axes(x, y, [0, 0.25, 0.5, 0.75, 1], label=_percent, x_name=STEP)
+    series = [(_words(state), colors[state], [row.get(state, 0.0) for row in shares]) for state in states]
+    legend = _legend([(name, color) for name, color, _ in series])
+    return _figure(title, unit, body=body, legend=legend, numbers=_numbers(xs, series, x_name=STEP, percent=True))
 
 
 def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]], *, limit: int) -> str:
@@ -114,26 +117,25 @@ def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]
     if not any(totals):
         return _figure(title, "", body=_empty("nothing trained"), legend="", numbers=None)
     last = max(limit, *(max(histogram, default=0) for _, _, histogram in counts))
-    slot = (WIDTH - LEFT - RIGHT) / (last + 2)
+    slot = (WIDTH - LEFT - RIGHT - LIMIT_LABEL_WIDTH) / (last + 1)
     y = _Scale(0, 1, HEIGHT - BOTTOM, TOP)
     body = _y_ticks(y, [0, 0.25, 0.5, 0.75, 1], label=_percent)
     every = max(1, math.ceil((last + 1) / 12))
     for versions in range(last + 1):
-        left = LEFT + slot * (versions + 0.15)
+        left = LEFT + slot * (versions + 0.08)
         if versions % every == 0:
-            body += _text(left + slot * 0.35, HEIGHT - BOTTOM + 15, str(versions), anchor="middle")
+            body += _text(left + slot * 0.42, HEIGHT - BOTTOM + 15, str(versions), anchor="middle")
         for index, (name, color, histogram) in enumerate(counts):
             share = histogram.get(versions, 0) / max(1, totals[index])
-            width = slot * 0.7 / len(counts)
+            width = slot * 0.84 / len(counts)
             tip = f"<title>{escape(name)}, {versions} versions: {share:.1%}</title>"
             height = y(0) - y(share)
             body += (
                 f'<rect x="{left + index * width:.1f}" y="{y(share):.1f}" width="{width - 1:.1f}" '
                 f'height="{height:.1f}" rx="1.5" fill="var(--{color})">{tip}</rect>'
             )
-            if share > 0 and slot > 60:
-                place = (left + (index + 0.5) * width, y(share) - 3 if height < HEIGHT / 2 else y(share) + 11)
-                body += _text(*place, f"{share:.0%}", anchor="middle", css="value" if height < HEIGHT / 2 else "inside")
+            if share > 0 and width > VALUE_LABEL_WIDTH:
+                body += _text(left + (index + 0.5) * width, y(share) - 3, f"{share:.0%}", anchor="middle", css="value")
     at = LEFT + slot * (limit + 1)
     body += f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
     body += _text(at + 4, TOP + 9, f"limit {limit}", css="limit-label")
@@ -186,12 +188,12 @@ def _x_scale(xs: Sequence[float]) -> _Scale:
     return _Scale(xs[0], xs[-1] if xs[-1] > xs[0] else xs[0] + 1, LEFT, WIDTH - RIGHT)
 
 
-def _axes(x: _Scale, y: _Scale, ticks: Sequence[float], *, label: Callable[[float], str]) -> str:
+def _axes(x: _Scale, y: _Scale, ticks: Sequence[float], *, label: Callable[[float], str], x_name: str) -> str:
     body = _y_ticks(y, ticks, label=label)
     for tick in nice_ticks(x.low, x.high):
-        if x.low <= tick <= x.high and tick == int(tick):
+        if x.low <= tick <= x.high and (x_name != STEP or tick == int(tick)):
             body += _text(x(tick), HEIGHT - BOTTOM + 15, number(tick), anchor="middle")
-    return body + _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, "step", anchor="middle", css="axis-name")
+    return body + _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, x_name, anchor="middle", css="axis-name")
 
 
 def _y_ticks(y: _Scale, ticks: Sequence[float], *, label: Callable[[float], str]) -> str:
@@ -221,14 +223,14 @@ def _path(points: Sequence[tuple[float, float | None]], one: Series) -> str:
             runs.append([])
         else:
             runs[-1].append((at, place))
-    lonely = "".join(_dots(run, one) for run in runs if len(run) == 1)
+    lonely = "".join(_dots(run, one, radius=1.8) for run in runs if len(run) == 1)
     data = "".join("M" + _join(run).replace(" ", "L") for run in runs if len(run) > 1)
     return f'<path class="{one.style}" d="{data}" stroke="var(--{one.color})"/>{lonely}'
 
 
-def _dots(points: Sequence[tuple[float, float | None]], one: Series) -> str:
+def _dots(points: Sequence[tuple[float, float | None]], one: Series, *, radius: float = 4) -> str:
     return "".join(
-        f'<circle cx="{at:.1f}" cy="{place:.1f}" r="4" fill="var(--{one.color})"/>'
+        f'<circle cx="{at:.1f}" cy="{place:.1f}" r="{radius:g}" fill="var(--{one.color})"/>'
         for at, place in points
         if place is not None
     )
@@ -244,6 +246,26 @@ def _text(x: float, y: float, label: str, *, anchor: str = "start", css: str = "
 
 def _empty(message: str) -> str:
     return _text(WIDTH / 2, HEIGHT / 2, message, anchor="middle")
+
+
+def _numbers(
+    xs: Sequence[float],
+    series: Sequence[tuple[str, str, Sequence[float | None]]],
+    *,
+    x_name: str,
+    percent: bool = False,
+) -> dict[str, object]:
+    """What the hover script shows, to the four digits that it shows. `series` has (name, colour, ys)."""
+    return {
+        "x": x_name,
+        "xs": [_four_digits(x) for x in xs] if x_name != STEP else list(xs),
+        "percent": percent,
+        "series": [{"name": name, "color": color, "ys": [_four_digits(y) for y in ys]} for name, color, ys in series],
+    }
+
+
+def _four_digits(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
 
 
 def _words(state: str) -> str:

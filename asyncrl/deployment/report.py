@@ -13,14 +13,25 @@ import msgspec
 
 from asyncrl.atomic_write import write_atomically
 from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
 from asyncrl.deployment import charts
 from asyncrl.deployment.bottleneck import bottleneck
 from asyncrl.deployment.quantities import duration, moment, number
 from asyncrl.deployment.report_page import page, section, table, tiles
-from asyncrl.deployment.report_panels import flow, learning, staleness
+from asyncrl.deployment.report_panels import flow, learning
+from asyncrl.deployment.report_staleness import staleness
 from asyncrl.deployment.run_dir import RunInfo
 from asyncrl.errors import RunError
-from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, Summary, read_lines, state_shares
+from asyncrl.learner.records import (
+    EvalRecord,
+    RunTotals,
+    SampleRecord,
+    StepRecord,
+    Summary,
+    build_summary,
+    read_lines,
+    state_shares,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +40,8 @@ class RunRecords:
 
     info: RunInfo
     config: str
+    facts: str
+    """What ran, in a line of the configuration's main values."""
     staleness_limit: int
     steps: Sequence[StepRecord]
     evals: Sequence[EvalRecord]
@@ -52,11 +65,30 @@ def read_run(path: Path) -> RunRecords:
     return RunRecords(
         info=info,
         config=config_path.read_text(encoding="utf-8"),
+        facts=_facts(config),
         staleness_limit=config.staleness.max_versions,
         steps=read_lines(path / "steps.jsonl", StepRecord),
         evals=read_lines(path / "evals.jsonl", EvalRecord),
         summary=summary,
         samples=_some_samples(path / "samples"),
+    )
+
+
+def _facts(config: Config) -> str:
+    """
+    >>> _facts(Config())
+    'models/tiny-speller · reasoning_gym · decoupled_icepop · 16 × 8 samples a step · at most 2 versions old'
+    """
+    task = config.environment.options.get("task")
+    loss = config.algorithm.loss
+    return " · ".join(
+        [
+            config.model.path,
+            config.environment.name + (f" ({task})" if isinstance(task, str) else ""),
+            loss if isinstance(loss, str) else "an objective of its own",
+            f"{config.learner.groups_per_step} × {config.learner.group_size} samples a step",
+            f"at most {config.staleness.max_versions} versions old",
+        ]
     )
 
 
@@ -78,8 +110,9 @@ def write_report(path: Path, *, output: Path | None = None) -> Path:
 def report_html(run: RunRecords) -> str:
     """The page."""
     parts = [_header(run)]
-    if run.summary is not None:
-        parts.append(_tiles(run.summary))
+    summary = run.summary or _summary_so_far(run)
+    if summary is not None:
+        parts.append(_tiles(summary, ended=run.summary is not None))
     if run.steps:
         parts += [learning(run.steps, run.evals), flow(run.steps), staleness(run.steps, limit=run.staleness_limit)]
     parts += [_ledger(run.steps), _samples(run.samples), _config(run.config)]
@@ -89,38 +122,53 @@ def report_html(run: RunRecords) -> str:
 
 def _header(run: RunRecords) -> str:
     info = run.info
-    reason = f" ({info.exit_reason})" if info.exit_reason not in (None, "done") else ""
-    ended = f", {info.state} {moment(info.finished)}{reason}" if info.finished else reason
+    ended = f", {info.state} {moment(info.finished)}" if info.finished else ""
     origin = f"Started {moment(info.started)} on {info.host}{ended}."
+    reason = ""
+    if info.exit_reason not in (None, "done"):
+        reason = f'<p class="reason {info.state}">{escape(info.exit_reason)}</p>'
     shares = (state_shares(run.steps, "learner_state_s"), state_shares(run.steps, "generator_state_s"))
-    lead = f'<p class="lead">{bottleneck(*shares).sentence}</p>' if run.steps else "<p>No step was recorded yet.</p>"
+    none_yet = "No step was recorded yet." if info.state == "running" else "No step was recorded."
+    lead = f'<p class="lead">{bottleneck(*shares).sentence if run.steps else none_yet}</p>'
     badge = f'<span class="badge {info.state}">{info.state}</span>'
-    return f"<header><h1>{escape(info.name)}{badge}</h1><p>{escape(origin)}</p>{lead}</header>"
+    ran = f"<p>{escape(origin)}</p><p>{escape(run.facts)}</p>"
+    return f"<header><h1>{escape(info.name)}{badge}</h1>{ran}{reason}{lead}</header>"
 
 
-def _tiles(summary: Summary) -> str:
+def _summary_so_far(run: RunRecords) -> Summary | None:
+    """What the records of a run without a summary add up to, if it has trained: it goes on, or it failed."""
+    if not any(record.trained for record in run.steps):
+        return None
+    last = run.steps[-1]
+    totals = RunTotals(
+        wall_s=last.wall_s,
+        generated_tokens=last.generated_tokens,
+        groups_discarded=0,
+        ledger_closed=False,
+        rows_outstanding=0,
+        weight_updates=last.weight_updates,
+        mid_sequence_updates=last.mid_sequence_updates,
+        probe_parity_max_nats=None,
+    )
+    return build_summary(run.steps, run.evals, totals, staleness_limit=run.staleness_limit)
+
+
+def _tiles(summary: Summary, *, ended: bool) -> str:
+    """The numbers that say how it went; only a run that `ended` as it should knows what it discarded."""
+    first_step = f"in {duration(summary.wall_s)}, the first after {duration(summary.time_to_first_step_s)}"
+    oldest = f"{summary.max_group_staleness} of {summary.staleness_limit}"
     entries = [
         ("Reward", _arrow(summary.reward_first, summary.reward_last), "mean, first to last steps"),
         ("Held-out reward", _arrow(summary.heldout_first, summary.heldout_last), "greedy, never trained on"),
-        (
-            "Steps",
-            f"{summary.steps:,}",
-            f"in {duration(summary.wall_s)}, the first after {duration(summary.time_to_first_step_s)}",
-        ),
+        ("Steps", f"{summary.steps:,}", first_step),
         ("Throughput", f"{number(summary.samples_per_s)}/s", "samples trained"),
-        (
-            "Oldest data",
-            f"{summary.max_group_staleness} of {summary.staleness_limit}",
-            "versions, trained against allowed",
-        ),
-        (
-            "Discarded",
-            f"{summary.groups_discarded:,}",
-            "groups; ledger " + ("closed" if summary.ledger_closed else "NOT closed"),
-        ),
-        ("Learner busy", f"{summary.learner_busy_ratio:.0%}", f"generators {summary.generator_busy_ratio:.0%}"),
-        ("Log-prob parity", _number(summary.parity_max_nats), "nats, worst token of engine against learner"),
+        ("Oldest data", oldest, "versions, trained against allowed"),
+        ("Busy", f"{summary.learner_busy_ratio:.0%}", f"learner; generators {summary.generator_busy_ratio:.0%}"),
+        ("Log-prob parity", _number(summary.parity_max_nats), "nats, worst token, engine to learner"),
     ]
+    if ended:
+        fate = "groups; ledger " + ("closed" if summary.ledger_closed else "NOT closed")
+        entries.append(("Discarded", f"{summary.groups_discarded:,}", fate))
     return tiles(entries)
 
 
@@ -143,7 +191,7 @@ def _ledger(steps: Sequence[StepRecord]) -> str:
     ]
     columns = (
         table(fates, head=("fate of issued groups", "groups"), numeric=frozenset({1})),
-        table(totals, head=("total", ""), numeric=frozenset({1})),
+        table(totals, head=("in all", "number"), numeric=frozenset({1})),
     )
     return section("Totals", "As of the last recorded step.", f'<div class="columns">{"".join(columns)}</div>')
 
@@ -165,9 +213,12 @@ def _samples(samples: dict[int, list[SampleRecord]]) -> str:
     ]
     if not rows:
         return ""
-    head = ("step", "prompt", "completion", "answer", "reward", "advantage", "weights × tokens")
-    note = "Rollouts of the first, the middle and the last step that logged any."
-    return section("Samples", note, table(rows, head=head, numeric=frozenset({0, 4, 5})))
+    head = ("step", "prompt", "completion", "answer", "reward", "advantage", "weights")
+    note = (
+        "Rollouts of the first, the middle and the last step that logged any. Under weights, “92 × 4” is four tokens "
+        "by the weights that 92 steps had made."
+    )
+    return section("Samples", note, table(rows, head=head, numeric=frozenset({0, 4, 5}), verbatim=frozenset({1, 2, 3})))
 
 
 def _config(config: str) -> str:

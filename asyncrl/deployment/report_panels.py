@@ -1,13 +1,12 @@
-"""The report's curves: learning, flow, staleness. Each panel turns step records into a section of charts.
+"""The report's curves of learning and flow. Each panel turns step records into a section of charts.
 
 Long runs are drawn as means over bins: more than `CURVE_POINTS` points cannot be told apart at a chart's width.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncrl.deployment.charts import Series, line_chart, share_chart, version_bars
+from asyncrl.deployment.charts import Series, line_chart, share_chart
 from asyncrl.deployment.report_page import section
 from asyncrl.learner.records import EvalRecord, StepRecord, state_shares
 
@@ -79,13 +78,17 @@ def learning(steps: Steps, evals: Sequence[EvalRecord]) -> str:
         "Held-out points are greedy answers to questions that were never issued. An effective sample size that falls "
         "says that data is too old: lower staleness.max_versions."
     )
-    return section("Learning", note, _grid(figures))
+    return section("Learning", note, chart_grid(figures))
 
 
 def flow(steps: Steps) -> str:
     """Who waits for whom, and how fast is it?"""
     windows = windows_of(steps, SHARE_POINTS)
     xs = last_steps(windows)
+
+    def states(title: str, field: str, colors: Mapping[str, str]) -> str:
+        shares = [state_shares(window, field) for window in windows]
+        return share_chart(title, xs, shares, colors=colors, unit="share of time")
 
     def rates(name: str, color: str, read: Callable[[Steps], float]) -> Series:
         spans = [window[-1].wall_s - window[0].wall_s for window in windows]
@@ -99,10 +102,8 @@ def flow(steps: Steps) -> str:
         return means(state, color, lambda record: record.buffer_groups.get(state, 0))
 
     figures = [
-        share_chart("Learner", xs, [state_shares(each, "learner_state_s") for each in windows], colors=LEARNER_COLORS),
-        share_chart(
-            "Generators", xs, [state_shares(each, "generator_state_s") for each in windows], colors=GENERATOR_COLORS
-        ),
+        states("Learner", "learner_state_s", LEARNER_COLORS),
+        states("Generators", "generator_state_s", GENERATOR_COLORS),
         line_chart(
             "Samples",
             xs,
@@ -139,65 +140,14 @@ def flow(steps: Steps) -> str:
         "Gray: “other” is the learner's work between its stages (records, evaluation); “idle” is slots that are free "
         "while nothing is asked of them (start, evaluation, end)."
     )
-    return section("Flow", note, _grid(figures))
-
-
-def staleness(steps: Steps, *, limit: int) -> str:
-    """How old was what was trained?"""
-    bins = bins_of(steps, CURVE_POINTS)
-    xs = last_steps(bins)
-
-    def curve(name: str, color: str, read: Callable[[Steps], float | None]) -> Series:
-        return Series(name=name, ys=[read(chunk) for chunk in bins], color=color)
-
-    def lag(read: Callable[[StepRecord], int]) -> Callable[[Steps], float | None]:
-        return lambda chunk: mean([float(record.version_after - read(record)) for record in chunk])
-
-    figures = [
-        version_bars(
-            "Age when trained",
-            [
-                ("groups, by their oldest token", "blue", added([record.group_staleness for record in steps])),
-                ("tokens", "teal", added([record.token_staleness for record in steps])),
-            ],
-            limit=limit,
-        ),
-        line_chart(
-            "Age of tokens",
-            xs,
-            [
-                curve("oldest", "amber", lambda chunk: largest([age for r in chunk for age in r.token_staleness])),
-                curve("mean", "blue", lambda chunk: histogram_mean(added([r.token_staleness for r in chunk]))),
-            ],
-            unit="versions",
-            include=(0, limit + 1),
-            limit=(f"limit {limit}", limit),
-        ),
-        line_chart(
-            "Lag behind the learner",
-            xs,
-            [
-                curve("slowest replica", "amber", lag(lambda record: record.oldest_replica_version)),
-                curve("published", "blue", lag(lambda record: record.published_version)),
-            ],
-            unit="versions",
-        ),
-        line_chart(
-            "Log-prob parity",
-            xs,
-            [curve("worst token", "blue", lambda chunk: largest([record.parity_nats for record in chunk]))],
-            unit="nats, engine against learner; 0 is drawn at the bottom",
-            log=True,
-        ),
-    ]
-    note = "Versions between the weights that produced a token and those that were trained on it."
-    return section("Staleness and weights", note, _grid(figures))
+    return section("Flow: who waits for whom", note, chart_grid(figures))
 
 
 def bins_of(steps: Steps, most: int) -> list[Steps]:
-    """Consecutive steps in at most `most` chunks of equal size, the last one perhaps smaller."""
-    size = max(1, math.ceil(len(steps) / most))
-    return [steps[start : start + size] for start in range(0, len(steps), size)]
+    """Consecutive steps in at most `most` chunks whose sizes differ by one step at most: a last chunk of a few steps
+    would stand out of the curve of means."""
+    count = min(most, len(steps))
+    return [steps[index * len(steps) // count : (index + 1) * len(steps) // count] for index in range(count)]
 
 
 def windows_of(steps: Steps, most: int) -> list[Steps]:
@@ -230,20 +180,8 @@ def mean(values: Sequence[float | None]) -> float | None:
     return sum(present) / len(present) if present else None
 
 
-def largest(values: Sequence[float | None]) -> float | None:
-    return max((value for value in values if value is not None and math.isfinite(value)), default=None)
-
-
-def added(histograms: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    total: Counter[int] = Counter()
-    for histogram in histograms:
-        total.update(histogram)
-    return dict(total)
-
-
-def histogram_mean(histogram: Mapping[int, int]) -> float | None:
-    count = sum(histogram.values())
-    return sum(value * times for value, times in histogram.items()) / count if count else None
+def chart_grid(figures: Sequence[str]) -> str:
+    return f'<div class="charts">{"".join(figures)}</div>'
 
 
 def _at_versions(evals: Sequence[EvalRecord], xs: Sequence[float]) -> Values:
@@ -253,7 +191,3 @@ def _at_versions(evals: Sequence[EvalRecord], xs: Sequence[float]) -> Values:
         nearest = min(range(len(xs)), key=lambda index: abs(xs[index] - record.version))
         ys[nearest] = record.reward_mean
     return ys
-
-
-def _grid(figures: Sequence[str]) -> str:
-    return f'<div class="charts">{"".join(figures)}</div>'

@@ -10,7 +10,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 
-SCRIPTS = [REPOSITORY / ".ci" / "run", *sorted((REPOSITORY / "deploy").rglob("*.sbatch"))]
+SCRIPTS = [*sorted((REPOSITORY / ".ci").iterdir()), *sorted((REPOSITORY / "deploy").rglob("*.sbatch"))]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

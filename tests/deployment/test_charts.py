@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncrl.deployment import bottleneck, charts, quantities
+from asyncrl.deployment import bottleneck, charts, quantities, report, report_staleness
 from asyncrl.deployment.charts import (
     BOTTOM,
     HEIGHT,
@@ -30,7 +30,7 @@ from asyncrl.deployment.charts import (
 numbers = st.floats(min_value=-1e9, max_value=1e9, allow_nan=False)
 
 
-@pytest.mark.parametrize("module", [bottleneck, charts, quantities])
+@pytest.mark.parametrize("module", [bottleneck, charts, quantities, report, report_staleness])
 def test_doctests(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 
@@ -114,7 +114,7 @@ def test_the_axis_reaches_what_it_must_include() -> None:
 
 def test_shares_are_stacked_to_the_top_in_the_order_of_colors() -> None:
     shares = [{"busy": 0.25, "waiting": 0.75}, {"busy": 0.5, "waiting": 0.5}]
-    figure = share_chart("x", [1, 2], shares, colors={"busy": "green", "never": "red", "waiting": "amber"})
+    figure = share_chart("x", [1, 2], shares, unit="", colors={"busy": "green", "never": "red", "waiting": "amber"})
     areas = list(parsed(figure).iter("polygon"))
     assert [area.get("fill") for area in areas] == ["var(--green)", "var(--amber)"], "a state without time is left out"
     heights = [[float(pair.split(",")[1]) for pair in (area.get("points") or "").split()] for area in areas]
@@ -138,7 +138,7 @@ def test_bars_are_as_high_as_their_shares_and_the_limit_lies_beyond_its_version(
     [
         line_chart("x", [], []),
         line_chart("x", [1.0], [Series(name="y", ys=[None], color="blue")]),
-        share_chart("x", [1.0], [{}], colors={"a": "blue"}),
+        share_chart("x", [1.0], [{}], unit="", colors={"a": "blue"}),
         version_bars("x", [("groups", "blue", {})], limit=2),
     ],
 )
@@ -149,7 +149,7 @@ def test_nothing_recorded_is_said(figure: str) -> None:
 def test_one_point_is_a_dot_and_one_share_fills_the_width() -> None:
     dot = parsed(line_chart("x", [3.0], [Series(name="y", ys=[1.0], color="blue")]))
     assert len(list(dot.iter("circle"))) == 1
-    (area,) = parsed(share_chart("x", [3.0], [{"a": 1.0}], colors={"a": "blue"})).iter("polygon")
+    (area,) = parsed(share_chart("x", [3.0], [{"a": 1.0}], unit="", colors={"a": "blue"})).iter("polygon")
     assert f"{WIDTH - RIGHT:.1f}," in (area.get("points") or "")
 
 
@@ -157,4 +157,9 @@ def test_the_hover_data_is_json_that_cannot_end_its_script_element() -> None:
     figure = line_chart("x", [1, 2], [Series(name="</script><b>", ys=[1, math.nan], color="blue")])
     data = re.search(r'<script type="application/json">(.*?)</script>', figure)
     assert data is not None
-    assert json.loads(data[1]) == {"xs": [1, 2], "series": [{"name": "</script><b>", "ys": [1, None]}]}
+    assert json.loads(data[1]) == {
+        "x": "step",
+        "xs": [1, 2],
+        "percent": False,
+        "series": [{"name": "</script><b>", "color": "blue", "ys": [1, None]}],
+    }

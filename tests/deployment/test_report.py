@@ -1,5 +1,6 @@
 """The report: one self-contained page, whatever the run's state, and nothing of a run is ever markup."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
@@ -7,23 +8,22 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from written_runs import HOSTILE, write_run
 
 from asyncrl.cli.report import app
 from asyncrl.config.schema import Config
-from asyncrl.deployment import report_panels
+from asyncrl.deployment import report_staleness
 from asyncrl.deployment.charts import Series
 from asyncrl.deployment.report import read_run, report_html, write_report
 from asyncrl.deployment.report_panels import GENERATOR_COLORS, LEARNER_COLORS, bins_of, smooth, windows_of
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
-from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, build_summary, state_shares
+from asyncrl.learner.records import StepRecord, state_shares
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 
 pytestmark = pytest.mark.slow
 
 MakeStep = Callable[..., StepRecord]
-
-HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
@@ -63,45 +63,6 @@ class Page(HTMLParser):
         return " ".join(self.words)
 
 
-def write_run(folder: Path, steps: Sequence[StepRecord], *, finish: bool = True, evals: bool = True) -> Path:
-    config = Config.model_validate({"run": {"name": "quick", "dir": str(folder)}})
-    run = RunDir.create(config)
-    for record in steps:
-        run.append_step(record)
-        run.write_samples(
-            record.step,
-            [
-                SampleRecord(
-                    group=record.step,
-                    prompt=f"prompt of step {record.step}",
-                    completion=HOSTILE,
-                    answer="tac",
-                    reward=1.0,
-                    advantage=None,
-                    version_spans=((record.step, 3),),
-                    truncated=True,
-                )
-            ],
-        )
-    evaluations = [EvalRecord(version=0, wall_s=9, prompts=8, reward_mean=0.25)] if evals else []
-    for evaluation in evaluations:
-        run.append_eval(evaluation)
-    if finish:
-        totals = RunTotals(
-            wall_s=99,
-            generated_tokens=1,
-            groups_discarded=0,
-            ledger_closed=True,
-            rows_outstanding=0,
-            weight_updates=3,
-            mid_sequence_updates=2,
-            probe_parity_max_nats=None,
-        )
-        run.write_summary(build_summary(steps, evaluations, totals, staleness_limit=2))
-    run.close(state="failed", reason=HOSTILE)
-    return run.path
-
-
 def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Path, step_record: MakeStep) -> None:
     path = write_run(tmp_path, [step_record(step) for step in range(40)])
     target = write_report(path)
@@ -109,12 +70,12 @@ def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Pat
     page = Page(target.read_text())
     for words in (
         "Learning", "Reward", "held out", "Effective sample size", "Loss", "Entropy", "Gradient norm",
-        "Flow", "Learner", "Generators", "Samples", "Tokens", "Groups in the buffer",
+        "who waits for whom", "Learner", "Generators", "Samples", "Tokens", "Groups in the buffer",
         "Age when trained", "limit 2", "Log-prob parity",
         "Totals", "fate of issued groups", "640", "Configuration", "max_versions: 2", "0.50 → 0.69",
     ):  # fmt: skip
         assert words in page.text, words
-    assert page.tags.count("figure") == page.tags.count("svg") == 16
+    assert page.tags.count("figure") == page.tags.count("svg") == 17
     assert "prompt of step 0" in page.text
     assert "prompt of step 39" in page.text
 
@@ -128,7 +89,7 @@ def test_only_a_run_with_a_critic_shows_what_it_learns(tmp_path: Path, step_reco
     page = Page(report_html(read_run(write_run(tmp_path / "ppo", steps))))
     assert "Critic: explained variance" in page.text
     assert "Critic: loss" in page.text
-    assert page.tags.count("svg") == 18
+    assert page.tags.count("svg") == 19
     without = Page(report_html(read_run(write_run(tmp_path / "grpo", [step_record(step) for step in range(5)]))))
     assert "Critic" not in without.text
 
@@ -167,10 +128,11 @@ def test_nothing_of_a_run_is_markup(tmp_path: Path, step_record: MakeStep) -> No
 
 def test_a_run_that_goes_on_or_died_early_has_a_report_of_what_there_is(tmp_path: Path, step_record: MakeStep) -> None:
     none = Page(report_html(read_run(write_run(tmp_path / "none", [], finish=False, evals=False))))
-    assert "No step was recorded yet." in none.text
+    assert "No step was recorded." in none.text
     one = Page(report_html(read_run(write_run(tmp_path / "one", [step_record(0)], finish=False, evals=False))))
     assert "Learning" in one.text
-    assert "Oldest data" not in one.text, "tiles are of the summary, which is not there yet"
+    assert "Oldest data" in one.text
+    assert "Discarded" not in one.text, "only the end knows"
 
 
 def test_steps_without_numbers_leave_gaps(tmp_path: Path, step_record: MakeStep) -> None:
@@ -193,15 +155,15 @@ def test_f21_a_skipped_step_has_no_age_and_lags_behind_the_version_that_it_left(
         drawn.update({f"{title}: {each.name}": list(each.ys) for each in series})
         return ""
 
-    monkeypatch.setattr(report_panels, "line_chart", capture)
-    report_panels.staleness(
+    monkeypatch.setattr(report_staleness, "line_chart", capture)
+    report_staleness.staleness(
         [
             step_record(0, published_version=1),
             step_record(1, published_version=1, trained=False, group_staleness={}, token_staleness={}),
         ],
         limit=2,
     )
-    assert drawn["Age of tokens: oldest"] == [1, None]
+    assert drawn["Age of tokens over time: oldest"] == [1, None]
     assert drawn["Lag behind the learner: published"] == [0, 0]
 
 
@@ -209,6 +171,7 @@ def test_a_long_run_is_drawn_with_few_points(tmp_path: Path, step_record: MakeSt
     steps = [step_record(step) for step in range(5000)]
     assert len(bins_of(steps, 300)) <= 300
     assert sum(len(chunk) for chunk in bins_of(steps, 300)) == 5000
+    assert [len(chunk) for chunk in bins_of(steps[:10], 4)] == [2, 3, 2, 3], "no short last one that stands out"
     run = read_run(write_run(tmp_path, steps[:2]))
     text = report_html(type(run)(**{name: getattr(run, name) for name in run.__slots__} | {"steps": steps}))
     assert len(text) < 400_000
@@ -220,6 +183,29 @@ def test_windows_start_at_the_record_before_so_that_totals_can_be_subtracted(ste
     assert [[record.step for record in window] for window in windows] == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
     assert state_shares(windows[1], "learner_state_s")["waiting_for_groups"] == pytest.approx(0.25)
     assert windows_of(steps[:1], 3) == [steps[:1]]
+
+
+def test_the_drift_of_what_was_trained_is_drawn_by_age_from_fresh_to_old(
+    step_record: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(
+        report_staleness,
+        "line_chart",
+        lambda title, _, series, **__: names.extend(f"{title}: {s.name}" for s in series),
+    )
+    drift = {f"abs_log_rho_nats_staleness_{ages}": 0.1 for ages in ("16_to_more", "8_to_15", "1", "0")}
+    monkeypatch.setattr(report_staleness, "chart_grid", lambda figures: "")
+    report_staleness.staleness([step_record(0, diagnostics=drift)], limit=2)
+    assert [name for name in names if name.startswith("Drift")] == [
+        f"Drift by age: {ages}" for ages in ("0 versions", "1 version", "8 to 15 versions", "16 or more versions")
+    ]
+
+
+def test_tokens_of_every_age_have_their_share_of_a_step(step_record: MakeStep) -> None:
+    page = report_staleness.staleness([step_record(0, token_staleness={0: 30, 2: 10})], limit=2)
+    data = next(json.loads(found) for found in re.findall(r"json\">(.*?)</script>", page) if "0 versions" in found)
+    assert {one["name"]: one["ys"] for one in data["series"]} == {"0 versions": [0.75], "2 versions": [0.25]}
 
 
 def test_smoothing_is_a_trailing_mean_that_skips_gaps() -> None:

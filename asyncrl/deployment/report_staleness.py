@@ -1,0 +1,167 @@
+"""The report's section on staleness: how old was what was trained, and does its age hurt?"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from asyncrl.deployment.charts import Series, line_chart, share_chart, version_bars
+from asyncrl.deployment.report_page import AGE_COLORS, section
+from asyncrl.deployment.report_panels import (
+    CURVE_POINTS,
+    SHARE_POINTS,
+    Steps,
+    Values,
+    bins_of,
+    chart_grid,
+    last_steps,
+    mean,
+)
+from asyncrl.learner.records import StepRecord
+
+DRIFT = "abs_log_rho_nats_staleness_"
+"""Begins the names of the loss's diagnostics that say how far the policy has moved from the one that sampled."""
+
+CLOCKS = ((120.0, 1.0, "seconds"), (3 * 3600.0, 60.0, "minutes"), (math.inf, 3600.0, "hours"))
+"""(longest span, its unit, the unit's name), both in seconds."""
+
+
+def staleness(steps: Steps, *, limit: int) -> str:
+    """How old was what was trained?"""
+    bins = bins_of(steps, CURVE_POINTS)
+    xs = last_steps(bins)
+    _, unit_s, clock = next(each for each in CLOCKS if steps[-1].wall_s <= each[0])
+
+    def curve(name: str, color: str, read: Callable[[Steps], float | None]) -> Series:
+        return Series(name=name, ys=[read(chunk) for chunk in bins], color=color)
+
+    def lag(read: Callable[[StepRecord], int]) -> Callable[[Steps], float | None]:
+        return lambda chunk: mean([float(record.version_after - read(record)) for record in chunk])
+
+    figures = [
+        version_bars(
+            "Age when trained",
+            [
+                ("groups, by their oldest token", "blue", added([record.group_staleness for record in steps])),
+                ("tokens", "teal", added([record.token_staleness for record in steps])),
+            ],
+            limit=limit,
+        ),
+        _token_ages(steps, limit=limit),
+        line_chart(
+            "Age of tokens over time",
+            [chunk[-1].wall_s / unit_s for chunk in bins],
+            [
+                curve("oldest", "amber", lambda chunk: largest([age for r in chunk for age in r.token_staleness])),
+                curve("mean", "blue", lambda chunk: histogram_mean(added([r.token_staleness for r in chunk]))),
+            ],
+            unit="versions",
+            include=(0, limit + 1),
+            limit=(f"limit {limit}", limit),
+            x_name=clock,
+        ),
+        *_drift(steps),
+        line_chart(
+            "Lag behind the learner",
+            xs,
+            [
+                curve("slowest replica", "amber", lag(lambda record: record.oldest_replica_version)),
+                curve("published", "blue", lag(lambda record: record.published_version)),
+            ],
+            unit="versions",
+            include=(0,),
+        ),
+        line_chart(
+            "Log-prob parity",
+            xs,
+            [curve("worst token", "blue", lambda chunk: largest([record.parity_nats for record in chunk]))],
+            unit="nats; 0 is drawn at the bottom",
+            log=True,
+        ),
+    ]
+    note = (
+        "Age is counted in versions between the weights that produced a token and those that were trained on it. "
+        "Parity compares the engine's log-probs with the learner's under the same weights."
+    )
+    return section("Staleness and weights", note, chart_grid(figures))
+
+
+def _token_ages(steps: Steps, *, limit: int) -> str:
+    """Which share of each step's tokens had which age."""
+    bins = bins_of(steps, SHARE_POINTS)
+    ages = [added([record.token_staleness for record in chunk]) for chunk in bins]
+    bands = age_bands(max(limit, *(max(histogram, default=0) for histogram in ages)), most=len(AGE_COLORS))
+    shares = [{name: _share(histogram, first, last) for name, first, last in bands} for histogram in ages]
+    spread = (len(AGE_COLORS) - 1) / max(1, len(bands) - 1)
+    colors = {name: AGE_COLORS[round(index * spread)] for index, (name, _, _) in enumerate(bands)}
+    return share_chart("Age by step", last_steps(bins), shares, colors=colors, unit="share of tokens")
+
+
+def age_bands(oldest: int, *, most: int) -> list[tuple[str, int, int]]:
+    """(name, first, last) of at most `most` ranges of as many versions each, from 0 on.
+
+    >>> age_bands(1, most=7)
+    [('0 versions', 0, 0), ('1 version', 1, 1)]
+    >>> [name for name, _, _ in age_bands(7, most=3)]
+    ['0 to 2 versions', '3 to 5 versions', '6 to 8 versions']
+    """
+    size = math.ceil((oldest + 1) / most)
+    starts = range(0, oldest + 1, size)
+    return [(_versions(first, first + size - 1), first, first + size - 1) for first in starts]
+
+
+def _versions(first: int, last: int) -> str:
+    if first == last:
+        return "1 version" if first == 1 else f"{first} versions"
+    return f"{first} to {last} versions"
+
+
+def _share(histogram: Mapping[int, int], first: int, last: int) -> float:
+    total = sum(histogram.values())
+    return sum(count for age, count in histogram.items() if first <= age <= last) / total if total else 0.0
+
+
+def _drift(steps: Steps) -> list[str]:
+    """How far the policy has moved from the one that sampled, by age, where the loss says so."""
+    names = {name for record in steps for name in record.diagnostics if name.startswith(DRIFT)}
+    if not names:
+        return []
+    bins = bins_of(steps, CURVE_POINTS)
+    ordered = sorted(names, key=_first_age)
+    spread = (len(AGE_COLORS) - 1) / max(1, len(ordered) - 1)
+    series = []
+    for index, name in enumerate(ordered):
+        ys: Values = [mean([record.diagnostics.get(name) for record in chunk]) for chunk in bins]
+        series.append(Series(name=_drift_label(name), ys=ys, color=AGE_COLORS[round(index * spread)]))
+    unit = "mean |log ratio| to the sampler, nats"
+    return [line_chart("Drift by age", last_steps(bins), series, unit=unit, include=(0,))]
+
+
+def _drift_label(name: str) -> str:
+    """
+    >>> [_drift_label(DRIFT + ages) for ages in ("1", "2_to_3", "16_to_more")]
+    ['1 version', '2 to 3 versions', '16 or more versions']
+    """
+    ages = name.removeprefix(DRIFT).replace("to_more", "or_more").replace("_", " ")
+    return "1 version" if ages == "1" else f"{ages} versions"
+
+
+def _first_age(name: str) -> int:
+    found = re.match(r"\d+", name.removeprefix(DRIFT))
+    return int(found[0]) if found else 0
+
+
+def largest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None and math.isfinite(value)), default=None)
+
+
+def added(histograms: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    total: Counter[int] = Counter()
+    for histogram in histograms:
+        total.update(histogram)
+    return dict(total)
+
+
+def histogram_mean(histogram: Mapping[int, int]) -> float | None:
+    count = sum(histogram.values())
+    return sum(value * times for value, times in histogram.items()) / count if count else None

@@ -1,0 +1,227 @@
+"""The report in a real browser: Debian's chromium, headless, with the page opened from its file as people open it.
+
+On screens wide and narrow, light and dark, and on paper: all of it can be seen and read, and nothing is asked of a
+network. `report_audit.js` says what cannot. The picture in the README is made by `python
+tests/deployment/test_report_in_chromium.py RUN PNG`.
+"""
+
+import itertools
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import pypdfium2
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+from written_runs import HOSTILE, critic_step, far_behind, lively_step, make_step, write_run
+
+from asyncrl.deployment.report import write_report
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+PROGRAM = "chromium"
+AUDIT = (Path(__file__).parent / "report_audit.js").read_text()
+
+WIDE, NARROW, SHEET = 1240, 420, 688
+"""A desktop's window, a phone's, and A4 between the margins, in CSS pixels."""
+VIEWS: dict[str, tuple[int, Literal["light", "dark"], Literal["screen", "print"]]] = {
+    "light": (WIDE, "light", "screen"),
+    "dark": (WIDE, "dark", "screen"),
+    "narrow and light": (NARROW, "light", "screen"),
+    "narrow and dark": (NARROW, "dark", "screen"),
+    "printed": (SHEET, "light", "print"),
+    "printed from a dark screen": (SHEET, "dark", "print"),
+}
+
+
+SCENES: dict[str, Callable[[Path], Path]] = {
+    "finished": lambda folder: write_run(folder, [lively_step(step) for step in range(60)], end="finished"),
+    "critic": lambda folder: write_run(folder, [critic_step(step) for step in range(40)], end="finished"),
+    "failed": lambda folder: write_run(folder, [lively_step(step) for step in range(3)], finish=False, evals=False),
+    "all alike": lambda folder: write_run(folder, [make_step(step, loss=-1.25e-4 * step) for step in range(5)]),
+    "going on": lambda folder: write_run(folder, [], finish=False, evals=False, end=None, name="x" * 64),
+    "long": lambda folder: write_run(folder, [far_behind(step) for step in range(3000)], limit=20),
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {scene: write_report(write(folder / scene)) for scene, write in SCENES.items()}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = shutil.which(PROGRAM)
+    if path is None:
+        pytest.skip("chromium is not installed: `apt-get install chromium fonts-dejavu-core`, as .ci/run does")
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, timeout=60_000)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[[Path, str], Page]]:
+    """Opens a report in a view. At the end nothing must have been asked for but files opened, nor said or thrown."""
+    pages: list[Page] = []
+    asked: list[str] = []
+    said: list[str] = []
+    opened: list[str] = []
+
+    def open_(report: Path, view: str) -> Page:
+        width, scheme, media = VIEWS[view]
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        pages.append(page)
+        page.set_default_timeout(20_000)
+        if media == "print":
+            page.emulate_media(media=media)
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
+        opened.append(report.as_uri())
+        page.goto(report.as_uri())
+        page.set_viewport_size({"width": width, "height": page.evaluate("document.documentElement.scrollHeight")})
+        return page
+
+    yield open_
+    for page in pages:
+        page.close()
+    assert asked == opened
+    assert said == []
+
+
+@pytest.mark.parametrize(("scene", "view"), list(itertools.product(SCENES, VIEWS)))
+def test_all_of_it_can_be_seen_and_read(
+    open_page: Callable[[Path, str], Page], reports: dict[str, Path], scene: str, view: str
+) -> None:
+    page = open_page(reports[scene], view)
+    assert not (problems := page.evaluate(AUDIT)), "\n".join(problems)
+    assert page.locator("figure").count() == {"going on": 0, "critic": 20, "all alike": 17}.get(scene, 18)
+
+
+def test_each_scheme_has_its_own_paper_and_a_sheet_is_white(
+    open_page: Callable[[Path, str], Page], reports: dict[str, Path]
+) -> None:
+    papers = {
+        view: open_page(reports["finished"], view).evaluate("getComputedStyle(document.body).backgroundColor")
+        for view in VIEWS
+    }
+    white, black = "rgb(255, 255, 255)", "rgb(20, 22, 26)"
+    assert papers == {view: black if view.endswith("dark") else white for view in VIEWS}
+
+
+@pytest.mark.parametrize("view", ["light", "narrow and dark"])
+@pytest.mark.parametrize("step", [0, 20, 59])
+def test_the_pointer_shows_the_numbers_of_the_step_under_it(
+    open_page: Callable[[Path, str], Page], reports: dict[str, Path], view: str, step: int
+) -> None:
+    page = open_page(reports["finished"], view)
+    figure = page.locator("figure", has_text="Entropy")
+    tip = figure.locator(".tip")
+    assert tip.count() == 0
+    frame = figure.bounding_box()
+    grid = figure.locator("line.grid").first.bounding_box()
+    assert frame is not None
+    assert grid is not None
+    page.mouse.move(grid["x"] + grid["width"] * step / 59, grid["y"] - 20)
+    assert tip.inner_text().split("\n") == [f"step {step}", f"entropy  {1 - step / 100:.4g}"]
+    shown = tip.bounding_box()
+    assert shown is not None
+    assert frame["x"] <= shown["x"] <= shown["x"] + shown["width"] <= frame["x"] + frame["width"]
+    page.mouse.move(0, 0)
+    assert tip.count() == 0
+
+
+def test_the_pointer_shows_every_state_in_its_color_and_moments_in_their_unit(
+    open_page: Callable[[Path, str], Page], reports: dict[str, Path]
+) -> None:
+    page = open_page(reports["finished"], "light")
+    learner = page.locator("figure", has_text="Learner").first
+    learner.locator("svg").hover()
+    lines = learner.locator(".tip").inner_text().split("\n")
+    assert {"forward backward  40.0 %", "waiting for groups  20.0 %"} <= set(lines)
+    legend, tip = (
+        learner.locator(f"{part} i").evaluate_all("all => all.map((one) => getComputedStyle(one).backgroundColor)")
+        for part in (".legend", ".tip")
+    )
+    assert legend == tip
+    assert len(set(tip)) == 7
+    over_time = page.locator("figure", has_text="Age of tokens over time")
+    over_time.locator("svg").hover()
+    assert over_time.locator(".tip").inner_text().split("\n")[0].endswith(" seconds")
+
+
+def test_what_a_model_wrote_stays_text(open_page: Callable[[Path, str], Page], reports: dict[str, Path]) -> None:
+    page = open_page(reports["failed"], "light")
+    assert page.locator("img").count() == 0
+    assert page.get_by_text(HOSTILE).count() == 1 + 3, "the reason of the end, and each completion"
+
+
+@pytest.mark.parametrize("scene", ["finished", "critic", "going on"])
+@pytest.mark.parametrize("view", ["light", "dark"])
+def test_on_paper_no_chart_is_cut_and_no_sheet_is_blank_or_black(
+    open_page: Callable[[Path, str], Page], reports: dict[str, Path], scene: str, view: str
+) -> None:
+    page = open_page(reports[scene], view)
+    page.evaluate(
+        """() => document.querySelectorAll("figure").forEach((figure, index) => ["top", "bottom"].forEach((side) => {
+            const mark = document.createElement("b");
+            mark.textContent = `${side}${index}.`;
+            mark.style = `position: absolute; right: 0; ${side}: 0; font-size: 6px`;
+            figure.append(mark);
+        }))"""
+    )
+    document = pypdfium2.PdfDocument(page.pdf(format="A4"))
+    sheets = [sheet.get_textpage().get_text_range() for sheet in document]
+    for index in range(page.locator("figure").count()):
+        both = [
+            [number for number, words in enumerate(sheets) if f"{side}{index}." in words] for side in ("top", "bottom")
+        ]
+        assert both[0] == both[1], f"chart {index} is cut"
+        assert len(both[0]) == 1
+    for sheet, words in zip(document, sheets, strict=True):
+        assert words.strip()
+        picture = sheet.render(scale=1).to_pil().convert("L")
+        shades = picture.histogram()
+        ink = sum(shades[:200]) / sum(shades)
+        assert 0.0005 < ink < 0.5, f"{ink:.2%} of a sheet is dark"
+        assert picture.getpixel((2, 2)) == 255
+    whole = "".join(sheets)
+    assert "max_versions: 2" in whole, "the configuration, folded up on the screen, is printed"
+    assert "config.yaml" not in whole, "there is nothing to unfold on paper"
+
+
+def test_a_legend_keeps_its_colors_on_paper(open_page: Callable[[Path, str], Page], reports: dict[str, Path]) -> None:
+    """Browsers leave out backgrounds, which is what the swatches are."""
+    document = pypdfium2.PdfDocument(open_page(reports["finished"], "light").pdf(format="A4"))
+    for sheet in document:
+        words = sheet.get_textpage()
+        if found := words.search("held out").get_next():
+            left, bottom, _, top = words.get_charbox(found[0])
+            middle = (int(left - 7), int(sheet.get_height() - (bottom + top) / 2))
+            assert sheet.render(scale=1).to_pil().convert("RGB").getpixel(middle) == (226, 148, 31)
+            return
+    pytest.fail("no sheet has the legend")
+
+
+def take_picture(run: Path, png: Path) -> None:
+    """The report from its name to who waits for whom, in as few colours as look the same."""
+    from PIL import Image
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=shutil.which(PROGRAM))
+        page = chromium.new_page(viewport={"width": WIDE, "height": 900}, color_scheme="light")
+        page.goto(write_report(run).absolute().as_uri())
+        flow = page.locator("section", has_text="who waits for whom").locator("figure").nth(3).bounding_box()
+        assert flow is not None
+        page.screenshot(path=png, full_page=True, clip={"x": 0, "y": 0, "width": WIDE, "height": flow["y"] - 12})
+        chromium.close()
+    Image.open(png).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(png, optimize=True)
+
+
+if __name__ == "__main__":
+    take_picture(Path(sys.argv[1]), Path(sys.argv[2]))

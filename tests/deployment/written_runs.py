@@ -1,0 +1,147 @@
+"""Made-up steps, and runs of them as they lie on disk: records that a run directory wrote, an end or none."""
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.config.schema import Config
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, build_summary
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def make_step(step: int, **changed: Any) -> StepRecord:
+    """Step `step` of a run that trains a step a second from second 10 on; the learner waits a quarter of its time."""
+    fields: dict[str, Any] = {
+        "step": step,
+        "wall_s": 10.0 + step,
+        "duration_s": 0.9,
+        "trained": True,
+        "reward_mean": 0.5 + step / 200,
+        "loss": 0.01,
+        "grad_norm": 0.5,
+        "entropy_nats": 0.8,
+        "ess_ratio": 0.95,
+        "learning_rate": 1e-3,
+        "parity_nats": 1e-6,
+        "group_staleness": {0: 12, 1: 4},
+        "token_staleness": {0: 500, 1: 100},
+        "trained_samples": 128,
+        "trained_tokens": 600,
+        "model_flops": 6_000_000_000,
+        "mfu_ratio": None,
+        "generated_samples": 128 * (step + 2),
+        "generated_tokens": 600 * (step + 2),
+        "learner_state_s": {
+            "waiting_for_groups": 1 + 0.25 * step,
+            "forward_backward": 0.5 * step,
+            "other": 9 + 0.25 * step,
+        },
+        "generator_state_s": {"generating": 2 + 0.75 * step, "idle": 8 + 0.25 * step},
+        "buffer_groups": {"reserved": 16, "ready": 5, "leased": 0},
+        "ledger_groups": {"trained": 16 * (step + 1), "reserved": 16, "ready": 5},
+        "published_version": step + 1,
+        "oldest_replica_version": step,
+        "weight_updates": step,
+        "mid_sequence_updates": step // 2,
+        "diagnostics": {"kernel_ess_ratio": 0.9, "clipped_ratio": 0.0},
+    }
+    return StepRecord(**(fields | changed))
+
+
+def lively_step(step: int, **changed: Any) -> StepRecord:
+    """A step of a run in which everything moves."""
+    chance = random.Random(step)
+    fields: dict[str, Any] = {
+        "reward_mean": 1 - math.exp(-step / 60) + chance.uniform(-0.05, 0.05),
+        "loss": chance.gauss(-0.004, 0.01),
+        "entropy_nats": 1 - step / 100 if step < 90 else 0.1,
+        "grad_norm": chance.expovariate(1.0),
+        "ess_ratio": 1 - chance.expovariate(50.0),
+        "learning_rate": 1e-3 / (1 + step),
+        "parity_nats": chance.choice([0.0, 3e-7, 8e-6]),
+        "group_staleness": {0: 1, 1: 4 + step % 5, 2: 9},
+        "token_staleness": {0: 50, 1: 300 + 40 * (step % 7), 2: 200},
+        "diagnostics": {
+            f"abs_log_rho_nats_staleness_{age}": chance.uniform(0, 0.1) for age in ("0", "1", "2_to_3", "16_to_more")
+        },
+        "learner_state_s": {
+            state: (10 + step) * share
+            for state, share in {
+                "waiting_for_groups": 0.2, "log_probs": 0.1, "forward_backward": 0.4, "optimizer": 0.1,
+                "publish": 0.05, "checkpoint": 0.05, "other": 0.1,
+            }.items()
+        },
+        "generator_state_s": {
+            state: (10 + step) * share
+            for state, share in {
+                "generating": 0.5, "paused_for_weights": 0.1, "starved_of_prompts": 0.1, "blocked_on_capacity": 0.1,
+                "blocked_on_staleness": 0.1, "idle": 0.1,
+            }.items()
+        },
+    }  # fmt: skip
+    return make_step(step, **(fields | changed))
+
+
+def critic_step(step: int) -> StepRecord:
+    learned = {"value_loss": 2.0 / (1 + step), "explained_variance": 0.02 * step - 0.5, "value_clipped_ratio": 0.0}
+    return lively_step(step, diagnostics=learned | lively_step(step).diagnostics)
+
+
+def far_behind(step: int) -> StepRecord:
+    """Ages up to 20: more than have a colour or a label of their own."""
+    ages = {age: 1 + (age + step) % 5 for age in range(21)}
+    return lively_step(step, group_staleness=ages, token_staleness=ages, wall_s=100.0 + 20 * step)
+
+
+def write_run(
+    folder: Path,
+    steps: Sequence[StepRecord],
+    *,
+    finish: bool = True,
+    evals: bool = True,
+    end: Literal["finished", "failed"] | None = "failed",
+    name: str = "quick",
+    limit: int = 2,
+) -> Path:
+    """A run with these steps, each with a sample. `finish` writes the summary; without an `end` it goes on."""
+    config = Config.model_validate({"run": {"name": name, "dir": str(folder)}, "staleness": {"max_versions": limit}})
+    run = RunDir.create(config)
+    for record in steps:
+        run.append_step(record)
+        run.write_samples(
+            record.step,
+            [
+                SampleRecord(
+                    group=record.step,
+                    prompt=f"prompt of step {record.step}",
+                    completion=HOSTILE,
+                    answer="tac",
+                    reward=1.0,
+                    advantage=None,
+                    version_spans=((record.step, 3),),
+                    truncated=True,
+                )
+            ],
+        )
+    evaluations = [EvalRecord(version=0, wall_s=9, prompts=8, reward_mean=0.25)] if evals else []
+    for evaluation in evaluations:
+        run.append_eval(evaluation)
+    if finish:
+        totals = RunTotals(
+            wall_s=99,
+            generated_tokens=1,
+            groups_discarded=0,
+            ledger_closed=True,
+            rows_outstanding=0,
+            weight_updates=3,
+            mid_sequence_updates=2,
+            probe_parity_max_nats=None,
+        )
+        run.write_summary(build_summary(steps, evaluations, totals, staleness_limit=limit))
+    if end is not None:
+        run.close(state=end, reason="done" if end == "finished" else HOSTILE)
+    return run.path
