@@ -137,8 +137,8 @@ def flow(steps: Steps) -> str:
     ]
     note = (
         "Amber on the learner's side is waiting for groups; amber on the generators' side is waiting for the learner. "
-        "Gray: “other” is the learner's work between its stages (records, evaluation); “idle” is slots that are free "
-        "while nothing is asked of them (start, evaluation, end)."
+        "Gray: “other” is the learner's work between its stages (rows on their way, records, evaluation); “idle” is "
+        "slots that are free while nothing is asked of them (start, evaluation, end)."
     )
     return section("Flow: who waits for whom", note, chart_grid(figures))
 
