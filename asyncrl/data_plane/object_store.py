@@ -1,8 +1,8 @@
 """The data plane on Ray's object store: nothing to install or to start beyond Ray itself.
 
-A put hands its rows to the row store of the writer's node, which owns them from then on: one object a group and put.
-Then it enters them in the books (`partition_actor.py`). A read asks the books where rows are, the stores for
-references, and fetches in the reader's process: bulk passes no third one.
+A put hands its rows to the row store of the writer's node, which owns them from then on: one object a group and put,
+or one a put of what has a single number a row. Then it enters them in the books (`partition_actor.py`). A read asks the
+books where rows are, the stores for references, and fetches in the reader's process: bulk passes no third one.
 
 Puts. A put has a key of its own, so that a repeated one never writes over bytes that someone reads: the books point to
 the last put that was entered, and objects that nobody points to any more are dropped. A put whose answer was lost may
@@ -44,10 +44,12 @@ class ObjectStoreClient(PartitionedClient[StoredAt]):
         if self._own_store is None:
             self._own_store = ensure_row_store(namespace=self._namespace)
         store, put = self._own_store, uuid.uuid4().hex
+        # A number a row is less than its own bookkeeping: in an object a group it costs six times as much to write.
+        small = all(column.dtype is not None and not column.per_token for column in columns.values())
         rows_by_key: dict[str, list[int]] = {}
         where: list[StoredAt] = []
         for i, sample_id in enumerate(sample_ids):
-            key = f"{partition_id}/{group_of(sample_id)}/{put}"
+            key = f"{partition_id}/{'rows' if small else group_of(sample_id)}/{put}"
             rows = rows_by_key.setdefault(key, [])
             where.append(StoredAt(store, key, len(rows)))
             rows.append(i)
@@ -61,7 +63,7 @@ class ObjectStoreClient(PartitionedClient[StoredAt]):
 
     def _put(self, store: str, objects: Mapping[str, Mapping[str, WireColumn]]) -> None:
         """When the store has died since it was last used, it is made anew, once."""
-        what = f"storing rows of {len(objects)} groups in {store}"
+        what = f"storing {len(objects)} objects of rows in {store}"
         try:
             answer(self._handle(store).put.remote(objects), timeout_s=self._timeout_s, what=what)
         except ActorGone:

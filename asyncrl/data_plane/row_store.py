@@ -1,8 +1,7 @@
 """Row stores: one a node, owning the bulk rows of the groups that were written there.
 
 A Ray object dies with the process that put it, and a killed generator must not take finished groups with it: so the
-store puts the rows itself, from values that it is handed: one object a group and put, under
-`<partition>/<group>.<attempt>/<put>`.
+store puts the rows itself, from values that it is handed, under keys that begin with the partition's name.
 """
 
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ class RowStore:
         self._objects: dict[str, Any] = {}
 
     def put(self, rows_by_key: Mapping[str, Any]) -> None:
-        """Keeps groups' rows, an object each; a repeated put of one key changes nothing."""
+        """Keeps rows, an object a key; a repeated put of one key changes nothing."""
         for key, rows in rows_by_key.items():
             if key not in self._objects:
                 self._objects[key] = ray.put(rows)

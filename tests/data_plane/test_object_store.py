@@ -76,6 +76,13 @@ class TestObjectStoreClient(ClientContract):
         connect_client().put_samples(IDS, partition, fields={"kept": [1] * 4, "text": [""] * 4})
         assert stored(partition) == 2
 
+    def test_a_put_of_a_number_a_row_is_one_object(self, partition: str) -> None:
+        client = connect_client()
+        client.put_samples(IDS, partition, fields={"advantages": torch.arange(4.0), "input_lengths": torch.ones(4)})
+        client.clear_samples(IDS[:3], partition)
+        assert client.get_samples(IDS[3:], partition, ["advantages"])["advantages"].tolist() == [3.0]
+        assert stored(partition) == 1
+
     def test_a_put_that_is_refused_stores_nothing(self, partition: str) -> None:
         with pytest.raises(ValueError, match="keptt"):
             connect_client().put_samples(IDS, partition, fields={"keptt": [1] * 4})
