@@ -39,12 +39,13 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
 
 class Refusal(StrEnum):
-    """Why a reserve got fewer tickets than it asked for. NO_PROMPTS: nothing is left to ask, because the source is
-    exhausted or because the groups in flight already fill every step up to `total_steps`."""
+    """Why a reserve got fewer tickets than it asked for. NO_PROMPTS: the source is exhausted. NO_STEPS: the groups in
+    flight already fill every step up to `total_steps`."""
 
     STALENESS = "staleness"
     CAPACITY = "capacity"
     NO_PROMPTS = "no_prompts"
+    NO_STEPS = "no_steps"
     PAUSED = "paused"
     OLD_INCARNATION = "old_incarnation"
 

@@ -67,7 +67,7 @@ class Room(NamedTuple):
 
 
 # In the order of `bounds` below: of equals, the first is named.
-_REFUSALS = (Refusal.NO_PROMPTS, Refusal.STALENESS, Refusal.CAPACITY, Refusal.CAPACITY)
+_REFUSALS = (Refusal.NO_STEPS, Refusal.STALENESS, Refusal.CAPACITY, Refusal.CAPACITY)
 
 
 def admissible(limits: Limits, *, slots: int, booked_bytes: int, learner_step: int, replica_step: int) -> Room:
@@ -85,7 +85,7 @@ def admissible(limits: Limits, *, slots: int, booked_bytes: int, learner_step: i
     >>> admissible(limits, slots=6, booked_bytes=650, learner_step=3, replica_step=3)
     Room(groups=1, refusal=<Refusal.CAPACITY: 'capacity'>)
     >>> admissible(limits, slots=3, booked_bytes=0, learner_step=8, replica_step=8)
-    Room(groups=1, refusal=<Refusal.NO_PROMPTS: 'no_prompts'>)
+    Room(groups=1, refusal=<Refusal.NO_STEPS: 'no_steps'>)
     """
     lag = learner_step - replica_step
     bounds = (

@@ -1,7 +1,8 @@
 """What limits a run, in one sentence that names the knob: who waits for whom.
 
-A side that waits is not at fault, the other one is; when both wait at once it is the limit between them. So the
-staleness limit is only to be raised where generators that it holds back would feed a learner that waits.
+A side that waits is not at fault, the other one is; when both wait at once it is what stands between them. So the
+staleness limit, room or publications are only to be changed where generators that they hold back would feed a learner
+that waits: one that never waits has nothing to win from them.
 """
 
 from collections.abc import Mapping
@@ -48,6 +49,9 @@ OTHER_WAITS = {
     "starved_of_prompts": (Bound.PROMPTS, "Generators have no prompts", "add prompts, or raise data.epochs"),
 }
 
+HELD_BACK = ("blocked_on_staleness", "blocked_on_capacity", "starved_of_prompts")
+"""States in which a generator has done all that it may do for now."""
+
 
 def bottleneck(learner_shares: Mapping[str, float], generator_shares: Mapping[str, float]) -> Bottleneck:
     """From both sides' time by state, as shares that add up to 1.
@@ -57,12 +61,15 @@ def bottleneck(learner_shares: Mapping[str, float], generator_shares: Mapping[st
     >>> bottleneck({"optimizer": 1.0}, {"generating": 0.6, "blocked_on_staleness": 0.4}).bound
     <Bound.LEARNER: 'learner'>
     """
-    waiting, blocked = learner_shares.get("waiting_for_groups", 0.0), generator_shares.get("blocked_on_staleness", 0.0)
+    waiting = learner_shares.get("waiting_for_groups", 0.0)
+    if waiting < NOTABLE_SHARE:
+        return _of_the_learner(generator_shares, waiting)
+    blocked = generator_shares.get("blocked_on_staleness", 0.0)
     other = max(OTHER_WAITS, key=lambda state: generator_shares.get(state, 0.0))
-    if generator_shares.get(other, 0.0) >= max(NOTABLE_SHARE, waiting, blocked):
+    if generator_shares.get(other, 0.0) >= max(waiting, blocked):
         bound, what, mend = OTHER_WAITS[other]
         return _found(bound, what, generator_shares[other], mend)
-    if waiting >= NOTABLE_SHARE and blocked >= NOTABLE_SHARE:
+    if blocked >= NOTABLE_SHARE:
         return _found(
             Bound.STALENESS,
             "The learner waits for groups",
@@ -71,14 +78,21 @@ def bottleneck(learner_shares: Mapping[str, float], generator_shares: Mapping[st
             "effective sample size is high",
             joint=" ",
         )
-    if waiting >= NOTABLE_SHARE:
-        idle = generator_shares.get("idle", 0.0)
-        mend = "add generators, or slots (generator.max_concurrent_groups) where cores or GPUs are free"
-        if idle >= NOTABLE_SHARE:
-            mend = f"slots stand idle {_percent(idle)}, raise generator.max_starts_per_s, else add generators"
-        if blocked >= NEGLIGIBLE_SHARE:
-            mend += f"; the staleness limit holds them back {_percent(blocked)}"
-        return _found(Bound.GENERATORS, "The learner waits for groups", waiting, mend)
+    idle = generator_shares.get("idle", 0.0)
+    mend = "add generators, or slots (generator.max_concurrent_groups) where cores or GPUs are free"
+    if idle >= NOTABLE_SHARE:
+        mend = (
+            f"slots stand idle {_percent(idle)}, as they do at a run's start and end and in evaluations; else raise "
+            "generator.max_starts_per_s, or add generators"
+        )
+    if blocked >= NEGLIGIBLE_SHARE:
+        mend += f"; the staleness limit holds them back {_percent(blocked)}"
+    return _found(Bound.GENERATORS, "The learner waits for groups", waiting, mend)
+
+
+def _of_the_learner(generator_shares: Mapping[str, float], waiting: float) -> Bottleneck:
+    """Of a learner that hardly waits: whatever holds generators back, more of their work would wait for it."""
+    blocked = sum(generator_shares.get(state, 0.0) for state in HELD_BACK)
     if blocked >= NOTABLE_SHARE:
         mend = "add learner ranks"
         if waiting < NEGLIGIBLE_SHARE:

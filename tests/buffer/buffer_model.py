@@ -298,7 +298,9 @@ class BufferModel:
                 asked = buffer.reserve("fresh", version=buffer.version, count=2)
                 held = list(asked.tickets)
                 # The buffer learns only by asking that prompts have run out: then the last step may start.
-                assert held or asked.refusal is Refusal.NO_PROMPTS, f"nobody can start, and the learner waits: {answer}"
+                assert held or asked.refusal in (Refusal.NO_PROMPTS, Refusal.NO_STEPS), (
+                    f"nobody can start, and the learner waits: {answer}"
+                )
                 if not held:
                     continue
             ticket = held.pop()

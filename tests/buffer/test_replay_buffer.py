@@ -56,7 +56,7 @@ def test_eta_0_keeps_exactly_one_step_in_flight_and_trains_in_prompt_order() -> 
 def test_nothing_is_generated_that_no_step_would_train() -> None:
     scene = Scene(eta=3, per_step=2, total_steps=2)
     answer = scene.buffer.reserve("a", version=Version(1, 0), count=9)
-    assert (len(answer.tickets), answer.refusal) == (4, Refusal.NO_PROMPTS)
+    assert (len(answer.tickets), answer.refusal) == (4, Refusal.NO_STEPS)
     scene.commit(*answer.tickets)
     scene.train()
     scene.train()

@@ -63,7 +63,7 @@ def test_a_tie_names_the_end_of_the_run_then_staleness_then_capacity() -> None:
             given_limits, slots=4, booked_bytes=0, learner_step=learner_step, replica_step=learner_step
         ).refusal
 
-    assert refusal(learner_step=8, total_steps=10, eta=1, capacity_groups=4) is Refusal.NO_PROMPTS
+    assert refusal(learner_step=8, total_steps=10, eta=1, capacity_groups=4) is Refusal.NO_STEPS
     assert refusal(learner_step=5, total_steps=10, eta=1, capacity_groups=4) is Refusal.STALENESS
     assert refusal(learner_step=5, total_steps=10, eta=2, capacity_groups=4) is Refusal.CAPACITY
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
 from asyncrl.deployment import bottleneck as module
-from asyncrl.deployment.bottleneck import OTHER_WAITS, Bound, bottleneck
+from asyncrl.deployment.bottleneck import HELD_BACK, OTHER_WAITS, Bound, bottleneck
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 
 
@@ -26,6 +26,10 @@ def test_doctests() -> None:
         (0.1, 0.6, Bound.LEARNER, "add learner ranks."),
         (0.0, 0.6, Bound.LEARNER, "a lower staleness.max_versions, above 0, would train fresher data"),
         (0.1, 0.15, Bound.NOTHING, "Neither side waits"),
+        (0.19, 0.19, Bound.NOTHING, "Neither side waits for more than 20 %"),
+        (0.21, 0.19, Bound.GENERATORS, "add generators"),
+        (0.19, 0.21, Bound.LEARNER, "add learner ranks."),
+        (0.21, 0.21, Bound.STALENESS, "raise staleness.max_versions"),
     ],
 )
 def test_who_waits_decides(waiting: float, blocked: float, bound: Bound, advice: str) -> None:
@@ -53,8 +57,27 @@ def test_a_longer_wait_of_another_kind_comes_first(state: str) -> None:
     assert bottleneck({"waiting_for_groups": 0.7}, {state: 0.6}).bound is Bound.GENERATORS
 
 
+@pytest.mark.parametrize("state", ["blocked_on_capacity", "starved_of_prompts"])
+def test_a_learner_that_does_not_wait_wins_nothing_by_another_knob(state: str) -> None:
+    found = bottleneck({"forward_backward": 0.99, "waiting_for_groups": 0.01}, {state: 0.6, "generating": 0.4})
+    assert found.bound is Bound.LEARNER
+    assert found.sentence.startswith("Generators wait for the learner 60 % of the time: add learner ranks")
+
+
+def test_waits_behind_the_learner_add_up() -> None:
+    both = bottleneck({"optimizer": 1.0}, {"blocked_on_staleness": 0.18, "blocked_on_capacity": 0.18})
+    assert both.bound is Bound.LEARNER
+    assert "36 %" in both.sentence
+    assert bottleneck({"optimizer": 1.0}, {"paused_for_weights": 0.5}).bound is Bound.NOTHING, "nobody waits for it"
+
+
+def test_idle_slots_are_no_proof_of_a_throttle() -> None:
+    found = bottleneck({"waiting_for_groups": 0.3, "other": 0.7}, {"idle": 0.67, "generating": 0.33})
+    assert "as they do at a run's start and end" in found.sentence
+
+
 def test_every_wait_is_a_state_that_generators_have() -> None:
-    assert set(OTHER_WAITS) < set(GENERATOR_STATES)
+    assert {*OTHER_WAITS, *HELD_BACK} < set(GENERATOR_STATES)
 
 
 def shares(states: tuple[str, ...]) -> st.SearchStrategy[dict[str, float]]:
