@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.checks import check_config, worst_case_group_bytes
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 
@@ -30,6 +31,14 @@ def test_every_slot_can_be_filled_while_a_step_is_trained(name: str) -> None:
     in_flight = config.generator.replicas * config.generator.max_concurrent_groups
     step = config.learner.groups_per_step
     assert in_flight + step <= (config.staleness.max_versions + 1) * step
+
+
+@pytest.mark.parametrize("name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes"])
+def test_the_buffer_holds_all_that_the_staleness_limit_admits(name: str) -> None:
+    config = recipe(name)
+    groups = (config.staleness.max_versions + 1) * config.learner.groups_per_step
+    assert groups * worst_case_group_bytes(config) <= config.buffer.capacity_bytes
+    assert check_config(config) == []
 
 
 @pytest.mark.parametrize("name", ["one_gpu", "eight_gpus", "two_nodes"])

@@ -104,8 +104,8 @@ class Job:
     def commands(self, *begin: str) -> list[dict[str, Any]]:
         return [each for each in self.calls() if each["command"][: len(begin)] == list(begin) and "ended" not in each]
 
-    def save_weights(self, step: int) -> Path:
-        path = self.folder / "runs" / "quickstart" / "checkpoints" / f"step-{step}" / "hf"
+    def save_weights(self, step: int, *, run: str = "runs/quickstart") -> Path:
+        path = self.folder / run / "checkpoints" / f"step-{step}" / "hf"
         path.mkdir(parents=True)
         (path / "model.safetensors").write_text(f"of step {step}")
         return path
@@ -186,6 +186,13 @@ def test_the_commands_are_what_asyncrl_takes(job: Job) -> None:
             assert done.returncode == 0, done.stderr
 
 
+def test_metrics_are_read_from_other_nodes_whatever_the_user_says(job: Job) -> None:
+    assert job.run("metrics.host=127.0.0.1")[0] == 0
+    for command in ("learner", "generator"):
+        [call] = job.commands("asyncrl", command)
+        assert [word for word in call["command"] if word.startswith("metrics.host=")][-1] == "metrics.host=node"
+
+
 def test_a_learner_that_fails_fails_the_job_and_does_not_bring_it_back(job: Job) -> None:
     code, _ = job.run(LEARNER_EXIT="7")
     assert code == 7
@@ -228,6 +235,15 @@ def test_a_restart_goes_on_with_the_newest_weights_for_the_steps_that_were_left(
     # lost before it saved anything: the same weights, and no step counted twice
     assert job.run("learner.total_steps=100", SLURM_RESTART_COUNT="2")[0] == 0
     assert job.commands("asyncrl", "learner")[-1]["command"][-3:] == call["command"][-3:]
+
+
+@pytest.mark.parametrize("run", ["runs/20261122", "my runs/quick"])
+def test_a_restart_finds_weights_of_a_name_that_yaml_quotes_and_in_a_folder_with_a_blank(run: str, job: Job) -> None:
+    job.save_weights(30, run=run)
+    folder, name = run.split("/")
+    code, said = job.run(f'run.name="{name}"', f"run.dir={folder}", SLURM_RESTART_COUNT="1")
+    assert code == 0
+    assert "restart 1: model.path=" in said
 
 
 def test_a_restart_of_what_is_trained_starts_nothing(job: Job) -> None:
