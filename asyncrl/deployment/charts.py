@@ -19,6 +19,9 @@ STEP = "step"
 LEFT, RIGHT, TOP, BOTTOM = 54, 16, 12, 30
 """Margins in the SVG's own units: room for labels on all sides, such as -1.25e-4 on the left."""
 
+LARGEST = 1e300
+"""What is greater, or no number, has no place in a picture: differences of two would overflow."""
+
 LIMIT_LABEL_WIDTH = 48
 VALUE_LABEL_WIDTH = 27
 """What `limit 12` and `100%` take beside and above bars."""
@@ -111,12 +114,13 @@ def share_chart(
     return _figure(title, unit, body=body, legend=legend, numbers=_numbers(xs, series, x_name=STEP, percent=True))
 
 
-def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]], *, limit: int) -> str:
-    """Shares by number of versions, side by side. `counts` has (name, colour, {versions: count}); `limit` is η."""
+def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]], *, limit: int | None) -> str:
+    """Shares by number of versions, side by side. `counts` has (name, colour, {versions: count}); `limit` is η, where
+    it is to be drawn."""
     totals = [sum(histogram.values()) for _, _, histogram in counts]
     if not any(totals):
         return _figure(title, "", body=_empty("nothing trained"), legend="", numbers=None)
-    last = max(limit, *(max(histogram, default=0) for _, _, histogram in counts))
+    last = max(limit or 0, *(max(histogram, default=0) for _, _, histogram in counts))
     slot = (WIDTH - LEFT - RIGHT - LIMIT_LABEL_WIDTH) / (last + 1)
     y = _Scale(0, 1, HEIGHT - BOTTOM, TOP)
     body = _y_ticks(y, [0, 0.25, 0.5, 0.75, 1], label=_percent)
@@ -136,9 +140,10 @@ def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]
             )
             if share > 0 and width > VALUE_LABEL_WIDTH:
                 body += _text(left + (index + 0.5) * width, y(share) - 3, f"{share:.0%}", anchor="middle", css="value")
-    at = LEFT + slot * (limit + 1)
-    body += f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-    body += _text(at + 4, TOP + 9, f"limit {limit}", css="limit-label")
+    if limit is not None:
+        at = LEFT + slot * (limit + 1)
+        body += f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+        body += _text(at + 4, TOP + 9, f"limit {limit}", css="limit-label")
     body += _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, "versions", anchor="middle", css="axis-name")
     return _figure(
         title, "share", body=body, legend=_legend([(name, color) for name, color, _ in counts]), numbers=None
@@ -165,7 +170,7 @@ def nice_ticks(low: float, high: float, *, about: int = 4) -> list[float]:
 
 def _drawable(ys: Sequence[float | None], *, log: bool) -> list[float | None]:
     """Values with None for what has no place in the picture."""
-    drawable = [y if y is not None and math.isfinite(y) and (y >= 0 or not log) else None for y in ys]
+    drawable = [y if y is not None and abs(y) < LARGEST and (y >= 0 or not log) else None for y in ys]
     if not log:
         return drawable
     # The power of ten below a denormal number would be 0.

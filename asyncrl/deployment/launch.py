@@ -19,7 +19,6 @@ from asyncrl.data.prompts import Task
 from asyncrl.deployment.report import write_report
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.environments.prompt_lengths import fitting
-from asyncrl.errors import AsyncRLError
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +121,9 @@ def recorded_run(config: Config, *, role: str) -> Iterator[RunDir]:
     finally:
         try:
             write_report(run_dir.path)  # once run.json says how the run ended
-        except (AsyncRLError, OSError) as error:
-            logger.error("no report of %s: %s", run_dir.path, error)
+        except Exception as error:  # whatever it is, the run's own outcome is not to be hidden by it
+            logger.error("no report of %s: %s: %s", run_dir.path, type(error).__name__, error)
+            logger.info("no report of %s", run_dir.path, exc_info=error)
 
 
 def use_ray_token(*, own: bool = False) -> None:

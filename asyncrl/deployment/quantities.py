@@ -31,9 +31,14 @@ def duration(seconds: float) -> str:
 
 
 def moment(timestamp: str) -> str:
-    """An ISO 8601 time to the minute, in UTC wherever it is read.
+    """An ISO 8601 time to the minute, in UTC wherever it is read; what is none stays as it is.
 
     >>> moment("2026-11-20T16:38:09+00:00")
     '2026-11-20 16:38 UTC'
+    >>> moment("yesterday")
+    'yesterday'
     """
-    return f"{datetime.fromisoformat(timestamp).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    try:
+        return f"{datetime.fromisoformat(timestamp).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    except ValueError:
+        return timestamp

@@ -34,9 +34,14 @@ def require_token() -> None:
             f"RAY_AUTH_MODE = {mode!r}: a Ray of our own asks for a token, for whoever reaches a Ray without one runs "
             "code on it; unset it, or set ray.address to a cluster that you answer for"
         )
-    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+    token, named = os.environ.get("RAY_AUTH_TOKEN"), os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if token:
+        if not token.strip():
+            raise RunError("RAY_AUTH_TOKEN is blank: set it to a token (openssl rand -hex 32), or unset it")
         return
-    path = Path.home() / TOKEN
+    path = Path(named) if named else Path.home() / TOKEN
+    if named and not path.is_file():
+        raise RunError(f"RAY_AUTH_TOKEN_PATH = {named!r}: there is no such file; put a token into it, or unset it")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():

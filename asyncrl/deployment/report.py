@@ -33,6 +33,9 @@ from asyncrl.learner.records import (
     state_shares,
 )
 
+SAMPLE_CHARACTERS = 20_000
+"""What is longer is in samples/: the page is to be opened by people."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecords:
@@ -201,9 +204,9 @@ def _samples(samples: dict[int, list[SampleRecord]]) -> str:
     rows = [
         (
             f"{step}",
-            sample.prompt,
-            sample.completion + (" … (cut off)" if sample.truncated else ""),
-            sample.answer,
+            _shortened(sample.prompt),
+            _shortened(sample.completion) + (" … (cut off)" if sample.truncated else ""),
+            _shortened(sample.answer),
             _number(sample.reward),
             _number(sample.advantage),
             ", ".join(f"{version} × {tokens}" for version, tokens in sample.version_spans),
@@ -219,6 +222,15 @@ def _samples(samples: dict[int, list[SampleRecord]]) -> str:
         "by the weights that 92 steps had made."
     )
     return section("Samples", note, table(rows, head=head, numeric=frozenset({0, 4, 5}), verbatim=frozenset({1, 2, 3})))
+
+
+def _shortened(text: str) -> str:
+    """
+    >>> _shortened("x" * 20_003)[-30:]
+    'xxxxxxxx … (3 more characters)'
+    """
+    more = len(text) - SAMPLE_CHARACTERS
+    return text if more <= 0 else f"{text[:SAMPLE_CHARACTERS]} … ({more:,} more characters)"
 
 
 def _config(config: str) -> str:

@@ -26,8 +26,14 @@ CLOCKS = ((120.0, 1.0, "seconds"), (3 * 3600.0, 60.0, "minutes"), (math.inf, 360
 """(longest span, its unit, the unit's name), both in seconds."""
 
 
+FAR_VERSIONS = 60
+"""A limit that is further off, and from what was trained as well, would make the charts a thin strip: it is told."""
+
+
 def staleness(steps: Steps, *, limit: int) -> str:
     """How old was what was trained?"""
+    oldest = max((age for record in steps for age in (*record.group_staleness, *record.token_staleness)), default=0)
+    drawn = limit if limit <= max(FAR_VERSIONS, 2 * oldest) else None
     bins = bins_of(steps, CURVE_POINTS)
     xs = last_steps(bins)
     _, unit_s, clock = next(each for each in CLOCKS if steps[-1].wall_s <= each[0])
@@ -45,9 +51,9 @@ def staleness(steps: Steps, *, limit: int) -> str:
                 ("groups, by their oldest token", "blue", added([record.group_staleness for record in steps])),
                 ("tokens", "teal", added([record.token_staleness for record in steps])),
             ],
-            limit=limit,
+            limit=drawn,
         ),
-        _token_ages(steps, limit=limit),
+        _token_ages(steps, oldest=max(oldest, drawn or 0)),
         line_chart(
             "Age of tokens over time",
             [chunk[-1].wall_s / unit_s for chunk in bins],
@@ -56,8 +62,8 @@ def staleness(steps: Steps, *, limit: int) -> str:
                 curve("mean", "blue", lambda chunk: histogram_mean(added([r.token_staleness for r in chunk]))),
             ],
             unit="versions",
-            include=(0, limit + 1),
-            limit=(f"limit {limit}", limit),
+            include=(0, (drawn or 0) + 1),
+            limit=None if drawn is None else (f"limit {drawn}", drawn),
             x_name=clock,
         ),
         *_drift(steps),
@@ -83,14 +89,16 @@ def staleness(steps: Steps, *, limit: int) -> str:
         "Age is counted in versions between the weights that produced a token and those that were trained on it. "
         "Parity compares the engine's log-probs with the learner's under the same weights."
     )
+    if drawn is None:
+        note += f" The limit, {limit:,} versions, lies beyond the charts."
     return section("Staleness and weights", note, chart_grid(figures))
 
 
-def _token_ages(steps: Steps, *, limit: int) -> str:
-    """Which share of each step's tokens had which age."""
+def _token_ages(steps: Steps, *, oldest: int) -> str:
+    """Which share of each step's tokens had which age, up to `oldest`."""
     bins = bins_of(steps, SHARE_POINTS)
     ages = [added([record.token_staleness for record in chunk]) for chunk in bins]
-    bands = age_bands(max(limit, *(max(histogram, default=0) for histogram in ages)), most=len(AGE_COLORS))
+    bands = age_bands(oldest, most=len(AGE_COLORS))
     shares = [{name: _share(histogram, first, last) for name, first, last in bands} for histogram in ages]
     spread = (len(AGE_COLORS) - 1) / max(1, len(bands) - 1)
     colors = {name: AGE_COLORS[round(index * spread)] for index, (name, _, _) in enumerate(bands)}

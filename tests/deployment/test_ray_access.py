@@ -39,11 +39,33 @@ def test_a_token_that_others_may_read_is_named(home: Path, caplog: pytest.LogCap
     assert f"chmod 600 {home / '.ray' / 'auth_token'}" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
-def test_a_token_in_the_environment_is_taken_as_it_is(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "theirs")
+def test_a_token_in_the_environment_is_taken_as_it_is(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "theirs")
     ray_access.require_token()
     assert list(home.iterdir()) == []
+
+
+def test_a_file_that_the_environment_names_is_taken_and_looked_at(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = home / "token"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    with pytest.raises(RunError, match=r"RAY_AUTH_TOKEN_PATH = .*no such file"):
+        ray_access.require_token()
+    token.write_text("theirs")
+    token.chmod(0o600)
+    ray_access.require_token()
+    assert caplog.text == ""
+    token.chmod(0o666)
+    ray_access.require_token()
+    assert f"chmod 600 {token}" in caplog.text
+    assert [path.name for path in home.iterdir()] == ["token"]
+
+
+def test_a_blank_token_is_refused_before_ray_waits_for_an_answer(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", " ")
+    with pytest.raises(RunError, match="RAY_AUTH_TOKEN is blank"):
+        ray_access.require_token()
 
 
 def test_no_place_for_a_token_says_what_to_set_instead(home: Path) -> None:

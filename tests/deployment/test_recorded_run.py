@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import Config
+from asyncrl.deployment import launch
 from asyncrl.deployment.launch import recorded_run
 from asyncrl.errors import RunError, RunLocked
 
@@ -32,3 +33,16 @@ def test_f35_a_run_that_is_refused_leaves_the_other_ones_report_alone(tmp_path: 
         with pytest.raises(RunLocked), recorded_run(config_in(tmp_path), role="up"):
             pass
         assert not (run_dir.path / "report.html").exists()
+
+
+def test_a_report_that_cannot_be_made_hides_no_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(path: Path) -> Path:
+        raise OverflowError("a number too large")
+
+    monkeypatch.setattr(launch, "write_report", broken)
+    with pytest.raises(RunError, match="the run's own"), recorded_run(config_in(tmp_path), role="up"):
+        raise RunError("the run's own")
+    assert "no report of" in caplog.text
+    assert "OverflowError: a number too large" in caplog.text

@@ -167,6 +167,32 @@ def test_f21_a_skipped_step_has_no_age_and_lags_behind_the_version_that_it_left(
     assert drawn["Lag behind the learner: published"] == [0, 0]
 
 
+def test_a_limit_that_is_far_off_is_told_and_does_not_flatten_the_charts(tmp_path: Path, step_record: MakeStep) -> None:
+    run = write_run(tmp_path, [step_record(step) for step in range(4)], limit=1_000_000)
+    page = report_html(read_run(run))
+    assert len(page) < 200_000
+    assert "The limit, 1,000,000 versions, lies beyond the charts." in page
+    assert "0 versions" in page
+    near = report_html(read_run(write_run(tmp_path / "near", [step_record(0)], limit=60)))
+    assert "limit 60" in near
+    assert "beyond the charts" not in near
+
+
+def test_numbers_whose_difference_overflows_are_gaps(tmp_path: Path, step_record: MakeStep) -> None:
+    losses = [0.1, 1e308, -1e308, 0.2]
+    run = write_run(tmp_path, [step_record(step, loss=loss) for step, loss in enumerate(losses)])
+    Page(report_html(read_run(run)))
+
+
+def test_a_sample_that_nobody_reads_to_its_end_is_cut(tmp_path: Path, step_record: MakeStep) -> None:
+    run = write_run(tmp_path, [step_record(0)])
+    samples = run / "samples" / "step-0.jsonl"
+    samples.write_text(samples.read_text().replace("prompt of step 0", "y" * 1_000_000))
+    page = report_html(read_run(run))
+    assert len(page) < 200_000
+    assert "(980,000 more characters)" in page
+
+
 def test_a_long_run_is_drawn_with_few_points(tmp_path: Path, step_record: MakeStep) -> None:
     steps = [step_record(step) for step in range(5000)]
     assert len(bins_of(steps, 300)) <= 300
