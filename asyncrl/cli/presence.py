@@ -7,6 +7,7 @@ the hub's models show when the run starts.
 import importlib.util
 import shutil
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 from asyncrl.buffer.membership import Role
 from asyncrl.config.import_path import is_import_path, missing_module, suggest
@@ -19,7 +20,7 @@ _TASK = "environment.options.task"
 
 def check_presence(config: Config, *, roles: Collection[Role]) -> list[str]:
     """Warnings about a configuration whose parts are there for `roles`; ConfigError with every part that is missing."""
-    missing = [*_file(config), *_modules(config, roles), *_trackers(config, roles)]
+    missing = [*_file(config), *_model(config), *_modules(config, roles), *_trackers(config, roles)]
     if config.environment.name == "reasoning_gym" and _builds_environment(config, roles):
         missing += _reasoning_gym_task(config)
     if missing:
@@ -37,6 +38,13 @@ def _file(config: Config) -> Iterator[str]:
     path = config.data.path
     if path is not None and not path.is_file():
         yield f"data.path = {path}: there is no such file; name one with a JSON object a line"
+
+
+def _model(config: Config) -> Iterator[str]:
+    """Only what can be no name of the hub's: whether that has it shows when the run starts."""
+    path = config.model.path
+    if config.model.tiny is None and path.startswith(("/", "./", "../", "~")) and not Path(path).is_dir():
+        yield f"model.path = {path}: there is no such directory; name one, or a model of the hub"
 
 
 def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:

@@ -35,7 +35,7 @@ def status(
         found = asyncio.run(find_run(run).status())
     except RunError as error:
         ended = ended_run(run)
-        raise RunError(f"{error}\n{ended}" if ended else str(error)) from error
+        raise RunError(f"{ended}\n{error}" if ended else str(error)) from error
     if json:
         typer.echo(msgspec.json.encode(found).decode())
     else:

@@ -5,12 +5,17 @@ from typing import Any
 
 import xxhash
 
+from asyncrl.errors import RunError
+
 
 def load_tokenizer(model_path: str) -> Any:
-    """The model's tokenizer. Local directories are read without asking a hub."""
+    """The model's tokenizer. Local directories are read without asking a hub. RunError when there is none."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_path)
+    try:
+        return AutoTokenizer.from_pretrained(model_path)
+    except (OSError, ValueError) as error:
+        raise RunError(f"model.path = {model_path}: no tokenizer can be had ({str(error).splitlines()[0]})") from error
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

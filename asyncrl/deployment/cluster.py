@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private import services
 
 from asyncrl.buffer.actor import BufferActor, BufferClient
 from asyncrl.buffer.membership import Deployment, Role
@@ -102,7 +103,11 @@ def join(address: str, *, namespace: str) -> None:
 
 
 def _knock(address: str) -> None:
-    """ConnectionError when nobody listens at a HOST:PORT; what else Ray takes for an address is for Ray to judge."""
+    """ConnectionError when nobody listens at a HOST:PORT, or at the one that Ray takes for `auto`, which may be that of
+    a cluster that has died; what else Ray takes for an address is for Ray to judge."""
+    if address == "auto":
+        with contextlib.suppress(ConnectionError):  # there is none: Ray says so at once
+            address = services.get_ray_address_from_environment(address, None)
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or "/" in host:
         return

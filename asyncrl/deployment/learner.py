@@ -130,6 +130,8 @@ class LearnerDeployment:
             await asyncio.gather(*beside, return_exceptions=True)
             self._show_now()
             self._publish_targets([])  # what has ended must not look like what has died
+            if not failure and not stop.is_set():
+                await asyncio.sleep(server.linger_s)
             await asyncio.to_thread(self._trackers.close)
             with contextlib.suppress(Exception):
                 await handles.buffer.call("set_state", state, failure)

@@ -133,7 +133,8 @@ def _header(run: RunRecords) -> str:
     shares = (state_shares(run.steps, "learner_state_s"), state_shares(run.steps, "generator_state_s"))
     none_yet = "No step was recorded yet." if info.state == "running" else "No step was recorded."
     lead = f'<p class="lead">{bottleneck(*shares).sentence if run.steps else none_yet}</p>'
-    badge = f'<span class="badge {info.state}">{info.state}</span>'
+    state = "stopped" if info.state == "finished" and info.exit_reason != "done" else info.state
+    badge = f'<span class="badge {state}">{state}</span>'
     ran = f"<p>{escape(origin)}</p><p>{escape(run.facts)}</p>"
     return f"<header><h1>{escape(info.name)}{badge}</h1>{ran}{reason}{lead}</header>"
 
@@ -242,4 +243,6 @@ def _number(value: float | None) -> str:
 
 
 def _arrow(first: float | None, last: float | None) -> str:
-    return "–" if first is None or last is None else f"{first:.2f} → {last:.2f}"
+    if first is None:
+        return "–"
+    return f"{first:.2f} at first" if last is None else f"{first:.2f} → {last:.2f}"

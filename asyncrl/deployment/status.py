@@ -35,7 +35,7 @@ def status_lines(status: RunStatus, *, scraped: Scrape | None = None) -> list[st
             f"replica {view.replica}"
             + (f" of deployment {report.deployment}" if report is not None else "")
             + f": weights of {view.version.words if view.version else 'none'}, "
-            f"{view.busy_slots} busy, {view.free_slots} free"
+            f"{view.busy_slots} groups under way, {view.free_slots} slots free"
             + ("" if view.live else ", silent")
             + (f"; {shares}" if shares else "")
         )

@@ -123,10 +123,11 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A run in some twenty numbers: `summary.json`. Steps are trained steps: a skipped one is nothing but time lost.
 
-    `reward_first` and `reward_last` are means over the first and last 5 % of steps, at least 1 and at most 10.
-    `samples_per_s` counts trained samples between the first and the last step's end, as do the busy ratios: the
-    learner's is the time that it neither waited for groups nor did `other`, the generators' their share of
-    `generating`. `parity_max_nats` is the worst over all probes and all on-policy tokens trained.
+    `heldout_last` is None when there was one evaluation. `reward_first` and `reward_last` are means over the first and
+    last 5 % of steps, at least 1 and at most 10. `samples_per_s` counts trained samples between the first and the last
+    step's end, as do the busy ratios: the learner's is the time that it neither waited for groups nor did `other`, the
+    generators' their share of `generating`. `parity_max_nats` is the worst over all probes and all on-policy tokens
+    trained.
     """
 
     steps: int
@@ -170,7 +171,7 @@ def build_summary(
         reward_first=_mean([record.reward_mean for record in steps[:window]]),
         reward_last=_mean([record.reward_mean for record in steps[-window:]]),
         heldout_first=evals[0].reward_mean if evals else None,
-        heldout_last=evals[-1].reward_mean if evals else None,
+        heldout_last=evals[-1].reward_mean if len(evals) > 1 else None,
         staleness_limit=staleness_limit,
         max_group_staleness=max(max(record.group_staleness, default=0) for record in steps),
         max_token_staleness=max(max(record.token_staleness, default=0) for record in steps),

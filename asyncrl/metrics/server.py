@@ -9,6 +9,7 @@ and a scraper that does not read is dropped after `SCRAPE_TIMEOUT_S`.
 import errno
 import logging
 import socket
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
@@ -30,6 +31,12 @@ CLOSE_TIMEOUT_S = 5.0
 
 POLL_S = 0.1
 """How soon the server notices that it is being closed."""
+
+LINGER_S = 6.0
+"""Prometheus takes up to five seconds to let go of a target that is listed no more, and scrapes it until then."""
+
+WATCHED_S = 60.0
+"""Whoever has not asked for so long has stopped watching."""
 
 DISCOVERY_PATH = "/sd"
 
@@ -58,8 +65,9 @@ class MetricsServer:
         both = CollectorRegistry()
         both.register(registry)
         both.register(REGISTRY)
-        handler = type("Handler", (_Handler,), {"registry": both, "discovery": staticmethod(discovery or _no_targets)})
-        self._server = _bind(handler, host=host, port=port)
+        parts = {"registry": both, "discovery": staticmethod(discovery or _no_targets)}
+        self._handler: type[_Handler] = type("Handler", (_Handler,), parts)
+        self._server = _bind(self._handler, host=host, port=port)
         self._thread = Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
         self._thread.start()
 
@@ -76,6 +84,13 @@ class MetricsServer:
     @property
     def url(self) -> str:
         return f"http://{self.address}/metrics"
+
+    @property
+    def linger_s(self) -> float:
+        """How long to go on serving at a run's end, so that whoever watches sees the last values, and no target that is
+        listed and dead. 0 when nobody does."""
+        last_s = self._handler.scraped_s
+        return LINGER_S if last_s is not None and time.monotonic() - last_s < WATCHED_S else 0.0
 
     def close(self) -> None:
         """Stop serving and free the port. May be called twice."""
@@ -100,6 +115,8 @@ def _no_targets() -> bytes:
 class _Handler(MetricsHandler):
     timeout = SCRAPE_TIMEOUT_S
     discovery: Callable[[], bytes]
+    scraped_s: float | None = None
+    """Of the class, which is one server's own: the last scrape on the monotonic clock."""
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != DISCOVERY_PATH:
@@ -108,6 +125,7 @@ class _Handler(MetricsHandler):
             # Compressing takes a fifth of the time again, of a process that has other things to do.
             del self.headers["Accept-Encoding"]
             super().do_GET()
+            type(self).scraped_s = time.monotonic()
             return
         body = self.discovery()
         self.send_response(HTTPStatus.OK)

@@ -39,6 +39,16 @@ def test_f28_a_dataset_file_that_does_not_exist_is_missed(tmp_path: Path) -> Non
     assert missing("data.dataset=jsonl", f"data.path={tmp_path}") != [], "a folder is no file"
 
 
+def test_f28_a_model_s_directory_that_does_not_exist_is_missed(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    [line] = missing("model.tiny=null", f"model.path={model}")
+    assert line.startswith(f"model.path = {model}: there is no such directory")
+    assert missing(f"model.path={model}") == [], "a tiny one is built there"
+    model.mkdir()
+    assert missing("model.tiny=null", f"model.path={model}") == []
+    assert missing("model.tiny=null", "model.path=Qwen/Qwen3-0.6B") == [], "the hub's, as far as can be told"
+
+
 @pytest.mark.parametrize(
     ("key", "roles"),
     [

@@ -1,10 +1,12 @@
 """The fingerprint that both pools compare at the start: equal ids with equal meaning, or not."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from asyncrl.data.tokenizer import tokenizer_fingerprint
+from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from asyncrl.errors import RunError
 
 
 @dataclasses.dataclass
@@ -41,3 +43,9 @@ def test_f25_the_same_vocabulary_in_another_order_has_the_same_fingerprint_and_s
     reordered = Vocabulary({"b": 2, "<eos>": 0, "a": 1})
     assert tokenizer_fingerprint(reordered) == tokenizer_fingerprint(LETTERS)
     assert tokenizer_fingerprint(LETTERS).startswith("3:")
+
+
+@pytest.mark.slow
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=rf"model\.path = {tmp_path}: no tokenizer can be had"):
+        load_tokenizer(str(tmp_path))

@@ -30,6 +30,7 @@ def ray_takes_sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster, "_knock", lambda address: None)
     yield
     signal.signal(signal.SIGTERM, before)
 

@@ -10,6 +10,14 @@ from asyncrl.deployment import cluster
 from asyncrl.errors import RunError
 
 
+@pytest.fixture(autouse=True)
+def no_cluster_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> str:
+        raise ConnectionError("Could not find any running Ray instance")
+
+    monkeypatch.setattr(cluster.services, "get_ray_address_from_environment", none)
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Addresses that `ray.init` was asked for."""
@@ -33,6 +41,13 @@ def test_where_nobody_listens_ray_is_not_even_asked(asked: list[str], port: int)
     for address in ("127.0.0.1:1", "[::1]:1", "localhost:1", "127.0.0.1:99999"):
         with pytest.raises(RunError, match=r"no Ray cluster answers at ray\.address.*ray start --head"):
             cluster.join(address, namespace="run")
+    assert asked == []
+
+
+def test_what_ray_takes_for_auto_may_have_died(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.services, "get_ray_address_from_environment", lambda *_: "127.0.0.1:1")
+    with pytest.raises(RunError, match="no Ray cluster answers"):
+        cluster.join("auto", namespace="run")
     assert asked == []
 
 

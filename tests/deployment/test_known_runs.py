@@ -91,6 +91,7 @@ def test_status_of_a_run_that_is_gone_says_where_its_report_is(tmp_path: Path, m
     (record(tmp_path / "runs", "quick", **ENDED) / "report.html").touch()
     answer = CliRunner().invoke(app, ["status", "quick"])
     assert answer.exit_code == 1
-    assert "no Ray cluster answers" in answer.stderr
-    assert "runs/quick/report.html" in answer.stderr
+    ended, unanswered = answer.stderr.splitlines()
+    assert "runs/quick/report.html" in ended, "what is known comes first"
+    assert "no Ray cluster answers" in unanswered
     assert "report.html" not in CliRunner().invoke(app, ["status", "other"]).stderr

@@ -92,6 +92,7 @@ def test_loopback_is_itself_while_ray_starts_and_joins_and_only_then(monkeypatch
     from ray._private.services import resolve_ip_for_localhost
 
     seen: list[str] = []
+    monkeypatch.setattr(cluster, "_knock", lambda address: None)
     monkeypatch.setattr(cluster.ray, "init", lambda **_: seen.append(resolve_ip_for_localhost("127.0.0.1")))
     monkeypatch.setattr(ray_access.ray_constants, "ENABLE_RAY_CLUSTER", True)
     cluster.join("auto", namespace="run")

@@ -1,11 +1,13 @@
 """The report: one self-contained page, whatever the run's state, and nothing of a run is ever markup."""
 
 import json
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 from written_runs import HOSTILE, write_run
@@ -100,6 +102,16 @@ def test_an_end_without_an_error_is_said_once_and_times_are_for_people(tmp_path:
     text = Page(report_html(read_run(run.path))).text
     assert "(done)" not in text
     assert re.search(r"Started \d{4}-\d\d-\d\d \d\d:\d\d UTC on \S+, finished \d{4}-\d\d-\d\d \d\d:\d\d UTC\.", text)
+
+
+def test_a_run_that_was_asked_to_end_is_no_finished_one_and_its_first_evaluation_no_last_one(
+    tmp_path: Path, step_record: MakeStep
+) -> None:
+    run = read_run(write_run(tmp_path, [step_record(0)], finish=False))
+    info = msgspec.structs.replace(run.info, state="finished", exit_reason="stopped after 1 of 9 steps")
+    page = report_html(dataclasses.replace(run, info=info))
+    assert '<span class="badge stopped">stopped</span>' in page
+    assert "0.25 at first" in page
 
 
 def test_what_the_colors_and_the_bottom_of_a_chart_mean_is_said(tmp_path: Path, step_record: MakeStep) -> None:

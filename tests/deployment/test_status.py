@@ -36,7 +36,9 @@ def test_a_learner_that_waits_or_is_not_there_is_said_to(run_status: MakeStatus)
 
 def test_a_replica_names_its_deployment_and_every_line_says_what_it_is_about(run_status: MakeStatus) -> None:
     lines = status_lines(run_status())
-    assert "replica generator-a of deployment generator-d: weights of step 3, 2 busy, 2 free" in lines[3]
+    assert (
+        "replica generator-a of deployment generator-d: weights of step 3, 2 groups under way, 2 slots free" in lines[3]
+    )
     assert "deployment generator-d: pid 2 on h" in lines
     assert "deployment learner-d: pid 1 on h" in lines
 

@@ -186,6 +186,16 @@ def test_every_process_is_scraped_once_although_it_is_found_twice(watched: Watch
         assert min(after - before for before, after in pairwise(moments)) > 0.5, "two scrapes a second"
 
 
+def test_prometheus_sees_the_last_values_and_no_target_that_is_listed_and_dead(watched: WatchedRun) -> None:
+    prometheus = seen_by(watched)
+    summary = summary_of(watched.path)
+    for name, last in [("heldout_reward_mean", summary["heldout_last"]), ("policy_version", summary["steps"])]:
+        [line] = prometheus.scraped(f"asyncrl_learner_{name}", until_s=watched.until_s)
+        assert line.points[-1][1] == pytest.approx(last)
+    for line in prometheus.scraped("up", until_s=watched.until_s):
+        assert {value for _, value in line.points} == {1.0}, line.labels
+
+
 @pytest.mark.parametrize("role", ["learner", "generator"])
 def test_state_seconds_add_up_to_wall_time(watched: WatchedRun, role: str) -> None:
     """To 1 %. A line through all scrapes, since a value is read a little after the moment that its scrape is given."""

@@ -120,6 +120,12 @@ def test_skipped_steps_are_no_steps_and_their_missing_numbers_are_left_out() -> 
     assert (summary.heldout_first, summary.heldout_last) == (None, None)
 
 
+def test_one_evaluation_is_the_first_and_not_the_last() -> None:
+    evals = [EvalRecord(version=0, wall_s=9, prompts=8, reward_mean=0.4)]
+    summary = build_summary([step(0)], evals, TOTALS, staleness_limit=2)
+    assert (summary.heldout_first, summary.heldout_last) == (0.4, None)
+
+
 def test_a_run_of_one_step_counts_from_the_start() -> None:
     summary = build_summary([step(0)], [], TOTALS, staleness_limit=0)
     assert summary.samples_per_s == pytest.approx(128 / 10)

@@ -145,6 +145,15 @@ def test_an_address_of_another_machine_is_refused_by_key() -> None:
     assert refused.value.key == "metrics.host"
 
 
+def test_it_lingers_for_who_watches_and_for_nobody_else(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    scrape(server.url.replace("/metrics", "/sd"))
+    assert server.linger_s == 0.0
+    scrape(server.url)
+    assert server.linger_s == server_module.LINGER_S > 5.0
+    monkeypatch.setattr(server_module, "WATCHED_S", 0.0)
+    assert server.linger_s == 0.0
+
+
 def test_close_frees_the_port_and_may_be_called_twice() -> None:
     running = MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0)
     running.close()
