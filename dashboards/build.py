@@ -15,11 +15,12 @@ import overview
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as models
-from panels import DATASOURCE
+from panels import DATASOURCE, STEPS
 
 FOLDER = Path(__file__).parent
 BOARDS: dict[str, ModuleType] = {"overview": overview, "flow": flow, "learning": learning}
 TAG = "asyncrl"
+RANGES, DEFAULT_RANGE = "1m,5m,15m,1h", "5m"
 
 
 def board(module: ModuleType) -> str:
@@ -41,6 +42,7 @@ def board(module: ModuleType) -> str:
             .include_all(True)
             .all_value(".*")
         )
+        .with_variable(_step_range())
     )
     number = 0
     for title, panels in module.ROWS.items():
@@ -48,6 +50,12 @@ def board(module: ModuleType) -> str:
         for panel in panels:
             built = built.with_panel(panel.id(number := number + 1))
     return json.dumps(built.build(), cls=JSONEncoder, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _step_range() -> dashboard.IntervalVariable:
+    variable = dashboard.IntervalVariable(STEPS.removeprefix("$")).label("Range of step panels")
+    chosen = models.VariableOption(selected=True, text=DEFAULT_RANGE, value=DEFAULT_RANGE)
+    return variable.values(RANGES).current(chosen)
 
 
 def _to_the_others() -> dashboard.DashboardLink:

@@ -1,13 +1,13 @@
 """Flow: who waits for whom, from the reserved prompt to the loaded weights."""
 
-from panels import REPLICA, RUN, Query, lines, mean, quantiles, rate, state_shares
+from panels import REPLICA, RUN, STEPS, Query, lines, mean, quantiles, rate, state_shares
 
 TITLE = "asyncrl / Flow"
 UID = "asyncrl-flow"
 DESCRIPTION = "Who waits for whom: the path of a prompt, from its ticket to the weights that it helped to train."
 
-MODEL_FLOPS = rate("asyncrl_learner_model_flops_total", RUN)
-TRAINING = rate("asyncrl_learner_state_seconds_total", f'state="forward_backward", {RUN}')
+MODEL_FLOPS = rate("asyncrl_learner_model_flops_total", RUN, over=STEPS)
+TRAINING = rate("asyncrl_learner_state_seconds_total", f'state="forward_backward", {RUN}', over=STEPS)
 PEAK = f"sum(asyncrl_learner_peak_flops_per_second{{{RUN}}})"
 COUNTED = f"and sum(asyncrl_learner_model_flops_total{{{RUN}}}) > 0"
 """Nothing is counted of some models: that is no answer, and not 0."""
@@ -87,6 +87,7 @@ ROWS = {
             "buffer.heartbeat_timeout_s.",
             Query(f"asyncrl_replicas{{{RUN}}}", "{{state}}"),
             unit="suffix: replicas",
+            span=6,
         ),
         lines(
             "Engine's requests",
@@ -94,14 +95,21 @@ ROWS = {
             Query(f"sum(vllm:num_requests_running{{{REPLICA}}})", "running"),
             Query(f"sum(vllm:num_requests_waiting{{{REPLICA}}})", "waiting"),
             unit="suffix: requests",
+            span=6,
         ),
         lines(
             "Key-value cache",
-            "Share of vLLM's cache that is in use, and the pace at which it pushes sequences out and computes them "
-            "again. Full: fewer generator.max_concurrent_groups, or more memory for it.",
+            "Share of vLLM's cache that is in use. Full: fewer generator.max_concurrent_groups, or more memory for it.",
             Query(f"max by (replica) (vllm:kv_cache_usage_perc{{{REPLICA}}})", "used, {{replica}}"),
-            Query(rate("vllm:num_preemptions_total", REPLICA), "preemptions a second"),
             unit="percentunit",
+            span=6,
+        ),
+        lines(
+            "Preemptions",
+            "Sequences that vLLM pushes out of its full cache and computes again: what a cache too small costs.",
+            Query(rate("vllm:num_preemptions_total", REPLICA), "preempted"),
+            unit="suffix: sequences/s",
+            span=6,
         ),
     ],
     "Buffer": [
@@ -130,20 +138,20 @@ ROWS = {
             "Waits at the buffer",
             "95th percentile of how long a reserve waits for tickets and the learner for a lease.",
             *quantiles("asyncrl_buffer_reserve_wait_seconds", RUN, name="reserve")[1:],
-            *quantiles("asyncrl_buffer_lease_wait_seconds", RUN, name="lease")[1:],
+            *quantiles("asyncrl_buffer_lease_wait_seconds", RUN, name="lease", over=STEPS)[1:],
             unit="s",
         ),
         lines(
             "Fates",
             "Groups issued, and what became of them. Only trained and, by choice, filtered are as they should be.",
-            Query(rate("asyncrl_ledger_issued_groups_total", RUN), "issued"),
-            Query(rate("asyncrl_ledger_groups_total", RUN, by="fate"), "{{fate}}"),
+            Query(rate("asyncrl_ledger_issued_groups_total", RUN, over=STEPS), "issued"),
+            Query(rate("asyncrl_ledger_groups_total", RUN, by="fate", over=STEPS), "{{fate}}"),
             unit="suffix: groups/s",
         ),
         lines(
             "Tokens by fate",
             "Generated tokens by what became of their group.",
-            Query(rate("asyncrl_ledger_tokens_total", RUN, by="fate"), "{{fate}}"),
+            Query(rate("asyncrl_ledger_tokens_total", RUN, by="fate", over=STEPS), "{{fate}}"),
             unit="suffix: tokens/s",
         ),
         lines(
@@ -164,13 +172,13 @@ ROWS = {
         lines(
             "Step",
             "Time of a step from its lease to its ack.",
-            *quantiles("asyncrl_learner_step_duration_seconds", RUN),
+            *quantiles("asyncrl_learner_step_duration_seconds", RUN, over=STEPS),
             unit="s",
         ),
         lines(
             "Trained tokens",
             "Completion tokens that went into an optimizer step.",
-            Query(rate("asyncrl_learner_tokens_total", RUN), "trained"),
+            Query(rate("asyncrl_learner_tokens_total", RUN, over=STEPS), "trained"),
             unit="suffix: tokens/s",
         ),
         lines(
@@ -184,8 +192,8 @@ ROWS = {
             "Share of what the devices could do that the policy's training needs (MFU, as PaLM counts): of all time, "
             "waits and log-probs included, and of the time in forward and backward passes, a critic's too. Low in "
             "these: learner.batching packed, more learner.micro_batch_tokens, no learner.activation_checkpointing. It "
-            "jumps when steps are longer than the range of the rate. Empty on CPUs and where a device's peak is not "
-            "known: see the panel beside it.",
+            "jumps when steps are longer than the range chosen above. Empty on CPUs and where a device's peak is "
+            "not known: see the panel beside it.",
             Query(f"{MODEL_FLOPS} / {PEAK} {COUNTED}", "of all time"),
             Query(f"{MODEL_FLOPS} / {TRAINING} / {PEAK} {COUNTED}", "of forward and backward"),
             unit="percentunit",
@@ -225,7 +233,7 @@ ROWS = {
         lines(
             "Updates",
             "Versions offered to the generators, by outcome. torn and failed name a replica that could not load.",
-            Query(rate("asyncrl_weight_updates_total", REPLICA, by="outcome"), "{{outcome}}"),
+            Query(rate("asyncrl_weight_updates_total", REPLICA, by="outcome", over=STEPS), "{{outcome}}"),
             unit="suffix: updates/s",
         ),
         lines(
@@ -245,7 +253,7 @@ ROWS = {
         lines(
             "Published bytes",
             "Bytes of weights that leave the learner.",
-            Query(rate("asyncrl_weight_bytes_total", RUN), "published"),
+            Query(rate("asyncrl_weight_bytes_total", RUN, over=STEPS), "published"),
             unit="Bps",
         ),
     ],

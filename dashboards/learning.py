@@ -1,6 +1,6 @@
 """Learning: is it learning, and is staleness hurting?"""
 
-from panels import REPLICA, RUN, Query, heat, lines, mean, quantiles, rate
+from panels import REPLICA, RUN, STEPS, Query, heat, lines, mean, quantiles, rate
 
 TITLE = "asyncrl / Learning"
 UID = "asyncrl-learning"
@@ -30,7 +30,8 @@ ROWS = {
         ),
         lines(
             "Groups that teach nothing",
-            "Groups whose rewards are all equal: with a group baseline they have no gradient. Too easy, or too hard.",
+            "Groups whose rewards are all equal: with a group baseline they have no gradient. Too easy, or too hard. "
+            "Empty where a group has one sample.",
             gauge("zero_variance_ratio", "equal"),
             gauge("all_right_ratio", "all right"),
             gauge("all_wrong_ratio", "all wrong"),
@@ -85,6 +86,7 @@ ROWS = {
             "asyncrl_token_staleness_versions",
             RUN,
             unit="none",
+            over=STEPS,
         ),
         lines(
             "Where it comes from",
@@ -144,7 +146,7 @@ ROWS = {
         lines(
             "Steps",
             "Steps a second by outcome. A skipped one had a loss or gradient that was not finite.",
-            Query(rate("asyncrl_learner_steps_total", RUN, by="outcome"), "{{outcome}}"),
+            Query(rate("asyncrl_learner_steps_total", RUN, by="outcome", over=STEPS), "{{outcome}}"),
             unit="suffix: steps/s",
         ),
         lines(

@@ -1,6 +1,6 @@
 """Overview: is the run healthy? Ten seconds."""
 
-from panels import BAD, DOUBTFUL, HEALTHY, REPLICA, RUN, Query, lines, number, rate, state_shares
+from panels import BAD, DOUBTFUL, HEALTHY, REPLICA, RUN, STEPS, Query, lines, number, rate, state_shares
 
 TITLE = "asyncrl / Overview"
 UID = "asyncrl-overview"
@@ -18,8 +18,12 @@ ROWS = {
         ),
         number(
             "Alerts firing",
-            "Each alert's annotation says what it means and which knob to turn.",
-            Query(f'count by (alertname) (ALERTS{{alertstate="firing", {RUN}}})', "{{alertname}}"),
+            "Of the run, and of Ray, whose alerts know of no run. Each alert's annotation says what it means and which "
+            "knob to turn.",
+            Query(
+                'count by (alertname) (ALERTS{alertstate="firing", alertname=~"Asyncrl.*", run=~"$run|"})',
+                "{{alertname}}",
+            ),
             unit="none",
             thresholds=[(None, BAD)],
             span=8,
@@ -111,7 +115,7 @@ ROWS = {
             "Tokens",
             "Completion tokens generated and trained. In the long run the two are equal.",
             Query(rate("asyncrl_generator_tokens_total", f'kind="completion", {REPLICA}'), "generated"),
-            Query(rate("asyncrl_learner_tokens_total", RUN), "trained"),
+            Query(rate("asyncrl_learner_tokens_total", RUN, over=STEPS), "trained"),
             unit="suffix: tokens/s",
             span=12,
         ),

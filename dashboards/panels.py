@@ -1,7 +1,8 @@
 """What the three dashboards are made of: number, line and heat-map panels, and the queries that recur in them.
 
 Every panel is described and has a unit. Filters: `$run` is one run; `$replica` chooses generators, and only the queries
-of generators look at it. A query's range is `$__rate_interval`, so that it fits the data source's scrape interval.
+of generators look at it. A query's range is `$__rate_interval`, so that it fits the data source's scrape interval; of
+what moves once a step it is `$step_range`, which the reader chooses: a shorter one than a step would show gaps.
 """
 
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from grafana_foundation_sdk.models import dashboard as models
 
 RUN = 'run="$run"'
 REPLICA = 'run="$run", replica=~"$replica"'
+OFTEN, STEPS = "$__rate_interval", "$step_range"
 DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 STATE_COLOURS = {
@@ -101,9 +103,11 @@ def lines(
     return panel.targets(_targets(queries))
 
 
-def heat(title: str, description: str, histogram: str, filters: str, *, unit: str, span: int = 8) -> heatmap.Panel:
+def heat(
+    title: str, description: str, histogram: str, filters: str, *, unit: str, span: int = 8, over: str = OFTEN
+) -> heatmap.Panel:
     """How many values fell into each bucket of a histogram, over time."""
-    expr = f"sum by (le) (increase({histogram}_bucket{{{filters}}}[$__rate_interval]))"
+    expr = f"sum by (le) (increase({histogram}_bucket{{{filters}}}[{over}]))"
     query = _target(Query(expr, "{{le}}"), "A").format("heatmap")
     return (
         heatmap.Panel()
@@ -120,19 +124,20 @@ def heat(title: str, description: str, histogram: str, filters: str, *, unit: st
     )
 
 
-def rate(counter: str, filters: str, *, by: str = "") -> str:
+def rate(counter: str, filters: str, *, by: str = "", over: str = OFTEN) -> str:
     """A counter's pace, a second, added up over processes."""
-    return f"sum{f' by ({by})' if by else ''} (rate({counter}{{{filters}}}[$__rate_interval]))"
+    return f"sum{f' by ({by})' if by else ''} (rate({counter}{{{filters}}}[{over}]))"
 
 
 def mean(histogram: str, filters: str, *, by: str = "") -> str:
-    """The mean of what a histogram saw lately."""
-    return f"{rate(f'{histogram}_sum', filters, by=by)} / {rate(f'{histogram}_count', filters, by=by)}"
+    """The mean of what a histogram of steps or of weights saw lately."""
+    total, count = (rate(f"{histogram}_{part}", filters, by=by, over=STEPS) for part in ("sum", "count"))
+    return f"{total} / {count}"
 
 
-def quantiles(histogram: str, filters: str, *, name: str = "") -> list[Query]:
+def quantiles(histogram: str, filters: str, *, name: str = "", over: str = OFTEN) -> list[Query]:
     """The median and the 95th percentile of what a histogram saw lately."""
-    buckets = rate(f"{histogram}_bucket", filters, by="le")
+    buckets = rate(f"{histogram}_bucket", filters, by="le", over=over)
     return [
         Query(f"histogram_quantile({quantile}, {buckets})", f"{name} {legend}".strip())
         for quantile, legend in ((0.5, "median"), (0.95, "95th percentile"))

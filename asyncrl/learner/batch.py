@@ -3,6 +3,7 @@
 The bound is checked once more here: a group whose oldest token is beyond the η of its ticket is our bug.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class StepSamples:
     `rewards_B` are the filters'; without `advantages_B` a critic makes some of them, a value a token.
     `zero_variance_ratio` is the share of groups whose rewards, as the estimator sees them, are all equal; of those with
     equal rewards as they were scored, `all_right_ratio` is the share above 0 and `all_wrong_ratio` that of the others;
+    all three are NaN when no group has two samples that could differ;
     `overlong_ratio` that of samples cut at their limit; `masked_ratio` that of samples with a mask of 0, by a filter or
     because they have no token.
     """
@@ -70,14 +72,15 @@ def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator | None,
     check_rewards(rewards_N)
     advantages_N = None if estimator is None else compute_advantages(estimator, rewards=rewards_N, group_ids=ids_N)
     zero_variance_N = ~Groups(rewards_N, ids_N).informative_N
+    compared = len(groups) if max(sizes) > 1 else math.nan
     mask_N = (tokens_N > 0) & ~filters.masked(zero_variance_N=zero_variance_N, truncated_N=truncated_N)
     return StepSamples(
         rewards_B=rewards_N,
         advantages_B=advantages_N,
         mask_B=mask_N.float(),
-        zero_variance_ratio=sum(bool(part.all()) for part in torch.split(zero_variance_N, sizes)) / len(groups),
-        all_right_ratio=sum(reward > 0 for reward in agreed) / len(groups),
-        all_wrong_ratio=sum(reward <= 0 for reward in agreed) / len(groups),
+        zero_variance_ratio=sum(bool(part.all()) for part in torch.split(zero_variance_N, sizes)) / compared,
+        all_right_ratio=sum(reward > 0 for reward in agreed) / compared,
+        all_wrong_ratio=sum(reward <= 0 for reward in agreed) / compared,
         overlong_ratio=float(truncated_N.float().mean()),
         masked_ratio=float((~mask_N).float().mean()),
     )

@@ -89,7 +89,7 @@ REWARD_FAILURES = ("reward_raised", "reward_not_finite", "reward_wrong_type", "r
 UPDATE_OUTCOMES = ("applied", "repeated", "refused", "torn", "failed")
 
 VERSIONS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 REWARDS = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 2, 5, 10)
 
@@ -533,7 +533,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_learner_zero_variance_ratio",
-            "Share of groups with equal rewards, as the advantages see them: with a group baseline they teach nothing.",
+            "Share of groups with equal rewards, as the advantages see them: with a group baseline they teach nothing. "
+            "NaN for groups of one sample.",
             "ratio",
             LEARNER,
         ),

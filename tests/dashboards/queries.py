@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,13 +58,17 @@ def rule_questions() -> list[Question]:
     return [Question(rule["alert"], rule["expr"]) for rule in alerts()]
 
 
-def concrete(expr: str, *, run: str, interval: str) -> str:
-    """The query as Grafana sends it, for one run and all of its generators."""
-    return expr.replace("$run", run).replace("$replica", ".*").replace("$__rate_interval", interval)
+def concrete(expr: str, *, run: str, interval: str, step_range: str = "") -> str:
+    """The query as Grafana sends it, for one run and all of its generators. Without a range of its own, what moves once
+    a step is looked at over `interval` as well."""
+    values = {"$run": run, "$replica": ".*", "$__rate_interval": interval, "$step_range": step_range or interval}
+    for name, value in values.items():
+        expr = expr.replace(name, value)
+    return expr
 
 
 def parsed(expr: str) -> promql.Expr:
-    return promql.parse(concrete(expr, run="r", interval="1m"))
+    return promql.parse(concrete(expr, run="r", interval="1m", step_range="5m"))
 
 
 def selectors(expr: promql.Expr) -> list[promql.VectorSelector]:
@@ -75,6 +80,18 @@ def selectors(expr: promql.Expr) -> list[promql.VectorSelector]:
             found.append(node.vector_selector)
         elif isinstance(node, promql.VectorSelector):
             found.append(node)
+
+    promql.walk(expr, pre_visit=visit)
+    return found
+
+
+def ranges(expr: promql.Expr) -> list[tuple[str, timedelta]]:
+    """Each series that is looked at over a range, and the range."""
+    found: list[tuple[str, timedelta]] = []
+
+    def visit(node: promql.Expr) -> None:
+        if isinstance(node, promql.MatrixSelector):
+            found.append((node.vector_selector.name or "", node.range))
 
     promql.walk(expr, pre_visit=visit)
     return found

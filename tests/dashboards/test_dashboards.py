@@ -1,7 +1,9 @@
 """Dashboards and rules ask only for what exists: names, labels and label values are the catalogue's."""
 
+import re
 import subprocess
 import sys
+from datetime import timedelta
 from typing import Any
 
 import promql_parser as promql
@@ -14,12 +16,13 @@ from queries import (
     panel_questions,
     panels,
     parsed,
+    ranges,
     rule_questions,
     selectors,
     variable_questions,
 )
 
-from asyncrl.metrics.catalogue import CATALOGUE, Kind, Metric
+from asyncrl.metrics.catalogue import CATALOGUE, Feed, Kind, Metric, Role
 
 QUESTIONS = [*panel_questions(), *variable_questions(), *rule_questions()]
 DISCOVERED = {"run", "role", "replica"}
@@ -85,6 +88,43 @@ def test_every_panel_looks_at_one_run() -> None:
             assert "run" in filters or (selector.name or "").startswith("ray_"), question
 
 
+def test_what_moves_once_a_step_is_looked_at_over_the_range_of_steps() -> None:
+    """What only the learner counts, but for its seconds, and what comes with its steps: leases, fates, updates."""
+    with_steps = ("asyncrl_buffer_lease_wait", "asyncrl_ledger_", "asyncrl_weight_")
+    for question in panel_questions():
+        for name, range_ in ranges(parsed(question.expr)):
+            metric = SERIES.get(name)
+            if metric is None or metric.feed is Feed.SCRAPE:
+                continue
+            stepwise = metric.roles == {Role.LEARNER} or name.startswith(with_steps)
+            assert range_ == timedelta(minutes=5 if stepwise else 1), question
+
+
+def test_no_comparison_holds_for_what_is_no_number() -> None:
+    for question in QUESTIONS:
+
+        def visit(node: promql.Expr, asked_by: str = question.asked_by) -> None:
+            assert not (isinstance(node, promql.BinaryExpr) and str(node.op) == "!="), asked_by
+
+        promql.walk(parsed(question.expr), pre_visit=visit)
+
+
+def test_no_panel_shows_a_rate_as_a_share() -> None:
+    """A share is a gauge or a quotient."""
+    for board in BOARDS.values():
+        for panel in panels(board):
+            if panel["fieldConfig"]["defaults"]["unit"] == "percentunit":
+                for target in panel["targets"]:
+                    assert "rate(" not in target["expr"] or " / " in target["expr"], panel["title"]
+
+
+def test_firing_alerts_of_the_run_are_shown_and_those_of_no_run() -> None:
+    [panel] = [panel for panel in panels(BOARDS["overview"]) if panel["title"] == "Alerts firing"]
+    [selector] = selectors(parsed(panel["targets"][0]["expr"]))
+    [runs] = [matcher.value for matcher in selector.matchers.matchers if matcher.name == "run"]
+    assert [bool(re.fullmatch(runs, run)) for run in ("r", "", "other")] == [True, True, False]
+
+
 def test_every_metric_is_asked_for_somewhere() -> None:
     asked = {selector.name for question in QUESTIONS for selector in selectors(parsed(question.expr))}
     shown = {SERIES[name].name for name in asked if name in SERIES}
@@ -94,7 +134,8 @@ def test_every_metric_is_asked_for_somewhere() -> None:
 @pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
 def test_a_dashboard_is_described_and_filtered_and_its_data_source_is_a_variable(board: dict[str, Any]) -> None:
     assert board["uid"].startswith("asyncrl-")
-    assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource", "run", "replica"]
+    variables = [variable["name"] for variable in board["templating"]["list"]]
+    assert variables == ["datasource", "run", "replica", "step_range"]
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     for panel in panels(board):
         assert len(panel["description"]) > 20, panel["title"]

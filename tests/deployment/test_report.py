@@ -1,7 +1,7 @@
 """The report: one self-contained page, whatever the run's state, and nothing of a run is ever markup."""
 
-import json
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser

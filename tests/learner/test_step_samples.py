@@ -1,5 +1,7 @@
 """A step's samples on their way to the ranks: shaped, compared over the whole step, masked, counted; never dropped."""
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from asyncrl.buffer.records import GroupMeta, Lease, LeasedGroup
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.learner import loop
 from asyncrl.learner.batch import StepSamples, judge_samples, step_meta
 from asyncrl.policy.interfaces import StepReport
 
@@ -84,6 +87,30 @@ def test_the_length_penalty_is_seen_by_advantages_and_by_the_variance() -> None:
     assert masks(penalised, 2) == [[1.0, 1.0]]
     assert penalised.zero_variance_ratio == 0.0
     assert judged([group]).zero_variance_ratio == 1.0
+
+
+def test_equal_rewards_are_not_measured_where_a_group_has_one_sample() -> None:
+    """Nothing could differ: a share of 1 would read as rewards that teach nothing."""
+    alone = judged([leased(0, [1.0]), leased(1, [0.0])])
+    assert all(math.isnan(share) for share in (alone.zero_variance_ratio, alone.all_right_ratio, alone.all_wrong_ratio))
+    assert judged([leased(0, [1.0, 1.0]), leased(1, [0.0])]).zero_variance_ratio == 1.0
+
+
+@pytest.mark.asyncio
+async def test_shares_that_were_not_measured_are_no_numbers_in_metrics_and_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unmeasured = dict.fromkeys(("zero_variance_ratio", "all_right_ratio", "all_wrong_ratio"), math.nan)
+
+    def judged_without(*given: Any, **settings: Any) -> StepSamples:
+        return dataclasses.replace(judge_samples(*given, **settings), **unmeasured)
+
+    monkeypatch.setattr(loop, "judge_samples", judged_without)
+    scene = Scene()
+    await scene.run()
+    read = scene.metrics.registry.get_sample_value
+    assert all(math.isnan(read(f"asyncrl_learner_{name}") or 0.0) for name in unmeasured)
+    assert scene.log.steps[0].diagnostics["all_right_ratio"] is None
 
 
 def test_batch_statistics_are_those_of_the_whole_step() -> None:

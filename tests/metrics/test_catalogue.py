@@ -1,11 +1,13 @@
 """The catalogue keeps the naming rules, agrees with the types of other layers, and docs/metrics.md follows it."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from asyncrl.buffer.ledger import OPEN_FATES, Event, Fate
 from asyncrl.buffer.records import CommitOutcome
+from asyncrl.config.load import load_config
 from asyncrl.environments.scoring_worker import RewardFailure
 from asyncrl.errors import FailureClass
 from asyncrl.metrics import docs
@@ -17,10 +19,21 @@ from asyncrl.metrics.catalogue import (
     FINAL_FATES,
     REWARD_FAILURES,
     SAMPLE_OUTCOMES,
+    SECONDS,
     Feed,
     Kind,
     Metric,
 )
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_what_a_recipe_lets_last_lies_within_the_buckets(recipe: Path) -> None:
+    """A quantile beyond the last bucket would read as that bucket's edge."""
+    config = load_config([recipe], [])
+    longest_s = max(config.run.stall_timeout_s, config.generator.rollout_timeout_s, config.weights.load_timeout_s)
+    assert longest_s <= SECONDS[-1]
 
 
 @pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
