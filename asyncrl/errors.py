@@ -8,6 +8,7 @@ AsyncRLError
 │   ├── RunMismatch            a deployment attaches with another config than the run's
 │   ├── HandshakeError         the pools disagree on tokenizer, vocabulary or log-probs (F25)
 │   ├── GeneratorPoolExhausted fewer live replicas than `generator.min_replicas`
+│   ├── RunEnded               the run that was to be watched is over, as it should be
 │   ├── StallError             nothing moved within `run.stall_timeout_s` (F5)
 │   ├── PlacementError         Ray has no room for a process within the deadline
 │   ├── ActorGone              the process behind a call has ended
@@ -79,6 +80,10 @@ class HandshakeError(RunError):
 
 class GeneratorPoolExhausted(RunError):
     """Fewer live replicas than `generator.min_replicas`."""
+
+
+class RunEnded(RunError):
+    """A run that was to be watched is over: it lists no endpoints any more."""
 
 
 class StallError(RunError):

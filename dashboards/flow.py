@@ -1,6 +1,6 @@
 """Flow: who waits for whom, from the reserved prompt to the loaded weights."""
 
-from panels import REPLICA, RUN, STEPS, Query, lines, mean, quantiles, rate, state_shares
+from panels import REPLICA, RUN, STEPS, Query, lines, mean, now, quantiles, rate, state_shares
 
 TITLE = "asyncrl / Flow"
 UID = "asyncrl-flow"
@@ -59,7 +59,7 @@ ROWS = {
         lines(
             "Groups under way",
             "Groups that each generator works on; at most generator.max_concurrent_groups.",
-            Query(f"asyncrl_generator_inflight_groups{{{REPLICA}}}", "{{replica}}"),
+            Query(now("asyncrl_generator_inflight_groups", REPLICA, by="replica"), "{{replica}}"),
             unit="suffix: groups",
         ),
         lines(
@@ -77,7 +77,7 @@ ROWS = {
         lines(
             "Failed rollouts",
             "By class and reason: infra is retried elsewhere; data is not, and too many in a row stop the run "
-            "(generator.max_data_failures).",
+            "(generator.max_data_failures). Empty while none has failed.",
             Query(rate("asyncrl_rollout_failures_total", REPLICA, by="class, reason"), "{{class}}: {{reason}}"),
             unit="suffix: groups/s",
         ),
@@ -85,7 +85,7 @@ ROWS = {
             "Replicas",
             "Generators that the buffer knows, by what they do; silent ones are forgotten after "
             "buffer.heartbeat_timeout_s.",
-            Query(f"asyncrl_replicas{{{RUN}}}", "{{state}}"),
+            Query(now("asyncrl_replicas", RUN, by="state"), "{{state}}"),
             unit="suffix: replicas",
             span=6,
         ),
@@ -116,22 +116,22 @@ ROWS = {
         lines(
             "Groups in the buffer",
             "Groups that hold a slot, and how many fit. Near the limit generators are blocked on capacity.",
-            Query(f"asyncrl_buffer_groups{{{RUN}}}", "{{state}}"),
-            Query(f"asyncrl_buffer_capacity_groups{{{RUN}}}", "capacity"),
+            Query(now("asyncrl_buffer_groups", RUN, by="state"), "{{state}}"),
+            Query(now("asyncrl_buffer_capacity_groups", RUN), "capacity"),
             unit="suffix: groups",
         ),
         lines(
             "Bytes in the buffer",
             "Bytes of rows that are booked; a ticket books the worst case, its commit refunds the rest. The limit is "
             "buffer.capacity_bytes.",
-            Query(f"asyncrl_buffer_bytes{{{RUN}}}", "booked"),
-            Query(f"asyncrl_buffer_capacity_bytes{{{RUN}}}", "capacity"),
+            Query(now("asyncrl_buffer_bytes", RUN), "booked"),
+            Query(now("asyncrl_buffer_capacity_bytes", RUN), "capacity"),
             unit="bytes",
         ),
         lines(
             "Oldest group",
             "Age of the oldest group that holds a slot. What only grows was forgotten by somebody.",
-            Query(f"asyncrl_buffer_oldest_group_age_seconds{{{RUN}}}", "age"),
+            Query(now("asyncrl_buffer_oldest_group_age_seconds", RUN), "age"),
             unit="s",
         ),
         lines(
@@ -163,8 +163,8 @@ ROWS = {
         lines(
             "Unaccounted for",
             "Groups that the ledger cannot place, and rows in the data plane. The first is 0, or there is a bug.",
-            Query(f"asyncrl_ledger_unaccounted_groups{{{RUN}}}", "groups without a fate"),
-            Query(f"asyncrl_rows_outstanding{{{RUN}}}", "rows of finished groups"),
+            Query(now("asyncrl_ledger_unaccounted_groups", RUN), "groups without a fate"),
+            Query(now("asyncrl_rows_outstanding", RUN), "rows of finished groups"),
             unit="none",
         ),
     ],
@@ -184,7 +184,7 @@ ROWS = {
         lines(
             "Packing efficiency",
             "Share of real tokens among all that go through the model. Low: learner.batching dynamic or packed.",
-            Query(f"asyncrl_learner_packing_efficiency_ratio{{{RUN}}}", "real tokens"),
+            Query(now("asyncrl_learner_packing_efficiency_ratio", RUN), "real tokens"),
             unit="percentunit",
         ),
         lines(
@@ -213,21 +213,22 @@ ROWS = {
         lines(
             "Versions",
             "Steps trained, the newest published version, and what each generator runs.",
-            Query(f"asyncrl_learner_policy_version{{{RUN}}}", "learner"),
-            Query(f"asyncrl_published_policy_version{{{RUN}}}", "published"),
-            Query(f"asyncrl_generator_policy_version{{{REPLICA}}}", "{{replica}}"),
+            Query(now("asyncrl_learner_policy_version", RUN), "learner"),
+            Query(now("asyncrl_published_policy_version", RUN), "published"),
+            Query(now("asyncrl_generator_policy_version", REPLICA, by="replica"), "{{replica}}"),
             unit="none",
             zero=False,
         ),
         lines(
             "Lag of each generator",
-            "Versions that a generator is behind the published one. Beyond the limit it starts nothing.",
+            "Versions that a generator is behind the published one; never less than 0, although the two are scraped "
+            "one after the other. Beyond the limit it starts nothing.",
             Query(
-                f"max by (run) (asyncrl_published_policy_version{{{RUN}}}) "
-                f"- on (run) group_right () asyncrl_generator_policy_version{{{REPLICA}}}",
+                f"clamp_min({now('asyncrl_published_policy_version', RUN, by='run')} - on (run) group_right () "
+                f"{now('asyncrl_generator_policy_version', REPLICA, by='run, replica')}, 0)",
                 "{{replica}}",
             ),
-            Query(f"asyncrl_weight_lag_limit_versions{{{RUN}}}", "limit"),
+            Query(now("asyncrl_weight_lag_limit_versions", RUN), "limit"),
             unit="suffix: versions",
         ),
         lines(
@@ -247,7 +248,7 @@ ROWS = {
             "Mean time of a generator for an update. It stands still from pause to resume; the limit is "
             "weights.load_timeout_s.",
             Query(mean("asyncrl_weight_load_seconds", REPLICA, by="phase"), "{{phase}}"),
-            Query(f"asyncrl_weight_sync_timeout_seconds{{{RUN}}}", "limit"),
+            Query(now("asyncrl_weight_sync_timeout_seconds", RUN), "limit"),
             unit="s",
         ),
         lines(
@@ -261,7 +262,7 @@ ROWS = {
         lines(
             "Object store",
             "Bytes in Ray's object store by where they are; SPILLED went to the disk. Of the whole cluster, where its "
-            "metrics are scraped.",
+            "metrics are scraped: a Ray that `asyncrl up` starts serves none.",
             Query("sum by (Location) (ray_object_store_memory)", "{{Location}}"),
             unit="bytes",
             span=12,

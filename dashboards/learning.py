@@ -1,6 +1,6 @@
 """Learning: is it learning, and is staleness hurting?"""
 
-from panels import REPLICA, RUN, STEPS, Query, heat, lines, mean, quantiles, rate
+from panels import REPLICA, RUN, STEPS, Query, heat, lines, mean, now, quantiles, rate
 
 TITLE = "asyncrl / Learning"
 UID = "asyncrl-learning"
@@ -9,7 +9,7 @@ DESCRIPTION = "Is it learning, and is staleness hurting? Reward and its groups, 
 
 def gauge(name: str, legend: str) -> Query:
     """A gauge of the learner."""
-    return Query(f"asyncrl_learner_{name}{{{RUN}}}", legend)
+    return Query(now(f"asyncrl_learner_{name}", RUN), legend)
 
 
 ROWS = {
@@ -60,7 +60,7 @@ ROWS = {
         ),
         lines(
             "KL to the reference",
-            "How far the policy is from the first weights, where the objective looks at them.",
+            "How far the policy is from the first weights. Empty where the objective does not look at them.",
             gauge("kl_to_reference_nats", "KL"),
             unit="suffix: nats",
         ),
@@ -76,8 +76,8 @@ ROWS = {
             "Staleness of groups",
             "Of each group's oldest token, when it is trained, against the limit staleness.max_versions.",
             Query(mean("asyncrl_group_staleness_versions", RUN), "mean"),
-            Query(f"asyncrl_group_staleness_max_versions{{{RUN}}}", "oldest"),
-            Query(f"asyncrl_staleness_limit_versions{{{RUN}}}", "limit"),
+            Query(now("asyncrl_group_staleness_max_versions", RUN), "oldest"),
+            Query(now("asyncrl_staleness_limit_versions", RUN), "limit"),
             unit="suffix: versions",
         ),
         heat(
@@ -138,7 +138,7 @@ ROWS = {
         lines(
             "Length ratio",
             "Mean length of trained completions over that of all finished ones. Below 1, long ones are lost.",
-            Query(f"asyncrl_trained_to_dispatched_length_ratio{{{RUN}}}", "trained / finished"),
+            Query(now("asyncrl_trained_to_dispatched_length_ratio", RUN), "trained / finished"),
             unit="none",
         ),
     ],
@@ -153,8 +153,8 @@ ROWS = {
             "Parity",
             "Largest difference between engine and learner of a token's log-prob, against "
             "weights.parity_tolerance_nats.",
-            Query(f"asyncrl_weight_parity_nats{{{RUN}}}", "{{replica}}"),
-            Query(f"asyncrl_weight_parity_limit_nats{{{RUN}}}", "limit"),
+            Query(now("asyncrl_weight_parity_nats", RUN, by="replica"), "{{replica}}"),
+            Query(now("asyncrl_weight_parity_limit_nats", RUN), "limit"),
             unit="suffix: nats",
         ),
         lines(
@@ -178,7 +178,12 @@ ROWS = {
         ),
     ],
     "Critic": [
-        lines("Value loss", "Loss of the critic's last step.", gauge("value_loss", "loss"), unit="none"),
+        lines(
+            "Value loss",
+            "Loss of the critic's last step. This row is empty in a run without `critic`.",
+            gauge("value_loss", "loss"),
+            unit="none",
+        ),
         lines(
             "Explained variance",
             "Share of the returns' variance that the critic foresaw: 1 is perfect, below 0 worse than their mean.",

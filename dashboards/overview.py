@@ -1,6 +1,6 @@
 """Overview: is the run healthy? Ten seconds."""
 
-from panels import BAD, DOUBTFUL, HEALTHY, REPLICA, RUN, STEPS, Query, lines, number, rate, state_shares
+from panels import BAD, DOUBTFUL, HEALTHY, REPLICA, RUN, STEPS, Query, lines, now, number, rate, state_shares
 
 TITLE = "asyncrl / Overview"
 UID = "asyncrl-overview"
@@ -12,6 +12,7 @@ ROWS = {
             "Processes up",
             "Endpoints of the run that answer Prometheus, by role: one learner, one buffer, one a generator.",
             Query(f"sum by (role) (up{{{RUN}}})", "{{role}}"),
+            Query(f"count by (role) (up{{{RUN}}} == 0)", "{{role}} down"),
             unit="none",
             thresholds=[(None, BAD), (1, HEALTHY)],
             span=8,
@@ -31,7 +32,7 @@ ROWS = {
         number(
             "Step",
             "v, the learner's version: steps that were trained.",
-            Query(f"asyncrl_learner_policy_version{{{RUN}}}", "step"),
+            Query(now("asyncrl_learner_policy_version", RUN), "step"),
             unit="none",
             thresholds=[(None, HEALTHY)],
         ),
@@ -49,8 +50,8 @@ ROWS = {
         number(
             "Oldest trained data",
             "Staleness of the last step's oldest group, and the limit η, staleness.max_versions.",
-            Query(f"asyncrl_group_staleness_max_versions{{{RUN}}}", "oldest"),
-            Query(f"asyncrl_staleness_limit_versions{{{RUN}}}", "limit"),
+            Query(now("asyncrl_group_staleness_max_versions", RUN), "oldest"),
+            Query(now("asyncrl_staleness_limit_versions", RUN), "limit"),
             unit="suffix: versions",
             thresholds=[(None, HEALTHY)],
             span=8,
@@ -58,9 +59,9 @@ ROWS = {
         number(
             "Effective samples",
             "Share of the tokens that still count after importance weighting. Falling: lower staleness.max_versions.",
-            Query(f"asyncrl_learner_ess_ratio{{{RUN}}}", "effective"),
+            Query(now("asyncrl_learner_ess_ratio", RUN), "effective"),
             unit="percentunit",
-            thresholds=[(None, BAD), (0.3, DOUBTFUL), (0.6, HEALTHY)],
+            thresholds=[(None, BAD), (0.5, DOUBTFUL), (0.95, HEALTHY)],
         ),
         number(
             "Parity limit used",
@@ -83,7 +84,7 @@ ROWS = {
         number(
             "Generators",
             "Replicas that the buffer knows, by what they do.",
-            Query(f"asyncrl_replicas{{{RUN}}}", "{{state}}"),
+            Query(now("asyncrl_replicas", RUN, by="state"), "{{state}}"),
             unit="none",
             thresholds=[(None, HEALTHY)],
         ),
@@ -92,8 +93,8 @@ ROWS = {
         lines(
             "Reward",
             "Mean reward of each step's samples, and of held-out evaluations.",
-            Query(f"asyncrl_learner_reward_mean{{{RUN}}}", "trained"),
-            Query(f"asyncrl_learner_heldout_reward_mean{{{RUN}}}", "held out"),
+            Query(now("asyncrl_learner_reward_mean", RUN), "trained"),
+            Query(now("asyncrl_learner_heldout_reward_mean", RUN), "held out"),
             unit="none",
         ),
         lines(
@@ -122,8 +123,8 @@ ROWS = {
         lines(
             "Buffer",
             "Groups that hold a slot, by state, and how many fit.",
-            Query(f"asyncrl_buffer_groups{{{RUN}}}", "{{state}}"),
-            Query(f"asyncrl_buffer_capacity_groups{{{RUN}}}", "capacity"),
+            Query(now("asyncrl_buffer_groups", RUN, by="state"), "{{state}}"),
+            Query(now("asyncrl_buffer_capacity_groups", RUN), "capacity"),
             unit="suffix: groups",
             span=12,
         ),

@@ -34,6 +34,8 @@ STATE_COLOURS = {
 """Those of `asyncrl up`: green works, yellow waits for the other side, red is short of room."""
 
 HEALTHY, DOUBTFUL, BAD = "green", "yellow", "red"
+BAD_NEWS = "/( down|^silent)$/"
+"""Names of numbers that are red whatever they are."""
 
 
 class Query(NamedTuple):
@@ -50,7 +52,7 @@ Thresholds = list[tuple[float | None, str]]
 def number(
     title: str, description: str, *queries: Query, unit: str, thresholds: Thresholds, span: int = 4
 ) -> stat.Panel:
-    """The newest value, over a sparkline of the past ones."""
+    """The value of this moment: of a run that has ended there is none."""
     steps = [models.Threshold(value=value, color=colour) for value, colour in thresholds]
     panel = (
         stat.Panel()
@@ -63,11 +65,12 @@ def number(
         .thresholds(dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps))
         .color_scheme(dashboard.FieldColor().mode(models.FieldColorModeId.THRESHOLDS))
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
-        .graph_mode(options.BigValueGraphMode.AREA)
+        .graph_mode(options.BigValueGraphMode.NONE)
         .color_mode(options.BigValueColorMode.VALUE)
         .no_value("–")
+        .override_by_regexp(BAD_NEWS, [_fixed_colour(BAD)])
     )
-    return panel.targets(_targets(queries))
+    return panel.targets([target.instant() for target in _targets(queries)])
 
 
 def lines(
@@ -86,6 +89,7 @@ def lines(
             common.VizLegendOptions()
             .display_mode(options.LegendDisplayMode.LIST)
             .placement(options.LegendPlacement.BOTTOM)
+            .show_legend(True)
         )
         .tooltip(common.VizTooltipOptions().mode(options.TooltipDisplayMode.MULTI))
         .line_width(1)
@@ -98,8 +102,7 @@ def lines(
         panel.min(0).max(1)
         panel.stacking(common.StackingConfig().mode(options.StackingMode.NORMAL).group("A"))
         for state, colour in STATE_COLOURS.items():
-            fixed = models.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": colour})
-            panel.override_by_name(state, [fixed])
+            panel.override_by_name(state, [_fixed_colour(colour)])
     return panel.targets(_targets(queries))
 
 
@@ -122,6 +125,12 @@ def heat(
         .y_axis(heatmap.YAxisConfig().unit(unit))
         .with_target(query)
     )
+
+
+def now(gauge: str, filters: str, *, by: str = "") -> str:
+    """A gauge. One line, and one a value of `by`, over the processes that a run of this name has had one after the
+    other: each start has a port, and so series, of its own."""
+    return f"max{f' by ({by})' if by else ''} ({gauge}{{{filters}}})"
 
 
 def rate(counter: str, filters: str, *, by: str = "", over: str = OFTEN) -> str:
@@ -147,6 +156,10 @@ def quantiles(histogram: str, filters: str, *, name: str = "", over: str = OFTEN
 def state_shares(counter: str, filters: str) -> str:
     """Of all processes' time, the share of each state."""
     return f"{rate(counter, filters, by='state')} / on () group_left () {rate(counter, filters)}"
+
+
+def _fixed_colour(colour: str) -> models.DynamicConfigValue:
+    return models.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": colour})
 
 
 def _targets(queries: tuple[Query, ...]) -> list[prometheus.Dataquery]:

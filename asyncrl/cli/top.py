@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli.options import LINE_EVERY_STEPS, command_app
-from asyncrl.errors import RunError
+from asyncrl.errors import RunEnded, RunError
 
 app = command_app()
 
@@ -41,11 +41,11 @@ def top(
     if ended is not None:
         raise RunError(ended)
     views = watch(directory, every_s=every or (10.0 if once else 2.0))
-    if once:
-        Console().print(render(next(views)))
-        return
     seen = False
     try:
+        if once:
+            Console().print(render(next(views)))
+            return
         with LiveDisplay(Console(), every_steps=LINE_EVERY_STEPS) as display:
             for view in views:
                 display.update(view)
@@ -53,6 +53,6 @@ def top(
     except KeyboardInterrupt:
         return
     except RunError as error:
-        if not seen:
+        if not seen and not isinstance(error, RunEnded):
             raise
         typer.echo(ended_run(directory.name, directory.parent) or str(error))

@@ -26,20 +26,21 @@ def address_of(name: str, folder: Path = RUNS) -> str | None:
 
 def named_run(run: Path, folder: Path = RUNS) -> Path:
     """The run's directory: `run` when it is one, else the one of that name in `folder`."""
-    return folder / run if (folder / run).exists() and not run.exists() else run
+    return run if run.exists() else folder / run
 
 
 def ended_run(name: str, folder: Path = RUNS) -> str | None:
-    """Where the report of a run that lives no more is, and how it ended; None when there is none here."""
+    """Where the report of a run that lives no more is, and how it ended; None when there is none here, or the run may
+    live: it writes a report while it goes on as well, and of another host's processes nothing is known."""
     path = folder / name
     if not (path / "report.html").exists():
         return None
     for info in _read(path / "run.json"):
-        if _lives(info):
-            return None
         if info.finished is not None:
             return f"run {name} {info.state} {moment(info.finished)} ({info.exit_reason}): see {path / 'report.html'}"
-    return f"an earlier run is recorded: see {path / 'report.html'}"
+        if info.host == socket.gethostname() and not psutil.pid_exists(info.pid):
+            return f"an earlier run is recorded: see {path / 'report.html'}"
+    return None
 
 
 def _read(path: Path) -> Iterator[RunInfo]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncrl.deployment.live import LiveView
-from asyncrl.errors import RunError
+from asyncrl.errors import RunEnded, RunError
 from asyncrl.metrics.scrape import Scrape, read_targets, scrape
 
 LEARNER_SECONDS, GENERATOR_SECONDS = "asyncrl_learner_state_seconds_total", "asyncrl_generator_state_seconds_total"
@@ -20,8 +20,8 @@ ANSWER_S = 2.0
 
 
 def watch(run_dir: Path, *, every_s: float, sleep: Callable[[float], None] = time.sleep) -> Iterator[LiveView]:
-    """A view every `every_s` seconds, of the last `WINDOW_S` or since the start. RunError when no endpoint answers: the
-    run has ended, or is elsewhere."""
+    """A view every `every_s` seconds, of the last `WINDOW_S` or since the start. RunEnded when the run lists no
+    endpoint any more, RunError when none answers: the run has died, or is elsewhere."""
     top, looks = TopView(run_dir.name), deque([_look(run_dir)])
     while True:
         sleep(every_s)
@@ -34,6 +34,8 @@ def watch(run_dir: Path, *, every_s: float, sleep: Callable[[float], None] = tim
 def _look(run_dir: Path) -> Scrape:
     path = run_dir / "metrics" / "targets.json"
     targets = read_targets(path)
+    if not targets:
+        raise RunEnded(f"run {run_dir.name} has ended: {path} lists no endpoint any more")
     found = scrape(targets, timeout_s=ANSWER_S)
     if len(found.silent) == len(targets):
         raise RunError(

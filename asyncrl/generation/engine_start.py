@@ -16,8 +16,9 @@ _LAST_LINE_OF_A_TRACEBACK = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+",
 
 
 @contextlib.contextmanager
-def engine_starts(stderr: Path = STDERR) -> Iterator[None]:
-    """Within it whatever vLLM raises becomes a RunError, with what its processes said last and where the rest is."""
+def engine_starts(*, memory_knob: str, stderr: Path = STDERR) -> Iterator[None]:
+    """Within it whatever vLLM raises becomes a RunError, with what its processes said last and where the rest is; where
+    that is of memory, with `memory_knob`, for vLLM's own names of it are not ours."""
     before = stderr.stat().st_size if stderr.is_file() else None
     try:
         yield
@@ -30,4 +31,6 @@ def engine_starts(stderr: Path = STDERR) -> Iterator[None]:
                 file.seek(before)
                 said = _LAST_LINE_OF_A_TRACEBACK.findall(file.read())
             cause, rest = said[-1] if said else cause, f"in {os.path.realpath(stderr)} on {socket.gethostname()}"
+        if "memory" in cause.lower():
+            cause += f"\nhere that is {memory_knob}"
         raise RunError(f"vLLM did not start: {cause}\nall that its processes said is {rest}") from error

@@ -128,7 +128,8 @@ class VLLMEngine:
             arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, config.model.max_length, sequences)
         else:
             arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
-        with engine_starts():
+        knob = "kv_cache_gib" if on_cpu else "gpu_memory_utilization"
+        with engine_starts(memory_knob=f"generator.{knob}"):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         return cls(llm, config=config)

@@ -19,8 +19,9 @@ every series the labels `run`, `role` and `replica`. A run that ends in order em
 file; of a list that it got over HTTP, Prometheus keeps what it got last.
 
 Labels with `…` are open: their values come from the configuration or from failures, at most {MAX_OPEN_VALUES} a
-process; later ones are recorded as `other`. State seconds of a process add up to its wall time. A gauge that has not
-been measured yet is NaN.
+process; later ones are recorded as `other`. State seconds of a process add up to its wall time; of a training call the
+learner only learns at its end how it was split, and shows the parts of other stages after it. A gauge that has not been
+measured yet is NaN.
 
 ## Dashboards and alerts
 

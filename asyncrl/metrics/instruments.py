@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from asyncrl.metrics.catalogue import CATALOGUE, MAX_OPEN_VALUES, Feed, Kind, Metric, Role
+from asyncrl.metrics.states import caught_up
 
 Totals = Mapping[str, float]
 
@@ -53,26 +54,30 @@ class CountedHistogram(Collector):
 
 
 class ScrapedCounter(Collector):
-    """A counter with one label whose totals are read when it is scraped. A reader that raises shows the last totals."""
+    """A counter with one label whose totals are read when it is scraped. A reader that raises shows the last totals.
+
+    What it shows adds up to what it reads, and falls for no label, though what it reads may move from one to another.
+    """
 
     def __init__(self, metric: Metric) -> None:
         ((self._label, values),) = metric.labels.items()
         self._metric = metric
         self._totals: dict[str, float] = dict.fromkeys(values or (), 0.0)
         self._read: Callable[[], Totals] = dict
+        self._lock = Lock()  # scrapes come from several threads
 
     def read_from(self, read: Callable[[], Totals]) -> None:
         self._read = read
 
     def collect(self) -> Iterator[Family]:
-        try:
-            current = self._read()
-        except Exception:  # a scrape must answer whatever the process is going through
-            current = {}
-        for value in self._totals:
-            self._totals[value] = max(self._totals[value], float(current.get(value, 0.0)))
+        with self._lock:
+            try:
+                current = self._read()
+            except Exception:  # a scrape must answer whatever the process is going through
+                current = {}
+            totals = self._totals = caught_up(self._totals, current)
         family = CounterMetricFamily(self._metric.name, self._metric.help, labels=[self._label])
-        for value, total in self._totals.items():
+        for value, total in totals.items():
             family.add_metric([value], total)
         yield family
 

@@ -1,26 +1,33 @@
 """Reading a run's endpoints without a Prometheus: who is asked, what they answered, and how counters grew.
 
-What must hold: an endpoint that does not answer in time costs its own series and nothing else; a counter that went
-back (its process was replaced) counts from zero, as in PromQL.
+What must hold: an endpoint that does not answer in time, or answers something else than metrics, costs its own series
+and nothing else; a counter that went back (its process was replaced) counts from zero, as in PromQL. Endpoints are
+asked directly: a proxy of the environment is for the internet, and could not reach them.
 """
 
 import math
+import socket
 import time
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from http.client import HTTPException
+from http import HTTPStatus
+from http.client import HTTPConnection
 from pathlib import Path
+from threading import Event, Timer
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from asyncrl.errors import RunError
 from asyncrl.metrics.discovery import Target
 
 Labels = frozenset[tuple[str, str]]
 """Of one series, those of service discovery (`role`, `replica`) among them."""
+MAX_BYTES = 32 * 2**20
+"""Of one answer. A generator's, with vLLM's metrics in it, has some 100 KB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +61,14 @@ class Scrape:
         return None
 
     def since(self, earlier: "Scrape") -> "Scrape":
-        """How much each counter grew; what was not there before counts from zero."""
+        """How much each counter grew. What was not there before counts from zero, such as a replica that has joined;
+        but of one that was silent then, nobody knows how much of its life is new: its series are left out."""
+        unknown = {(target.role, target.replica) for target in earlier.silent}
         values = {
             name: {
-                labels: _growth(earlier.values.get(name, {}).get(labels, 0.0), value) for labels, value in of.items()
+                labels: _growth(earlier.values.get(name, {}).get(labels, 0.0), value)
+                for labels, value in of.items()
+                if _process(labels) not in unknown
             }
             for name, of in self.values.items()
         }
@@ -68,30 +79,61 @@ def _growth(before: float, now: float) -> float:
     return now - before if now >= before else now
 
 
+def _process(labels: Labels) -> tuple[str | None, str | None]:
+    found = dict(labels)
+    return found.get("role"), found.get("replica")
+
+
 def scrape(targets: Sequence[Target], *, timeout_s: float) -> Scrape:
-    """Asks all endpoints at once."""
+    """Asks all endpoints at once, and waits for none of them longer than `timeout_s`."""
     with ThreadPoolExecutor(max_workers=max(1, len(targets))) as pool:
-        answers = list(pool.map(lambda target: _read(target, timeout_s), targets))
+        answers = list(pool.map(lambda target: _answer(target, timeout_s), targets))
     values: dict[str, dict[Labels, float]] = {}
-    for target, text in zip(targets, answers, strict=True):
-        if text is None:
-            continue
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if math.isnan(sample.value):
-                    continue  # a gauge's way to say that nothing was measured
-                labels = frozenset({**sample.labels, "role": target.role, "replica": target.replica}.items())
-                values.setdefault(sample.name, {})[labels] = sample.value
-    silent = tuple(target for target, text in zip(targets, answers, strict=True) if text is None)
+    for target, samples in zip(targets, answers, strict=True):
+        for sample in samples or ():
+            if math.isnan(sample.value):
+                continue  # a gauge's way to say that nothing was measured
+            labels = frozenset({**sample.labels, "role": target.role, "replica": target.replica}.items())
+            values.setdefault(sample.name, {})[labels] = sample.value
+    silent = tuple(target for target, samples in zip(targets, answers, strict=True) if samples is None)
     return Scrape(at_s=time.monotonic(), values=values, silent=silent)
 
 
-def _read(target: Target, timeout_s: float) -> str | None:
+def _answer(target: Target, timeout_s: float) -> list[Sample] | None:
+    """What the endpoint says; None when that is nothing, or nothing that can be read."""
     try:
-        with urllib.request.urlopen(f"http://{target.address}/metrics", timeout=timeout_s) as answer:
-            return str(answer.read().decode())
-    except (OSError, HTTPException, ValueError):
+        text = _read(target.address, timeout_s)
+        return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    except Exception:  # of the network, or whatever a text that is no metrics leads the parser to
         return None
+
+
+def _read(address: str, timeout_s: float) -> str:
+    """The endpoint's text. Raises when it cannot be had whole within `timeout_s`."""
+    late, started_s = Event(), time.monotonic()
+    with closing(HTTPConnection(address, timeout=timeout_s)) as connection:
+        connection.connect()
+        # the connection's own time is that of one read: who sends a byte a second would be listened to for ever
+        ends = Timer(started_s + timeout_s - time.monotonic(), _hang_up, args=(connection.sock, late))
+        ends.daemon = True
+        ends.start()
+        try:
+            connection.request("GET", "/metrics")
+            answer = connection.getresponse()
+            body = answer.read(MAX_BYTES + 1)
+        finally:
+            ends.cancel()
+    if answer.status != HTTPStatus.OK or late.is_set():
+        raise ValueError(f"{address} answers {answer.status}{', too slowly' if late.is_set() else ''}")
+    if len(body) > MAX_BYTES or not body.endswith(b"\n"):
+        raise ValueError(f"{address} answers {len(body)} bytes of at most {MAX_BYTES}, or a torn line")
+    return body.decode()
+
+
+def _hang_up(connection: socket.socket, late: Event) -> None:
+    late.set()
+    with suppress(OSError):  # it has ended meanwhile
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def read_targets(path: Path) -> list[Target]:

@@ -137,3 +137,24 @@ class StateClock:
     def seconds(self) -> dict[str, float]:
         """Seconds by state since the start, the present moment included."""
         return self._slot.seconds()
+
+
+def caught_up(shown: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Totals to show after `shown` that add up to `seconds` and of which none falls: seconds that were shown under one
+    state may since have been reattributed to others.
+
+    A total that is ahead of its state waits for it. What all of `seconds` grew by goes to the states that are behind,
+    each its part of the arrears; so the totals are those of `seconds` as soon as none is ahead.
+
+    >>> caught_up({"training": 15.0, "optimizer": 0.0, "waiting": 0.0}, {"training": 10.0, "optimizer": 5.0})
+    {'training': 15.0, 'optimizer': 0.0, 'waiting': 0.0}
+    >>> caught_up({"training": 15.0, "optimizer": 0.0}, {"training": 12.0, "optimizer": 5.0})
+    {'training': 15.0, 'optimizer': 2.0}
+    >>> caught_up({"training": 15.0, "optimizer": 2.0}, {"training": 20.0, "optimizer": 5.0})
+    {'training': 20.0, 'optimizer': 5.0}
+    """
+    behind = {state: max(0.0, float(seconds.get(state, 0.0)) - total) for state, total in shown.items()}
+    arrears = sum(behind.values())
+    grown = sum(float(seconds.get(state, 0.0)) for state in shown) - sum(shown.values())
+    part = min(1.0, max(0.0, grown) / arrears) if arrears else 0.0
+    return {state: total + part * behind[state] for state, total in shown.items()}

@@ -2,14 +2,16 @@
 
 What must hold: a tracker is a copy of what the run directory records, and never more than that. It is fed from a thread
 of its own, one that fails is reported once and left alone, and what it still has to send at the end gets `CLOSE_S`
-seconds and no more.
+seconds and no more: the thread is a daemon, for Python's exit would wait for any other, however long it hangs.
 """
 
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -29,30 +31,39 @@ class Trackers:
     """
 
     def __init__(self, names: Sequence[str], *, project: str, run: str, folder: Path, settings: Settings) -> None:
-        # a single thread: numbers must arrive in order, and MLflow knows its active run by thread
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trackers")
         self._names = tuple(names)
         self._live: dict[str, Any] = {}
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        """What the thread does, in this order; None is the end."""
+        self._given_up = Event()
+        # a single thread: numbers must arrive in order, and MLflow knows its active run by thread
+        self._thread = Thread(target=self._run, name="trackers", daemon=True)
+        self._thread.start()
         for name in names:
-            self._thread.submit(self._start, name, project=project, run=run, folder=folder, settings=settings)
+            start = partial(self._start, name, project=project, run=run, folder=folder, settings=settings)
+            self._work.put(start)
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Numbers of one step, but for those that are None or not finite. Returns at once."""
         if not self._names:
             return
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-        self._thread.submit(self._each, lambda tracker: tracker.log(known, step=step))
+        self._work.put(lambda: self._each(lambda tracker: tracker.log(known, step=step)))
 
     def close(self) -> None:
         """Waits for what is under way, `CLOSE_S` seconds at most."""
-        if not self._names:
-            return
-        last = self._thread.submit(self._each, lambda tracker: tracker.finish())
-        if wait([last], timeout=CLOSE_S).not_done:
+        self._work.put(lambda: self._each(lambda tracker: tracker.finish()))
+        self._work.put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self._given_up.set()
             logger.warning("trackers were not done %g s after the end; all numbers are in the run directory", CLOSE_S)
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (do := self._work.get()) is not None and not self._given_up.is_set():
+            do()
 
     def _start(self, name: str, *, project: str, run: str, folder: Path, settings: Settings) -> None:
         try:

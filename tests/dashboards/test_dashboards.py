@@ -118,6 +118,21 @@ def test_no_panel_shows_a_rate_as_a_share() -> None:
                     assert "rate(" not in target["expr"] or " / " in target["expr"], panel["title"]
 
 
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_lines_have_names_and_numbers_are_of_this_moment(board: dict[str, Any]) -> None:
+    for panel in panels(board):
+        if panel["type"] == "timeseries":
+            assert panel["options"]["legend"]["showLegend"] is True, panel["title"]
+        if panel["type"] == "stat":
+            assert all(target["instant"] and not target.get("range") for target in panel["targets"]), panel["title"]
+
+
+def test_a_gauge_is_one_line_over_the_processes_that_a_run_has_had() -> None:
+    """Each start of a learner has a port of its own, and so series of its own."""
+    for question in panel_questions():
+        assert not isinstance(parsed(question.expr), promql.VectorSelector), question.asked_by
+
+
 def test_firing_alerts_of_the_run_are_shown_and_those_of_no_run() -> None:
     [panel] = [panel for panel in panels(BOARDS["overview"]) if panel["title"] == "Alerts firing"]
     [selector] = selectors(parsed(panel["targets"][0]["expr"]))

@@ -34,11 +34,15 @@ def record(folder: Path, name: str, **changed: Any) -> Path:
     return path
 
 
-def test_a_run_lives_while_its_process_on_this_host_does(tmp_path: Path) -> None:
+def gone_pid() -> int:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(60)
+    return gone.pid
+
+
+def test_a_run_lives_while_its_process_on_this_host_does(tmp_path: Path) -> None:
     record(tmp_path, "live")
-    record(tmp_path, "dead", pid=gone.pid)
+    record(tmp_path, "dead", pid=gone_pid())
     record(tmp_path, "elsewhere", host="another.host")
     record(tmp_path, "ended", state="finished")
     (tmp_path / "torn").mkdir()
@@ -65,6 +69,18 @@ def test_a_run_that_lives_here_tells_its_ray_and_is_not_called_an_earlier_one(tm
     assert ended_run("live", tmp_path) is None
     assert address_of("over", tmp_path) is None
     assert address_of("nowhere", tmp_path) is None
+
+
+def test_a_run_is_an_earlier_one_only_when_its_process_is_known_to_be_gone(tmp_path: Path) -> None:
+    gone = gone_pid()
+    dead = record(tmp_path, "dead", pid=gone)
+    elsewhere = record(tmp_path, "elsewhere", host="another.host", pid=gone)
+    over = record(tmp_path, "over", host="another.host", pid=gone, **ENDED)
+    for path in (dead, elsewhere, over):
+        (path / "report.html").touch()
+    assert ended_run("dead", tmp_path) == f"an earlier run is recorded: see {dead}/report.html"
+    assert ended_run("elsewhere", tmp_path) is None, "its report was made while it goes on"
+    assert "finished 2026-11-20 16:50 UTC" in (ended_run("over", tmp_path) or "")
 
 
 def test_an_option_and_the_environment_come_before_what_a_run_says(

@@ -3,6 +3,7 @@
 import doctest
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from asyncrl.deployment.live import LiveView
 from asyncrl.errors import RunError
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 from asyncrl.metrics.discovery import Target, write_targets
-from asyncrl.metrics.recorders import BufferMetrics, GeneratorMetrics, LearnerMetrics
+from asyncrl.metrics.recorders import BufferMetrics, GeneratorMetrics, LearnerMetrics, ProcessMetrics
+from asyncrl.metrics.scrape import Scrape
 from asyncrl.metrics.server import MetricsServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
@@ -35,18 +37,23 @@ class Run:
         processes = {"learner": self.learner, "buffer": self.buffer} | {
             f"generator-{index}": generator for index, generator in enumerate(self.generators)
         }
-        self.servers = {
-            name: stack.enter_context(MetricsServer(metrics.registry, host="127.0.0.1", port=0))
-            for name, metrics in processes.items()
-        }
+        self._stack = stack
+        self.servers: dict[str, MetricsServer] = {}
+        for name, metrics in processes.items():
+            self.serve(name, metrics)
+        for metrics in processes.values():
+            metrics.heartbeat(unix_time_s=1.0)
+        self.buffer.limits(max_staleness_versions=3, capacity_groups=48, capacity_bytes=2**20)
+
+    def serve(self, name: str, metrics: ProcessMetrics) -> None:
+        """A process is there, or another in its place."""
+        server = MetricsServer(metrics.registry, host="127.0.0.1", port=0)
+        self.servers[name] = self._stack.enter_context(server)
         targets = [
             Target(role=name.partition("-")[0], replica=name, address=server.address)
             for name, server in self.servers.items()
         ]
-        write_targets(path / "metrics" / "targets.json", run="r", targets=targets)
-        for metrics in processes.values():
-            metrics.heartbeat(unix_time_s=1.0)
-        self.buffer.limits(max_staleness_versions=3, capacity_groups=48, capacity_bytes=2**20)
+        write_targets(self.path / "metrics" / "targets.json", run="r", targets=targets)
 
     def train(self, version: int, *, reward: float) -> None:
         """One step: 3 s of waiting and 1 s of work, two samples of 100 tokens, one of them two versions old."""
@@ -124,14 +131,22 @@ def test_who_does_not_answer_is_named_and_the_rest_is_shown(run: Run) -> None:
 
 
 def test_a_learner_that_was_replaced_counts_from_zero(run: Run) -> None:
+    """Another process in its place: its counters start anew, and those of its predecessor are history."""
     run.learner_seconds["waiting_for_groups"] = 100.0
+    run.learner.step(outcome="trained", duration_s=1.0, tokens=1000)
 
     def replaced(_: float) -> None:
-        run.learner_seconds.update(dict.fromkeys(LEARNER_STATES, 0.0), optimizer=2.0)
+        run.servers["learner"].close()
+        learner = LearnerMetrics()
+        learner.states_from(lambda: {"waiting_for_groups": 6.0, "optimizer": 2.0})
+        learner.step(outcome="trained", duration_s=1.0, tokens=50)
+        run.serve("learner", learner)
 
     view = next(top.watch(run.path, every_s=1.0, sleep=replaced))
     assert view.learner_shares is not None
-    assert view.learner_shares["optimizer"] == 1.0
+    assert (view.learner_shares["waiting_for_groups"], view.learner_shares["optimizer"]) == (0.75, 0.25)
+    assert view.tokens_per_s is not None
+    assert view.tokens_per_s > 0
 
 
 @pytest.mark.parametrize(("window_s", "waited"), [(1000.0, 0.5), (0.0, 0.0)])
@@ -150,6 +165,25 @@ def test_shares_are_of_a_window_of_looks_and_not_of_the_last_one_alone(
     assert view.learner_shares["waiting_for_groups"] == waited
 
 
+def test_the_window_is_half_a_minute_of_looks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of looks 10 s apart, the last three times: what was before them is no longer shown."""
+    look, looked = top._look, iter(range(100))
+    monkeypatch.setattr(top, "_look", lambda path: replace(look(path), at_s=10.0 * next(looked)))
+    stages = iter(["checkpoint", "waiting_for_groups", "optimizer", "optimizer", "publish"])
+
+    def sleep(_: float) -> None:
+        run.learner_seconds[next(stages)] += 10.0
+
+    watching = top.watch(run.path, every_s=10.0, sleep=sleep)
+    shares = [next(watching).learner_shares or {} for _ in range(5)]
+    thirds = [{state: round(3 * share) for state, share in of.items() if share} for of in shares[2:]]
+    assert thirds == [
+        {"checkpoint": 1, "waiting_for_groups": 1, "optimizer": 1},
+        {"waiting_for_groups": 1, "optimizer": 2},
+        {"optimizer": 2, "publish": 1},
+    ]
+
+
 def test_before_the_first_step_there_is_no_reward_and_the_panel_says_who_is_there(run: Run) -> None:
     view = next(top.watch(run.path, every_s=1.0, sleep=lambda _: None))
     assert (view.step, view.rewards, view.heldout) == (0, [], [])
@@ -163,6 +197,25 @@ def test_a_run_that_has_ended_is_an_error_and_not_an_empty_screen(run: Run, tmp_
         next(top.watch(run.path, every_s=1.0, sleep=lambda _: None))
     with pytest.raises(RunError, match="No such file"):
         next(top.watch(tmp_path / "none", every_s=1.0, sleep=lambda _: None))
+
+
+@pytest.mark.parametrize("once", [[], ["--once"]], ids=["live", "once"])
+@pytest.mark.parametrize("looks_before", [0, 1, 2])
+def test_a_run_that_lists_no_endpoint_any_more_has_ended_which_is_no_error(
+    run: Run, monkeypatch: pytest.MonkeyPatch, looks_before: int, once: list[str]
+) -> None:
+    look, looked = top._look, iter(range(100))
+
+    def last_looks(path: Path) -> Scrape:
+        if next(looked) == looks_before:
+            write_targets(path / "metrics" / "targets.json", run="r", targets=[])
+        return look(path)
+
+    monkeypatch.setattr(top, "_look", last_looks)
+    result = CliRunner().invoke(app, ["top", str(run.path), "--every", "0.2", *once])
+    assert result.exit_code == 0, result.output
+    said = "run r has ended" in result.output.replace("\n", " ")
+    assert said is not bool(once and looks_before == 2), "it had its two looks"
 
 
 def test_once_prints_the_panel_also_where_there_is_no_terminal(run: Run) -> None:

@@ -155,6 +155,7 @@ class Pool:
             rows=self.rows,
             weights=updates,
             metrics=metrics,
+            clock=self.clock,
         )
         self.engines[name] = engine
         self.running[name] = asyncio.create_task(self.generators[name].run())

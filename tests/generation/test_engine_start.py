@@ -27,7 +27,7 @@ def failed(stderr: Path, error: Exception, *, said: str = "") -> str:
     """What is raised when vLLM raises `error`, after its processes have `said` that."""
 
     def start() -> None:
-        with engine_starts(stderr):
+        with engine_starts(memory_knob="generator.kv_cache_gib", stderr=stderr):
             if said:
                 stderr.write_text(stderr.read_text() + said)
             raise error
@@ -39,7 +39,8 @@ def failed(stderr: Path, error: Exception, *, said: str = "") -> str:
 
 def test_the_cause_is_what_an_engine_s_process_said_last_not_what_its_parent_raised(stderr: Path) -> None:
     message = failed(stderr, RuntimeError("Engine core initialization failed. See root cause above."), said=CORE)
-    cause, rest = message.splitlines()
+    cause, knob, rest = message.splitlines()
+    assert knob == "here that is generator.kv_cache_gib"
     assert cause == "vLLM did not start: ValueError: No available memory for the cache blocks."
     assert str(stderr) in rest
 

@@ -1,7 +1,7 @@
 """A replica asks for nothing before it has loaded, commits only what is verified, and settles every ticket."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,9 @@ from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.records import Refusal, Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorGone, DataError
+from asyncrl.generation.interfaces import LoadTimes
+from asyncrl.metrics.catalogue import GENERATOR_STATES
+from asyncrl.weights.manifest import Manifest
 
 
 @pytest.mark.asyncio
@@ -263,3 +266,45 @@ async def test_the_endpoint_of_a_replica_that_left_is_no_target_any_more() -> No
         status = await pool.buffer.status()
         assert status.targets == {}
         assert "a" in status.reports, "the run's totals still count it"
+
+
+@pytest.mark.asyncio
+async def test_while_weights_load_all_slots_are_paused_for_weights_and_no_longer() -> None:
+    async with started_pool() as (pool, engine):
+        generator, load = pool.generators["a"], engine.load
+        loading, may_load = asyncio.Event(), asyncio.Event()
+
+        async def slow_load(
+            manifest: Manifest, buckets: Sequence[memoryview], *, on_paused: Callable[[], None] | None = None
+        ) -> LoadTimes:
+            assert on_paused is not None
+            on_paused()
+            loading.set()
+            await may_load.wait()
+            return await load(manifest, buckets)
+
+        def shown() -> dict[str, float]:
+            read = pool.metrics["a"].registry.get_sample_value
+            name = "asyncrl_generator_state_seconds_total"
+            return {state: read(name, {"state": state}) or 0.0 for state in GENERATOR_STATES}
+
+        def growth(seconds: float) -> dict[str, float]:
+            before = shown()
+            pool.clock.now_s += seconds
+            return {state: total - before[state] for state, total in shown().items() if total != before[state]}
+
+        await pool.train()
+        engine.gate.clear()
+        await everything_else_runs()
+        part = len(generator._running) / generator._slots
+        assert part > 0
+        assert growth(6.0)["generating"] == pytest.approx(6.0 * part)
+        engine.load = slow_load  # type: ignore[method-assign]
+        await pool.publish(1)
+        await loading.wait()
+        assert growth(5.0) == {"paused_for_weights": pytest.approx(5.0)}
+        may_load.set()
+        await until(lambda: generator.version == Version(1, 1))
+        after = growth(4.0)
+        assert "paused_for_weights" not in after
+        assert sum(after.values()) == pytest.approx(4.0)

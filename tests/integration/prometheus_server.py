@@ -1,7 +1,9 @@
 """A real Prometheus for a test: Debian's package, scraping one run every second with the rules of deploy/prometheus."""
 
+import contextlib
 import json
 import math
+import os
 import shutil
 import socket
 import subprocess
@@ -20,6 +22,9 @@ PROGRAM = "prometheus"
 INTERVAL_S = 1
 READY_S = 30.0
 ANSWER_S = 30.0
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+PORTS_OF_A_WORKER = 200
+_given: set[int] = set()
 
 
 class Line(NamedTuple):
@@ -100,8 +105,20 @@ class PrometheusServer:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+    """A port to be bound later, which until then nobody takes by chance: it lies below those that the kernel hands out
+    for port 0, belongs to this pytest worker, and is given once. Where the search starts differs by process, for
+    several pytests may run."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ephemeral_from = int(EPHEMERAL_PORTS.read_text().split()[0])
+    lowest = ephemeral_from - (worker + 1) * PORTS_OF_A_WORKER
+    for offset in range(PORTS_OF_A_WORKER):
+        port = lowest + (os.getpid() + offset) % PORTS_OF_A_WORKER
+        if port in _given:
+            continue
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            _given.add(port)
+            return port
+    raise RuntimeError(f"none of the {PORTS_OF_A_WORKER} ports from {lowest} on is free")
 
 
 def _config(*, targets: Path, learner_port: int) -> dict[str, Any]:

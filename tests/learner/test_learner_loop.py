@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import learner_scenes
@@ -70,6 +71,29 @@ async def test_state_seconds_add_up_and_an_evaluation_is_no_wait_for_groups() ->
     assert sum(value or 0.0 for value in seconds.values()) == pytest.approx(scene.clock.now_s)
     assert seconds["waiting_for_groups"] == 0
     assert (seconds["other"] or 0.0) >= 20.0
+
+
+@pytest.mark.asyncio
+async def test_time_until_a_lease_is_waiting_for_groups_and_time_after_it_is_not() -> None:
+    scene, waits = Scene(), []
+    generate, write = scene.generate, scene.trainer.write_to_dataplane
+
+    async def slow_generators(wait_s: float) -> None:
+        waits.append(wait_s)
+        scene.clock.now_s += 7.0
+        await generate(wait_s)
+
+    def slow_write(meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
+        scene.clock.now_s += 3.0
+        write(meta, fields)
+
+    scene.buffer.waiting = slow_generators
+    scene.trainer.write_to_dataplane = slow_write  # type: ignore[method-assign]
+    await scene.run()
+    seconds = scene.log.steps[-1].learner_state_s
+    assert waits
+    assert seconds["waiting_for_groups"] == 7.0 * len(waits)
+    assert seconds["other"] == pytest.approx(3 * (3.0 + 0.25)), "a call of 1 s has 0.25 s that no rank accounts for"
 
 
 @pytest.mark.asyncio

@@ -1,17 +1,24 @@
 """What is recorded of trained and of skipped steps, as the report, the summary and the live view read it."""
 
+import dataclasses
 import math
 import re
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
-from learner_scenes import Scene, skipped, trained
+from learner_scenes import Scene, judged, skipped, trained
 
+from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.deployment.report import read_run, write_report
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.view import live_view
+from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import build_summary
+from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
+from asyncrl.metrics.recorders import MEASURED, LearnerMetrics
 
 
 @pytest.mark.asyncio
@@ -36,6 +43,65 @@ async def test_a_trained_step_is_recorded_with_what_it_trained() -> None:
     assert read("asyncrl_weight_sync_timeout_seconds") == scene.config.weights.load_timeout_s
     assert read("asyncrl_weight_lag_limit_versions") == 1
     assert read("asyncrl_weight_parity_limit_nats") == 1e-4
+
+
+NOT_OF_A_STEP = {
+    *("run_info", "stall_timeout_seconds", "weight_sync_timeout_seconds", "weight_lag_limit_versions"),
+    *("weight_parity_limit_nats", "weight_parity_nats", "rows_outstanding", "learner_heldout_reward_mean"),
+    "heartbeat_timestamp_seconds",
+}
+"""Gauges of the learner that something else than the end of a trained step sets."""
+
+
+async def an_ended_step() -> EndedStep:
+    """The second step of a scene, as the recorder gets it."""
+    scene = Scene()
+    ended: list[EndedStep] = []
+    scene.loop._recorder.trained = ended.append  # type: ignore[method-assign]
+    await scene.run()
+    return ended[1]
+
+
+@pytest.mark.asyncio
+async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_name() -> None:
+    step = await an_ended_step()
+    numbers = count(1)  # a number of its own for each
+    measured = {name: next(numbers) / 64 for name in MEASURED}
+    fields = ("loss", "grad_norm", "entropy_nats", "learning_rate")
+    same: dict[str, Any] = {
+        name: next(numbers) / 64 for name in (*fields, "importance_weight_mean", "importance_weight_max")
+    }
+    of_samples: dict[str, Any] = {
+        name: next(numbers) / 64 for name in ("zero_variance_ratio", "all_right_ratio", "all_wrong_ratio")
+    }
+    of_loss = {"clipped_ratio": next(numbers) / 64, "gated_ratio": next(numbers) / 64}
+    ess, k1, k3, peak, overlong, masked, value_loss = (next(numbers) / 64 for _ in range(7))
+    report = dataclasses.replace(
+        step.report, **same, ess=ess, kl_behaviour_k1_nats=k1, kl_behaviour_k3_nats=k3, peak_flops_per_s=peak,
+        loss_metrics=of_loss, diagnostics=measured,
+    )  # fmt: skip
+    samples = dataclasses.replace(step.samples, **of_samples, overlong_ratio=overlong, masked_ratio=masked)
+    step = dataclasses.replace(
+        step, report=report, samples=samples, critic_report=judged(loss=value_loss), published=Version(1, 40)
+    )
+    metrics = LearnerMetrics()
+    recorder = StepRecorder(
+        log=Scene().log, metrics=metrics, samples_logged=0, decode=str, elapsed_s=lambda: 1.0, state_seconds=dict
+    )
+    recorder.trained(step)
+    expected = measured | same | of_samples | of_loss
+    expected |= {"ess_ratio": ess, "kl_to_behaviour_nats": k3, "overlong_ratio": overlong, "value_loss": value_loss}
+    expected |= {"masked_samples_ratio": masked, "reward_mean": 0.5, "peak_flops_per_second": peak}
+    expected |= {"explained_variance": 0.75, "value_clipped_ratio": 0.1, "policy_version": step.status.version.step}
+    shown = {f"asyncrl_learner_{name}": value for name, value in expected.items()} | {
+        "asyncrl_published_policy_version": 40,
+        "asyncrl_group_staleness_max_versions": 1,
+        "asyncrl_trained_to_dispatched_length_ratio": 1.0,
+    }
+    read = metrics.registry.get_sample_value
+    assert {name: read(name) for name in shown} == pytest.approx(shown)
+    gauges = {metric.name for metric in CATALOGUE if metric.kind is Kind.GAUGE and Role.LEARNER in metric.roles}
+    assert gauges - {f"asyncrl_{name}" for name in NOT_OF_A_STEP} == shown.keys(), "each gauge is asked for"
 
 
 @pytest.mark.asyncio

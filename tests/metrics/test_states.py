@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.metrics import states
-from asyncrl.metrics.states import SlotStates, StateClock
+from asyncrl.metrics.catalogue import LEARNER_STATES
+from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.metrics.states import SlotStates, StateClock, caught_up
 
 NAMES = ("idle", "generating", "blocked")
 
@@ -145,3 +147,58 @@ def test_reattributed_seconds_still_add_up_and_no_more_can_be_moved_than_were_sp
     else:
         clock.reattribute("idle", parts)
         assert clock.seconds() == {"idle": spent - first - second} | parts
+
+
+calls = st.tuples(ticks, ticks, st.floats(min_value=0, max_value=1), st.floats(min_value=0, max_value=1))
+
+
+@given(history=st.lists(calls, max_size=8))
+def test_what_scrapes_show_adds_up_to_wall_time_and_never_falls_while_calls_are_split_at_their_ends(
+    history: list[tuple[float, float, float, float]],
+) -> None:
+    """Scrapes before, during and after each call, of which a part is moved to other states at its end."""
+    now = FakeClock()
+    clock = StateClock(states=NAMES, initial="idle", clock=now)
+    shown = dict.fromkeys(NAMES, 0.0)
+    for wait_s, call_s, first, second in history:
+        for elapsed, state in ((wait_s / 2, "idle"), (wait_s / 2, "generating"), (call_s, "idle")):
+            now.now += elapsed
+            clock.enter(state)
+            before, shown = shown, caught_up(shown, clock.seconds())
+            assert sum(shown.values()) == pytest.approx(now.now, rel=1e-9, abs=1e-9)
+            assert all(shown[name] >= before[name] for name in NAMES)
+        parts = {"blocked": first * call_s / 2, "idle": second * call_s / 2}
+        clock.reattribute("generating", parts)
+    now.now += 2.0**40
+    clock.enter("generating")
+    now.now += 2.0**40
+    assert caught_up(shown, clock.seconds()) == pytest.approx(clock.seconds()), "nothing is lost on the way"
+
+
+def test_a_scraped_learner_with_long_steps_shows_its_wall_time_and_every_stage() -> None:
+    """Two steps of 150 s, of which the ranks give 50 s to the optimizer when they end; a scrape every 10 s."""
+    now = FakeClock()
+    clock, metrics = StateClock(states=LEARNER_STATES, initial="other", clock=now), LearnerMetrics()
+    metrics.states_from(clock.seconds)
+
+    def scraped() -> dict[str, float]:
+        read = metrics.registry.get_sample_value
+        return {state: read("asyncrl_learner_state_seconds_total", {"state": state}) or 0.0 for state in LEARNER_STATES}
+
+    shown = scraped()
+    for step in (1, 2):
+        clock.enter("forward_backward")
+        for _ in range(15):
+            now.now += 10.0
+            before, shown = shown, scraped()
+            assert sum(shown.values()) == pytest.approx(now.now)
+            assert sum(shown.values()) - sum(before.values()) == pytest.approx(10.0), "something grows"
+            assert all(shown[state] >= before[state] for state in LEARNER_STATES)
+        clock.enter("other")
+        clock.reattribute("forward_backward", {"optimizer": 50.0})
+        assert sum(scraped().values()) == pytest.approx(150.0 * step), "nothing is counted twice"
+    assert shown["optimizer"] == pytest.approx(50.0), "of the first step; the second's follow"
+    now.now += 1000.0
+    clock.enter("forward_backward")
+    now.now += 50.0
+    assert scraped() == pytest.approx(clock.seconds())

@@ -155,3 +155,28 @@ def test_a_tracker_that_hangs_holds_up_neither_the_steps_nor_the_end(
         assert "not done" in caplog.text
     finally:
         released.set()
+
+
+def test_a_process_whose_tracker_hangs_for_ever_ends_all_the_same(tmp_path: Path) -> None:
+    """In a process of its own, which has to exit: Python's exit waits for every thread that is no daemon."""
+    code = f"""
+import threading
+from pathlib import Path
+from asyncrl.metrics import trackers as module
+
+class Hanging:
+    def log(self, values, step):
+        threading.Event().wait()
+
+module.CLOSE_S = 0.1
+trackers = module.Trackers([], project="tests", run="quick", folder=Path({str(tmp_path)!r}), settings={{}})
+trackers._names, trackers._live = ("a",), {{"a": Hanging()}}
+trackers.log(1, {{"reward_mean": 0.5}})
+trackers.close()
+print("closed")
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr

@@ -1,0 +1,152 @@
+"""Reading endpoints: one that is broken costs its own series, within the time it has, and growth is what is known."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from asyncrl.metrics import scrape as module
+from asyncrl.metrics.discovery import Target
+from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.metrics.scrape import Scrape, scrape
+from asyncrl.metrics.server import MetricsServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+VERSION = "asyncrl_learner_policy_version"
+HEAD = b"HTTP/1.0 200 OK\r\n\r\n"
+METRICS = f"{VERSION} 3.0\n".encode()
+
+
+@contextmanager
+def endpoint(answer: Callable[[socket.socket], None]) -> Iterator[Target]:
+    """Answers one request by `answer` and hangs up."""
+
+    def serve() -> None:
+        with listener.accept()[0] as connection:
+            connection.recv(65536)
+            try:
+                answer(connection)
+                connection.shutdown(socket.SHUT_WR)
+                connection.recv(1)
+            except OSError:
+                pass  # the reader has hung up
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield Target(role="generator", replica="odd", address=f"127.0.0.1:{listener.getsockname()[1]}")
+        thread.join(10)
+
+
+@pytest.fixture
+def learner() -> Iterator[Target]:
+    metrics = LearnerMetrics()
+    metrics.versions(learner=7, published=6)
+    with MetricsServer(metrics.registry, host="127.0.0.1", port=0) as server:
+        yield Target(role="learner", replica="learner", address=server.address)
+
+
+def sends(content: bytes) -> Callable[[socket.socket], None]:
+    return lambda connection: connection.sendall(content)
+
+
+def drips(head: bytes, byte: bytes) -> Callable[[socket.socket], None]:
+    """A byte every 50 ms after `head`, for longer than the test may take."""
+
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(head)
+        for _ in range(400):
+            connection.sendall(byte)
+            time.sleep(0.05)  # another process's slowness
+
+    return answer
+
+
+ODD = {
+    "HTML": sends(HEAD + b"<html><body>Sign in</body></html>\n"),
+    "a value that is none": sends(HEAD + f"{VERSION} three\n".encode()),
+    "a label without its end": sends(HEAD + f'{VERSION}{{replica="a\n'.encode()),
+    "a torn line": sends(HEAD + METRICS + f"{VERSION} 12".encode()),
+    "bytes that are no text": sends(HEAD + b"\xff\xfe\n"),
+    "not HTTP": sends(b"\x15\x03\x01\n"),
+    "nothing": sends(b""),
+    "an error": sends(b"HTTP/1.0 500 Oh\r\n\r\n" + METRICS),
+    "a proxy's other place": sends(b"HTTP/1.0 302 Found\r\nLocation: http://127.0.0.1:9/\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("answer", ODD.values(), ids=ODD)
+def test_an_endpoint_that_answers_something_else_costs_its_own_series_alone(
+    learner: Target, answer: Callable[[socket.socket], None]
+) -> None:
+    with endpoint(answer) as odd:
+        found = scrape([odd, learner], timeout_s=5.0)
+    assert found.silent == (odd,)
+    assert found.last(VERSION) == 7.0
+
+
+def test_what_is_well_said_is_read(learner: Target) -> None:
+    with endpoint(sends(HEAD + METRICS)) as plain:
+        found = scrape([plain, learner], timeout_s=5.0)
+    assert found.sums(VERSION, by="role") == {"generator": 3.0, "learner": 7.0}
+    assert found.silent == ()
+
+
+SLOW = {
+    "header": drips(b"HTTP/1.0 200 OK\r\nX-Slow: ", b"#"),
+    "body": drips(HEAD + METRICS, b"\n"),  # whatever it is torn at, it ends like a whole one
+}
+
+
+@pytest.mark.parametrize("answer", SLOW.values(), ids=SLOW)
+def test_an_endpoint_that_answers_byte_by_byte_has_its_time_and_no_more(
+    learner: Target, answer: Callable[[socket.socket], None]
+) -> None:
+    with endpoint(answer) as slow:
+        started_s = time.monotonic()
+        found = scrape([slow, learner], timeout_s=0.5)
+        assert time.monotonic() - started_s < 5.0
+    assert found.silent == (slow,)
+    assert found.last(VERSION) == 7.0
+
+
+def test_an_answer_without_an_end_is_not_read_to_it(learner: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 1000 * len(METRICS) - 1)  # cut off there, it ends like a whole one
+
+    def goes_on(connection: socket.socket) -> None:
+        connection.sendall(HEAD)
+        while True:
+            connection.sendall(METRICS * 1000)
+
+    started_s = time.monotonic()
+    with endpoint(goes_on) as endless:
+        found = scrape([endless, learner], timeout_s=20.0)
+    assert time.monotonic() - started_s < 10.0
+    assert found.silent == (endless,)
+    assert found.last(VERSION) == 7.0
+
+
+def test_a_proxy_of_the_environment_is_not_asked(learner: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert scrape([learner], timeout_s=5.0).last(VERSION) == 7.0
+
+
+def look(at_s: float, *, silent: tuple[str, ...] = (), **tokens: float) -> Scrape:
+    """Tokens by generator."""
+    of = {frozenset({"role": "generator", "replica": name}.items()): value for name, value in tokens.items()}
+    gone = tuple(Target(role="generator", replica=name, address="127.0.0.1:9") for name in silent)
+    return Scrape(at_s=at_s, values={"tokens": of}, silent=gone)
+
+
+def test_growth_is_what_is_known_to_be_new() -> None:
+    earlier = look(0.0, silent=("slow",), steady=100.0, replaced=100.0)
+    now = look(10.0, steady=130.0, replaced=5.0, joined=7.0, slow=1_000_000.0)
+    grown = now.since(earlier).sums("tokens", by="replica")
+    assert grown == {"steady": 30.0, "replaced": 5.0, "joined": 7.0}
