@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from buffer_scenes import finished
 
@@ -134,3 +135,29 @@ async def test_metrics_show_replicas_by_state_and_an_account_that_closes_while_g
     assert shown == {"generating": 1, "waiting": 1, "without_weights": 1, "silent": 0}
     assert read("asyncrl_ledger_issued_groups_total") == 2
     assert read("asyncrl_ledger_unaccounted_groups") == 0
+
+
+@pytest.mark.asyncio
+async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() -> None:
+    now_s = 0.0
+    rows: Any = ClearedRows()
+    tasks = [Task(question="q", prompt="q", answer="")]
+    buffer = BufferActor(config=Config(), tasks=tasks, nonce="n", rows=rows, clock=lambda: now_s)
+    for name, address in (("a", "127.0.0.1:1"), ("b", "127.0.0.1:2"), ("starting", "")):
+        report = msgspec.structs.replace(report_of(name), metrics_address=address)
+        await buffer.heartbeat(name, NOW, 2, 0, [], report)
+    assert (await buffer.status()).targets == {"a": "127.0.0.1:1", "b": "127.0.0.1:2"}
+    await buffer.leave("a")
+    assert (await buffer.status()).targets == {"b": "127.0.0.1:2"}, "it reported once, and is gone"
+
+
+@pytest.mark.asyncio
+async def test_the_age_of_what_waits_longest_is_shown() -> None:
+    now_s = 0.0
+    rows: Any = ClearedRows()
+    tasks = [Task(question="q", prompt="q", answer="")]
+    buffer = BufferActor(config=Config(), tasks=tasks, nonce="n", rows=rows, clock=lambda: now_s)
+    await buffer.reserve("a", NOW, 1, 0.0)
+    now_s = 7.0
+    buffer._record()
+    assert buffer._metrics.registry.get_sample_value("asyncrl_buffer_oldest_group_age_seconds") == 7.0
