@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,14 +68,30 @@ async def engine(model_path: str) -> AsyncIterator[VLLMEngine]:
     assert not psutil.wait_procs(processes, timeout=10)[1], "the engine left processes behind"
 
 
-def engines_with(name: str, value: str) -> set[int]:
-    """Processes of vLLM's engines, wherever they are now, that were started with this variable in their environment."""
+def ray_session(process: psutil.Process) -> str:
+    """Folder of the Ray whose daemons this process has started."""
+    words = " ".join(word for child in process.children(recursive=True) for word in _cmdline(child))
+    found = re.search(r"/tmp/ray/session_[0-9][\w-]+", words)
+    assert found, words[-2000:]
+    return found[0]
+
+
+def engines_of(session: str) -> set[int]:
+    """Processes of vLLM's engines that this Ray has started, wherever they are now: their stderr is a file of its.
+
+    Their environment does not tell: a process that gives itself a name may write over it."""
     found = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.name().startswith("VLLM") and process.environ().get(name) == value:
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+            if process.name().startswith("VLLM") and os.readlink(f"/proc/{process.pid}/fd/2").startswith(f"{session}/"):
                 found.add(process.pid)
     return found
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
 
 
 class Command:

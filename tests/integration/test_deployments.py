@@ -8,23 +8,32 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from conftest import QUICKSTART, REPOSITORY, Command, Run, engines_with, small_overrides
+from conftest import QUICKSTART, REPOSITORY, Command, Run, engines_of, ray_session, small_overrides
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 READY_S = 150
 SLOTS_OF_SECOND = 5
 
+Engines = Callable[[], set[int]]
+
+
+class Head(NamedTuple):
+    """A Ray head: its address, and the folder of its session."""
+
+    address: str
+    session: str
+
 
 @pytest.fixture(scope="module")
-def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a Ray head that this module alone uses, with a token of its own; it ends with its process."""
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """A Ray head that this module alone uses, with a token of its own; it ends with its process."""
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     log = tmp_path_factory.mktemp("ray") / "head.log"
     options = [
@@ -36,7 +45,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "--block",
     ]
     with log.open("wb") as file:
-        head = psutil.Popen(
+        process = psutil.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *options],
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -44,16 +53,28 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         )
     deadline_s = time.monotonic() + 120
     while not (found := re.search(r"--address='([0-9.]+:\d+)'", log.read_text())):
-        assert head.poll() is None, log.read_text()
+        assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline_s, log.read_text()
         time.sleep(0.2)  # polling another process
-    yield found[1]
+    yield Head(found[1], ray_session(process))
     del os.environ["RAY_AUTH_TOKEN"]
-    family = head.children(recursive=True)
-    head.terminate()
-    _, alive = psutil.wait_procs([head, *family], timeout=30)
-    for process in alive:
-        process.kill()
+    family = process.children(recursive=True)
+    process.terminate()
+    _, alive = psutil.wait_procs([process, *family], timeout=30)
+    for left in alive:
+        left.kill()
+
+
+@pytest.fixture
+def ray_head(head: Head) -> str:
+    """The address."""
+    return head.address
+
+
+@pytest.fixture
+def engines(head: Head) -> Engines:
+    """Processes of this Ray's engines."""
+    return lambda: engines_of(head.session)
 
 
 def deployment(
@@ -96,13 +117,8 @@ def steps_of(tmp_path: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def engines() -> set[int]:
-    """Those of this module's Ray."""
-    return engines_with("RAY_AUTH_TOKEN", os.environ["RAY_AUTH_TOKEN"])
-
-
 def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
-    run_command: Run, ray_head: str, model_path: str, tmp_path: Path
+    run_command: Run, ray_head: str, engines: Engines, model_path: str, tmp_path: Path
 ) -> None:
     name = tmp_path.name
     overrides = [
@@ -182,7 +198,7 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
 
 
 def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left(
-    run_command: Run, ray_head: str, model_path: str, tmp_path: Path
+    run_command: Run, ray_head: str, engines: Engines, model_path: str, tmp_path: Path
 ) -> None:
     name = tmp_path.name
     learner = deployment(run_command, "learner", ray_head, model_path, tmp_path)

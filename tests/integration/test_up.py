@@ -13,7 +13,7 @@ from statistics import linear_regression
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import PPO, QUICKSTART, Command, Run, engines_with, small_overrides
+from conftest import PPO, QUICKSTART, Command, Run, engines_of, ray_session, small_overrides
 from prometheus_server import PrometheusServer, free_port
 from queries import concrete, panel_questions, parsed, rule_questions, selectors
 
@@ -56,10 +56,6 @@ STEPS = 80
 """Enough for some windows of ten seconds, over which the dashboards' rates are taken, also on a fast machine."""
 
 
-MARK = "ASYNCRL_TEST_RUN"
-"""In the environment of all processes of the watched run."""
-
-
 class WatchedRun(NamedTuple):
     """A run that has ended, and what Prometheus saw of it. `served` is what the learner answered to `GET /sd`."""
 
@@ -86,24 +82,23 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             f"learner.total_steps={STEPS}", "staleness.max_versions=2", "learner.samples_logged=4",
             "environment.reward=dense_reward:by_length",
         ],
-        log=folder / "command.log", environment={"PYTHONPATH": os.pathsep.join(sys.path), MARK: str(folder)},
+        log=folder / "command.log", environment={"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     served: list[dict[str, Any]] = []
-    generating: set[int] = set()
 
     def all_are_found() -> bool:
         url = f"http://127.0.0.1:{port}/sd"
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:
             served[:] = json.loads(response.read())
-        generating.update(engines_with(MARK, str(folder)))
         roles = {group["labels"]["role"] for group in served}
         return roles == {"buffer", "generator", "learner"} and json.loads(targets.read_bytes()) == served
 
     try:
         command.wait_for(all_are_found, timeout_s=300, what="the same targets in the file and over HTTP")
+        session = ray_session(command.process)
+        assert engines_of(session), "no engine is this run's"
         assert command.wait(240) == 0, command.output()[-4000:]
-        assert generating, "no engine carries this run's mark"
-        assert not engines_with(MARK, str(folder)), "an engine outlived its run"
+        assert not engines_of(session), "an engine outlived its run"
         yield WatchedRun(folder / "test", prometheus, served, since_s, time.time())
     finally:
         command.end()
@@ -148,6 +143,7 @@ def test_an_asynchronous_run_keeps_its_promises(watched: WatchedRun) -> None:
 
 NO_DATA_WHEN_HEALTHY = {
     "overview / Alerts firing / A": "no alert fires",
+    "overview / Processes up / B": "none is down",
     "flow / Failed rollouts / A": "no rollout fails, and reasons are labels that are not known before",
     "flow / Object store / A": "`asyncrl up` starts its Ray without the agent that serves Ray's metrics",
     "flow / Workers ended for memory / A": "the same",
