@@ -1,7 +1,8 @@
 """The buffer actor's shell: waits that are given up hold nothing, and rows of tickets that are over are cleared."""
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -29,13 +30,13 @@ class ClearedRows:
         self.cleared.append(list(keys))
 
 
-def actor(rows: ClearedRows) -> BufferActor:
+def actor(rows: ClearedRows, *, clock: Callable[[], float] = time.monotonic) -> BufferActor:
     """Room for two groups: η = 0, two groups a step."""
     config = Config.model_validate(
         {"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max_versions": 0}}
     )
     tasks = [Task(question=str(i), prompt=str(i), answer="") for i in range(20)]
-    return BufferActor(config=config, tasks=tasks, nonce="n", rows=rows)  # type: ignore[arg-type]
+    return BufferActor(config=config, tasks=tasks, nonce="n", rows=rows, clock=clock)  # type: ignore[arg-type]
 
 
 def report_of(replica: str) -> ReplicaReport:
@@ -139,10 +140,7 @@ async def test_metrics_show_replicas_by_state_and_an_account_that_closes_while_g
 
 @pytest.mark.asyncio
 async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() -> None:
-    now_s = 0.0
-    rows: Any = ClearedRows()
-    tasks = [Task(question="q", prompt="q", answer="")]
-    buffer = BufferActor(config=Config(), tasks=tasks, nonce="n", rows=rows, clock=lambda: now_s)
+    buffer = actor(ClearedRows())
     for name, address in (("a", "127.0.0.1:1"), ("b", "127.0.0.1:2"), ("starting", "")):
         report = msgspec.structs.replace(report_of(name), metrics_address=address)
         await buffer.heartbeat(name, NOW, 2, 0, [], report)
@@ -154,9 +152,7 @@ async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() 
 @pytest.mark.asyncio
 async def test_the_age_of_what_waits_longest_is_shown() -> None:
     now_s = 0.0
-    rows: Any = ClearedRows()
-    tasks = [Task(question="q", prompt="q", answer="")]
-    buffer = BufferActor(config=Config(), tasks=tasks, nonce="n", rows=rows, clock=lambda: now_s)
+    buffer = actor(ClearedRows(), clock=lambda: now_s)
     await buffer.reserve("a", NOW, 1, 0.0)
     now_s = 7.0
     buffer._record()
