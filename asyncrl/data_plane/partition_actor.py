@@ -115,6 +115,7 @@ class ActorBooks(Generic[W]):
     def __init__(self, *, namespace: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._actor = ensure_partition_actor(namespace=namespace)
+        self._registered: dict[str, set[str]] = {}
 
     def register(
         self,
@@ -135,7 +136,11 @@ class ActorBooks(Generic[W]):
         )
 
     def check_fields(self, partition_id: str, fields: Sequence[str]) -> None:
-        self._call("check_fields", partition_id, fields)
+        """Asks once a field: a partition loses none."""
+        registered = self._registered.setdefault(partition_id, set())
+        if not registered.issuperset(fields):
+            self._call("check_fields", partition_id, fields)
+            registered.update(fields)
 
     def produce(
         self,

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -11,7 +12,7 @@ import torch
 from client_contract import IDS, ClientContract, Connect
 
 from asyncrl.data_plane.object_store import ObjectStoreClient
-from asyncrl.data_plane.partition_actor import PARTITIONS
+from asyncrl.data_plane.partition_actor import PARTITIONS, ActorBooks
 from asyncrl.data_plane.row_store import ensure_row_store
 from asyncrl.errors import RowsLost
 
@@ -87,6 +88,26 @@ class TestObjectStoreClient(ClientContract):
         with pytest.raises(ValueError, match="keptt"):
             connect_client().put_samples(IDS, partition, fields={"keptt": [1] * 4})
         assert stored(partition) == 0
+
+    def test_the_books_are_asked_once_whether_a_field_is_registered(
+        self, partition: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[list[str]] = []
+        ask = ActorBooks._call
+
+        def recorded(books: ActorBooks[Any], method: str, *arguments: Any, **options: Any) -> Any:
+            if method == "check_fields":
+                asked.append(arguments[1])
+            return ask(books, method, *arguments, **options)
+
+        monkeypatch.setattr(ActorBooks, "_call", recorded)
+        client = connect_client()
+        for value in (1, 2):
+            client.put_samples(IDS, partition, fields={"kept": [value] * 4})
+        with pytest.raises(ValueError, match="keptt"):
+            client.put_samples(IDS, partition, fields={"kept": [3] * 4, "keptt": [3] * 4})
+        assert asked == [["kept"], ["kept", "keptt"]]
+        assert client.get_samples(IDS, partition, ["kept"])["kept"] == [2] * 4
 
     def test_objects_are_dropped_when_their_last_row_is_cleared_or_replaced(self, partition: str) -> None:
         client = connect_client()
