@@ -209,6 +209,42 @@ ROWS = {
             span=12,
         ),
     ],
+    "Checkpoints": [
+        lines(
+            "Steps since the newest",
+            "Steps that a crash now would cost. Beyond checkpoint.every_steps one could not be written: see the "
+            "learner's log. 0 as the limit: there is one at the run's end only.",
+            Query(
+                f"{now('asyncrl_learner_policy_version', RUN)} - {now('asyncrl_checkpoint_policy_version', RUN)}",
+                "steps",
+            ),
+            Query(now("asyncrl_checkpoint_interval_versions", RUN), "checkpoint.every_steps"),
+            unit="suffix: steps",
+            span=6,
+        ),
+        lines(
+            "Age of the newest",
+            "Time since a checkpoint was last whole. Empty before the first one.",
+            Query(f"time() - {now('asyncrl_checkpoint_last_success_timestamp_seconds', RUN)}", "age"),
+            unit="s",
+            span=6,
+        ),
+        lines(
+            "Writing",
+            "Mean time for a checkpoint. Nothing is trained meanwhile: raise checkpoint.every_steps where it shows "
+            "among the learner's time.",
+            Query(mean("asyncrl_checkpoint_duration_seconds", RUN), "time"),
+            unit="s",
+            span=6,
+        ),
+        lines(
+            "Checkpoints",
+            "Checkpoints written so far, by outcome. One that failed left the one before it as it was.",
+            Query(now("asyncrl_checkpoints_total", RUN, by="outcome"), "{{outcome}}"),
+            unit="none",
+            span=6,
+        ),
+    ],
     "Weights": [
         lines(
             "Versions",

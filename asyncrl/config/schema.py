@@ -361,6 +361,15 @@ class WeightsSection(Section):
     """Seconds that a replica may take to load a version before its engine is ended."""
 
 
+class CheckpointSection(Section):
+    """What a run keeps of its weights: `checkpoints/step-N/hf/` in its directory, for vLLM and transformers."""
+
+    every_steps: NonNegativeInt = 100
+    """Steps from one checkpoint to the next; 0 writes one at the run's end only, which is always written."""
+    keep: PositiveInt = 2
+    """Newest checkpoints that stay; older ones are removed when a newer one is whole."""
+
+
 class EvalSection(Section):
     """Held-out evaluation: greedy, on prompts that are never issued, with admission paused, outside the ledger."""
 
@@ -424,6 +433,8 @@ class Config(Section):
     """The carrier of rows."""
     weights: WeightsSection = WeightsSection()
     """Publication of weights."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """Checkpoints of the policy."""
     eval: EvalSection = EvalSection()
     """Held-out evaluation."""
     metrics: MetricsSection = MetricsSection()

@@ -20,6 +20,7 @@ from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.status import targets_of
 from asyncrl.deployment.view import live_view
 from asyncrl.errors import RunError
+from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publication import Publisher
@@ -70,6 +71,7 @@ class LearnerDeployment:
             settings=tracked_settings(config),
         )
         self._loop: LearnerLoop | None = None
+        self._checkpoints: Checkpoints | None = None
         self._phase = "making prompts"
         self._targets: list[Target] = []
         self._targets_written: list[Target] | None = None
@@ -111,7 +113,6 @@ class LearnerDeployment:
             if config.critic is not None:
                 critic = TQValue(critic_config(config), model_path=model_path)
             totals = await self._train(handles, policy, critic, model_path, prompts, metrics, stop)
-            await self._save_weights(policy)
             if stop.is_set():
                 self._run_dir.exit_reason = f"stopped after {len(self._steps)} of {config.learner.total_steps} steps"
             return self._summary(totals)
@@ -120,8 +121,7 @@ class LearnerDeployment:
             return None
         except BaseException as error:
             failure = f"{type(error).__name__}: {error}"
-            if policy is not None:
-                await self._rescue_weights(policy)
+            await self._rescue_weights()
             raise
         finally:
             state = RunState.FAILED if failure else RunState.FINISHED
@@ -185,6 +185,9 @@ class LearnerDeployment:
             metrics=metrics,
             started_s=self._started_s,
         )
+        self._checkpoints = Checkpoints(
+            config.checkpoint, folder=self._run_dir.path / "checkpoints", save_hf=policy.save_hf, metrics=metrics
+        )
         self._loop = LearnerLoop(
             config=config,
             policy=policy,
@@ -192,6 +195,7 @@ class LearnerDeployment:
             publisher=publisher,
             buffer=handles.buffer,
             heldout=heldout,
+            checkpoints=self._checkpoints,
             log=self,
             metrics=metrics,
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
@@ -199,16 +203,12 @@ class LearnerDeployment:
         )
         return await self._loop.run(stop)
 
-    async def _save_weights(self, policy: TQPolicy) -> None:
-        """The trained weights as a Hugging Face directory; none before the first trained step."""
-        if any(record.trained for record in self._steps):
-            path = self._run_dir.path / "checkpoints" / f"step-{self._steps[-1].version_after}" / "hf"
-            await asyncio.to_thread(policy.save_hf, path)
-
-    async def _rescue_weights(self, policy: TQPolicy) -> None:
+    async def _rescue_weights(self) -> None:
         """A run that fails keeps what it has trained, if its ranks still can."""
+        if self._checkpoints is None or not self._steps:
+            return
         try:
-            await self._save_weights(policy)
+            await self._checkpoints.save(self._steps[-1].version_after)
         except Exception as error:
             logger.error("the trained weights could not be saved: %s", error)
 

@@ -59,6 +59,14 @@ class Buffer(Protocol):
     async def call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any: ...
 
 
+class Saves(Protocol):
+    """The run's checkpoints, by trained steps."""
+
+    def due(self, step: int) -> bool: ...
+    async def save(self, step: int) -> None: ...
+    async def save_or_go_on(self, step: int) -> None: ...
+
+
 class RunLog(Protocol):
     """Where records go."""
 

@@ -3,7 +3,7 @@
 With a critic: lease, filters, values, log-probs, token-level advantages, train the critic, train the policy.
 
 What must hold: a lease ends by ack, skip or give-back, whatever happens in between; a version is published only after
-its ack; the last version is published and evaluated before the run ends. Every stage is timed into the learner's
+its ack; the last version is published, evaluated and saved before the run ends. Every stage is timed into the learner's
 state-seconds.
 """
 
@@ -28,7 +28,7 @@ from asyncrl.errors import NonFiniteError, ParityError, RowsLost
 from asyncrl.learner.batch import StepSamples, check_staleness, judge_samples, sample_ids, step_meta
 from asyncrl.learner.critic import CriticStages
 from asyncrl.learner.heldout import HeldoutEvaluation
-from asyncrl.learner.interfaces import Buffer, Critic, Publications, RunLog, Trainer
+from asyncrl.learner.interfaces import Buffer, Critic, Publications, RunLog, Saves, Trainer
 from asyncrl.learner.progress import check_progress
 from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import RunTotals
@@ -59,6 +59,7 @@ class LearnerLoop:
         publisher: Publications,
         buffer: Buffer,
         heldout: HeldoutEvaluation,
+        checkpoints: Saves,
         log: RunLog,
         metrics: LearnerMetrics,
         decode: Callable[[Sequence[int]], str],
@@ -70,6 +71,7 @@ class LearnerLoop:
         self._publisher = publisher
         self._buffer = buffer
         self._heldout = heldout
+        self._checkpoints = checkpoints
         self._metrics = metrics
         self._clock = clock
         self._loss = build_loss(config)
@@ -83,6 +85,7 @@ class LearnerLoop:
             weight_sync_timeout_s=config.weights.load_timeout_s,
             weight_lag_versions=config.weights.max_lag_publications * config.weights.publish_every_steps,
             weight_parity_nats=parity_tolerance_nats(config),
+            checkpoint_every_steps=config.checkpoint.every_steps,
         )
         self._recorder = StepRecorder(
             log=log,
@@ -101,7 +104,7 @@ class LearnerLoop:
         samples = learner.groups_per_step * learner.group_size
         await asyncio.to_thread(self._policy.prepare_step, samples, learner.group_size)
         await self._buffer.call("pause")
-        version = (await self._buffer.status()).version
+        first = version = (await self._buffer.status()).version
         await self._publish(version)
         await self._evaluate(version, stop)
         await self._buffer.call("resume")
@@ -118,6 +121,9 @@ class LearnerLoop:
                 with contextlib.suppress(Exception):
                     await self._buffer.call("give_back", lease.incarnation, lease.step)
                 raise
+            if self._checkpoints.due(version.step):
+                with self._states.within("checkpoint"):
+                    await self._checkpoints.save_or_go_on(version.step)
         self.phase = "closing"
         self._states.enter("other")
         await self._buffer.call("set_state", RunState.CLOSING)
@@ -126,6 +132,9 @@ class LearnerLoop:
                 await self._publish(version)
             await self._evaluate(version, stop)
         await self._publisher.settle()
+        if version != first:
+            with self._states.within("checkpoint"):
+                await self._checkpoints.save(version.step)
         rows = await self._rows_outstanding(until_none=not stop.is_set())
         return self._recorder.run_totals(await self._buffer.status(), rows_outstanding=rows)
 

@@ -87,6 +87,7 @@ FAILURE_CLASSES = ("infra", "data")
 STEP_OUTCOMES = ("trained", "skipped")
 REWARD_FAILURES = ("reward_raised", "reward_not_finite", "reward_wrong_type", "reward_timeout", "reward_crashed")
 UPDATE_OUTCOMES = ("applied", "repeated", "refused", "torn", "failed")
+CHECKPOINT_OUTCOMES = ("saved", "failed")
 
 VERSIONS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
@@ -157,6 +158,13 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "asyncrl_weight_sync_timeout_seconds",
             "`weights.load_timeout_s`: what a replica may take to load a version.",
             "seconds",
+            LEARNER,
+        ),
+        Metric(
+            G,
+            "asyncrl_checkpoint_interval_versions",
+            "`checkpoint.every_steps`; 0 when there is one at the run's end only.",
+            "versions",
             LEARNER,
         ),
         Metric(
@@ -596,6 +604,33 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "samples",
             GENERATOR,
             {"reason": REWARD_FAILURES},
+        ),
+    ),
+    "checkpoint": (
+        Metric(
+            H,
+            "asyncrl_checkpoint_duration_seconds",
+            "Time to write a checkpoint; the learner waits for it.",
+            "seconds",
+            LEARNER,
+            buckets=SECONDS,
+        ),
+        Metric(
+            G,
+            "asyncrl_checkpoint_last_success_timestamp_seconds",
+            "When the newest checkpoint was whole, as Unix time; NaN before the first.",
+            "seconds",
+            LEARNER,
+        ),
+        Metric(
+            G,
+            "asyncrl_checkpoint_policy_version",
+            "Steps that the newest checkpoint has; 0 before the first.",
+            "versions",
+            LEARNER,
+        ),
+        Metric(
+            C, "asyncrl_checkpoints_total", "Checkpoints by outcome.", "", LEARNER, {"outcome": CHECKPOINT_OUTCOMES}
         ),
     ),
 }

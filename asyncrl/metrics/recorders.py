@@ -95,12 +95,15 @@ class LearnerMetrics(ProcessMetrics):
         weight_sync_timeout_s: float,
         weight_lag_versions: int,
         weight_parity_nats: float,
+        checkpoint_every_steps: int,
     ) -> None:
         """At the start and whenever a limit changes."""
         self._instruments.set("asyncrl_stall_timeout_seconds", stall_timeout_s)
         self._instruments.set("asyncrl_weight_sync_timeout_seconds", weight_sync_timeout_s)
         self._instruments.set("asyncrl_weight_lag_limit_versions", weight_lag_versions)
         self._instruments.set("asyncrl_weight_parity_limit_nats", weight_parity_nats)
+        self._instruments.set("asyncrl_checkpoint_interval_versions", checkpoint_every_steps)
+        self._instruments.set("asyncrl_checkpoint_policy_version", 0)
 
     @recording
     def states_from(self, seconds: Callable[[], Totals]) -> None:
@@ -203,6 +206,19 @@ class LearnerMetrics(ProcessMetrics):
     def heldout(self, reward_mean: float) -> None:
         """After a held-out evaluation."""
         self._instruments.set("asyncrl_learner_heldout_reward_mean", reward_mean)
+
+    @recording
+    def checkpoint_saved(self, *, step: int, duration_s: float, unix_time_s: float) -> None:
+        """The weights after so many steps are on the disk."""
+        self._instruments.add("asyncrl_checkpoints_total", 1, outcome="saved")
+        self._instruments.observe("asyncrl_checkpoint_duration_seconds", duration_s)
+        self._instruments.set("asyncrl_checkpoint_policy_version", step)
+        self._instruments.set("asyncrl_checkpoint_last_success_timestamp_seconds", unix_time_s)
+
+    @recording
+    def checkpoint_failed(self) -> None:
+        """They could not be written."""
+        self._instruments.add("asyncrl_checkpoints_total", 1, outcome="failed")
 
     @recording
     def parity(self, nats: float) -> None:

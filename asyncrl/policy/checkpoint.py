@@ -12,7 +12,6 @@ the last complete one to be loaded; a load that fails leaves weights and optimiz
 function that takes `group` is a collective over it, and raises on all ranks when it fails on one.
 """
 
-import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -39,11 +38,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoTokenizer
 
 from asyncrl.atomic_write import write_atomically
-from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointIncomplete, CheckpointMismatch
+from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatch
+from asyncrl.policy import complete_directory
 from asyncrl.policy.sharded import reshard
 
-COMPLETE = "COMPLETE"
-"""The file that is written last into a checkpoint's directory."""
 _STATE, _TRAINING = "state", "training.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _MOMENTS = "state."
@@ -69,13 +67,6 @@ class _Training(msgspec.Struct, frozen=True, kw_only=True):
     generators: tuple[_Generators, ...]
 
 
-class _Complete(msgspec.Struct, frozen=True, kw_only=True):
-    """`COMPLETE`: bytes by file, and an id that the directories of one save share."""
-
-    save_id: str
-    files: dict[str, int]
-
-
 # -- save ----------------------------------------------------------------------------------------------------------
 
 
@@ -94,17 +85,18 @@ def save_checkpoint(
     when one path lies in the other, or when a rank cannot write.
     """
     paths = [weights_path] if optimizer_path is None else [weights_path, optimizer_path]
-    _on_first_rank(lambda: _check_apart(paths), group=group)
-    _on_first_rank(lambda: list(map(_prepare, paths)), group=group)
+    on_first_rank(lambda: _check_apart(paths), group=group)
+    on_first_rank(lambda: list(map(complete_directory.prepare, paths)), group=group)
     reshard(model)
-    _write_state(_weights(model), _unfinished(weights_path), group=group)
+    _write_state(_weights(model), complete_directory.unfinished(weights_path), group=group)
     if optimizer_path is not None:
-        _save_training(model, optimizer, train_calls=train_calls, path=_unfinished(optimizer_path), group=group)
+        unfinished = complete_directory.unfinished(optimizer_path)
+        _save_training(model, optimizer, train_calls=train_calls, path=unfinished, group=group)
     for path in paths:
-        _check_shared(_unfinished(path), group=group)
+        _check_shared(complete_directory.unfinished(path), group=group)
     save_id = uuid.uuid4().hex
-    _on_first_rank(lambda: list(map(partial(_finish, save_id=save_id), paths)), group=group)
-    _on_first_rank(lambda: list(map(_publish, paths)), group=group)
+    on_first_rank(lambda: list(map(partial(complete_directory.finish, save_id=save_id), paths)), group=group)
+    on_first_rank(lambda: list(map(complete_directory.publish, paths)), group=group)
 
 
 def _save_training(
@@ -122,12 +114,12 @@ def _save_training(
     training = _Training(
         train_calls=train_calls, has_moments=has_moments, generators=tuple(_gather(_generators(), group=group))
     )
-    _on_first_rank(lambda: write_atomically(path / _TRAINING, msgspec.json.encode(training)), group=group)
+    on_first_rank(lambda: write_atomically(path / _TRAINING, msgspec.json.encode(training)), group=group)
 
 
 def save_tokenizer(model_path: str, path: Path, *, group: dist.ProcessGroup) -> None:
     """Writes the files of the tokenizer of the model at `model_path`."""
-    _on_first_rank(lambda: AutoTokenizer.from_pretrained(model_path).save_pretrained(path), group=group)
+    on_first_rank(lambda: AutoTokenizer.from_pretrained(model_path).save_pretrained(path), group=group)
 
 
 def _write_state(tensors: Tensors, path: Path, *, group: dist.ProcessGroup) -> None:
@@ -136,15 +128,6 @@ def _write_state(tensors: Tensors, path: Path, *, group: dist.ProcessGroup) -> N
         save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         raise _first_failure(error, f"cannot write the checkpoint {path}") from error
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")
-
-
-def _replaced(path: Path) -> Path:
-    """Where the complete checkpoint at `path` stays while another takes its place."""
-    return path.with_name(path.name + ".replaced")
 
 
 def _check_apart(paths: Sequence[Path]) -> None:
@@ -157,42 +140,15 @@ def _check_apart(paths: Sequence[Path]) -> None:
             )
 
 
-def _prepare(path: Path) -> None:
-    """An empty directory to write in, without what a killed save left; nothing that is no checkpoint is deleted."""
-    if path.exists() and not (path / COMPLETE).exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} exists and is no checkpoint: it has no {COMPLETE}; name another path")
-    shutil.rmtree(_unfinished(path), ignore_errors=True)
-    _unfinished(path).mkdir(parents=True)
-
-
-def _finish(path: Path, *, save_id: str) -> None:
-    unfinished = _unfinished(path)
-    marker = _Complete(save_id=save_id, files=_sizes(unfinished))
-    write_atomically(unfinished / COMPLETE, msgspec.json.encode(marker))
-
-
-def _publish(path: Path) -> None:
-    """At each point a complete checkpoint is at `path` or at `_replaced(path)`, if there ever was one."""
-    if (path / COMPLETE).exists():
-        shutil.rmtree(_replaced(path), ignore_errors=True)
-        path.rename(_replaced(path))
-    _unfinished(path).rename(path)
-    shutil.rmtree(_replaced(path), ignore_errors=True)
-
-
 def _check_shared(path: Path, *, group: dist.ProcessGroup) -> None:
     """CheckpointError when the ranks wrote to different disks: rank 0 would call a part of the shards complete."""
-    seen = _gather(_sizes(path), group=group)
+    seen = _gather(complete_directory.sizes(path), group=group)
     apart = next((rank for rank, files in enumerate(seen) if files != seen[0]), None)
     if apart is not None:
         raise CheckpointError(
             f"{path}: rank 0 sees {sorted(seen[0])}, rank {apart} {sorted(seen[apart])}; name a path on a file system "
             "that all ranks share"
         )
-
-
-def _sizes(path: Path) -> dict[str, int]:
-    return {str(file.relative_to(path)): file.stat().st_size for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 # -- load ----------------------------------------------------------------------------------------------------------
@@ -242,37 +198,16 @@ class _Found(NamedTuple):
 
 def _locate(weights_path: Path, optimizer_path: Path | None) -> _Found:
     """The complete directories at the two paths, which must be of one save."""
-    weights, weights_marker = _complete(weights_path)
+    weights, weights_marker = complete_directory.complete(weights_path)
     if optimizer_path is None:
         return _Found(weights, None, None)
-    optimizer, optimizer_marker = _complete(optimizer_path)
+    optimizer, optimizer_marker = complete_directory.complete(optimizer_path)
     if optimizer_marker.save_id != weights_marker.save_id:
         raise CheckpointMismatch(
             f"{weights} and {optimizer} are of different saves ({weights_marker.save_id} and "
             f"{optimizer_marker.save_id}); load two that were written together"
         )
     return _Found(weights, optimizer, msgspec.json.decode((optimizer / _TRAINING).read_bytes(), type=_Training))
-
-
-def _complete(path: Path) -> tuple[Path, _Complete]:
-    """The directory of the complete checkpoint at `path`: that, or the one that was being replaced when a save died."""
-    if not (path / COMPLETE).exists() and (_replaced(path) / COMPLETE).exists():
-        path = _replaced(path)
-    try:
-        marker = msgspec.json.decode((path / COMPLETE).read_bytes(), type=_Complete)
-    except FileNotFoundError:
-        raise CheckpointIncomplete(
-            f"{path} is no complete checkpoint: it has no {COMPLETE}, so its save did not end; load an earlier one"
-        ) from None
-    except msgspec.DecodeError as error:
-        raise CheckpointIncomplete(f"{path / COMPLETE} cannot be read ({error}); load an earlier checkpoint") from error
-    sizes = _sizes(path)
-    for name, nbytes in marker.files.items():
-        if sizes.get(name) != nbytes:
-            raise CheckpointIncomplete(
-                f"{path / name} has {sizes.get(name, 'no')} bytes, {COMPLETE} says {nbytes}; load an earlier checkpoint"
-            )
-    return path, marker
 
 
 def _read_state(live: Tensors, path: Path, *, group: dist.ProcessGroup) -> Tensors:
@@ -372,7 +307,8 @@ def _set_generators(saved: _Generators) -> None:
 # -- one fate for all ranks ----------------------------------------------------------------------------------------
 
 
-def _on_first_rank(action: Callable[[], Any], *, group: dist.ProcessGroup) -> None:
+def on_first_rank(action: Callable[[], Any], *, group: dist.ProcessGroup) -> None:
+    """`action()` on rank 0; when it fails, its error on all ranks: asyncrl's own as itself, else CheckpointError."""
     _on_all_ranks(lambda: action() if dist.get_rank(group) == 0 else None, group=group)
 
 

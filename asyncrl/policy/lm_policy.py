@@ -30,5 +30,6 @@ class Policy(RefitDriver):
         return self._scored("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size, timer=timer)
 
     def save_hf(self, path: Path) -> None:
-        """Writes a Hugging Face directory that vLLM serves, on rank 0's node."""
+        """Writes a Hugging Face directory that vLLM serves, on rank 0's node, whole or not at all. CheckpointError when
+        it cannot, or when something that is no export is there; then the ranks can go on."""
         self._ranks.call("save_hf", path.absolute())

@@ -4,17 +4,13 @@ Every function that returns full tensors is a collective: all ranks call it, in 
 yields; nothing else may communicate in between.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncrl.policy.interfaces import ParameterSpec
 
@@ -61,31 +57,6 @@ def gather_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tu
             # with one rank, in float32 and on the CPU nothing has copied yet
             tied[id(parameter)] = full.to("cpu").clone(memory_format=torch.contiguous_format)
         yield name, tied[id(parameter)] if names_to_come[id(parameter)] else tied.pop(id(parameter))
-
-
-def save_hf(model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtype: torch.dtype, is_writer: bool) -> None:
-    """Writes a Hugging Face directory that vLLM serves: safetensors, config, tokenizer. One rank writes.
-
-    Not `model.save_pretrained`: FSDP renames the model's class, and the config would name one that no one knows;
-    the config itself still says what the model was loaded from.
-    """
-    weights: dict[str, torch.Tensor] = {}
-    pointers: set[int] = set()
-    for name, tensor in gather_weights(model, dtype=dtype):
-        # safetensors refuses shared memory, and the format leaves the second name of a tied weight out
-        if is_writer and tensor.data_ptr() not in pointers:
-            pointers.add(tensor.data_ptr())
-            weights[name] = tensor
-    if not is_writer:
-        return
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype
-    config.save_pretrained(path)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(path)
-    AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(path)
 
 
 def move_model(model: torch.nn.Module, device: torch.device) -> None:

@@ -23,12 +23,13 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CollectiveError, WeightError
 from asyncrl.policy.accelerator import compute_dtype, frozen
 from asyncrl.policy.batching import token_batch, without_nonfinite
+from asyncrl.policy.export import save_hf
 from asyncrl.policy.flops import forward_cost, peak_flops_per_s
 from asyncrl.policy.interfaces import ParameterSpec
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import MicroBatchOutcome, aligned, loss_of
 from asyncrl.policy.packed import ATTENTION
-from asyncrl.policy.sharded import gather_weights, move_model, parameter_specs, save_hf
+from asyncrl.policy.sharded import gather_weights, move_model, parameter_specs
 from asyncrl.policy.sharded_worker import HOST, ShardedWorker
 from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, check_columns, needs_reference
 from asyncrl.policy.step_report import RankRecord
@@ -193,15 +194,14 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         return gather_weights(self._model, dtype=self._engine_dtype)
 
     def save_hf(self, path: Path) -> None:
-        """Writes a Hugging Face directory that vLLM serves, by rank 0; returns on every rank when it is written."""
+        """Writes a Hugging Face directory that vLLM serves, by rank 0: `export.save_hf`."""
         save_hf(
             self._model,
             tokenizer_path=self._model_path,
             path=path,
             dtype=self._engine_dtype,
-            is_writer=self.rank == 0,
+            group=self._checkpoints,
         )
-        self.gather(None)
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
         """`ShardedWorker.load_checkpoint`."""

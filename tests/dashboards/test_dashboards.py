@@ -194,6 +194,7 @@ HAS_LIMIT = {
     "asyncrl_weight_load_seconds_sum": "asyncrl_weight_sync_timeout_seconds",
     "asyncrl_heartbeat_timestamp_seconds": "asyncrl_stall_timeout_seconds",
     "asyncrl_buffer_oldest_group_age_seconds": "asyncrl_stall_timeout_seconds",
+    "asyncrl_checkpoint_policy_version": "asyncrl_checkpoint_interval_versions",
 }
 """Where a run says what is too much, no alert does."""
 

@@ -1,4 +1,4 @@
-"""The books of a run: final weights are named after their version, and without a trained step there are none."""
+"""The books of a run: a summary, what a failed run still saves, and what Prometheus discovers."""
 
 import asyncio
 import json
@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.deployment import learner
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
+from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.metrics.discovery import Target
+from asyncrl.metrics.recorders import LearnerMetrics
 
 TOTALS = RunTotals(
     wall_s=9.0,
@@ -28,17 +30,6 @@ TOTALS = RunTotals(
 )
 
 
-class SavingPolicy:
-    def __init__(self, error: Exception | None = None) -> None:
-        self.saved: list[Path] = []
-        self.error = error
-
-    def save_hf(self, path: Path) -> None:
-        if self.error is not None:
-            raise self.error
-        self.saved.append(path)
-
-
 def deployment_in(run: RunDir, config: Config) -> LearnerDeployment:
     nothing: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     return LearnerDeployment(
@@ -46,23 +37,24 @@ def deployment_in(run: RunDir, config: Config) -> LearnerDeployment:
     )
 
 
+def checkpoints_in(run: RunDir, save_hf: Callable[[Path], None]) -> Checkpoints:
+    folder = run.path / "checkpoints"
+    folder.mkdir()
+    return Checkpoints(CheckpointSection(), folder=folder, save_hf=save_hf, metrics=LearnerMetrics())
+
+
 @pytest.mark.asyncio
-async def test_f21_final_weights_are_of_the_last_version_even_when_the_last_step_was_skipped(
+async def test_f21_a_run_whose_steps_were_all_skipped_has_no_summary(
     tmp_path: Path, step_record: Callable[..., StepRecord]
 ) -> None:
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
     with RunDir.create(config) as run:
         deployment = deployment_in(run, config)
-        policy: Any = SavingPolicy()
         deployment.append_step(step_record(0, trained=False, trained_samples=0, trained_tokens=0))
-        await deployment._save_weights(policy)
         assert deployment._summary(TOTALS) is None
-        assert policy.saved == []
         deployment.append_step(step_record(0))
         deployment.append_step(step_record(1, trained=False, trained_samples=0, trained_tokens=0))
-        await deployment._save_weights(policy)
         summary = deployment._summary(TOTALS)
-        assert [path.parent.name for path in policy.saved] == ["step-1"]
         assert summary is not None
         assert summary.steps == 1
         assert (run.path / "summary.json").exists()
@@ -73,14 +65,25 @@ async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
     tmp_path: Path, step_record: Callable[..., StepRecord], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    saved: list[str] = []
+
+    def dead(path: Path) -> None:
+        raise RunError("rank 0 is gone")
+
     with RunDir.create(config) as run:
         deployment = deployment_in(run, config)
+        await deployment._rescue_weights()
+        deployment._checkpoints = checkpoints_in(run, lambda path: saved.append(path.parent.name))
+        deployment.append_step(step_record(0, trained=False, trained_samples=0, trained_tokens=0))
+        await deployment._rescue_weights()
+        assert saved == []
         deployment.append_step(step_record(0))
-        whole: Any = SavingPolicy()
-        await deployment._rescue_weights(whole)
-        assert [path.parent.name for path in whole.saved] == ["step-1"]
-        dead: Any = SavingPolicy(RunError("rank 0 is gone"))
-        await deployment._rescue_weights(dead)
+        deployment.append_step(step_record(1, trained=False, trained_samples=0, trained_tokens=0))
+        await deployment._rescue_weights()
+        assert saved == ["step-1"]
+        deployment.append_step(step_record(1))
+        deployment._checkpoints._save_hf = dead
+        await deployment._rescue_weights()
     assert "could not be saved: rank 0 is gone" in caplog.text
 
 

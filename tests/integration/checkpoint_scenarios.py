@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
-from asyncrl.policy import checkpoint
+from asyncrl.policy import checkpoint, complete_directory
 from asyncrl.policy.checkpoint import load_checkpoint, save_checkpoint
 from asyncrl.policy.worker import PolicyWorker
 
@@ -287,7 +287,7 @@ def _faults(folder: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
     def all_but_the_new_weights(path: Path, target: Path) -> Path:
         return out_of_disk() if path.name == "weights.tmp" else rename(path, target)
 
-    interrupted("before the marker", checkpoint, "_finish", out_of_disk)
+    interrupted("before the marker", complete_directory, "finish", out_of_disk)
     interrupted("disk full on rank 1", checkpoint, "HuggingFaceStorageWriter", FullOnRank1)
     interrupted("between the renames", Path, "rename", all_but_the_new_weights)
 
@@ -314,7 +314,7 @@ def _faults(folder: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
     }
     dist.barrier()
 
-    with mock.patch.object(checkpoint, "_unfinished", lambda path: path.with_name(f"{path.name}.{rank}")):
+    with mock.patch.object(complete_directory, "unfinished", lambda path: path.with_name(f"{path.name}.{rank}")):
         if rank == 1:
             (folder / "apart").mkdir()
             for name in ("weights", "optimizer"):

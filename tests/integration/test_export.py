@@ -7,6 +7,7 @@ import pickle
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -19,7 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.algorithms.loss import build_loss
 from asyncrl.config.schema import Config
+from asyncrl.errors import CheckpointError
 from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
+from asyncrl.policy import export
+from asyncrl.policy.complete_directory import complete
 from asyncrl.policy.worker import PolicyWorker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -40,10 +44,32 @@ def train_and_export(rank: int, world_size: int, folder: Path, config: Config) -
     for _ in range(TRAIN_STEPS):
         record = policy.train(shard, build_loss(config), rows_per_update=shard.size, step=STEP)
         assert [outcome.finite for outcome in record.outcomes] == [True]
-    policy.save_hf(folder / f"hf-{world_size}")
-    found = {"before": before, "after": policy.probe(SEQUENCES)}
+    path = folder / f"hf-{world_size}"
+    found = {"unwritten": error_of(policy, path), "left": [found.name for found in folder.glob(f"{path.name}*")]}
+    policy.save_hf(path)
+    first = complete(path)[1].save_id
+    policy.save_hf(path)
+    found |= {"replaced": complete(path)[1].save_id != first, "unwritten again": error_of(policy, path)}
+    foreign = folder / f"foreign-{world_size}"
+    foreign.mkdir(exist_ok=True)
+    (foreign / "thesis.txt").touch()
+    with pytest.raises(CheckpointError, match=r"exists and is no checkpoint: it has no COMPLETE"):
+        policy.save_hf(foreign)
+    found |= {"before": before, "after": policy.probe(SEQUENCES)}
     (folder / f"probe-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(found))
     policy.close()
+
+
+def error_of(policy: PolicyWorker, path: Path) -> str:
+    """What every rank is told when rank 0 has no room for the tensors."""
+
+    def disk_full(weights: dict[str, torch.Tensor], file: Path, **options: Any) -> None:
+        file.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    with mock.patch.object(export, "save_file", disk_full), pytest.raises(CheckpointError) as raised:
+        policy.save_hf(path)
+    return str(raised.value)
 
 
 def score_with_vllm(path: str, config: Config, answers: Connection) -> None:
@@ -105,6 +131,19 @@ def test_vllm_starts_from_the_export_of_two_ranks_and_gives_their_log_probs(fold
     for found in probes(folder, 2):
         assert apart_nats(scores, found["after"]) < PARITY_NATS
         assert apart_nats(scores, found["before"]) > 100 * PARITY_NATS, "training has changed nothing"
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_f27_an_export_that_cannot_be_written_fails_on_all_ranks_which_go_on_and_leaves_the_one_before(
+    folder: Path, world_size: int
+) -> None:
+    for found in probes(folder, world_size):
+        assert found["unwritten"] == found["unwritten again"] == "rank 0: OSError: [Errno 28] No space left on device"
+        assert found["left"] == [], "what was begun is in the way of nothing"
+        assert found["replaced"]
+    path, _ = complete(folder / f"hf-{world_size}")
+    assert path == folder / f"hf-{world_size}"
+    assert (folder / f"foreign-{world_size}" / "thesis.txt").exists()
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

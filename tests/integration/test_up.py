@@ -21,6 +21,7 @@ from asyncrl.config.load import load_config
 from asyncrl.deployment.bottleneck import Bound, bottleneck
 from asyncrl.environments.interfaces import build_tasks
 from asyncrl.learner.records import StepRecord, read_lines, state_shares
+from asyncrl.policy.complete_directory import complete
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -80,6 +81,7 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "up", "-c", str(QUICKSTART), f"run.dir={folder}", "run.name=test", f"metrics.learner_port={port}",
             *small_overrides(model_path),
             f"learner.total_steps={STEPS}", "staleness.max_versions=2", "learner.samples_logged=4",
+            f"checkpoint.every_steps={STEPS // 4}", "checkpoint.keep=2",
             "environment.reward=dense_reward:by_length",
         ],
         log=folder / "command.log", environment={"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -137,8 +139,11 @@ def test_an_asynchronous_run_keeps_its_promises(watched: WatchedRun) -> None:
     assert {group["labels"]["run"] for group in watched.served} == {"test"}
     left = json.loads((run / "metrics" / "targets.json").read_bytes())
     assert left == [], "what has ended in order is no target, or it would look like what has died"
-    exported = run / "checkpoints" / f"step-{STEPS}" / "hf"
-    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
+    kept = sorted((run / "checkpoints").iterdir())
+    assert [path.name for path in kept] == [f"step-{3 * STEPS // 4}", f"step-{STEPS}"]
+    for path in kept:
+        exported, _ = complete(path / "hf")
+        assert {"model.safetensors", "config.json", "tokenizer.json"} <= {file.name for file in exported.iterdir()}
 
 
 NO_DATA_WHEN_HEALTHY = {

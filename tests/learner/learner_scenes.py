@@ -4,7 +4,9 @@ One replica, `a`, loads a version as soon as it is delivered and fills the buffe
 """
 
 import asyncio
+import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
@@ -20,11 +22,13 @@ from asyncrl.data_plane.partitions import group_of, samples_of
 from asyncrl.errors import ActorGone, FailureClass
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import sample_rows
+from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.interfaces import RunLog
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord
 from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.policy.complete_directory import COMPLETE
 from asyncrl.policy.interfaces import StepReport
 from asyncrl.policy.meta_driver import name_fields
 from asyncrl.policy.tq_policy import STEP_FIELDS
@@ -132,6 +136,9 @@ class FakeTrainer:
         self.stages: list[str] = []
         self.gbs: list[int | None] = []
         self.fields: list[set[str]] = []
+        self.saved: list[str] = []
+        self.save_answers: list[Exception | None] = []
+        self.save_s = 0.0
 
     @property
     def kept(self) -> set[str]:
@@ -166,6 +173,14 @@ class FakeTrainer:
         if isinstance(answer, Exception):
             raise answer
         return {"report": answer if isinstance(answer, StepReport) else answer(meta)}
+
+    def save_hf(self, path: Path) -> None:
+        self._clock.now_s += self.save_s
+        if self.save_answers and (error := self.save_answers.pop(0)) is not None:
+            raise error
+        self.saved.append(path.parent.name)
+        path.mkdir(parents=True)
+        (path / COMPLETE).touch()
 
     def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
         self.client.clear_samples(sample_ids, partition_id)
@@ -290,6 +305,14 @@ class Scene:
             started_s=0.0,
             clock=self.clock,
         )
+        self.folder = tempfile.TemporaryDirectory(prefix="checkpoints-")
+        self.checkpoints = Checkpoints(
+            self.config.checkpoint,
+            folder=Path(self.folder.name),
+            save_hf=self.trainer.save_hf,
+            metrics=self.metrics,
+            clock=self.clock,
+        )
         self.loop = LearnerLoop(
             config=self.config,
             policy=self.trainer,
@@ -297,6 +320,7 @@ class Scene:
             publisher=self.publisher,
             buffer=self.buffer,
             heldout=self.heldout,
+            checkpoints=self.checkpoints,
             log=log or self.log,
             metrics=self.metrics,
             decode=lambda ids: " ".join(map(str, ids)),

@@ -21,7 +21,13 @@ def learner() -> LearnerMetrics:
     metrics.run_info(CONFIG)
     metrics.heartbeat(unix_time_s=1.7e9)
     metrics.states_from(lambda: {"forward_backward": 2.5})
-    metrics.limits(stall_timeout_s=300.0, weight_sync_timeout_s=60.0, weight_lag_versions=2, weight_parity_nats=1e-4)
+    metrics.limits(
+        stall_timeout_s=300.0,
+        weight_sync_timeout_s=60.0,
+        weight_lag_versions=2,
+        weight_parity_nats=1e-4,
+        checkpoint_every_steps=5,
+    )
     metrics.step(outcome="trained", duration_s=0.3, tokens=640)
     metrics.utilisation(model_flops=6_000_000, peak_flops_per_s=989e12)
     metrics.diagnostics(
@@ -48,6 +54,8 @@ def learner() -> LearnerMetrics:
     metrics.length_ratio(0.98)
     metrics.rows_outstanding(3)
     metrics.heldout(0.41)
+    metrics.checkpoint_saved(step=10, duration_s=4.0, unix_time_s=1.7e9)
+    metrics.checkpoint_failed()
     metrics.parity(3e-6)
     metrics.versions(learner=12, published=11)
     metrics.published(bytes=2_400_000, phase_seconds={"snapshot": 0.02, "deliver": 0.1})

@@ -1,0 +1,58 @@
+"""The policy's weights as a Hugging Face directory, which vLLM and transformers load."""
+
+import copy
+import shutil
+import uuid
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, PreTrainedModel
+
+from asyncrl.policy import complete_directory
+from asyncrl.policy.checkpoint import on_first_rank
+from asyncrl.policy.sharded import gather_weights
+
+
+def save_hf(
+    model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtype: torch.dtype, group: dist.ProcessGroup
+) -> None:
+    """Writes safetensors, config and tokenizer, by rank 0: whole or not at all, in the place of an earlier export.
+
+    A collective; CheckpointError on all ranks when it cannot be written, and when something else is at `path`.
+    """
+    on_first_rank(lambda: complete_directory.prepare(path), group=group)
+    weights: dict[str, torch.Tensor] = {}
+    pointers: set[int] = set()
+    for name, tensor in gather_weights(model, dtype=dtype):
+        # safetensors refuses shared memory, and the format leaves the second name of a tied weight out
+        if dist.get_rank(group) == 0 and tensor.data_ptr() not in pointers:
+            pointers.add(tensor.data_ptr())
+            weights[name] = tensor
+
+    def write() -> None:
+        unfinished = complete_directory.unfinished(path)
+        try:
+            _write_hf(model, weights, tokenizer_path=tokenizer_path, path=unfinished, dtype=dtype)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full of it
+            raise
+        complete_directory.finish(path, save_id=uuid.uuid4().hex)
+        complete_directory.publish(path)
+
+    on_first_rank(write, group=group)
+
+
+def _write_hf(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], *, tokenizer_path: str, path: Path, dtype: torch.dtype
+) -> None:
+    """Not `model.save_pretrained`: FSDP renames the model's class, and the config would name one that no one knows;
+    the config itself still says what the model was loaded from."""
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(path)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(path)
+    AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(path)

@@ -1,0 +1,148 @@
+"""Checkpoints on the way and at the end: the newest are kept, one that fails costs nothing but itself."""
+
+import math
+from pathlib import Path
+
+import pytest
+from learner_scenes import Scene, skipped
+
+from asyncrl.errors import CheckpointError, CollectiveError
+from asyncrl.policy.complete_directory import COMPLETE
+
+
+def scene(*, every_steps: int, keep: int = 2, total_steps: int = 5) -> Scene:
+    return Scene(
+        checkpoint={"every_steps": every_steps, "keep": keep}, learner={"total_steps": total_steps}, eval={"prompts": 0}
+    )
+
+
+def left(run: Scene) -> list[str]:
+    return sorted(path.name for path in Path(run.folder.name).iterdir())
+
+
+def shown(run: Scene, name: str, **labels: str) -> float | None:
+    return run.metrics.registry.get_sample_value(f"asyncrl_checkpoint{name}", labels)
+
+
+@pytest.mark.asyncio
+async def test_one_is_written_every_so_many_steps_and_at_the_end_and_the_newest_stay() -> None:
+    run = scene(every_steps=2)
+    run.trainer.save_s = 2.0
+    await run.run()
+    assert run.trainer.saved == ["step-2", "step-4", "step-5"]
+    assert left(run) == ["step-4", "step-5"]
+    assert shown(run, "s_total", outcome="saved") == shown(run, "_duration_seconds_count") == 3
+    assert shown(run, "_duration_seconds_sum") == 6.0
+    assert (shown(run, "_policy_version"), shown(run, "_interval_versions")) == (5, 2)
+    states = run.metrics.registry.get_sample_value("asyncrl_learner_state_seconds_total", {"state": "checkpoint"})
+    assert states == 6.0
+
+
+@pytest.mark.asyncio
+async def test_what_is_due_at_the_end_is_written_once() -> None:
+    run = scene(every_steps=5)
+    await run.run()
+    assert run.trainer.saved == ["step-5"]
+
+
+@pytest.mark.asyncio
+async def test_with_zero_there_is_one_at_the_end() -> None:
+    run = scene(every_steps=0)
+    await run.run()
+    assert run.trainer.saved == ["step-5"]
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_is_stopped_saves_what_it_has_trained() -> None:
+    run = scene(every_steps=0)
+    train = run.trainer.train_from_meta
+
+    def last_step(*arguments: object, **options: object) -> dict[str, object]:
+        run.stop.set()
+        return train(*arguments, **options)  # type: ignore[arg-type]
+
+    run.trainer.train_from_meta = last_step  # type: ignore[method-assign, assignment]
+    await run.run()
+    assert run.trainer.saved == ["step-1"]
+
+
+@pytest.mark.asyncio
+async def test_f21_a_step_that_was_skipped_is_no_step_of_a_checkpoint() -> None:
+    run = scene(every_steps=1, total_steps=2)
+    run.trainer.answers = [skipped()]
+    await run.run()
+    assert run.trainer.saved == ["step-1", "step-2"]
+
+
+@pytest.mark.asyncio
+async def test_without_a_trained_step_there_is_none() -> None:
+    run = scene(every_steps=1)
+    run.stop.set()
+    await run.run()
+    assert run.trainer.saved == []
+
+
+DISK_FULL = CheckpointError("rank 0: OSError: No space left on device")
+
+
+@pytest.mark.asyncio
+async def test_f27_one_that_cannot_be_written_is_counted_and_training_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = scene(every_steps=2, keep=1)
+    run.trainer.save_answers = [None, DISK_FULL]
+    totals = await run.run()
+    assert totals.ledger_closed
+    assert run.trainer.saved == ["step-2", "step-5"]
+    assert (shown(run, "s_total", outcome="saved"), shown(run, "s_total", outcome="failed")) == (2, 1)
+    assert "no checkpoint of step 4: rank 0: OSError: No space left on device" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_f27_the_last_one_stays_and_is_the_one_that_is_shown_when_none_can_be_written_after_it() -> None:
+    run = scene(every_steps=2, keep=1)
+    run.trainer.save_answers = [None, DISK_FULL, DISK_FULL]
+    with pytest.raises(CheckpointError):  # at the end there is no next one that may succeed
+        await run.run()
+    assert left(run) == ["step-2"]
+    assert shown(run, "_policy_version") == 2
+
+
+@pytest.mark.asyncio
+async def test_before_the_first_one_there_is_no_time_of_a_success() -> None:
+    run = scene(every_steps=5, total_steps=1)
+    run.trainer.save_answers = [DISK_FULL]
+    with pytest.raises(CheckpointError):
+        await run.run()
+    assert math.isnan(shown(run, "_last_success_timestamp_seconds") or 0.0)
+    assert shown(run, "_policy_version") == 0
+
+
+@pytest.mark.asyncio
+async def test_ranks_that_are_gone_end_the_run() -> None:
+    run = scene(every_steps=1)
+    run.trainer.save_answers = [CollectiveError("rank 1 is gone")]
+    with pytest.raises(CollectiveError):
+        await run.run()
+    assert len(run.trainer.asked) == 1
+
+
+@pytest.mark.asyncio
+async def test_f7_what_a_killed_save_left_takes_no_whole_one_s_place() -> None:
+    run = scene(every_steps=5, keep=2)
+    folder = Path(run.folder.name)
+    for step, marker in ((1, True), (2, True), (3, False)):
+        (folder / f"step-{step}" / "hf").mkdir(parents=True)
+        if marker:
+            (folder / f"step-{step}" / "hf" / COMPLETE).touch()
+    (folder / "notes").mkdir()
+    await run.run()
+    assert left(run) == ["notes", "step-2", "step-5"]
+
+
+@pytest.mark.asyncio
+async def test_a_folder_that_cannot_be_looked_at_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    run = scene(every_steps=0)
+    run.checkpoints._save_hf = lambda path: run.folder.cleanup()
+    await run.run()
+    assert "old checkpoints in" in caplog.text
