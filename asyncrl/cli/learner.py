@@ -52,8 +52,8 @@ def learner(
 
         from asyncrl.deployment.closing import asked_to_end
         from asyncrl.deployment.learner import LearnerDeployment
-        from asyncrl.deployment.live import LiveDisplay
         from asyncrl.learner.records import Summary
+        from asyncrl.views.live import LiveDisplay
 
         run_dir.started_ray(where)
         console = Console()

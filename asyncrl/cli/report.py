@@ -7,7 +7,7 @@ import typer
 
 from asyncrl.cli.options import command_app
 from asyncrl.deployment.known_runs import named_run
-from asyncrl.deployment.report import write_report
+from asyncrl.views.report import write_report
 
 app = command_app()
 

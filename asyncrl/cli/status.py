@@ -26,9 +26,10 @@ def status(
 
     use_ray_token()
     from asyncrl.deployment.cluster import find_run, join
-    from asyncrl.deployment.status import status_lines, targets_of
-    from asyncrl.deployment.top import ANSWER_S
+    from asyncrl.metrics.discovery import targets_of
     from asyncrl.metrics.scrape import scrape
+    from asyncrl.views.status import status_lines
+    from asyncrl.views.top import ANSWER_S
 
     try:
         join(running_address(run, address), namespace=run)
@@ -39,4 +40,4 @@ def status(
     if json:
         typer.echo(msgspec.json.encode(found).decode())
     else:
-        typer.echo("\n".join(status_lines(found, scraped=scrape(targets_of(found), timeout_s=ANSWER_S))))
+        typer.echo("\n".join(status_lines(found, scraped=scrape(targets_of(found.targets), timeout_s=ANSWER_S))))

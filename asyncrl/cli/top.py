@@ -33,8 +33,8 @@ def top(
     from rich.console import Console
 
     from asyncrl.deployment.known_runs import ended_run, named_run
-    from asyncrl.deployment.live import LiveDisplay, render
-    from asyncrl.deployment.top import watch
+    from asyncrl.views.live import LiveDisplay, render
+    from asyncrl.views.top import watch
 
     directory = named_run(run)
     ended = ended_run(directory.name, directory.parent)

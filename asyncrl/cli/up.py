@@ -34,7 +34,7 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
 
         use_ray_token(own=config.ray.address is None)
 
-        from asyncrl.deployment.live import LiveDisplay, starting_view
+        from asyncrl.views.live import LiveDisplay, starting_view
 
         console, started_s = Console(), monotonic_at_process_start()
         with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:

@@ -1,1 +1,1 @@
-"""A run from outside: Ray, pools, the run's directory, what is shown of it."""
+"""A run from outside: Ray, the pools, the run's directory; how they start and end."""

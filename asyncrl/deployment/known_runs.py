@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from asyncrl.deployment.quantities import moment
-from asyncrl.deployment.run_dir import RunInfo
+from asyncrl.learner.records import RunInfo
+from asyncrl.views.quantities import moment
 
 RUNS = Path("runs")
 """Where `run.dir` is unless a config says otherwise."""

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
-from asyncrl.deployment.report import write_report
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.environments.prompt_lengths import fitting
+from asyncrl.views.report import write_report
 
 logger = logging.getLogger(__name__)
 

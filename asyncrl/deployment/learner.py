@@ -15,23 +15,22 @@ from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, tokenizer_fing
 from asyncrl.deployment.closing import Stopped, unless_stopped
 from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run
 from asyncrl.deployment.launch import Prompts, fitting_prompts
-from asyncrl.deployment.live import LiveView
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.deployment.status import targets_of
-from asyncrl.deployment.view import live_view
 from asyncrl.errors import RunError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publication import Publisher
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, Summary, build_summary
-from asyncrl.metrics.discovery import Target, target_groups, write_targets
+from asyncrl.metrics.discovery import Target, target_groups, targets_of, write_targets
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.trackers import Trackers
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.value.lm_value import critic_config
 from asyncrl.value.tq_value import TQValue
+from asyncrl.views.live import LiveView
+from asyncrl.views.live_from_records import live_view
 from asyncrl.weights.manifest import Manifest, layout
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
@@ -227,7 +226,7 @@ class LearnerDeployment:
             except (RunError, TimeoutError) as error:
                 logger.warning("Prometheus' targets are not up to date: %s", error)
             else:
-                self._publish_targets(targets_of(status))
+                self._publish_targets(targets_of(status.targets))
             await asyncio.sleep(TARGETS_EVERY_S)
 
     def _publish_targets(self, targets: list[Target]) -> None:

@@ -31,25 +31,9 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.provenance import provenance
 from asyncrl.errors import ConfigError, RunLocked
-from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, Summary
+from asyncrl.learner.records import EvalRecord, RunInfo, SampleRecord, StepRecord, Summary
 
 logger = logging.getLogger(__name__)
-
-State = Literal["running", "finished", "failed"]
-
-
-class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`run.json`. Times are ISO 8601 in UTC. `nonce` tells this run from others of its name."""
-
-    name: str
-    state: State
-    pid: int
-    host: str
-    started: str
-    nonce: str
-    ray_address: str | None = None
-    finished: str | None = None
-    exit_reason: str | None = None
 
 
 class RunDir:

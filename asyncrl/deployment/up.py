@@ -9,9 +9,9 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import join, start_local
 from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.launch import Prompts, described_model, load_prompts, ready_model
-from asyncrl.deployment.live import LiveView, starting_view
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import Summary
+from asyncrl.views.live import LiveView, starting_view
 
 if TYPE_CHECKING:
     from asyncrl.deployment.learner import LearnerDeployment

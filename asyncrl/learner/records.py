@@ -1,4 +1,4 @@
-"""What a run writes down about itself, one JSON object a line, and the summary that is made of it.
+"""What a run writes down about itself: who runs, what it does, one JSON object a line, and the summary made of that.
 
 `steps.jsonl` has a `StepRecord` a step, `evals.jsonl` an `EvalRecord` a held-out evaluation, `samples/step-N.jsonl`
 a few `SampleRecord`s a step. Seconds are monotonic seconds since the run's start. What is not finite is written as
@@ -8,11 +8,25 @@ null, which is all that JSON has for it. A last line without its newline is what
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from asyncrl.errors import RunError
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`run.json`. Times are ISO 8601 in UTC. `nonce` tells this run from others of its name."""
+
+    name: str
+    state: Literal["running", "finished", "failed"]
+    pid: int
+    host: str
+    started: str
+    nonce: str
+    ray_address: str | None = None
+    finished: str | None = None
+    exit_reason: str | None = None
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):

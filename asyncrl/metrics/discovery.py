@@ -4,7 +4,7 @@ The labels `run`, `role` and `replica` of every series come from here. The file 
 never reads half of it; the learner's metrics server answers `GET /sd` with the same list.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, order=True):
     role: str
     replica: str
     address: str
+
+
+def targets_of(addresses: Mapping[str, str]) -> list[Target]:
+    """The endpoints of processes that are named after their role, as `learner` or `generator-0`."""
+    return [Target(role=name.partition("-")[0], replica=name, address=address) for name, address in addresses.items()]
 
 
 def target_groups(*, run: str, targets: Iterable[Target]) -> bytes:

@@ -3,18 +3,18 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from made_up_run import make_step
 
 from asyncrl.config.schema import Config
 from asyncrl.deployment import closing
 from asyncrl.deployment.closing import Stopped, asked_to_end, give_up, unless_stopped
 from asyncrl.deployment.launch import INTERRUPTED, run_until_done
-from asyncrl.deployment.run_dir import RunDir, RunInfo
-from asyncrl.learner.records import StepRecord
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.learner.records import RunInfo
 
 
 @pytest.fixture
@@ -71,11 +71,9 @@ def test_f29_the_grace_is_counted_beside_an_event_loop_that_hangs(run: RunDir, m
     assert written(run).exit_reason == "asked to end by a signal"
 
 
-def test_f29_a_run_that_has_trained_or_closed_keeps_its_time(
-    run: RunDir, step_record: Callable[..., StepRecord]
-) -> None:
+def test_f29_a_run_that_has_trained_or_closed_keeps_its_time(run: RunDir) -> None:
     left: list[int] = []
-    run.append_step(step_record(0))
+    run.append_step(make_step(0))
     give_up(run, 20.0, leave=left.append)
     assert not run.closed
     run.close(state="finished", reason="done")

@@ -1,12 +1,12 @@
 """A generator deployment asks Ray for what the config says, and is a live member of its run from its first moment."""
 
 import asyncio
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from made_up_run import make_status
 
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.membership import RunState
@@ -25,12 +25,12 @@ def deployment_of(config: Config) -> GeneratorDeployment:
     return GeneratorDeployment(config, model_path=model_path, prompts=prompts)
 
 
-def test_replicas_say_when_they_generate_and_then_how_much(run_status: Callable[..., RunStatus]) -> None:
+def test_replicas_say_when_they_generate_and_then_how_much() -> None:
     now_s = [0.0]
     progress = Progress({"generator-a"}, clock=lambda: now_s[0])
-    busy = run_status()
+    busy = make_status()
     (view,) = busy.replicas
-    waiting = run_status(replicas=(msgspec.structs.replace(view, busy_slots=0, version=None),))
+    waiting = make_status(replicas=(msgspec.structs.replace(view, busy_slots=0, version=None),))
     assert progress.line(waiting) is None
     assert progress.line(busy) == "generating with the weights of step 3"
     assert progress.line(busy) is None
@@ -100,7 +100,7 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("least", "survives"), [(1, True), (2, False)])
 async def test_f2_a_deployment_that_lost_a_replica_goes_on_while_enough_are_left(
-    run_status: Callable[..., RunStatus], monkeypatch: pytest.MonkeyPatch, least: int, survives: bool
+    monkeypatch: pytest.MonkeyPatch, least: int, survives: bool
 ) -> None:
     monkeypatch.setattr(generators, "WATCH_EVERY_S", 0.0)
     deployment = deployment_of(Config.model_validate({"generator": {"replicas": 2, "min_replicas": least}}))
@@ -116,7 +116,7 @@ async def test_f2_a_deployment_that_lost_a_replica_goes_on_while_enough_are_left
         raise RuntimeError("the worker died")
 
     async def status() -> RunStatus:
-        return run_status(state=RunState.FINISHED if ended and survives else RunState.RUNNING)
+        return make_status(state=RunState.FINISHED if ended and survives else RunState.RUNNING)
 
     left, lost = replicas
     left.running = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ from asyncrl.cli.main import app
 from asyncrl.cli.options import running_address
 from asyncrl.deployment import cluster
 from asyncrl.deployment.known_runs import address_of, ended_run, live_runs
-from asyncrl.deployment.run_dir import RunInfo
 from asyncrl.errors import RunError
+from asyncrl.learner.records import RunInfo
 
 
 def record(folder: Path, name: str, **changed: Any) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_run import TOTALS, make_step
 
 from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.deployment import learner
@@ -14,20 +15,8 @@ from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
 from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.metrics.discovery import Target
 from asyncrl.metrics.recorders import LearnerMetrics
-
-TOTALS = RunTotals(
-    wall_s=9.0,
-    generated_tokens=600,
-    groups_discarded=16,
-    ledger_closed=True,
-    rows_outstanding=0,
-    weight_updates=1,
-    mid_sequence_updates=0,
-    probe_parity_max_nats=None,
-)
 
 
 def deployment_in(run: RunDir, config: Config) -> LearnerDeployment:
@@ -44,16 +33,14 @@ def checkpoints_in(run: RunDir, save_hf: Callable[[Path], None]) -> Checkpoints:
 
 
 @pytest.mark.asyncio
-async def test_f21_a_run_whose_steps_were_all_skipped_has_no_summary(
-    tmp_path: Path, step_record: Callable[..., StepRecord]
-) -> None:
+async def test_f21_a_run_whose_steps_were_all_skipped_has_no_summary(tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
     with RunDir.create(config) as run:
         deployment = deployment_in(run, config)
-        deployment.append_step(step_record(0, trained=False, trained_samples=0, trained_tokens=0))
+        deployment.append_step(make_step(0, trained=False, trained_samples=0, trained_tokens=0))
         assert deployment._summary(TOTALS) is None
-        deployment.append_step(step_record(0))
-        deployment.append_step(step_record(1, trained=False, trained_samples=0, trained_tokens=0))
+        deployment.append_step(make_step(0))
+        deployment.append_step(make_step(1, trained=False, trained_samples=0, trained_tokens=0))
         summary = deployment._summary(TOTALS)
         assert summary is not None
         assert summary.steps == 1
@@ -62,7 +49,7 @@ async def test_f21_a_run_whose_steps_were_all_skipped_has_no_summary(
 
 @pytest.mark.asyncio
 async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
-    tmp_path: Path, step_record: Callable[..., StepRecord], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
     saved: list[str] = []
@@ -74,14 +61,14 @@ async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
         deployment = deployment_in(run, config)
         await deployment._rescue_weights()
         deployment._checkpoints = checkpoints_in(run, lambda path: saved.append(path.parent.name))
-        deployment.append_step(step_record(0, trained=False, trained_samples=0, trained_tokens=0))
+        deployment.append_step(make_step(0, trained=False, trained_samples=0, trained_tokens=0))
         await deployment._rescue_weights()
         assert saved == []
-        deployment.append_step(step_record(0))
-        deployment.append_step(step_record(1, trained=False, trained_samples=0, trained_tokens=0))
+        deployment.append_step(make_step(0))
+        deployment.append_step(make_step(1, trained=False, trained_samples=0, trained_tokens=0))
         await deployment._rescue_weights()
         assert saved == ["step-1"]
-        deployment.append_step(step_record(1))
+        deployment.append_step(make_step(1))
         deployment._checkpoints._save_hf = dead
         await deployment._rescue_weights()
     assert "could not be saved: rank 0 is gone" in caplog.text

@@ -12,11 +12,11 @@ from asyncrl.data.prompts import Task, numbered
 from asyncrl.deployment.closing import Stopped
 from asyncrl.deployment.launch import Prompts
 from asyncrl.deployment.learner import LearnerDeployment, probe_sequences
-from asyncrl.deployment.live import LiveView
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import DatasetError
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.tiny_model import build_tokenizer
+from asyncrl.views.live import LiveView
 
 pytestmark = pytest.mark.slow
 

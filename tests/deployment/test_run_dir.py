@@ -8,10 +8,10 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from made_up_run import make_step
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -22,8 +22,6 @@ from asyncrl.errors import ConfigError, RunLocked
 from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, read_lines
 
 pytestmark = pytest.mark.slow
-
-MakeStep = Callable[..., StepRecord]
 
 
 def config_in(folder: Path) -> Config:
@@ -124,13 +122,13 @@ def test_f35_a_holder_in_another_process_is_named_and_its_death_frees_the_direct
         assert run_json(tmp_path / "quick.1")["nonce"] == nonce, "the dead run's records were moved aside"
 
 
-def test_a_rerun_moves_what_ended_aside_and_loses_nothing(tmp_path: Path, step_record: MakeStep) -> None:
+def test_a_rerun_moves_what_ended_aside_and_loses_nothing(tmp_path: Path) -> None:
     nonces, previous = [], []
     for _ in range(3):
         with RunDir.create(config_in(tmp_path)) as run:
             nonces.append(run.nonce)
             previous.append(run.previous)
-            run.append_step(step_record(len(nonces)))
+            run.append_step(make_step(len(nonces)))
     places = [tmp_path / "quick.1", tmp_path / "quick.2", tmp_path / "quick"]
     assert [run_json(place)["nonce"] for place in places] == nonces
     assert previous == [None, tmp_path / "quick.1", tmp_path / "quick.2"]
@@ -165,7 +163,7 @@ def test_a_directory_that_cannot_be_made_is_refused_by_key(tmp_path: Path) -> No
     assert refused.value.key == "run.dir"
 
 
-def test_steps_evals_and_samples_are_appended_as_lines(tmp_path: Path, step_record: MakeStep) -> None:
+def test_steps_evals_and_samples_are_appended_as_lines(tmp_path: Path) -> None:
     sample = SampleRecord(
         group=7,
         prompt="cat>",
@@ -179,32 +177,32 @@ def test_steps_evals_and_samples_are_appended_as_lines(tmp_path: Path, step_reco
     evaluation = EvalRecord(version=0, wall_s=9.0, prompts=128, reward_mean=0.4)
     with RunDir.create(config_in(tmp_path)) as run:
         for step in range(3):
-            run.append_step(step_record(step))
+            run.append_step(make_step(step))
         run.append_eval(evaluation)
         run.write_samples(2, [sample, sample])
         run.write_samples(3, [])
-    assert read_lines(run.path / "steps.jsonl", StepRecord) == [step_record(step) for step in range(3)]
+    assert read_lines(run.path / "steps.jsonl", StepRecord) == [make_step(step) for step in range(3)]
     assert read_lines(run.path / "evals.jsonl", EvalRecord) == [evaluation]
     assert read_lines(run.path / "samples" / "step-2.jsonl", SampleRecord) == [sample, sample]
     assert not (run.path / "samples" / "step-3.jsonl").exists()
 
 
 def test_f27_a_full_disk_is_reported_once_and_leaves_whole_lines(
-    tmp_path: Path, step_record: MakeStep, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RunDir.create(config_in(tmp_path)) as run:
-        run.append_step(step_record(0))
+        run.append_step(make_step(0))
         path = run.path / "steps.jsonl"
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         # The file may grow by less than a line: the write comes back short, as on a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
         try:
             with caplog.at_level(logging.ERROR):
-                run.append_step(step_record(1))
-                run.append_step(step_record(2))
+                run.append_step(make_step(1))
+                run.append_step(make_step(2))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         (record,) = caplog.records
         assert "steps.jsonl" in record.getMessage()
-        run.append_step(step_record(3))
+        run.append_step(make_step(3))
     assert [record.step for record in read_lines(path, StepRecord)] == [0, 3]

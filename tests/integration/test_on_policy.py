@@ -16,11 +16,11 @@ from asyncrl.buffer.records import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer
-from asyncrl.deployment.bottleneck import Bound
 from asyncrl.environments.interfaces import build_reward, build_tasks
 from asyncrl.generation.rollout import sample_rows
 from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.policy.worker import PolicyWorker
+from asyncrl.views.bottleneck import Bound
 from asyncrl.weights.manifest import Manifest, Probe, layout
 from asyncrl.weights.publisher import take_snapshot
 

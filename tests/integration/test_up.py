@@ -18,10 +18,10 @@ from prometheus_server import PrometheusServer, free_port
 from queries import concrete, panel_questions, parsed, rule_questions, selectors
 
 from asyncrl.config.load import load_config
-from asyncrl.deployment.bottleneck import Bound, bottleneck
 from asyncrl.environments.interfaces import build_tasks
 from asyncrl.learner.records import StepRecord, read_lines, state_shares
 from asyncrl.policy.complete_directory import complete
+from asyncrl.views.bottleneck import Bound, bottleneck
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

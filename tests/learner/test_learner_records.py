@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from made_up_run import TOTALS, make_step
 
 from asyncrl.errors import RunError
 from asyncrl.learner.records import (
     EvalRecord,
-    RunTotals,
     StepRecord,
     Summary,
     build_summary,
@@ -20,40 +20,15 @@ from asyncrl.learner.records import (
     state_shares,
 )
 
-TOTALS = RunTotals(
-    wall_s=50.0,
-    generated_tokens=9000,
-    groups_discarded=0,
-    ledger_closed=True,
-    rows_outstanding=0,
-    weight_updates=12,
-    mid_sequence_updates=7,
-    probe_parity_max_nats=2e-6,
-)
-
 
 def step(number: int, **changed: Any) -> StepRecord:
     """A step every 2 s from second 10 on: of each 2 s the learner waits 0.5 and computes 1.4, the rest is `other`."""
     fields: dict[str, Any] = {
-        "step": number,
         "wall_s": 10.0 + 2 * number,
         "duration_s": 1.5,
-        "trained": True,
         "reward_mean": 0.0,
-        "loss": 0.01,
-        "grad_norm": 0.5,
-        "entropy_nats": 0.8,
-        "ess_ratio": 0.95,
-        "learning_rate": 1e-3,
-        "parity_nats": 1e-6,
         "group_staleness": {0: 16},
         "token_staleness": {0: 600},
-        "trained_samples": 128,
-        "trained_tokens": 600,
-        "model_flops": 6_000_000_000,
-        "mfu_ratio": None,
-        "generated_samples": 128,
-        "generated_tokens": 600,
         "learner_state_s": {
             "waiting_for_groups": 3 + 0.5 * number,
             "forward_backward": 1.2 * number,
@@ -61,15 +36,8 @@ def step(number: int, **changed: Any) -> StepRecord:
             "other": 7 + 0.1 * number,
         },
         "generator_state_s": {"generating": 1 + 1.5 * number, "idle": 9 + 0.5 * number},
-        "buffer_groups": {},
-        "ledger_groups": {},
-        "published_version": number + 1,
-        "oldest_replica_version": number,
-        "weight_updates": number,
-        "mid_sequence_updates": 0,
-        "diagnostics": {},
     }
-    return StepRecord(**(fields | changed))
+    return make_step(number, **(fields | changed))
 
 
 def test_the_summary_has_exactly_the_promised_keys() -> None:
@@ -90,7 +58,7 @@ def test_the_summary_of_a_run_by_hand() -> None:
     evals = [EvalRecord(version=v, wall_s=9, prompts=128, reward_mean=r) for v, r in ((0, 0.4), (20, 0.7), (40, 0.9))]
     summary = build_summary(steps, evals, TOTALS, staleness_limit=2)
     assert summary.steps == 40
-    assert summary.wall_s == 50.0
+    assert summary.wall_s == TOTALS.wall_s
     assert summary.time_to_first_step_s == 10.0
     assert summary.samples_per_s == pytest.approx(39 * 128 / 78)
     assert (summary.reward_first, summary.reward_last) == (0.5, 38.5), "5 % of 40 steps are 2"
@@ -98,9 +66,10 @@ def test_the_summary_of_a_run_by_hand() -> None:
     assert (summary.staleness_limit, summary.max_group_staleness, summary.max_token_staleness) == (2, 2, 1)
     assert summary.learner_busy_ratio == pytest.approx(1.4 / 2.0), "start-up, waiting and other are not busy"
     assert summary.generator_busy_ratio == pytest.approx(1.5 / 2.0)
-    assert (summary.generated_tokens, summary.trained_tokens) == (9000, 40 * 600)
-    assert summary.parity_max_nats == 2e-6, "the probe was the worst"
-    assert (summary.weight_updates, summary.mid_sequence_updates) == (12, 7)
+    assert (summary.generated_tokens, summary.trained_tokens) == (TOTALS.generated_tokens, 40 * 600)
+    assert summary.parity_max_nats == TOTALS.probe_parity_max_nats, "the probe was the worst"
+    assert summary.weight_updates == TOTALS.weight_updates
+    assert summary.mid_sequence_updates == TOTALS.mid_sequence_updates
     assert (summary.groups_discarded, summary.ledger_closed) == (0, True)
 
 

@@ -12,13 +12,13 @@ from learner_scenes import Scene, judged, skipped, trained
 
 from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
-from asyncrl.deployment.report import read_run, write_report
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.deployment.view import live_view
 from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import build_summary
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
 from asyncrl.metrics.recorders import MEASURED, LearnerMetrics
+from asyncrl.views.live_from_records import live_view
+from asyncrl.views.report import read_run, write_report
 
 
 @pytest.mark.asyncio

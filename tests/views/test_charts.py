@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncrl.deployment import bottleneck, charts, quantities, report, report_staleness
-from asyncrl.deployment.charts import (
+from asyncrl.views import bottleneck, charts, quantities, report, report_staleness
+from asyncrl.views.charts import (
     BOTTOM,
     HEIGHT,
     LEFT,

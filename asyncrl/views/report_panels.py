@@ -6,9 +6,9 @@ Long runs are drawn as means over bins: more than `CURVE_POINTS` points cannot b
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncrl.deployment.charts import Series, line_chart, share_chart
-from asyncrl.deployment.report_page import section
 from asyncrl.learner.records import EvalRecord, StepRecord, state_shares
+from asyncrl.views.charts import Series, line_chart, share_chart
+from asyncrl.views.report_page import section
 
 CURVE_POINTS = 300
 SHARE_POINTS = 60

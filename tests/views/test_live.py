@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from asyncrl.deployment import live
-from asyncrl.deployment.live import (
+from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
+from asyncrl.views import live
+from asyncrl.views.live import (
     STATE_STYLES,
     LiveDisplay,
     LiveView,
@@ -20,7 +21,6 @@ from asyncrl.deployment.live import (
     share_bar,
     sparkline,
 )
-from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 
 
 def view(step: int = 80, **changed: Any) -> LiveView:

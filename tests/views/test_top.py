@@ -10,14 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
-from asyncrl.deployment import live, top
-from asyncrl.deployment.live import LiveView
 from asyncrl.errors import RunError
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
-from asyncrl.metrics.discovery import Target, write_targets
+from asyncrl.metrics.discovery import targets_of, write_targets
 from asyncrl.metrics.recorders import BufferMetrics, GeneratorMetrics, LearnerMetrics, ProcessMetrics
 from asyncrl.metrics.scrape import Scrape
 from asyncrl.metrics.server import MetricsServer
+from asyncrl.views import live, top
+from asyncrl.views.live import LiveView
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
@@ -49,10 +49,7 @@ class Run:
         """A process is there, or another in its place."""
         server = MetricsServer(metrics.registry, host="127.0.0.1", port=0)
         self.servers[name] = self._stack.enter_context(server)
-        targets = [
-            Target(role=name.partition("-")[0], replica=name, address=server.address)
-            for name, server in self.servers.items()
-        ]
+        targets = targets_of({name: server.address for name, server in self.servers.items()})
         write_targets(self.path / "metrics" / "targets.json", run="r", targets=targets)
 
     def train(self, version: int, *, reward: float) -> None:

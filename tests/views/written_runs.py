@@ -1,4 +1,4 @@
-"""Made-up steps, and runs of them as they lie on disk: records that a run directory wrote, an end or none."""
+"""Runs as they lie on disk, made up: records that a run directory wrote, an end or none."""
 
 import math
 import random
@@ -6,50 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from made_up_run import TOTALS, make_step
+
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, build_summary
+from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, build_summary
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
-
-
-def make_step(step: int, **changed: Any) -> StepRecord:
-    """Step `step` of a run that trains a step a second from second 10 on; the learner waits a quarter of its time."""
-    fields: dict[str, Any] = {
-        "step": step,
-        "wall_s": 10.0 + step,
-        "duration_s": 0.9,
-        "trained": True,
-        "reward_mean": 0.5 + step / 200,
-        "loss": 0.01,
-        "grad_norm": 0.5,
-        "entropy_nats": 0.8,
-        "ess_ratio": 0.95,
-        "learning_rate": 1e-3,
-        "parity_nats": 1e-6,
-        "group_staleness": {0: 12, 1: 4},
-        "token_staleness": {0: 500, 1: 100},
-        "trained_samples": 128,
-        "trained_tokens": 600,
-        "model_flops": 6_000_000_000,
-        "mfu_ratio": None,
-        "generated_samples": 128 * (step + 2),
-        "generated_tokens": 600 * (step + 2),
-        "learner_state_s": {
-            "waiting_for_groups": 1 + 0.25 * step,
-            "forward_backward": 0.5 * step,
-            "other": 9 + 0.25 * step,
-        },
-        "generator_state_s": {"generating": 2 + 0.75 * step, "idle": 8 + 0.25 * step},
-        "buffer_groups": {"reserved": 16, "ready": 5, "leased": 0},
-        "ledger_groups": {"trained": 16 * (step + 1), "reserved": 16, "ready": 5},
-        "published_version": step + 1,
-        "oldest_replica_version": step,
-        "weight_updates": step,
-        "mid_sequence_updates": step // 2,
-        "diagnostics": {"kernel_ess_ratio": 0.9, "clipped_ratio": 0.0},
-    }
-    return StepRecord(**(fields | changed))
 
 
 def lively_step(step: int, **changed: Any) -> StepRecord:
@@ -131,17 +94,7 @@ def write_run(
     for evaluation in evaluations:
         run.append_eval(evaluation)
     if finish:
-        totals = RunTotals(
-            wall_s=99,
-            generated_tokens=1,
-            groups_discarded=0,
-            ledger_closed=True,
-            rows_outstanding=0,
-            weight_updates=3,
-            mid_sequence_updates=2,
-            probe_parity_max_nats=None,
-        )
-        run.write_summary(build_summary(steps, evaluations, totals, staleness_limit=limit))
+        run.write_summary(build_summary(steps, evaluations, TOTALS, staleness_limit=limit))
     if end is not None:
         run.close(state=end, reason="done" if end == "finished" else HOSTILE)
     return run.path

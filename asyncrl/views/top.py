@@ -8,9 +8,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from asyncrl.deployment.live import LiveView
 from asyncrl.errors import RunEnded, RunError
 from asyncrl.metrics.scrape import Scrape, read_targets, scrape
+from asyncrl.views.live import LiveView
 
 LEARNER_SECONDS, GENERATOR_SECONDS = "asyncrl_learner_state_seconds_total", "asyncrl_generator_state_seconds_total"
 WINDOW_S = 30.0

@@ -14,16 +14,10 @@ import msgspec
 from asyncrl.atomic_write import write_atomically
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment import charts
-from asyncrl.deployment.bottleneck import bottleneck
-from asyncrl.deployment.quantities import duration, moment, number
-from asyncrl.deployment.report_page import page, section, table, tiles
-from asyncrl.deployment.report_panels import flow, learning
-from asyncrl.deployment.report_staleness import staleness
-from asyncrl.deployment.run_dir import RunInfo
 from asyncrl.errors import RunError
 from asyncrl.learner.records import (
     EvalRecord,
+    RunInfo,
     RunTotals,
     SampleRecord,
     StepRecord,
@@ -32,6 +26,12 @@ from asyncrl.learner.records import (
     read_lines,
     state_shares,
 )
+from asyncrl.views import charts
+from asyncrl.views.bottleneck import bottleneck
+from asyncrl.views.quantities import duration, moment, number
+from asyncrl.views.report_page import page, section, table, tiles
+from asyncrl.views.report_panels import flow, learning
+from asyncrl.views.report_staleness import staleness
 
 SAMPLE_CHARACTERS = 20_000
 """What is longer is in samples/: the page is to be opened by people."""

@@ -2,7 +2,7 @@
 
 On screens wide and narrow, light and dark, and on paper: all of it can be seen and read, and nothing is asked of a
 network. `report_audit.js` says what cannot. The picture in the README is made by `python
-tests/deployment/test_report_in_chromium.py RUN PNG`.
+tests/views/test_report_in_chromium.py RUN PNG`.
 """
 
 import itertools
@@ -14,10 +14,11 @@ from typing import Literal
 
 import pypdfium2
 import pytest
+from made_up_run import make_step
 from playwright.sync_api import Browser, Page, sync_playwright
-from written_runs import HOSTILE, critic_step, far_behind, lively_step, make_step, write_run
+from written_runs import HOSTILE, critic_step, far_behind, lively_step, write_run
 
-from asyncrl.deployment.report import write_report
+from asyncrl.views.report import write_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

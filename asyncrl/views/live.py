@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.config.schema import Config
-from asyncrl.deployment.bottleneck import bottleneck
-from asyncrl.deployment.quantities import duration, number
+from asyncrl.views.bottleneck import bottleneck
+from asyncrl.views.quantities import duration, number
 
 BAR_CELLS = 30
 SPARKS = "▁▂▃▄▅▆▇█"

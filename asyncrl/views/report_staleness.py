@@ -5,9 +5,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncrl.deployment.charts import Series, line_chart, share_chart, version_bars
-from asyncrl.deployment.report_page import AGE_COLORS, section
-from asyncrl.deployment.report_panels import (
+from asyncrl.learner.records import StepRecord
+from asyncrl.views.charts import Series, line_chart, share_chart, version_bars
+from asyncrl.views.report_page import AGE_COLORS, section
+from asyncrl.views.report_panels import (
     CURVE_POINTS,
     SHARE_POINTS,
     Steps,
@@ -17,7 +18,6 @@ from asyncrl.deployment.report_panels import (
     last_steps,
     mean,
 )
-from asyncrl.learner.records import StepRecord
 
 DRIFT = "abs_log_rho_nats_staleness_"
 """Begins the names of the loss's diagnostics that say how far the policy has moved from the one that sampled."""

@@ -1,18 +1,15 @@
 """`asyncrl status`: names are told apart, and the learner is only said to train when it does."""
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
+from made_up_run import make_status
 
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.membership import Role, RunState
 from asyncrl.buffer.records import LeaseWait, Version
-from asyncrl.deployment.status import status_lines
-from asyncrl.deployment.top import GENERATOR_SECONDS, LEARNER_SECONDS
 from asyncrl.metrics.scrape import Scrape
-
-MakeStatus = Callable[..., RunStatus]
+from asyncrl.views.status import status_lines
+from asyncrl.views.top import GENERATOR_SECONDS, LEARNER_SECONDS
 
 
 def learner(status: RunStatus) -> str:
@@ -21,21 +18,21 @@ def learner(status: RunStatus) -> str:
 
 
 @pytest.mark.parametrize("state", [RunState.STARTING, RunState.CLOSING, RunState.FINISHED, RunState.FAILED])
-def test_the_learner_trains_only_while_the_run_runs(state: RunState, run_status: MakeStatus) -> None:
-    assert learner(run_status(state=state)) == state.value
-    assert learner(run_status()) == "trains"
+def test_the_learner_trains_only_while_the_run_runs(state: RunState) -> None:
+    assert learner(make_status(state=state)) == state.value
+    assert learner(make_status()) == "trains"
 
 
-def test_a_learner_that_waits_or_is_not_there_is_said_to(run_status: MakeStatus) -> None:
-    status = run_status()
+def test_a_learner_that_waits_or_is_not_there_is_said_to() -> None:
+    status = make_status()
     waits = msgspec.structs.replace(status.counts, lease_wait=LeaseWait.NOT_ENOUGH_READY)
-    assert learner(run_status(counts=waits)) == "waits: not enough ready"
+    assert learner(make_status(counts=waits)) == "waits: not enough ready"
     generators = tuple(each for each in status.deployments if each.role is Role.GENERATOR)
-    assert learner(run_status(deployments=generators)) == "not there"
+    assert learner(make_status(deployments=generators)) == "not there"
 
 
-def test_a_replica_names_its_deployment_and_every_line_says_what_it_is_about(run_status: MakeStatus) -> None:
-    lines = status_lines(run_status())
+def test_a_replica_names_its_deployment_and_every_line_says_what_it_is_about() -> None:
+    lines = status_lines(make_status())
     assert (
         "replica generator-a of deployment generator-d: weights of step 3, 2 groups under way, 2 slots free" in lines[3]
     )
@@ -43,17 +40,17 @@ def test_a_replica_names_its_deployment_and_every_line_says_what_it_is_about(run
     assert "deployment learner-d: pid 1 on h" in lines
 
 
-def test_versions_are_steps_and_the_incarnation_is_named_from_the_second_on(run_status: MakeStatus) -> None:
-    assert status_lines(run_status())[1].startswith("step 3 of 9, weights published: step 3, ")
-    again = run_status(version=Version(2, 4), published=None)
+def test_versions_are_steps_and_the_incarnation_is_named_from_the_second_on() -> None:
+    assert status_lines(make_status())[1].startswith("step 3 of 9, weights published: step 3, ")
+    again = make_status(version=Version(2, 4), published=None)
     assert status_lines(again)[1].startswith("step 4 of incarnation 2 of 9, weights published: none, ")
 
 
-def test_what_limits_the_run_is_said_when_both_sides_answer(run_status: MakeStatus) -> None:
+def test_what_limits_the_run_is_said_when_both_sides_answer() -> None:
     learner = {frozenset({("state", "waiting_for_groups")}): 6.0, frozenset({("state", "optimizer")}): 4.0}
     generators = {frozenset({("state", "generating"), ("replica", f"generator-{i}")}): 10.0 for i in range(2)}
     both = Scrape(at_s=0.0, values={LEARNER_SECONDS: learner, GENERATOR_SECONDS: generators})
-    (line,) = [line for line in status_lines(run_status(), scraped=both) if line.startswith("since the start")]
+    (line,) = [line for line in status_lines(make_status(), scraped=both) if line.startswith("since the start")]
     assert "The learner waits for groups 60 % of the time: add generators" in line
     alone = Scrape(at_s=0.0, values={LEARNER_SECONDS: learner})
-    assert status_lines(run_status(), scraped=alone) == status_lines(run_status())
+    assert status_lines(make_status(), scraped=alone) == status_lines(make_status())

@@ -3,10 +3,9 @@
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.membership import Role, RunState
-from asyncrl.deployment.bottleneck import bottleneck
-from asyncrl.deployment.top import GENERATOR_SECONDS, LEARNER_SECONDS
-from asyncrl.metrics.discovery import Target
 from asyncrl.metrics.scrape import Scrape
+from asyncrl.views.bottleneck import bottleneck
+from asyncrl.views.top import GENERATOR_SECONDS, LEARNER_SECONDS
 
 
 def status_lines(status: RunStatus, *, scraped: Scrape | None = None) -> list[str]:
@@ -50,13 +49,6 @@ def status_lines(status: RunStatus, *, scraped: Scrape | None = None) -> list[st
     ]
     lines += [f"metrics of {name}: http://{target}/metrics" for name, target in sorted(status.targets.items())]
     return lines
-
-
-def targets_of(status: RunStatus) -> list[Target]:
-    """The run's metrics endpoints."""
-    return [
-        Target(role=name.partition("-")[0], replica=name, address=address) for name, address in status.targets.items()
-    ]
 
 
 def _limited(scraped: Scrape | None) -> list[str]:

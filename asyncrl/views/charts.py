@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from asyncrl.deployment.quantities import number
+from asyncrl.views.quantities import number
 
 WIDTH, HEIGHT = 380, 210
 STEP = "step"

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from asyncrl.buffer.actor import limits_of
 from asyncrl.config.schema import Config
-from asyncrl.deployment.live import LiveView, starting_view
 from asyncrl.learner.records import EvalRecord, StepRecord, state_shares
+from asyncrl.views.live import LiveView, starting_view
 
 RECENT_STEPS = 20
 

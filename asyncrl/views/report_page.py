@@ -1,7 +1,7 @@
 """The look of `report.html`: one page without any outside asset, light and dark, narrow and wide, that prints.
 
 Paper is white whatever the screen's scheme; a printed page shows the configuration, which the screen folds up.
-tests/deployment/test_report_in_chromium.py holds all of this in a real browser.
+tests/views/test_report_in_chromium.py holds all of this in a real browser.
 """
 
 from collections.abc import Sequence

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
-from asyncrl.deployment import bottleneck as module
-from asyncrl.deployment.bottleneck import HELD_BACK, OTHER_WAITS, Bound, bottleneck
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
+from asyncrl.views import bottleneck as module
+from asyncrl.views.bottleneck import HELD_BACK, OTHER_WAITS, Bound, bottleneck
 
 
 def test_doctests() -> None:

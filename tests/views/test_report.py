@@ -3,29 +3,28 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
 import pytest
+from made_up_run import make_step
 from typer.testing import CliRunner
 from written_runs import HOSTILE, write_run
 
 from asyncrl.cli.report import app
 from asyncrl.config.schema import Config
-from asyncrl.deployment import report_staleness
-from asyncrl.deployment.charts import Series
-from asyncrl.deployment.report import read_run, report_html, write_report
-from asyncrl.deployment.report_panels import GENERATOR_COLORS, LEARNER_COLORS, bins_of, smooth, windows_of
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
-from asyncrl.learner.records import StepRecord, state_shares
+from asyncrl.learner.records import state_shares
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
+from asyncrl.views import report_staleness
+from asyncrl.views.charts import Series
+from asyncrl.views.report import read_run, report_html, write_report
+from asyncrl.views.report_panels import GENERATOR_COLORS, LEARNER_COLORS, bins_of, smooth, windows_of
 
 pytestmark = pytest.mark.slow
-
-MakeStep = Callable[..., StepRecord]
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
@@ -65,8 +64,8 @@ class Page(HTMLParser):
         return " ".join(self.words)
 
 
-def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Path, step_record: MakeStep) -> None:
-    path = write_run(tmp_path, [step_record(step) for step in range(40)])
+def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Path) -> None:
+    path = write_run(tmp_path, [make_step(step) for step in range(40)])
     target = write_report(path)
     assert target == path / "report.html"
     page = Page(target.read_text())
@@ -82,17 +81,16 @@ def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Pat
     assert "prompt of step 39" in page.text
 
 
-def test_only_a_run_with_a_critic_shows_what_it_learns(tmp_path: Path, step_record: MakeStep) -> None:
+def test_only_a_run_with_a_critic_shows_what_it_learns(tmp_path: Path) -> None:
     critic = {"value_loss": 0.25, "explained_variance": 0.5, "value_clipped_ratio": 0.0}
     steps = [
-        step_record(step, diagnostics=critic | {"explained_variance": None} if step == 0 else critic)
-        for step in range(5)
+        make_step(step, diagnostics=critic | {"explained_variance": None} if step == 0 else critic) for step in range(5)
     ]
     page = Page(report_html(read_run(write_run(tmp_path / "ppo", steps))))
     assert "Critic: explained variance" in page.text
     assert "Critic: loss" in page.text
     assert page.tags.count("svg") == 19
-    without = Page(report_html(read_run(write_run(tmp_path / "grpo", [step_record(step) for step in range(5)]))))
+    without = Page(report_html(read_run(write_run(tmp_path / "grpo", [make_step(step) for step in range(5)]))))
     assert "Critic" not in without.text
 
 
@@ -104,24 +102,22 @@ def test_an_end_without_an_error_is_said_once_and_times_are_for_people(tmp_path:
     assert re.search(r"Started \d{4}-\d\d-\d\d \d\d:\d\d UTC on \S+, finished \d{4}-\d\d-\d\d \d\d:\d\d UTC\.", text)
 
 
-def test_a_run_that_was_asked_to_end_is_no_finished_one_and_its_first_evaluation_no_last_one(
-    tmp_path: Path, step_record: MakeStep
-) -> None:
-    run = read_run(write_run(tmp_path, [step_record(0)], finish=False))
+def test_a_run_that_was_asked_to_end_is_no_finished_one_and_its_first_evaluation_no_last_one(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, [make_step(0)], finish=False))
     info = msgspec.structs.replace(run.info, state="finished", exit_reason="stopped after 1 of 9 steps")
     page = report_html(dataclasses.replace(run, info=info))
     assert '<span class="badge stopped">stopped</span>' in page
     assert "0.25 at first" in page
 
 
-def test_what_the_colors_and_the_bottom_of_a_chart_mean_is_said(tmp_path: Path, step_record: MakeStep) -> None:
-    text = Page(report_html(read_run(write_run(tmp_path, [step_record(0), step_record(1)])))).text
+def test_what_the_colors_and_the_bottom_of_a_chart_mean_is_said(tmp_path: Path) -> None:
+    text = Page(report_html(read_run(write_run(tmp_path, [make_step(0), make_step(1)])))).text
     for words in ("“other” is", "“idle” is", "0 is drawn at the bottom"):
         assert words in text
 
 
-def test_the_page_needs_nothing_from_outside(tmp_path: Path, step_record: MakeStep) -> None:
-    text = write_report(write_run(tmp_path, [step_record(0), step_record(1)])).read_text()
+def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+    text = write_report(write_run(tmp_path, [make_step(0), make_step(1)])).read_text()
     page = Page(text)
     assert not {"link", "img", "iframe", "object"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset")]
@@ -131,35 +127,35 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path, step_record: MakeSt
     assert "prefers-color-scheme: dark" in text
 
 
-def test_nothing_of_a_run_is_markup(tmp_path: Path, step_record: MakeStep) -> None:
-    text = report_html(read_run(write_run(tmp_path, [step_record(0)])))
+def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
+    text = report_html(read_run(write_run(tmp_path, [make_step(0)])))
     assert HOSTILE not in text
     assert "onerror" in Page(text).text, "it is there, as text"
     assert not [name for name, _ in Page(text).attributes if name and name.startswith("on")]
 
 
-def test_a_run_that_goes_on_or_died_early_has_a_report_of_what_there_is(tmp_path: Path, step_record: MakeStep) -> None:
+def test_a_run_that_goes_on_or_died_early_has_a_report_of_what_there_is(tmp_path: Path) -> None:
     none = Page(report_html(read_run(write_run(tmp_path / "none", [], finish=False, evals=False))))
     assert "No step was recorded." in none.text
-    one = Page(report_html(read_run(write_run(tmp_path / "one", [step_record(0)], finish=False, evals=False))))
+    one = Page(report_html(read_run(write_run(tmp_path / "one", [make_step(0)], finish=False, evals=False))))
     assert "Learning" in one.text
     assert "Oldest data" in one.text
     assert "Discarded" not in one.text, "only the end knows"
 
 
-def test_steps_without_numbers_leave_gaps(tmp_path: Path, step_record: MakeStep) -> None:
+def test_steps_without_numbers_leave_gaps(tmp_path: Path) -> None:
     empty = {
         "reward_mean": None, "loss": float("nan"), "grad_norm": float("inf"), "entropy_nats": None, "ess_ratio": None,
         "parity_nats": None, "group_staleness": {}, "token_staleness": {}, "learner_state_s": {},
         "generator_state_s": {}, "buffer_groups": {}, "ledger_groups": {}, "trained": False,
     }  # fmt: skip
-    Page(report_html(read_run(write_run(tmp_path / "some", [step_record(0), step_record(1, **empty), step_record(1)]))))
-    none_trained = write_run(tmp_path / "none", [step_record(0, **empty)], finish=False)
+    Page(report_html(read_run(write_run(tmp_path / "some", [make_step(0), make_step(1, **empty), make_step(1)]))))
+    none_trained = write_run(tmp_path / "none", [make_step(0, **empty)], finish=False)
     assert "steps skipped 1" in " ".join(Page(report_html(read_run(none_trained))).text.split())
 
 
 def test_f21_a_skipped_step_has_no_age_and_lags_behind_the_version_that_it_left(
-    step_record: MakeStep, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn: dict[str, list[float | None]] = {}
 
@@ -170,8 +166,8 @@ def test_f21_a_skipped_step_has_no_age_and_lags_behind_the_version_that_it_left(
     monkeypatch.setattr(report_staleness, "line_chart", capture)
     report_staleness.staleness(
         [
-            step_record(0, published_version=1),
-            step_record(1, published_version=1, trained=False, group_staleness={}, token_staleness={}),
+            make_step(0, published_version=1),
+            make_step(1, published_version=1, trained=False, group_staleness={}, token_staleness={}),
         ],
         limit=2,
     )
@@ -179,25 +175,25 @@ def test_f21_a_skipped_step_has_no_age_and_lags_behind_the_version_that_it_left(
     assert drawn["Lag behind the learner: published"] == [0, 0]
 
 
-def test_a_limit_that_is_far_off_is_told_and_does_not_flatten_the_charts(tmp_path: Path, step_record: MakeStep) -> None:
-    run = write_run(tmp_path, [step_record(step) for step in range(4)], limit=1_000_000)
+def test_a_limit_that_is_far_off_is_told_and_does_not_flatten_the_charts(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [make_step(step) for step in range(4)], limit=1_000_000)
     page = report_html(read_run(run))
     assert len(page) < 200_000
     assert "The limit, 1,000,000 versions, lies beyond the charts." in page
     assert "0 versions" in page
-    near = report_html(read_run(write_run(tmp_path / "near", [step_record(0)], limit=60)))
+    near = report_html(read_run(write_run(tmp_path / "near", [make_step(0)], limit=60)))
     assert "limit 60" in near
     assert "beyond the charts" not in near
 
 
-def test_numbers_whose_difference_overflows_are_gaps(tmp_path: Path, step_record: MakeStep) -> None:
+def test_numbers_whose_difference_overflows_are_gaps(tmp_path: Path) -> None:
     losses = [0.1, 1e308, -1e308, 0.2]
-    run = write_run(tmp_path, [step_record(step, loss=loss) for step, loss in enumerate(losses)])
+    run = write_run(tmp_path, [make_step(step, loss=loss) for step, loss in enumerate(losses)])
     Page(report_html(read_run(run)))
 
 
-def test_a_sample_that_nobody_reads_to_its_end_is_cut(tmp_path: Path, step_record: MakeStep) -> None:
-    run = write_run(tmp_path, [step_record(0)])
+def test_a_sample_that_nobody_reads_to_its_end_is_cut(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [make_step(0)])
     samples = run / "samples" / "step-0.jsonl"
     samples.write_text(samples.read_text().replace("prompt of step 0", "y" * 1_000_000))
     page = report_html(read_run(run))
@@ -205,8 +201,8 @@ def test_a_sample_that_nobody_reads_to_its_end_is_cut(tmp_path: Path, step_recor
     assert "(980,000 more characters)" in page
 
 
-def test_a_long_run_is_drawn_with_few_points(tmp_path: Path, step_record: MakeStep) -> None:
-    steps = [step_record(step) for step in range(5000)]
+def test_a_long_run_is_drawn_with_few_points(tmp_path: Path) -> None:
+    steps = [make_step(step) for step in range(5000)]
     assert len(bins_of(steps, 300)) <= 300
     assert sum(len(chunk) for chunk in bins_of(steps, 300)) == 5000
     assert [len(chunk) for chunk in bins_of(steps[:10], 4)] == [2, 3, 2, 3], "no short last one that stands out"
@@ -215,17 +211,15 @@ def test_a_long_run_is_drawn_with_few_points(tmp_path: Path, step_record: MakeSt
     assert len(text) < 400_000
 
 
-def test_windows_start_at_the_record_before_so_that_totals_can_be_subtracted(step_record: MakeStep) -> None:
-    steps = [step_record(step) for step in range(10)]
+def test_windows_start_at_the_record_before_so_that_totals_can_be_subtracted() -> None:
+    steps = [make_step(step) for step in range(10)]
     windows = windows_of(steps, 3)
     assert [[record.step for record in window] for window in windows] == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
     assert state_shares(windows[1], "learner_state_s")["waiting_for_groups"] == pytest.approx(0.25)
     assert windows_of(steps[:1], 3) == [steps[:1]]
 
 
-def test_the_drift_of_what_was_trained_is_drawn_by_age_from_fresh_to_old(
-    step_record: MakeStep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drift_of_what_was_trained_is_drawn_by_age_from_fresh_to_old(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     monkeypatch.setattr(
         report_staleness,
@@ -234,14 +228,14 @@ def test_the_drift_of_what_was_trained_is_drawn_by_age_from_fresh_to_old(
     )
     drift = {f"abs_log_rho_nats_staleness_{ages}": 0.1 for ages in ("16_to_more", "8_to_15", "1", "0")}
     monkeypatch.setattr(report_staleness, "chart_grid", lambda figures: "")
-    report_staleness.staleness([step_record(0, diagnostics=drift)], limit=2)
+    report_staleness.staleness([make_step(0, diagnostics=drift)], limit=2)
     assert [name for name in names if name.startswith("Drift")] == [
         f"Drift by age: {ages}" for ages in ("0 versions", "1 version", "8 to 15 versions", "16 or more versions")
     ]
 
 
-def test_tokens_of_every_age_have_their_share_of_a_step(step_record: MakeStep) -> None:
-    page = report_staleness.staleness([step_record(0, token_staleness={0: 30, 2: 10})], limit=2)
+def test_tokens_of_every_age_have_their_share_of_a_step() -> None:
+    page = report_staleness.staleness([make_step(0, token_staleness={0: 30, 2: 10})], limit=2)
     data = next(json.loads(found) for found in re.findall(r"json\">(.*?)</script>", page) if "0 versions" in found)
     assert {one["name"]: one["ys"] for one in data["series"]} == {"0 versions": [0.75], "2 versions": [0.25]}
 
@@ -257,8 +251,8 @@ def test_every_state_has_a_color() -> None:
     assert set(GENERATOR_COLORS) == set(GENERATOR_STATES)
 
 
-def test_the_command_prints_where_the_page_is(tmp_path: Path, step_record: MakeStep) -> None:
-    path = write_run(tmp_path, [step_record(0)])
+def test_the_command_prints_where_the_page_is(tmp_path: Path) -> None:
+    path = write_run(tmp_path, [make_step(0)])
     result = CliRunner().invoke(app, [str(path), "--output", str(tmp_path / "other.html")])
     assert result.exit_code == 0
     assert result.output.strip() == str(tmp_path / "other.html")
