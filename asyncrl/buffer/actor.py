@@ -156,6 +156,10 @@ class BufferActor:
 
     # --- deployments --------------------------------------------------------------------------------------------
 
+    async def check(self, deployment: Deployment, shared: dict[str, object]) -> None:
+        """Raises what `attach` would, and changes nothing."""
+        self._members.check(deployment, shared=shared)
+
     async def attach(self, deployment: Deployment, shared: dict[str, object]) -> str:
         """Admits a deployment; the run's nonce."""
         self._members.attach(deployment, shared=shared)

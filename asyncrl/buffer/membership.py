@@ -50,7 +50,12 @@ class Membership:
         self._fingerprint: tuple[str, str] | None = None
 
     def attach(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
-        """Admits a deployment. RunMismatch names the first key that differs, RunLocked the learner that is there."""
+        """Admits a deployment. Raises as `check` does."""
+        self.check(deployment, shared=shared)
+        self._members[deployment.id] = (deployment, self._clock())
+
+    def check(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
+        """Whether it may attach. RunMismatch names the first key that differs, RunLocked the learner that is there."""
         key = first_difference(self._shared, shared)
         if key is not None:
             raise RunMismatch(
@@ -61,7 +66,6 @@ class Membership:
             for other in self.live():
                 if other.role is Role.LEARNER and other.id != deployment.id:
                     raise RunLocked(f"the run has a learner already: pid {other.pid} on {other.host}")
-        self._members[deployment.id] = (deployment, self._clock())
 
     def keep(self, deployment_id: str) -> bool:
         """The deployment lives. False when it is not attached (any more)."""

@@ -34,7 +34,7 @@ def generator(
 
     \b
       ray get-auth-token --generate
-      ray start --head --num-cpus=4
+      RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 ray start --head --num-cpus=4
       asyncrl learner   -c configs/quickstart.yaml          # one terminal
       asyncrl generator -c configs/quickstart.yaml          # another one, or several
     """
@@ -48,17 +48,18 @@ def generator(
         use_ray_token()
         import ray
 
-        from asyncrl.deployment.cluster import join
+        from asyncrl.deployment.cluster import check_admission, join
         from asyncrl.deployment.generators import GeneratorDeployment
 
         async def main(stop: asyncio.Event) -> None:
+            await check_admission(config, role=Role.GENERATOR)
+            logger.info("run %s on Ray at %s: starting %d replicas", name, address, config.generator.replicas)
             prompts = asyncio.create_task(load_prompts(config))
             model = asyncio.create_task(described_model(config, prompts))
             await GeneratorDeployment(config, model_path=model, prompts=prompts).run(stop)
 
-        where = ray_address(config, address)
-        join(where, namespace=config.run.name)
+        name, where = config.run.name, ray_address(config, address)
+        join(where, namespace=name)
         address = ray.get_runtime_context().gcs_address  # what `auto` stands for
-        logger.info("run %s on Ray at %s: starting %d replicas", config.run.name, address, config.generator.replicas)
         run_until_done(main)
         logger.info("generators ended")

@@ -42,10 +42,12 @@ def learner(
     )
 
     use_ray_token()
-    from asyncrl.deployment.cluster import join
+    from asyncrl.deployment.cluster import check_admission, join
 
+    # both before an earlier run's directory is moved aside for this one's
     where = ray_address(config, address)
-    join(where, namespace=config.run.name)  # before an earlier run's directory is moved aside for this one's
+    join(where, namespace=config.run.name)
+    asyncio.run(check_admission(config, role=Role.LEARNER))
     with recorded_run(config, role="learner") as run_dir:
         print_previous(run_dir)
         from rich.console import Console

@@ -1,10 +1,11 @@
-"""Whether what a configuration names is on this machine: files, modules, reasoning-gym's tasks, GPUs.
+"""Whether what a configuration names is on this machine: files, modules, reasoning-gym's tasks, GPUs, cores.
 
 Looked for is what the roles of a command need, and nothing is imported for it: a module's inside, a dataset's rows and
 the hub's models show when the run starts.
 """
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -25,7 +26,9 @@ def check_presence(config: Config, *, roles: Collection[Role]) -> list[str]:
         missing += _reasoning_gym_task(config)
     if missing:
         raise ConfigError("\n".join(missing))
-    return list(_gpus(config, roles))
+    # only a Ray that `asyncrl up` starts is on this machine for certain
+    here = len(roles) == len(Role) and config.ray.address is None
+    return [*_gpus(config), *_cores(config)] if here else []
 
 
 def _builds_environment(config: Config, roles: Collection[Role]) -> bool:
@@ -78,9 +81,8 @@ def _reasoning_gym_task(config: Config) -> Iterator[str]:
         yield f"{_TASK}: reasoning-gym has no {task!r}{suggest(str(task), names)}"
 
 
-def _gpus(config: Config, roles: Collection[Role]) -> Iterator[str]:
-    """Only a Ray that `asyncrl up` starts is on this machine for certain."""
-    if len(roles) < len(Role) or config.ray.address is not None or shutil.which("nvidia-smi") is not None:
+def _gpus(config: Config) -> Iterator[str]:
+    if shutil.which("nvidia-smi") is not None:
         return
     for key, gpus in (("generator.gpus", config.generator.gpus), ("learner.gpus", config.learner.gpus)):
         if gpus > 0:
@@ -88,3 +90,15 @@ def _gpus(config: Config, roles: Collection[Role]) -> Iterator[str]:
                 f"{key} = {gpus:g}, and this machine shows no GPU (it has no nvidia-smi): `asyncrl up` would wait for "
                 "one until ray.placement_timeout_s is over; set it to 0, or ray.address to a cluster that has some"
             )
+
+
+def _cores(config: Config) -> Iterator[str]:
+    """Of engines in parts alone: what waits by spinning leaves no time to the others."""
+    generator, cores = config.generator, len(os.sched_getaffinity(0))
+    spinning = generator.replicas * generator.tensor_parallel_size
+    if generator.gpus == 0 and generator.tensor_parallel_size > 1 and spinning > cores:
+        yield (
+            f"generator.tensor_parallel_size × generator.replicas = {generator.tensor_parallel_size} × "
+            f"{generator.replicas} on CPUs needs {spinning} cores, and this machine has {cores}: the parts of an "
+            "engine wait for each other by spinning, and all is slow; lower them"
+        )

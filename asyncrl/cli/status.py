@@ -1,5 +1,6 @@
 """`asyncrl status`: one screen about a run, from its buffer."""
 
+import sys
 from typing import Annotated
 
 import typer
@@ -14,7 +15,9 @@ app = command_app()
 def status(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")],
     address: RunningAddress = None,
-    json: Annotated[bool, typer.Option("--json", help="Everything that is known, as JSON.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Everything that is known, as JSON: one line, unless on a terminal.")
+    ] = False,
 ) -> None:
     """Show where a run stands: versions, buffer, generators, ledger, who waits for whom."""
     import asyncio
@@ -38,6 +41,7 @@ def status(
         ended = ended_run(run)
         raise RunError(f"{ended}\n{error}" if ended else str(error)) from error
     if json:
-        typer.echo(msgspec.json.encode(found).decode())
+        encoded = msgspec.json.encode(found)
+        typer.echo((msgspec.json.format(encoded, indent=2) if sys.stdout.isatty() else encoded).decode())
     else:
         typer.echo("\n".join(status_lines(found, scraped=scrape(targets_of(found.targets), timeout_s=ANSWER_S))))

@@ -163,7 +163,8 @@ class GeneratorSection(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Share of a GPU's memory that the engine takes."""
     tensor_parallel_size: PositiveInt = 1
-    """Processes that share one engine, each on a GPU of its own; on CPUs (`gpus: 0`) each is a process more."""
+    """Processes that share one engine, each on a GPU of its own; on CPUs (`gpus: 0`) each on a core of its own, for
+    they wait for each other by spinning, and take the time of whatever else runs there."""
     cpus: PositiveFloat = 0.5
     """Logical Ray CPUs of a replica."""
     gpus: NonNegativeFloat = 0.0
@@ -386,7 +387,8 @@ class MetricsSection(Section):
     """Address that the endpoints bind: `127.0.0.1`; with `--allow-public` another one of this machine, or `node`, each
     process's own Ray address, for pools on several machines."""
     learner_port: Port = 0
-    """Port of the learner's endpoint; 0: any free one."""
+    """Port of the learner's endpoint and its `/sd`; 0: any free one. Where it is taken, any free one as well, with a
+    warning: `metrics/targets.json` and `asyncrl status` say which."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that get every step's numbers, each installed as an extra of its name. Where they write is
     theirs to say (`WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`); TensorBoard's files are in the run's

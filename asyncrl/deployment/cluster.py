@@ -97,7 +97,8 @@ def join(address: str, *, namespace: str) -> None:
             ) from error
         raise RunError(
             f"no Ray cluster answers at ray.address = {address!r} ({str(error).splitlines()[0]}); start one with "
-            "`ray start --head --num-cpus=4`, or use `asyncrl up`"
+            "`RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 ray start --head --num-cpus=4`, which this machine alone "
+            "reaches, or use `asyncrl up`"
         ) from error
     warn_of_open_cluster(address)
 
@@ -168,6 +169,17 @@ def deployment_id(role: Role) -> str:
     return f"{role.value}-{secrets.token_hex(3)}"
 
 
+async def check_admission(config: Config, *, role: Role) -> None:
+    """Raises what `enter_run` would raise if the run is there already, before anything is started for a deployment that
+    the run would not take."""
+    try:
+        buffer: Any = ray.get_actor(BUFFER, namespace=config.run.name)
+    except ValueError:
+        return
+    answer = buffer.check.remote(_member(deployment_id(role), role), shared_config(config))
+    await placed(answer, config=config, what="the buffer", cpus=0)
+
+
 async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Sequence[Task]) -> RunHandles:
     """Makes or finds the run's actors and attaches to it.
 
@@ -183,7 +195,7 @@ async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Seque
     )
     weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
     buffer = BufferClient(buffer_handle, timeout_s=timeout_s)
-    member = Deployment(id=deployment, role=role, host=socket.gethostname(), pid=os.getpid())
+    member = _member(deployment, role)
     nonce = await placed(buffer_handle.start.remote(), config=config, what="the buffer", cpus=0)
     await buffer.call("attach", member, shared_config(config))
     return RunHandles(
@@ -192,6 +204,10 @@ async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Seque
         weights=WeightClient(weights_handle, timeout_s=timeout_s),
         nonce=nonce,
     )
+
+
+def _member(deployment: str, role: Role) -> Deployment:
+    return Deployment(id=deployment, role=role, host=socket.gethostname(), pid=os.getpid())
 
 
 def find_run(name: str) -> BufferClient:

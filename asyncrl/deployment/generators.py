@@ -38,6 +38,8 @@ class _Replica:
     def __init__(self, name: str, handle: Any) -> None:
         self.name = name
         self.handle = handle
+        self.begun = False
+        """Whether it was told to start: before, it only imports vLLM."""
         self.processes: ReplicaProcesses | None = None
         self.running: asyncio.Task[None] | None = None
 
@@ -148,6 +150,7 @@ class GeneratorDeployment:
             node_labels=generator.node_labels,
         )
         model_path = await self._model_path
+        replica.begun = True
         replica.processes = await finished(
             replica.handle.start.remote(model_path),
             timeout_s=generator.startup_timeout_s,
@@ -198,7 +201,8 @@ class GeneratorDeployment:
                 await finished(replica.handle.drain.remote(), timeout_s=EXIT_S, what=f"draining {replica.name}")
                 async with asyncio.timeout(grace_s):
                     await asyncio.wait([replica.running])
-            await finished(replica.handle.shutdown.remote(), timeout_s=EXIT_S, what=f"ending {replica.name}")
+            if replica.begun:
+                await finished(replica.handle.shutdown.remote(), timeout_s=EXIT_S, what=f"ending {replica.name}")
         except Exception as error:
             logger.warning("replica %s did not end cleanly: %s", replica.name, error)
         finally:

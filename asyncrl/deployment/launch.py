@@ -58,16 +58,21 @@ async def fitting_prompts(config: Config, prompts: Prompts, *, tokenizer: Any) -
     return await asyncio.to_thread(look)
 
 
+def _for_workers(model: str) -> str:
+    """A folder by its whole path: the processes of a Ray cluster work where that was started, not where we were."""
+    return os.path.abspath(model) if os.path.isdir(model) else model
+
+
 async def described_model(config: Config, prompts: "asyncio.Task[Prompts]") -> str:
     """Path of the model as engines need it: of a tiny one config and tokenizer, the weights come from the learner."""
     if config.model.tiny is None:
-        return config.model.path
+        return _for_workers(config.model.path)
     await prompts  # threads that import at the same time see modules that are half made
 
     def describe() -> str:
         from asyncrl.policy.tiny_model import ensure_description
 
-        return ensure_description(config)
+        return _for_workers(ensure_description(config))
 
     return await asyncio.to_thread(describe)
 
@@ -83,14 +88,17 @@ async def ready_model(
     def build() -> str:
         from asyncrl.policy.tiny_model import ensure_model
 
-        return ensure_model(config, tasks=(tasks.train, tasks.heldout), report=report)
+        return _for_workers(ensure_model(config, tasks=(tasks.train, tasks.heldout), report=report))
 
     return await asyncio.to_thread(build)
 
 
 @contextlib.contextmanager
 def log_to(path: Path | None) -> Iterator[None]:
-    """Everything that is logged goes to `path`, warnings to stderr as well; without a path, all of it to stderr."""
+    """Everything that is logged goes to `path`, warnings to stderr as well; without a path, all of it to stderr.
+
+    An error that ends what is logged goes to `path` with its traceback: on stderr it is the command's to say.
+    """
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if path is not None:
         handlers[0].setLevel(logging.WARNING)
@@ -102,6 +110,11 @@ def log_to(path: Path | None) -> Iterator[None]:
         root.addHandler(handler)
     try:
         yield
+    except Exception as error:
+        if path is not None:
+            handlers[0].setLevel(logging.CRITICAL + 1)
+            logger.error("ended by an error", exc_info=error)
+        raise
     finally:
         for handler in handlers:
             root.removeHandler(handler)

@@ -9,7 +9,8 @@
 
 Only the learner writes here, while it holds `lock` by flock: the kernel lets go of it when the process dies, so that a
 dead holder needs no clean-up. An earlier run of the same name is moved aside to `<name>.1`, `<name>.2`, …, never
-overwritten. A log that cannot be written (F27) is reported and does not end training.
+overwritten; of a start that failed before it recorded anything there is only the log to keep, and the next run goes on
+in its directory. A log that cannot be written (F27) is reported and does not end training.
 """
 
 import fcntl
@@ -34,6 +35,9 @@ from asyncrl.errors import ConfigError, RunLocked
 from asyncrl.learner.records import EvalRecord, RunInfo, SampleRecord, StepRecord, Summary
 
 logger = logging.getLogger(__name__)
+
+OF_EVERY_START = {"config.yaml", "run.json", "lock", "logs", "metrics", "samples", "report.html"}
+"""What a directory holds before its run has recorded anything."""
 
 
 class RunDir:
@@ -158,6 +162,8 @@ class RunDir:
         """run.json comes last: it is what makes the directory a run that a later one must not overwrite."""
         for folder in ("logs", "metrics", "samples"):
             (self.path / folder).mkdir(exist_ok=True)
+        for left in (self.path / "report.html", self.targets_path):  # of a start that failed: they speak of no other
+            left.unlink(missing_ok=True)
         comments = "".join(f"# {key}: {value}\n" for key, value in provenance().items())
         write_atomically(self.path / "config.yaml", (comments + dump_config(config)).encode())
         self._write_info()
@@ -194,7 +200,7 @@ class _Taken:
 
 
 def _take(path: Path, info: RunInfo) -> _Taken:
-    """Lock `path`, moving an ended run's directory aside first. RunLocked when its run is alive."""
+    """Lock `path`, moving the directory of an ended run with records aside first. RunLocked when its run is alive."""
     previous: Path | None = None
     while True:
         path.mkdir(parents=True, exist_ok=True)
@@ -216,7 +222,7 @@ def _take(path: Path, info: RunInfo) -> _Taken:
             current = False
         if not current:
             lock.close()
-        elif (path / "run.json").exists():
+        elif (path / "run.json").exists() and _has_records(path):
             previous = path.rename(_free_name(path))
             lock.close()
         else:
@@ -224,6 +230,10 @@ def _take(path: Path, info: RunInfo) -> _Taken:
             lock.write(f"pid {info.pid} on {info.host} since {info.started}\n".encode())
             lock.flush()
             return _Taken(lock=lock, previous=previous)
+
+
+def _has_records(path: Path) -> bool:
+    return any(entry.name not in OF_EVERY_START for entry in path.iterdir()) or any((path / "samples").glob("*"))
 
 
 def _free_name(path: Path) -> Path:

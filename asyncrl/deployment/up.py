@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.buffer.membership import Role
 from asyncrl.config.schema import Config
-from asyncrl.deployment.cluster import join, start_local
+from asyncrl.deployment.cluster import check_admission, join, start_local
 from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.launch import Prompts, described_model, load_prompts, ready_model
 from asyncrl.deployment.run_dir import RunDir
@@ -46,6 +47,7 @@ class Up:
         else:
             self._say(f"joining Ray at {config.ray.address}")
             join(config.ray.address, namespace=config.run.name)
+            await check_admission(config, role=Role.LEARNER)
             self._run_dir.started_ray(config.ray.address)
         prompts = asyncio.create_task(load_prompts(config), name="prompts")
         described = asyncio.create_task(described_model(config, prompts), name="described model")

@@ -154,7 +154,8 @@ def _bind(handler: type[_Handler], *, host: str, port: int) -> _Server:
                 raise
             server = server_class((host, 0), handler)
             logger.warning(
-                "metrics port %d on %s cannot be had (%s): serving on %d instead",
+                "metrics.learner_port = %d cannot be had on %s (%s): metrics and /sd are on %d instead, as "
+                "metrics/targets.json says too; end who has it, or name another port",
                 port,
                 host,
                 error.strerror,

@@ -28,6 +28,18 @@ def test_a_deployment_with_another_config_is_refused_by_the_key_that_differs() -
     assert members.live() == []
 
 
+def test_who_only_asks_whether_it_may_attach_is_no_member() -> None:
+    members = membership(Clock())
+    shared = {"staleness.max_versions": 2, "run.seed": 0}
+    members.check(deployment("l1", Role.LEARNER), shared=shared)
+    assert members.live() == []
+    with pytest.raises(RunMismatch):
+        members.check(deployment("g", Role.GENERATOR), shared=shared | {"run.seed": 1})
+    members.attach(deployment("l1", Role.LEARNER), shared=shared)
+    with pytest.raises(RunLocked):
+        members.check(deployment("l2", Role.LEARNER), shared=shared)
+
+
 def test_f35_a_second_learner_is_refused_and_told_who_holds_the_run() -> None:
     members = membership(Clock())
     shared = {"staleness.max_versions": 2, "run.seed": 0}

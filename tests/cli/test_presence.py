@@ -1,5 +1,6 @@
 """What a configuration names and this machine lacks: missed before anything starts, only where it is needed."""
 
+import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -103,6 +104,21 @@ def test_gpus_that_this_machine_lacks_are_a_warning_where_ray_is_to_run_here(mon
     assert warnings(*wanted, roles=[Role.LEARNER]) == [], "it joins a cluster, whose machines have their own"
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert warnings(*wanted) == []
+
+
+def test_parts_of_engines_without_a_core_each_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warnings(*overrides: str) -> list[str]:
+        return check_presence(load_config([QUICKSTART], overrides), roles=tuple(Role))
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    two_parts = "generator.tensor_parallel_size=2"
+    assert warnings(two_parts, "generator.replicas=2") == []
+    [warning] = warnings(two_parts, "generator.replicas=3")
+    assert "2 × 3 on CPUs needs 6 cores, and this machine has 4" in warning
+    assert warnings("generator.replicas=6") == [], "whole engines take turns"
+    assert warnings(two_parts, "generator.replicas=3", "ray.address='10.0.0.7:6379'") == []
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert warnings(two_parts, "generator.replicas=3", "generator.gpus=2") == []
 
 
 def test_f28_config_check_reports_what_is_missing_beside_the_rules_that_are_broken() -> None:

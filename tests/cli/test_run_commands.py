@@ -1,14 +1,20 @@
 """What the commands about runs say of them."""
 
+import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
 from asyncrl.cli.options import print_previous
+from asyncrl.cli.status import status
 from asyncrl.config.schema import Config
+from asyncrl.deployment import cluster
 from asyncrl.deployment.run_dir import RunDir
+from asyncrl.metrics.discovery import Target
 
 runner = CliRunner()
 
@@ -21,6 +27,7 @@ def test_a_run_says_where_the_one_before_it_went(tmp_path: Path, capsys: pytest.
     for said in ("", f"note: the previous run is now {tmp_path / 'quick.1'}\n"):
         with run_in(tmp_path) as run:
             print_previous(run)
+            (run.path / "steps.jsonl").touch()
         assert capsys.readouterr().err == said
 
 
@@ -56,3 +63,20 @@ def test_only_commands_that_read_a_config_promise_its_address(command: str, has_
     text = " ".join(runner.invoke(app, [command, "--help"]).stdout.split())
     assert ("the config's ray.address" in text) is has_config
     assert ("RAY_ADDRESS" in text) is not has_config
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_json_is_a_line_for_programs_and_indented_on_a_terminal(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def answer() -> Target:
+        return Target(role="buffer", replica="buffer", address="127.0.0.1:1")
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # the command would leave it in our environment
+    monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
+    monkeypatch.setattr(cluster, "find_run", lambda _: SimpleNamespace(status=answer))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    status("quick", json=True)
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == {"role": "buffer", "replica": "buffer", "address": "127.0.0.1:1"}
+    assert len(printed.splitlines()) == (5 if terminal else 1)

@@ -28,6 +28,18 @@ def test_the_report_of_a_failed_run_names_the_cause(tmp_path: Path) -> None:
     assert "the buffer is gone" in page
 
 
+def test_the_log_of_a_failed_run_says_why_and_stderr_is_left_to_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RunError), recorded_run(config_in(tmp_path), role="up") as run_dir:
+        raise RunError("vLLM did not start") from KeyError("kv_cache")
+    log = run_dir.log_path("up", 0).read_text()
+    assert " ERROR asyncrl.deployment.launch: " in log
+    assert "KeyError: 'kv_cache'" in log
+    assert log.endswith("RunError: vLLM did not start\n")
+    assert "vLLM did not start" not in capsys.readouterr().err
+
+
 def test_f35_a_run_that_is_refused_leaves_the_other_ones_report_alone(tmp_path: Path) -> None:
     with recorded_run(config_in(tmp_path), role="up") as run_dir:
         with pytest.raises(RunLocked), recorded_run(config_in(tmp_path), role="up"):

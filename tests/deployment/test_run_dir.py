@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,7 @@ def test_f35_a_holder_in_another_process_is_named_and_its_death_frees_the_direct
         "import sys; from pathlib import Path; from asyncrl.config.schema import Config\n"
         "from asyncrl.deployment.run_dir import RunDir\n"
         "run = RunDir.create(Config.model_validate({'run': {'name': 'quick', 'dir': sys.argv[1]}}))\n"
+        "(run.path / 'steps.jsonl').touch()\n"
         "print(run.nonce, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -133,6 +135,41 @@ def test_a_rerun_moves_what_ended_aside_and_loses_nothing(tmp_path: Path) -> Non
     assert [run_json(place)["nonce"] for place in places] == nonces
     assert previous == [None, tmp_path / "quick.1", tmp_path / "quick.2"]
     assert [read_lines(place / "steps.jsonl", StepRecord)[0].step for place in places] == [1, 2, 3]
+
+
+def test_a_start_that_recorded_nothing_leaves_its_log_and_the_next_run_has_the_name(tmp_path: Path) -> None:
+    for number in range(2):
+        failed = RunDir.create(config_in(tmp_path))
+        with failed.log_path("up", 0).open("a") as log:
+            log.write(f"why {number}\n")
+        for left in (failed.path / "report.html", failed.targets_path):
+            left.write_text("of this start")
+        failed.close(state="failed", reason="no engine")
+    with RunDir.create(config_in(tmp_path)) as run:
+        assert run.previous is None
+        assert [entry.name for entry in tmp_path.iterdir()] == ["quick"]
+        assert run.log_path("up", 0).read_text() == "why 0\nwhy 1\n"
+        assert not (run.path / "report.html").exists(), "it would tell of another run's end"
+        assert not run.targets_path.exists(), "its endpoints are gone"
+        assert run_json(run.path)["nonce"] == run.nonce
+
+
+RECORDS: dict[str, Callable[[RunDir], object]] = {
+    "an evaluation": lambda run: run.append_eval(EvalRecord(version=0, wall_s=9.0, prompts=128, reward_mean=0.4)),
+    "samples": lambda run: (run.path / "samples" / "step-0.jsonl").write_text("{}"),
+    "weights": lambda run: (run.path / "checkpoints").mkdir(),
+    "a user's file": lambda run: (run.path / "notes.txt").write_text("why"),
+}
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+def test_whatever_a_failed_run_recorded_is_moved_aside(record: Callable[[RunDir], object], tmp_path: Path) -> None:
+    failed = RunDir.create(config_in(tmp_path))
+    record(failed)
+    failed.close(state="failed", reason="no engine")
+    with RunDir.create(config_in(tmp_path)) as run:
+        assert run.previous == tmp_path / "quick.1"
+        assert run_json(run.previous)["nonce"] == failed.nonce
 
 
 def test_a_lock_on_a_directory_that_was_just_moved_aside_does_not_count(

@@ -1,15 +1,20 @@
-"""The Ray that `asyncrl up` starts: all of its sockets on this machine's own address, no answer without its token."""
+"""The Ray that `asyncrl up` starts, and the one of the README's two terminals: all sockets on this machine's own
+address, no answer without the token."""
 
 import json
 import os
 import secrets
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from conftest import REPOSITORY
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -30,6 +35,7 @@ listening = [
 print(json.dumps({"address": address, "listening": listening}), flush=True)
 sys.stdin.read()
 """
+README = REPOSITORY / "README.md"
 STDERR = "stderr of the one that started it"
 JOIN = """
 import sys
@@ -107,3 +113,32 @@ def test_nobody_joins_it_without_its_token(
     assert "answer" not in done.stdout
     assert "refuses our token; set RAY_AUTH_TOKEN" in done.stderr.splitlines()[-1]
     assert (tmp_path / ".ray" / "auth_token").exists() is False
+
+
+def test_the_readmes_head_is_of_this_machine_alone_and_is_joined(tmp_path: Path) -> None:
+    [line] = [line for line in README.read_text().splitlines() if "ray start --head" in line]
+    variables, arguments = line.split(" ray ")
+    once = ["--block", "--port=0", "--include-dashboard=false", "--disable-usage-stats"]
+    command = ["env", variables, sys.executable, "-m", "ray.scripts.scripts", *arguments.split(), *once]
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with tempfile.TemporaryDirectory(prefix="r") as folder:  # pytest's is too long for the names of Ray's sockets
+        head = psutil.Popen(
+            command, env=environment(tmp_path, RAY_TMPDIR=folder, **token),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            written = Path(folder, "ray", "ray_current_cluster")
+            while not (written.exists() and (address := written.read_text())):
+                assert head.poll() is None, "Ray did not start"
+                time.sleep(0.2)  # polling another process
+            done = joined(address, tmp_path, **token)
+            assert "answer 7" in done.stdout, done.stderr
+            family = [head, *head.children(recursive=True)]
+            sockets = [each for process in family for each in process.net_connections("inet")]
+            listening = {each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.status == psutil.CONN_LISTEN}
+            assert listening == {"127.0.0.1"}
+        finally:
+            family = [head, *head.children(recursive=True)]
+            head.terminate()
+            for left in psutil.wait_procs(family, timeout=30)[1]:
+                left.kill()

@@ -106,12 +106,14 @@ def test_ipv6_addresses_are_written_with_brackets() -> None:
 def test_f31_a_taken_port_becomes_a_free_one_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, caplog.at_level(logging.WARNING):
         port = taken.getsockname()[1]
-        with MetricsServer(LearnerMetrics().registry, host="127.0.0.1", port=port) as running:
-            assert running.port != port
+        registry = LearnerMetrics().registry
+        with MetricsServer(registry, host="127.0.0.1", port=port, discovery=lambda: b'["here"]') as running:
+            assert running.address == f"127.0.0.1:{running.port}" != f"127.0.0.1:{port}"
             assert "asyncrl_learner_policy_version" in scrape(running.url)
+            assert scrape(f"http://{running.address}/sd") == '["here"]'
     (record,) = caplog.records
-    assert str(port) in record.getMessage()
-    assert str(running.port) in record.getMessage()
+    assert f"metrics.learner_port = {port} cannot be had" in record.getMessage()
+    assert f"metrics and /sd are on {running.port} instead" in record.getMessage()
 
 
 def test_f31_scrapers_that_say_nothing_or_do_not_read_hold_up_nobody(

@@ -1,0 +1,114 @@
+"""A deployment that the run would not take is told so before anything is started for it."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.buffer.membership import Deployment, Membership, Role
+from asyncrl.cli.main import app
+from asyncrl.config.load import shared_config
+from asyncrl.config.schema import Config
+from asyncrl.deployment import cluster, generators, launch, up
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.errors import RunLocked, RunMismatch
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def a_run_is_there(config: Config, monkeypatch: pytest.MonkeyPatch) -> Membership:
+    """The members of the run that the cluster has."""
+    members = Membership(shared=shared_config(config), timeout_s=10.0, clock=lambda: 0.0)
+
+    async def check(member: Deployment, shared: dict[str, object]) -> None:
+        members.check(member, shared=shared)
+
+    def get_actor(name: str, *, namespace: str) -> Any:
+        if (name, namespace) != ("buffer", config.run.name):
+            raise ValueError("no such actor")
+        return SimpleNamespace(check=SimpleNamespace(remote=check))
+
+    monkeypatch.setattr(cluster.ray, "get_actor", get_actor)
+    return members
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_is_there_is_asked_and_one_that_is_not_takes_everybody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = Config()
+    members = a_run_is_there(config, monkeypatch)
+    other = Config.model_validate({"eval": {"prompts": 16}})
+    for role in Role:
+        await cluster.check_admission(config, role=role)
+        with pytest.raises(RunMismatch, match=r"eval\.prompts = 16, but the run was started with 128"):
+            await cluster.check_admission(other, role=role)
+    assert members.live() == []
+    await cluster.check_admission(
+        Config.model_validate({"run": {"name": "another"}, "eval": {"prompts": 16}}), role=role
+    )
+
+    members.attach(Deployment(id="l", role=Role.LEARNER, host="h", pid=7), shared=shared_config(config))
+    await cluster.check_admission(config, role=Role.GENERATOR)
+    with pytest.raises(RunLocked, match="pid 7 on h"):
+        await cluster.check_admission(config, role=Role.LEARNER)
+
+
+@pytest.mark.parametrize("command", ["generator", "learner"])
+def test_what_is_refused_has_started_nothing_and_says_one_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("something was started")
+
+    async def refused(config: Config, *, role: Role) -> None:
+        raise RunMismatch(f"not this {role}")
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # the command would leave it in our environment
+    monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
+    monkeypatch.setattr(cluster, "check_admission", refused)
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379"))
+    monkeypatch.setattr(launch, "load_prompts", started)
+    monkeypatch.setattr(generators.ray, "remote", started)
+    result = CliRunner().invoke(app, [command, "-c", str(QUICKSTART), f"run.dir={tmp_path / 'runs'}"])
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == f"error: not this {command}"
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.asyncio
+async def test_up_on_a_cluster_that_has_the_run_starts_nothing_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"run": {"dir": str(tmp_path)}, "ray": {"address": "10.0.0.7:6379"}})
+    members = a_run_is_there(config, monkeypatch)
+    members.attach(Deployment(id="l", role=Role.LEARNER, host="h", pid=7), shared=shared_config(config))
+    monkeypatch.setattr(up, "join", lambda *_, **__: None)
+    monkeypatch.setattr(up, "load_prompts", None)
+    with RunDir.create(config) as run_dir:
+        run = up.Up(config, run_dir=run_dir, started_s=0.0, show=lambda _: None, report=lambda _: None)
+        with pytest.raises(RunLocked, match="pid 7 on h"):
+            await run.run(asyncio.Event())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_replica_that_was_not_told_to_start_is_ended_without_a_word(
+    begun: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+
+    async def shutdown() -> None:
+        said.append("shutdown")
+
+    handle = SimpleNamespace(shutdown=SimpleNamespace(remote=shutdown))
+    monkeypatch.setattr(generators.ray, "kill", lambda *_, **__: said.append("kill"))
+    replica = generators._Replica("generator-a", handle)
+    replica.begun = begun
+    never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    await generators.GeneratorDeployment(Config(), model_path=never, prompts=never)._end([replica])
+    assert said == (["shutdown", "kill"] if begun else ["kill"])
+    assert caplog.text == ""

@@ -1,0 +1,46 @@
+"""Where the processes of a Ray cluster look for the model: they work in another directory than the commands do."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import load_config
+from asyncrl.deployment.launch import Prompts, described_model, ready_model
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def paths(*overrides: str) -> set[str]:
+    """Of the engines and of the ranks."""
+    config = load_config([QUICKSTART], [*overrides])
+
+    async def none() -> Prompts:
+        return Prompts(train=(), heldout=())
+
+    async def both() -> set[str]:
+        prompts = asyncio.create_task(none())
+        described = asyncio.create_task(described_model(config, prompts))
+        return {await described, await ready_model(config, prompts, described, report=lambda _: None)}
+
+    return asyncio.run(both())
+
+
+def test_a_folder_goes_by_its_whole_path_and_a_model_of_the_hub_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert paths("model.tiny=null", "model.path=mine") == {str(tmp_path / "mine")}
+    assert paths("model.tiny=null", "model.path=Qwen/Qwen2.5-0.5B") == {"Qwen/Qwen2.5-0.5B"}
+
+
+@pytest.mark.slow
+def test_a_tiny_model_that_is_built_here_goes_by_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny = ["model.tiny.warmup_steps=0", "model.tiny.hidden_size=32", "model.tiny.layers=1", "model.tiny.heads=1"]
+    told = paths("model.path=models/mine", *tiny)
+    assert all(Path(path).is_absolute() and Path(path).is_dir() for path in told), told
+    assert str(tmp_path / "models" / "mine") in told
