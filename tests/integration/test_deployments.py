@@ -16,9 +16,9 @@ import psutil
 import pytest
 from conftest import QUICKSTART, REPOSITORY, Command, Run, engines_of, ray_session, small_overrides
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-READY_S = 150
+READY_S = 240
 SLOTS_OF_SECOND = 5
 
 Engines = Callable[[], set[int]]
