@@ -1,6 +1,7 @@
 """The Ray that `asyncrl up` starts, and the one of the README's two terminals: all sockets on this machine's own
 address, no answer without the token."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -21,17 +22,19 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 START = """
 from asyncrl.deployment.launch import use_ray_token
 use_ray_token(own=True)
-import json, logging, sys, psutil, ray
+import contextlib, json, logging, sys, psutil, ray
 from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import start_local
 address = start_local(Config())
 ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=60)
-listening = [
-    [process.name(), connection.laddr.ip]
-    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]
-    for connection in process.net_connections("inet")
-    if connection.status == psutil.CONN_LISTEN
-]
+listening = []
+for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        listening += [
+            [process.name(), connection.laddr.ip]
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
 print(json.dumps({"address": address, "listening": listening}), flush=True)
 sys.stdin.read()
 """
@@ -133,8 +136,10 @@ def test_the_readmes_head_is_of_this_machine_alone_and_is_joined(tmp_path: Path)
                 time.sleep(0.2)  # polling another process
             done = joined(address, tmp_path, **token)
             assert "answer 7" in done.stdout, done.stderr
-            family = [head, *head.children(recursive=True)]
-            sockets = [each for process in family for each in process.net_connections("inet")]
+            sockets = []
+            for process in [head, *head.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    sockets += process.net_connections("inet")
             listening = {each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.status == psutil.CONN_LISTEN}
             assert listening == {"127.0.0.1"}
         finally:

@@ -238,9 +238,9 @@ def test_a_critic_learns_beside_a_policy_that_waits_for_it(run_command: Run, mod
 def test_f35_a_second_run_on_the_same_directory_is_refused_at_once_and_the_first_goes_on(
     run_command: Run, model_path: str, tmp_path: Path
 ) -> None:
-    """The first one may start two groups a second, and says at its end that this is what it waits for."""
+    """The first one may start a group a second, and says at its end that this is what it waits for."""
     arguments = ["up", "-c", str(QUICKSTART), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path)]
-    slow = ["learner.total_steps=5", "generator.max_starts_per_s=2", "eval.prompts=0"]
+    slow = ["learner.total_steps=4", "generator.max_starts_per_s=1", "eval.prompts=0"]
     first = run_command(*arguments, *slow)
     first.wait_for((tmp_path / "test" / "run.json").exists, timeout_s=60, what="the run's directory")
     second = run_command(*arguments)
