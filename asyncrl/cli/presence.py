@@ -48,6 +48,12 @@ def _model(config: Config) -> Iterator[str]:
     path = config.model.path
     if config.model.tiny is None and path.startswith(("/", "./", "../", "~")) and not Path(path).is_dir():
         yield f"model.path = {path}: there is no such directory; name one, or a model of the hub"
+    run = config.run.dir / config.run.name
+    if config.model.tiny is None and Path(path).resolve().is_relative_to(run.resolve()):
+        yield (
+            f"model.path = {path}: it is in {run}, which is moved aside for the next run of that name; choose another "
+            "run.name"
+        )
 
 
 def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:

@@ -363,7 +363,9 @@ class WeightsSection(Section):
 
 
 class CheckpointSection(Section):
-    """What a run keeps of its weights: `checkpoints/step-N/hf/` in its directory, for vLLM and transformers."""
+    """What a run keeps of its weights: `checkpoints/step-N/hf/` in its directory, for vLLM and transformers.
+
+    Nothing is trained while one is written, which may take `run.stall_timeout_s` at most."""
 
     every_steps: NonNegativeInt = 100
     """Steps from one checkpoint to the next; 0 writes one at the run's end only, which is always written."""

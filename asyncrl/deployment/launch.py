@@ -118,7 +118,10 @@ def log_to(path: Path | None) -> Iterator[None]:
     finally:
         for handler in handlers:
             root.removeHandler(handler)
-            handler.close()
+            try:
+                handler.close()
+            except OSError as error:  # the disk is full: what ended the run is not to be hidden by it
+                logger.error("the log %s is not whole: %s", path, error)
 
 
 @contextlib.contextmanager

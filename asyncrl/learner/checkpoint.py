@@ -6,17 +6,18 @@ What must hold: one that cannot be written costs nothing but itself: training go
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncrl.config.schema import CheckpointSection
 from asyncrl.errors import CheckpointError
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.policy.complete_directory import COMPLETE
+from asyncrl.policy.complete_directory import COMPLETE, discard
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +71,18 @@ class Checkpoints:
 
     def _drop_old(self) -> None:
         """All but the newest; what a save left that did not end is no checkpoint."""
-        try:
+        with self._warning():
             found = {int(match[1]): path for path in self._folder.iterdir() if (match := _STEP.fullmatch(path.name))}
-            whole = [step for step, path in found.items() if (path / "hf" / COMPLETE).exists()]
-            for step in found.keys() - sorted(whole)[-self._config.keep :]:
-                shutil.rmtree(found[step])
+            whole = sorted(step for step, path in found.items() if (path / "hf" / COMPLETE).exists())
+            for step in found.keys() - whole[-self._config.keep :]:
+                with self._warning():  # one that stays is no reason for others to stay
+                    if step in whole:
+                        discard(found[step] / "hf")
+                    shutil.rmtree(found[step])
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             logger.warning("old checkpoints in %s could not be removed: %s", self._folder, error)

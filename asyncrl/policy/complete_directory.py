@@ -3,11 +3,13 @@
     prepare(path)                       # an empty `unfinished(path)` to write in
     finish(path, save_id="…")           # that is whole now
     publish(path)                       # and has the place of what was at `path`
+    discard(path)                       # when nobody needs it any more
 
 What must hold: killed at any point, `complete(path)` still finds the last directory that was published, if there ever
-was one.
+was one and it was not discarded; and what is at `path` is whole.
 """
 
+import os
 import shutil
 from pathlib import Path
 
@@ -46,8 +48,11 @@ def prepare(path: Path) -> None:
 
 
 def finish(path: Path, *, save_id: str) -> None:
-    """What is in `unfinished(path)` is all of it."""
+    """What is in `unfinished(path)` is all of it. It is on the disk first: a machine that dies keeps it too."""
     marker = Marker(save_id=save_id, files=sizes(unfinished(path)))
+    for name in marker.files:
+        with (unfinished(path) / name).open("rb") as file:
+            os.fsync(file.fileno())
     write_atomically(unfinished(path) / COMPLETE, msgspec.json.encode(marker))
 
 
@@ -58,6 +63,13 @@ def publish(path: Path) -> None:
         path.rename(_replaced(path))
     unfinished(path).rename(path)
     shutil.rmtree(_replaced(path), ignore_errors=True)
+
+
+def discard(path: Path) -> None:
+    """Removes the directory at `path`, which is not there any more before its first file is gone."""
+    shutil.rmtree(unfinished(path), ignore_errors=True)
+    path.rename(unfinished(path))
+    shutil.rmtree(unfinished(path))
 
 
 def complete(path: Path) -> tuple[Path, Marker]:

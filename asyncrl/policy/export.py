@@ -14,6 +14,8 @@ from asyncrl.policy import complete_directory
 from asyncrl.policy.checkpoint import on_first_rank
 from asyncrl.policy.sharded import gather_weights
 
+_WEIGHTS = "model.safetensors"
+
 
 def save_hf(
     model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtype: torch.dtype, group: dist.ProcessGroup
@@ -35,11 +37,11 @@ def save_hf(
         unfinished = complete_directory.unfinished(path)
         try:
             _write_hf(model, weights, tokenizer_path=tokenizer_path, path=unfinished, dtype=dtype)
+            complete_directory.finish(path, save_id=uuid.uuid4().hex)
+            complete_directory.publish(path)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full of it
             raise
-        complete_directory.finish(path, save_id=uuid.uuid4().hex)
-        complete_directory.publish(path)
 
     on_first_rank(write, group=group)
 
@@ -49,10 +51,12 @@ def _write_hf(
 ) -> None:
     """Not `model.save_pretrained`: FSDP renames the model's class, and the config would name one that no one knows;
     the config itself still says what the model was loaded from."""
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, path / _WEIGHTS, metadata={"format": "pt"})
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(path)
+    # safetensors writes for its owner alone: whoever may read the rest may serve it
+    (path / _WEIGHTS).chmod((path / "config.json").stat().st_mode)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(path)
     AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(path)

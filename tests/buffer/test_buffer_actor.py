@@ -10,14 +10,18 @@ import pytest
 from buffer_scenes import finished
 
 from asyncrl.buffer.actor import BufferActor, Failure, ReplicaReport
+from asyncrl.buffer.membership import Deployment, Role
 from asyncrl.buffer.records import CommitOutcome, Refusal, Reservation, Version
+from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
-from asyncrl.errors import FailureClass
+from asyncrl.errors import FailureClass, RunLocked
 from asyncrl.metrics.catalogue import REPLICA_STATES
 
 FAR_S = 60.0
 NOW = Version(1, 0)
+CONFIG = {"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max_versions": 0}}
+"""Room for two groups: η = 0, two groups a step."""
 
 
 class ClearedRows:
@@ -31,10 +35,7 @@ class ClearedRows:
 
 
 def actor(rows: ClearedRows, *, clock: Callable[[], float] = time.monotonic) -> BufferActor:
-    """Room for two groups: η = 0, two groups a step."""
-    config = Config.model_validate(
-        {"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max_versions": 0}}
-    )
+    config = Config.model_validate(CONFIG)
     tasks = [Task(question=str(i), prompt=str(i), answer="") for i in range(20)]
     return BufferActor(config=config, tasks=tasks, nonce="n", rows=rows, clock=clock)  # type: ignore[arg-type]
 
@@ -136,6 +137,18 @@ async def test_metrics_show_replicas_by_state_and_an_account_that_closes_while_g
     assert shown == {"generating": 1, "waiting": 1, "without_weights": 1, "silent": 0}
     assert read("asyncrl_ledger_issued_groups_total") == 2
     assert read("asyncrl_ledger_unaccounted_groups") == 0
+
+
+@pytest.mark.asyncio
+async def test_who_asks_whether_it_may_join_has_not_joined() -> None:
+    buffer = actor(ClearedRows())
+    shared = shared_config(Config.model_validate(CONFIG))
+    learners = [Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second")]
+    for learner in learners:
+        await buffer.check(learner, shared)
+    await buffer.attach(learners[0], shared)
+    with pytest.raises(RunLocked):
+        await buffer.check(learners[1], shared)
 
 
 @pytest.mark.asyncio

@@ -50,6 +50,18 @@ def test_f28_a_model_s_directory_that_does_not_exist_is_missed(tmp_path: Path) -
     assert missing("model.tiny=null", "model.path=Qwen/Qwen3-0.6B") == [], "the hub's, as far as can be told"
 
 
+def test_f28_a_run_does_not_begin_with_what_its_own_start_moves_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "runs" / "quickstart" / "checkpoints" / "step-20" / "hf"
+    model.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for path in (model, model.relative_to(tmp_path)):
+        [line] = missing("model.tiny=null", f"model.path={path}")
+        assert line.startswith(f"model.path = {path}: it is in runs/quickstart, which is moved aside")
+        assert missing("model.tiny=null", f"model.path={path}", "run.name=second") == []
+
+
 @pytest.mark.parametrize(
     ("key", "roles"),
     [

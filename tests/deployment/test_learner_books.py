@@ -4,17 +4,21 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from made_up_run import TOTALS, make_step
 
+from asyncrl.buffer.actor import RunStatus
 from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.deployment import learner
+from asyncrl.deployment.launch import Prompts
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import RunError
+from asyncrl.errors import RunError, StallError
 from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.records import RunTotals
 from asyncrl.metrics.discovery import Target
 from asyncrl.metrics.recorders import LearnerMetrics
 
@@ -72,6 +76,44 @@ async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
         deployment._checkpoints._save_hf = dead
         await deployment._rescue_weights()
     assert "could not be saved: rank 0 is gone" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_what_a_failed_run_has_trained_is_saved_while_its_ranks_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    done: list[str] = []
+
+    async def nothing(*_: object, **__: object) -> None:
+        pass
+
+    async def status() -> RunStatus:
+        raise TimeoutError
+
+    async def run_of(*_: object, **__: object) -> Any:
+        return SimpleNamespace(buffer=SimpleNamespace(call=nothing, status=status))
+
+    async def fail(*_: object) -> RunTotals:
+        raise StallError("nothing moves")
+
+    async def rescue() -> None:
+        done.append("saved")
+
+    monkeypatch.setattr(learner, "enter_run", run_of)
+    monkeypatch.setattr(learner, "leave_run", nothing)
+    monkeypatch.setattr(learner, "keep_attached", nothing)
+    ranks = SimpleNamespace(shutdown=lambda: done.append("ended"))
+    monkeypatch.setattr(learner, "TQPolicy", lambda *_, **__: ranks)
+    with RunDir.create(config) as run:
+        deployment = deployment_in(run, config)
+        deployment._prompts = asyncio.sleep(0, Prompts(train=(), heldout=()))
+        deployment._model_path = asyncio.sleep(0, "model")
+        monkeypatch.setattr(deployment, "_train", fail)
+        monkeypatch.setattr(deployment, "_rescue_weights", rescue)
+        with pytest.raises(StallError):
+            await deployment.run(asyncio.Event())
+    assert done == ["saved", "ended"]
 
 
 @pytest.mark.asyncio

@@ -1,12 +1,13 @@
 """However a run ends, its report says how."""
 
+import logging
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.deployment import launch
-from asyncrl.deployment.launch import recorded_run
+from asyncrl.deployment.launch import log_to, recorded_run
 from asyncrl.errors import RunError, RunLocked
 
 
@@ -38,6 +39,19 @@ def test_the_log_of_a_failed_run_says_why_and_stderr_is_left_to_the_command(
     assert "KeyError: 'kv_cache'" in log
     assert log.endswith("RunError: vLLM did not start\n")
     assert "vLLM did not start" not in capsys.readouterr().err
+
+
+def test_f27_a_log_that_has_no_room_does_not_hide_why_the_run_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(handler: logging.FileHandler) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(logging.FileHandler, "close", no_room)
+        with pytest.raises(RunError, match="nothing moves"), log_to(tmp_path / "up-0.log"):
+            raise RunError("nothing moves")
+    assert "up-0.log is not whole: [Errno 28] No space left on device" in caplog.text
 
 
 def test_f35_a_run_that_is_refused_leaves_the_other_ones_report_alone(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from asyncrl.algorithms.loss import build_loss
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError
 from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
-from asyncrl.policy import export
+from asyncrl.policy import complete_directory, export
 from asyncrl.policy.complete_directory import complete
 from asyncrl.policy.worker import PolicyWorker
 
@@ -45,9 +45,11 @@ def train_and_export(rank: int, world_size: int, folder: Path, config: Config) -
         record = policy.train(shard, build_loss(config), rows_per_update=shard.size, step=STEP)
         assert [outcome.finite for outcome in record.outcomes] == [True]
     path = folder / f"hf-{world_size}"
-    found: dict[str, Any] = {"unwritten": error_of(policy, path)}
-    if rank == 0:  # it alone writes, and nothing before it has looked
-        found["left"] = [left.name for left in folder.glob(f"{path.name}*")]
+    found: dict[str, Any] = {"left": []}
+    for what in ("unwritten", "unfinished"):
+        found[what] = error_of(policy, path, last_file=what == "unfinished")
+        if rank == 0:  # it alone writes, and nothing before it has looked
+            found["left"] += [left.name for left in folder.glob(f"{path.name}*")]
     policy.save_hf(path)
     first = complete(path)[1].save_id
     policy.save_hf(path)
@@ -62,14 +64,16 @@ def train_and_export(rank: int, world_size: int, folder: Path, config: Config) -
     policy.close()
 
 
-def error_of(policy: PolicyWorker, path: Path) -> str:
-    """What every rank is told when rank 0 has no room for the tensors."""
+def error_of(policy: PolicyWorker, path: Path, *, last_file: bool = False) -> str:
+    """What every rank is told when rank 0 has no room for the tensors, or for what is written last."""
 
-    def disk_full(weights: dict[str, torch.Tensor], file: Path, **options: Any) -> None:
-        file.write_bytes(b"half of it")
+    def disk_full(what: object, file: Any, **options: Any) -> None:
+        if not last_file:
+            file.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(export, "save_file", disk_full), pytest.raises(CheckpointError) as raised:
+    write = (complete_directory, "write_atomically") if last_file else (export, "save_file")
+    with mock.patch.object(*write, disk_full), pytest.raises(CheckpointError) as raised:
         policy.save_hf(path)
     return str(raised.value)
 
@@ -140,11 +144,13 @@ def test_f27_an_export_that_cannot_be_written_fails_on_all_ranks_which_go_on_and
     folder: Path, world_size: int
 ) -> None:
     for found in probes(folder, world_size):
-        assert found["unwritten"] == found["unwritten again"] == "rank 0: OSError: [Errno 28] No space left on device"
+        errors = {found["unwritten"], found["unfinished"], found["unwritten again"]}
+        assert errors == {"rank 0: OSError: [Errno 28] No space left on device"}
         assert found["replaced"]
     assert probes(folder, world_size)[0]["left"] == [], "what was begun is in the way of nothing"
     path, _ = complete(folder / f"hf-{world_size}")
     assert path == folder / f"hf-{world_size}"
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "not all files are for the same users"
     assert (folder / f"foreign-{world_size}" / "thesis.txt").exists()
 
 

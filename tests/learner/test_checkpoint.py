@@ -1,6 +1,7 @@
 """Checkpoints on the way and at the end: the newest are kept, one that fails costs nothing but itself."""
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,11 @@ def scene(*, every_steps: int, keep: int = 2, total_steps: int = 5) -> Scene:
 
 def left(run: Scene) -> list[str]:
     return sorted(path.name for path in Path(run.folder.name).iterdir())
+
+
+def readable(run: Scene, step: str) -> bool:
+    """By those who know no COMPLETE."""
+    return Path(run.folder.name, step, "hf").exists()
 
 
 def shown(run: Scene, name: str, **labels: str) -> float | None:
@@ -65,6 +71,10 @@ async def test_a_run_that_is_stopped_saves_what_it_has_trained() -> None:
     await run.run()
     assert run.trainer.saved == ["step-1"]
 
+    run.checkpoints._saved = 0  # another learner's, which has joined the run and trained nothing yet
+    await run.run()
+    assert run.trainer.saved == ["step-1"]
+
 
 @pytest.mark.asyncio
 async def test_f21_a_step_that_was_skipped_is_no_step_of_a_checkpoint() -> None:
@@ -96,6 +106,14 @@ async def test_f27_one_that_cannot_be_written_is_counted_and_training_goes_on(
     assert run.trainer.saved == ["step-2", "step-5"]
     assert (shown(run, "s_total", outcome="saved"), shown(run, "s_total", outcome="failed")) == (2, 1)
     assert "no checkpoint of step 4: rank 0: OSError: No space left on device" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_f27_what_could_not_be_written_on_the_way_is_tried_again_at_the_end() -> None:
+    run = scene(every_steps=5)
+    run.trainer.save_answers = [DISK_FULL]
+    await run.run()
+    assert run.trainer.saved == ["step-5"]
 
 
 @pytest.mark.asyncio
@@ -138,6 +156,20 @@ async def test_f7_what_a_killed_save_left_takes_no_whole_one_s_place() -> None:
     (folder / "notes").mkdir()
     await run.run()
     assert left(run) == ["notes", "step-2", "step-5"]
+
+
+@pytest.mark.asyncio
+async def test_f7_an_old_one_whose_removal_does_not_end_is_not_half_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = scene(every_steps=2, keep=1)
+
+    def interrupted(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError("interrupted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", interrupted)
+        await run.run()
+    assert [step for step in left(run) if readable(run, step)] == ["step-5"]
 
 
 @pytest.mark.asyncio
