@@ -1,7 +1,9 @@
 """`asyncrl up`: the whole system on this machine, from one command."""
 
+import asyncio
 import time
 
+from asyncrl.buffer.membership import Role
 from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
     AllowPublic,
@@ -28,11 +30,16 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
 
     from asyncrl.deployment.launch import monotonic_at_process_start, recorded_run, run_until_done, use_ray_token
 
+    use_ray_token(own=config.ray.address is None)
+    if config.ray.address is not None:
+        from asyncrl.deployment.cluster import check_admission, join
+
+        # both before an earlier run's directory is moved aside for this one's
+        join(config.ray.address, namespace=config.run.name)
+        asyncio.run(check_admission(config, role=Role.LEARNER))
     with recorded_run(config, role="up") as run_dir:
         print_previous(run_dir)
         from rich.console import Console
-
-        use_ray_token(own=config.ray.address is None)
 
         from asyncrl.views.live import LiveDisplay, starting_view
 

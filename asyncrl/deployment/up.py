@@ -1,13 +1,12 @@
-"""`asyncrl up`: a Ray of its own, both pools and a live view, in one process that supervises them."""
+"""`asyncrl up`: a Ray of its own where none is named, both pools and a live view, supervised by one process."""
 
 import asyncio
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.buffer.membership import Role
 from asyncrl.config.schema import Config
-from asyncrl.deployment.cluster import check_admission, join, start_local
+from asyncrl.deployment.cluster import start_local
 from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.launch import Prompts, described_model, load_prompts, ready_model
 from asyncrl.deployment.run_dir import RunDir
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Up:
-    """Both deployments of one run."""
+    """Both deployments of one run, on a Ray of its own unless the process has joined the one at `ray.address`."""
 
     def __init__(
         self,
@@ -43,12 +42,7 @@ class Up:
         # is the longest part of a start, need it. Prompts, torch and the model come while they import.
         if config.ray.address is None:
             self._say("starting Ray")
-            self._run_dir.started_ray(start_local(config))
-        else:
-            self._say(f"joining Ray at {config.ray.address}")
-            join(config.ray.address, namespace=config.run.name)
-            await check_admission(config, role=Role.LEARNER)
-            self._run_dir.started_ray(config.ray.address)
+        self._run_dir.started_ray(config.ray.address or start_local(config))
         prompts = asyncio.create_task(load_prompts(config), name="prompts")
         described = asyncio.create_task(described_model(config, prompts), name="described model")
         model = asyncio.create_task(ready_model(config, prompts, described, report=self._report), name="model")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel
 
+from asyncrl.errors import CheckpointError
 from asyncrl.policy import complete_directory
 from asyncrl.policy.checkpoint import on_first_rank
 from asyncrl.policy.sharded import gather_weights
@@ -39,9 +40,9 @@ def save_hf(
             _write_hf(model, weights, tokenizer_path=tokenizer_path, path=unfinished, dtype=dtype)
             complete_directory.finish(path, save_id=uuid.uuid4().hex)
             complete_directory.publish(path)
-        except BaseException:
+        except Exception as error:
             shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full of it
-            raise
+            raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
 
     on_first_rank(write, group=group)
 

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from asyncrl.policy.complete_directory import COMPLETE
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "asyncrl.sbatch"
 QUICKSTART = SCRIPT.parents[2] / "configs" / "quickstart.yaml"
@@ -108,6 +111,7 @@ class Job:
         path = self.folder / run / "checkpoints" / f"step-{step}" / "hf"
         path.mkdir(parents=True)
         (path / "model.safetensors").write_text(f"of step {step}")
+        (path / COMPLETE).write_text(uuid.uuid4().hex)
         return path
 
     @property
@@ -235,6 +239,26 @@ def test_a_restart_goes_on_with_the_newest_weights_for_the_steps_that_were_left(
     # lost before it saved anything: the same weights, and no step counted twice
     assert job.run("learner.total_steps=100", SLURM_RESTART_COUNT="2")[0] == 0
     assert job.commands("asyncrl", "learner")[-1]["command"][-3:] == call["command"][-3:]
+
+    (job.folder / "runs/quickstart").rename(job.folder / "runs/quickstart.1")
+    job.save_weights(30)  # the same number, of the run that went on
+    assert job.run("learner.total_steps=100", SLURM_RESTART_COUNT="3")[0] == 0
+    kept = kept.with_name("restart-3")
+    assert job.commands("asyncrl", "learner")[-1]["command"][-3:] == [
+        f"model.path={kept}", "model.tiny=null", "learner.total_steps=40",
+    ]  # fmt: skip
+
+
+def test_a_restart_that_was_killed_while_it_copied_the_weights_is_as_if_it_had_not_been(job: Job) -> None:
+    job.save_weights(30)
+    killed = job.folder / ".asyncrl-slurm" / JOB / "unfinished"
+    killed.mkdir(parents=True)
+    (killed / "model.safetensors").write_text("half")
+    (killed / "steps-left").write_text("7")
+    assert job.run("learner.total_steps=100", SLURM_RESTART_COUNT="2")[0] == 0
+    kept = job.folder / ".asyncrl-slurm" / JOB / "weights" / "restart-2"
+    assert (kept / "model.safetensors").read_text() == "of step 30"
+    assert job.commands("asyncrl", "learner")[-1]["command"][-1] == "learner.total_steps=70"
 
 
 @pytest.mark.parametrize("run", ["runs/20261122", "my runs/quick"])

@@ -12,8 +12,7 @@ from asyncrl.buffer.membership import Deployment, Membership, Role
 from asyncrl.cli.main import app
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment import cluster, generators, launch, up
-from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment import cluster, generators, launch
 from asyncrl.errors import RunLocked, RunMismatch
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -57,9 +56,9 @@ async def test_a_run_that_is_there_is_asked_and_one_that_is_not_takes_everybody(
         await cluster.check_admission(config, role=Role.LEARNER)
 
 
-@pytest.mark.parametrize("command", ["generator", "learner"])
+@pytest.mark.parametrize(("command", "role"), [("generator", "generator"), ("learner", "learner"), ("up", "learner")])
 def test_what_is_refused_has_started_nothing_and_says_one_line(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def started(*_: object, **__: object) -> None:
         raise AssertionError("something was started")
@@ -73,25 +72,11 @@ def test_what_is_refused_has_started_nothing_and_says_one_line(
     monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379"))
     monkeypatch.setattr(launch, "load_prompts", started)
     monkeypatch.setattr(generators.ray, "remote", started)
-    result = CliRunner().invoke(app, [command, "-c", str(QUICKSTART), f"run.dir={tmp_path / 'runs'}"])
+    overrides = [f"run.dir={tmp_path / 'runs'}", "ray.address='10.0.0.7:6379'"]
+    result = CliRunner().invoke(app, [command, "-c", str(QUICKSTART), *overrides])
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1] == f"error: not this {command}"
+    assert result.stderr.splitlines()[-1] == f"error: not this {role}"
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.asyncio
-async def test_up_on_a_cluster_that_has_the_run_starts_nothing_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = Config.model_validate({"run": {"dir": str(tmp_path)}, "ray": {"address": "10.0.0.7:6379"}})
-    members = a_run_is_there(config, monkeypatch)
-    members.attach(Deployment(id="l", role=Role.LEARNER, host="h", pid=7), shared=shared_config(config))
-    monkeypatch.setattr(up, "join", lambda *_, **__: None)
-    monkeypatch.setattr(up, "load_prompts", None)
-    with RunDir.create(config) as run_dir:
-        run = up.Up(config, run_dir=run_dir, started_s=0.0, show=lambda _: None, report=lambda _: None)
-        with pytest.raises(RunLocked, match="pid 7 on h"):
-            await run.run(asyncio.Event())
 
 
 @pytest.mark.asyncio

@@ -145,7 +145,7 @@ def test_f27_an_export_that_cannot_be_written_fails_on_all_ranks_which_go_on_and
 ) -> None:
     for found in probes(folder, world_size):
         errors = {found["unwritten"], found["unfinished"], found["unwritten again"]}
-        assert errors == {"rank 0: OSError: [Errno 28] No space left on device"}
+        assert errors == {f"cannot write {folder / f'hf-{world_size}'}: OSError: [Errno 28] No space left on device"}
         assert found["replaced"]
     assert probes(folder, world_size)[0]["left"] == [], "what was begun is in the way of nothing"
     path, _ = complete(folder / f"hf-{world_size}")

@@ -8,6 +8,7 @@ import pytest
 from learner_scenes import Scene, skipped
 
 from asyncrl.errors import CheckpointError, CollectiveError
+from asyncrl.learner.records import StepRecord
 from asyncrl.policy.complete_directory import COMPLETE
 
 
@@ -42,6 +43,27 @@ async def test_one_is_written_every_so_many_steps_and_at_the_end_and_the_newest_
     assert (shown(run, "_policy_version"), shown(run, "_interval_versions")) == (5, 2)
     states = run.metrics.registry.get_sample_value("asyncrl_learner_state_seconds_total", {"state": "checkpoint"})
     assert states == 6.0
+
+
+@pytest.mark.asyncio
+async def test_the_phase_is_that_of_the_save_while_it_lasts() -> None:
+    run = scene(every_steps=2, total_steps=3)
+    phases: list[str] = []
+    save, write = run.checkpoints._save_hf, run.log.append_step
+
+    def save_hf(path: Path) -> None:
+        phases.append(run.loop.phase)
+        save(path)
+
+    def append_step(record: StepRecord) -> None:
+        phases.append(run.loop.phase)
+        write(record)
+
+    run.checkpoints._save_hf, run.log.append_step = save_hf, append_step  # type: ignore[method-assign]
+    await run.run()
+    saving = "saving the weights of step {}"
+    assert phases == ["training", "training", saving.format(2), "training", saving.format(3)]
+    assert run.loop.phase == "closing"
 
 
 @pytest.mark.asyncio
