@@ -16,17 +16,17 @@ ROWS = {
     "Who waits for whom": [
         lines(
             "Learner's time",
-            "Seconds of the learner by state, as shares. waiting_for_groups: add generators, or raise "
-            "staleness.max_versions. publish: raise weights.publish_every_steps.",
+            "Seconds of the learner by state, as shares. waiting_for_groups while generators generate: add "
+            "generators; while they are blocked: see there. publish: raise weights.publish_every_steps.",
             Query(state_shares("asyncrl_learner_state_seconds_total", RUN), "{{state}}"),
             unit="percentunit",
             shares=True,
         ),
         lines(
             "Generators' time",
-            "Slot-seconds by state, as shares. blocked_on_staleness: add learner ranks, or raise "
-            "staleness.max_versions. blocked_on_capacity: raise buffer.capacity_groups. starved_of_prompts: add data, "
-            "or raise data.epochs.",
+            "Slot-seconds by state, as shares. blocked_on_staleness: add learner ranks; where the "
+            "learner waits too, raise staleness.max_versions. blocked_on_capacity while the learner waits: raise "
+            "buffer.capacity_groups. starved_of_prompts: add data, or raise data.epochs.",
             Query(state_shares("asyncrl_generator_state_seconds_total", REPLICA), "{{state}}"),
             unit="percentunit",
             shares=True,

@@ -99,15 +99,15 @@ ROWS = {
         ),
         lines(
             "Learner's time",
-            "What the learner does. Much waiting_for_groups: add generators, or raise staleness.max_versions.",
+            "What the learner does. Much waiting_for_groups: add generators, unless they are blocked.",
             Query(state_shares("asyncrl_learner_state_seconds_total", RUN), "{{state}}"),
             unit="percentunit",
             shares=True,
         ),
         lines(
             "Generators' time",
-            "What the generators' slots do. Much blocked_on_staleness: add learner ranks, or raise "
-            "staleness.max_versions where the effective samples allow it.",
+            "What the generators' slots do. Much blocked_on_staleness: add learner ranks; where the "
+            "learner waits too, raise staleness.max_versions if the effective samples allow it.",
             Query(state_shares("asyncrl_generator_state_seconds_total", REPLICA), "{{state}}"),
             unit="percentunit",
             shares=True,
