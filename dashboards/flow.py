@@ -1,6 +1,6 @@
 """Flow: who waits for whom, from the reserved prompt to the loaded weights."""
 
-from panels import REPLICA, RUN, STEPS, Query, lines, mean, now, quantiles, rate, state_shares
+from panels import HEALTHY, RAY, REPLICA, RUN, STEPS, Query, lines, mean, now, number, quantiles, rate, state_shares
 
 TITLE = "asyncrl / Flow"
 UID = "asyncrl-flow"
@@ -20,6 +20,7 @@ ROWS = {
             "generators; while they are blocked: see there. publish: raise weights.publish_every_steps.",
             Query(state_shares("asyncrl_learner_state_seconds_total", RUN), "{{state}}"),
             unit="percentunit",
+            span=6,
             shares=True,
         ),
         lines(
@@ -29,6 +30,16 @@ ROWS = {
             "buffer.capacity_groups. starved_of_prompts: add data, or raise data.epochs.",
             Query(state_shares("asyncrl_generator_state_seconds_total", REPLICA), "{{state}}"),
             unit="percentunit",
+            span=6,
+            shares=True,
+        ),
+        lines(
+            "Waits at the buffer",
+            "The buffer's time by who waits there, as shares: the learner for a step's groups, any generator for a "
+            "ticket. learner_waits: too few groups; generators_wait: the learner, or a limit, holds them back.",
+            Query(state_shares("asyncrl_buffer_state_seconds_total", RUN), "{{state}}"),
+            unit="percentunit",
+            span=6,
             shares=True,
         ),
         lines(
@@ -41,6 +52,7 @@ ROWS = {
                 "{{replica}}",
             ),
             unit="percentunit",
+            span=6,
         ),
     ],
     "Generators": [
@@ -294,19 +306,29 @@ ROWS = {
             unit="Bps",
         ),
     ],
+    "Deadlines": [
+        number(
+            "How long a wait may last",
+            "Every timeout of the learner's configuration, by its key: what waits longer than that fails, and says so.",
+            Query(now("asyncrl_deadline_seconds", RUN, by="deadline"), "{{deadline}}"),
+            unit="s",
+            thresholds=[(None, HEALTHY)],
+            span=24,
+        ),
+    ],
     "Ray": [
         lines(
             "Object store",
-            "Bytes in Ray's object store by where they are; SPILLED went to the disk. Of the whole cluster, where its "
-            "metrics are scraped: a Ray that `asyncrl up` starts serves none.",
-            Query("sum by (Location) (ray_object_store_memory)", "{{Location}}"),
+            "Bytes in Ray's object store by where they are; SPILLED went to the disk. Of the whole cluster, other runs "
+            "on it included.",
+            Query(f"sum by (Location) (ray_object_store_memory{{{RAY}}})", "{{Location}}"),
             unit="bytes",
             span=12,
         ),
         lines(
             "Workers ended for memory",
-            "Processes that Ray killed because a node ran out of memory.",
-            Query("sum by (Name) (increase(ray_memory_manager_worker_eviction_total[$__rate_interval]))", "{{Name}}"),
+            "Processes that Ray has killed because a node ran out of memory. Empty until there is one.",
+            Query(f"sum by (Name) (ray_memory_manager_worker_eviction_total{{{RAY}}})", "{{Name}}"),
             unit="none",
             span=12,
         ),

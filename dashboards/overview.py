@@ -1,6 +1,6 @@
 """Overview: is the run healthy? Ten seconds."""
 
-from panels import BAD, DOUBTFUL, HEALTHY, REPLICA, RUN, STEPS, Query, lines, now, number, rate, state_shares
+from panels import BAD, DOUBTFUL, HEALTHY, RAY, REPLICA, RUN, STEPS, Query, lines, now, number, rate, state_shares
 
 TITLE = "asyncrl / Overview"
 UID = "asyncrl-overview"
@@ -10,7 +10,8 @@ ROWS = {
     "Is it healthy?": [
         number(
             "Processes up",
-            "Endpoints of the run that answer Prometheus, by role: one learner, one buffer, one a generator.",
+            "Endpoints of the run that answer Prometheus, by role: one learner, one buffer, one a generator, one a "
+            "node of Ray.",
             Query(f"sum by (role) (up{{{RUN}}})", "{{role}}"),
             Query(f"count by (role) (up{{{RUN}}} == 0)", "{{role}} down"),
             unit="none",
@@ -19,10 +20,10 @@ ROWS = {
         ),
         number(
             "Alerts firing",
-            "Of the run, and of Ray, whose alerts know of no run. Each alert's annotation says what it means and which "
-            "knob to turn.",
+            "Of the run, and of a Ray that Prometheus found by itself, which knows of no run. Each alert's annotation "
+            "says what it means and which knob to turn.",
             Query(
-                'count by (alertname) (ALERTS{alertstate="firing", alertname=~"Asyncrl.*", run=~"$run|"})',
+                f'count by (alertname) (ALERTS{{alertstate="firing", alertname=~"Asyncrl.*", {RAY}}})',
                 "{{alertname}}",
             ),
             unit="none",

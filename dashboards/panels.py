@@ -1,7 +1,8 @@
 """What the three dashboards are made of: number, line and heat-map panels, and the queries that recur in them.
 
 Every panel is described and has a unit. Filters: `$run` is one run; `$replica` chooses generators, and only the queries
-of generators look at it. A query's range is `$__rate_interval`, so that it fits the data source's scrape interval; of
+of generators look at it. A Ray whose nodes Prometheus finds by itself, as on Kubernetes, knows of no run and is shown
+with each. A query's range is `$__rate_interval`, so that it fits the data source's scrape interval; of
 what moves once a step it is `$step_range`, which the reader chooses: a shorter one than a step would show gaps.
 """
 
@@ -13,10 +14,12 @@ from grafana_foundation_sdk.models import dashboard as models
 
 RUN = 'run="$run"'
 REPLICA = 'run="$run", replica=~"$replica"'
+RAY = 'run=~"$run|"'
 OFTEN, STEPS = "$__rate_interval", "$step_range"
 DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 STATE_COLOURS = {
+    "starting": "#b8b8b8",
     "generating": "green",
     "forward_backward": "green",
     "optimizer": "blue",
@@ -30,6 +33,10 @@ STATE_COLOURS = {
     "starved_of_prompts": "orange",
     "idle": "#808080",
     "other": "#808080",
+    "nobody_waits": "green",
+    "learner_waits": "yellow",
+    "generators_wait": "blue",
+    "both_wait": "orange",
 }
 """Those of `asyncrl up`: green works, yellow waits for the other side, red is short of room."""
 

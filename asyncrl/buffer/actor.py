@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.buffer.ledger import Account
-from asyncrl.buffer.membership import Deployment, Membership, RunState
+from asyncrl.buffer.membership import Deployment, Membership, Role, RunState
 from asyncrl.buffer.records import (
     CommitOutcome,
     Counts,
@@ -37,19 +37,34 @@ from asyncrl.data.prompts import PromptSource, Task
 from asyncrl.data_plane.calls import finished
 from asyncrl.data_plane.clients import GroupRows
 from asyncrl.errors import FailureClass
+from asyncrl.metrics.catalogue import BUFFER_WAITS
 from asyncrl.metrics.recorders import BufferMetrics
 from asyncrl.metrics.server import MetricsServer
+from asyncrl.metrics.states import StateClock, monotonic_at_process_start
 
 logger = logging.getLogger(__name__)
 
+_WAITS = {
+    (False, False): "nobody_waits",
+    (True, False): "learner_waits",
+    (False, True): "generators_wait",
+    (True, True): "both_wait",
+}
+"""The state by whether the learner waits and whether any generator does."""
+
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica says of itself with every heartbeat. Totals since its start; seconds are slot-seconds ÷ slots."""
+    """What a replica says of itself with every heartbeat. Totals since its start; seconds are slot-seconds ÷ slots.
+
+    `running_groups` are rollouts that run now, `slots` how many may.
+    """
 
     actor: str
     deployment: str
     metrics_address: str
     state_seconds: dict[str, float]
+    slots: int
+    running_groups: int
     samples: int
     completion_tokens: int
     weight_updates: int
@@ -103,7 +118,8 @@ def limits_of(config: Config) -> Limits:
 
 
 class BufferActor:
-    """Body of the buffer actor. `rows` clears what nobody will train."""
+    """Body of the buffer actor. `rows` clears what nobody will train. State-seconds begin at `started_s`, with the
+    process when it is left out."""
 
     def __init__(
         self,
@@ -112,6 +128,7 @@ class BufferActor:
         tasks: Sequence[Task],
         nonce: str,
         rows: GroupRows,
+        started_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -136,7 +153,15 @@ class BufferActor:
         self._progress_at_s = clock()
         self._targets: dict[str, str] = {}
         self._changed = asyncio.Condition()
+        self._waiting: Counter[Role] = Counter()
+        self._states = StateClock(
+            states=BUFFER_WAITS,
+            initial="starting",
+            started_s=monotonic_at_process_start() if started_s is None else started_s,
+            clock=clock,
+        )
         self._metrics = BufferMetrics()
+        self._metrics.states_from(self._states.seconds)
         self._metrics.run_info(config)
         self._metrics.limits(
             max_staleness_versions=self._limits.max_staleness_versions,
@@ -151,6 +176,7 @@ class BufferActor:
         if self._expiry is None:
             self._server = MetricsServer(self._metrics.registry, host=self._config.metrics.host, port=0)
             self._targets["buffer"] = self._server.address
+            self._states.enter("nobody_waits")
             self._expiry = asyncio.create_task(self._expire_regularly(), name="expiry")
         return self._nonce
 
@@ -224,11 +250,10 @@ class BufferActor:
         replica: str,
         version: Version | None,
         free_slots: int,
-        busy_slots: int,
         held: Collection[str],
         report: ReplicaReport,
     ) -> None:
-        self._buffer.heartbeat(replica, version=version, free_slots=free_slots, busy_slots=busy_slots, held=held)
+        self._buffer.heartbeat(replica, version=version, free_slots=free_slots, held=held)
         self._reports[replica] = report
         if version is not None and self._loaded.get(replica) != version:
             self._loaded[replica] = version
@@ -253,7 +278,7 @@ class BufferActor:
                 if reservation.tickets or reservation.refusal is Refusal.OLD_INCARNATION or left_s <= 0:
                     self._metrics.reserve_waited(self._clock() - started_s)
                     return reservation
-                await self._change_within(left_s)
+                await self._change_within(left_s, who=Role.GENERATOR)
 
     async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
         outcomes = [self._buffer.commit(meta) for meta in metas]
@@ -285,7 +310,7 @@ class BufferActor:
                 if isinstance(answer, Lease) or answer is LeaseWait.FINISHED or left_s <= 0:
                     self._metrics.lease_waited(self._clock() - started_s)
                     return answer
-                await self._change_within(left_s)
+                await self._change_within(left_s, who=Role.LEARNER)
 
     async def ack(self, incarnation: int, step: int) -> RunStatus:
         """The step is trained; where the run stands now."""
@@ -328,10 +353,18 @@ class BufferActor:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _change_within(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
+    async def _change_within(self, seconds: float, *, who: Role) -> None:
+        self._wait_of(who, 1)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait()
+        finally:
+            self._wait_of(who, -1)
+
+    def _wait_of(self, who: Role, change: int) -> None:
+        self._waiting[who] += change
+        self._states.enter(_WAITS[self._waiting[Role.LEARNER] > 0, self._waiting[Role.GENERATOR] > 0])
 
     async def _expire_regularly(self) -> None:
         while True:
@@ -380,7 +413,7 @@ def _replica_state(view: ReplicaView) -> str:
         return "silent"
     if view.version is None:
         return "without_weights"
-    return "generating" if view.busy_slots else "waiting"
+    return "generating" if view.reserved_groups else "waiting"
 
 
 class BufferClient:

@@ -155,13 +155,16 @@ class LeaseWait(StrEnum):
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """What the buffer knows of one replica. `version` None: it has loaded nothing whole.
 
-    Slots are concurrency slots (groups). `refused_for` is the answer to its last reserve at this version.
+    `reserved_groups` are the tickets that it holds: rollouts that run, wait for their start, or are yet to be
+    committed. `free_slots` are concurrency slots (groups): those without a ticket at its last heartbeat, less what it
+    got since.
+    `refused_for` is the answer to its last reserve at this version.
     """
 
     replica: str
     version: Version | None
     free_slots: int
-    busy_slots: int
+    reserved_groups: int
     live: bool
     silent_s: float
     refused_for: Refusal | None

@@ -12,6 +12,7 @@ changes nothing. No threads, sockets or clock of its own: `actor.py` is its shel
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from asyncrl.buffer.groups import Groups, Prompts
@@ -77,12 +78,10 @@ class ReplayBuffer:
 
     # For generators.
 
-    def heartbeat(
-        self, replica: str, *, version: Version | None, free_slots: int, busy_slots: int, held: Collection[str]
-    ) -> None:
+    def heartbeat(self, replica: str, *, version: Version | None, free_slots: int, held: Collection[str]) -> None:
         """The replica lives, and so do exactly the tickets that it names: one whose reserve reply got lost expires."""
         now_s = self._clock()
-        self._replicas.heard(replica, version=version, free_slots=free_slots, busy_slots=busy_slots, now_s=now_s)
+        self._replicas.heard(replica, version=version, free_slots=free_slots, now_s=now_s)
         for key in held:
             self._groups.heard(key, replica=replica, now_s=now_s)
 
@@ -234,7 +233,8 @@ class ReplayBuffer:
 
     def replicas(self) -> tuple[ReplicaView, ...]:
         """What is known of each replica, by name."""
-        return self._replicas.views(now_s=self._clock())
+        held = Counter(slot.ticket.replica for slot in self._groups.reserved.values())
+        return self._replicas.views(reserved_groups=held, now_s=self._clock())
 
     def counts(self) -> Counts:
         """How full the buffer is now."""

@@ -34,12 +34,12 @@ def learner(
     from asyncrl.deployment.launch import (
         described_model,
         load_prompts,
-        monotonic_at_process_start,
         ready_model,
         recorded_run,
         run_until_done,
         use_ray_token,
     )
+    from asyncrl.metrics.states import monotonic_at_process_start
 
     use_ray_token()
     from asyncrl.deployment.cluster import check_admission, join

@@ -22,7 +22,7 @@ def status(
     """Show where a run stands: versions, buffer, generators, ledger, who waits for whom."""
     import asyncio
 
-    import msgspec
+    import msgspec.json
 
     from asyncrl.deployment.known_runs import ended_run
     from asyncrl.deployment.launch import use_ray_token
@@ -31,7 +31,7 @@ def status(
     from asyncrl.deployment.cluster import find_run, join
     from asyncrl.metrics.discovery import targets_of
     from asyncrl.metrics.scrape import scrape
-    from asyncrl.views.status import status_lines
+    from asyncrl.views.status import status_json, status_lines
     from asyncrl.views.top import ANSWER_S
 
     try:
@@ -40,8 +40,9 @@ def status(
     except RunError as error:
         ended = ended_run(run)
         raise RunError(f"{ended}\n{error}" if ended else str(error)) from error
+    scraped = scrape(targets_of(found.targets), run=run, timeout_s=ANSWER_S)
     if json:
-        encoded = msgspec.json.encode(found)
+        encoded = status_json(found, scraped=scraped)
         typer.echo((msgspec.json.format(encoded, indent=2) if sys.stdout.isatty() else encoded).decode())
     else:
-        typer.echo("\n".join(status_lines(found, scraped=scrape(targets_of(found.targets), timeout_s=ANSWER_S))))
+        typer.echo("\n".join(status_lines(found, scraped=scraped)))

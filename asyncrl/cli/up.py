@@ -28,7 +28,8 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
     config, warnings = checked_config(files, overrides, allow_public=allow_public)
     print_warnings(warnings)
 
-    from asyncrl.deployment.launch import monotonic_at_process_start, recorded_run, run_until_done, use_ray_token
+    from asyncrl.deployment.launch import recorded_run, run_until_done, use_ray_token
+    from asyncrl.metrics.states import monotonic_at_process_start
 
     use_ray_token(own=config.ray.address is None)
     if config.ray.address is not None:

@@ -10,6 +10,7 @@ import string
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from asyncrl.config.gpu_shares import share_violations, share_warnings
 from asyncrl.config.import_path import is_import_path, suggest
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -262,6 +263,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _lengths,
     _deadlines,
     _generator,
+    share_violations,
     _data,
 )
 
@@ -292,6 +294,7 @@ def _warnings(config: Config) -> Iterator[str]:
             "model.dtype = bfloat16 on CPUs is slow, and engine and learner agree less well on log-probs than in "
             "float32"
         )
+    yield from share_warnings(config)
 
 
 def _value(config: Config, key: str) -> Any:

@@ -168,7 +168,8 @@ class GeneratorSection(Section):
     cpus: PositiveFloat = 0.5
     """Logical Ray CPUs of a replica."""
     gpus: NonNegativeFloat = 0.0
-    """Ray GPUs of a replica; 0 runs vLLM on the CPU, and a part of one shares it with other replicas."""
+    """Ray GPUs of a replica, whole above 1; 0 runs vLLM on the CPU, and a part of one shares it with other replicas and
+    with ranks. That divides nothing by itself: `gpu_memory_utilization` is what leaves room to the others."""
     node_labels: dict[str, str] = {}
     """Labels that the Ray node of a replica must have, e.g. `{pool: gen}` where `ray start --labels pool=gen`
     ran; values in Ray's own words, such as `in(a,b)` or `!c`."""
@@ -237,7 +238,8 @@ class LearnerSection(Section):
     cpus: PositiveFloat = 0.5
     """Logical Ray CPUs of a rank."""
     gpus: NonNegativeFloat = 0.0
-    """Ray GPUs of a rank; 0 trains on the CPU over gloo."""
+    """Ray GPUs of a rank, whole above 1; 0 trains on the CPU over gloo, and a part of one shares it with engines, but
+    not with another rank of the same pool: NCCL refuses that."""
     node_labels: dict[str, str] = {}
     """Labels that the Ray node of a rank must have, e.g. `{pool: learners}` where `ray start --labels pool=learners`
     ran; values in Ray's own words, such as `in(a,b)` or `!c`."""
@@ -273,7 +275,8 @@ class CriticSection(Section):
     cpus: PositiveFloat = 0.5
     """Logical Ray CPUs of a rank."""
     gpus: NonNegativeFloat = 0.0
-    """Ray GPUs of a rank; 0 trains on the CPU over gloo."""
+    """Ray GPUs of a rank, whole above 1; 0 trains on the CPU over gloo, and a part of one shares it with engines, but
+    not with another rank of the same pool: NCCL refuses that."""
     node_labels: dict[str, str] = {}
     """Labels that the Ray node of a rank must have, e.g. `{pool: critics}` where `ray start --labels pool=critics`
     ran; values in Ray's own words, such as `in(a,b)` or `!c`."""

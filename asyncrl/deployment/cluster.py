@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray._private import services
+from ray.exceptions import RayError
 
 from asyncrl.buffer.actor import BufferActor, BufferClient
 from asyncrl.buffer.membership import Deployment, Role
@@ -208,6 +209,14 @@ async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Seque
 
 def _member(deployment: str, role: Role) -> Deployment:
     return Deployment(id=deployment, role=role, host=socket.gethostname(), pid=os.getpid())
+
+
+async def ray_nodes(*, timeout_s: float) -> list[dict[str, Any]]:
+    """The cluster's nodes as Ray lists them, dead ones among them. RunError or TimeoutError when it does not."""
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(ray.nodes), timeout_s)
+    except (RayError, RuntimeError) as error:
+        raise RunError(f"Ray does not list its nodes: {error}") from error
 
 
 def find_run(name: str) -> BufferClient:

@@ -54,7 +54,7 @@ class Progress:
 
     def line(self, status: RunStatus) -> str | None:
         """None while there is nothing new."""
-        busy = [view for view in status.replicas if view.replica in self._names and view.busy_slots]
+        busy = [view for view in status.replicas if view.replica in self._names and view.reserved_groups]
         if self._due_s is None and busy:
             self._due_s = self._clock() + COUNT_EVERY_S
             weights = ", ".join(sorted({view.version.words for view in busy if view.version is not None}))
@@ -63,9 +63,10 @@ class Progress:
             return None
         self._due_s = self._clock() + COUNT_EVERY_S
         samples = sum(report.samples for name, report in status.reports.items() if name in self._names)
+        running = sum(status.reports[view.replica].running_groups for view in busy if view.replica in status.reports)
         return (
-            f"{samples:,} samples generated, {sum(view.busy_slots for view in busy)} groups under way; the learner is "
-            f"at {status.version.words} of {status.total_steps}"
+            f"{samples:,} samples generated, {running} groups under way; the learner is at {status.version.words} of "
+            f"{status.total_steps}"
         )
 
 

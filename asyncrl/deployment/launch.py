@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,10 +175,3 @@ def _on_signal(stop: asyncio.Event, asked: Callable[[], None]) -> None:
     logger.warning("ending cleanly; a second signal ends at once")
     asked()
     stop.set()
-
-
-def monotonic_at_process_start() -> float:
-    """The monotonic moment at which this process started: what a run's seconds count from, imports included."""
-    import psutil
-
-    return time.monotonic() - (time.time() - psutil.Process().create_time())

@@ -13,7 +13,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, tokenizer_fingerprint
 from asyncrl.deployment.closing import Stopped, unless_stopped
-from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run
+from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run, ray_nodes
 from asyncrl.deployment.launch import Prompts, fitting_prompts
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
@@ -21,10 +21,13 @@ from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publication import Publisher
+from asyncrl.learner.recording import described_metrics
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, Summary, build_summary
-from asyncrl.metrics.discovery import Target, target_groups, targets_of, write_targets
+from asyncrl.metrics.catalogue import LEARNER_STATES
+from asyncrl.metrics.discovery import Target, ray_targets, target_groups, targets_of, write_targets
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
+from asyncrl.metrics.states import StateClock
 from asyncrl.metrics.trackers import Trackers
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.value.lm_value import critic_config
@@ -39,10 +42,13 @@ logger = logging.getLogger(__name__)
 PROBE_TASKS = 4
 TARGETS_EVERY_S = 2.0
 SHOW_EVERY_S = 0.5
+LEAVE_S = 3.0
+"""What a run that was asked to end keeps of its grace for its last moves."""
 
 
 class LearnerDeployment:
-    """`run` returns the run's summary, or None when it was stopped before its first step."""
+    """`run` returns the run's summary, or None when it was stopped before its first step. `started_s` is the process's
+    start on the monotonic clock."""
 
     def __init__(
         self,
@@ -59,6 +65,7 @@ class LearnerDeployment:
         self._model_path = model_path
         self._prompts = prompts
         self._started_s = started_s
+        self._states = StateClock(states=LEARNER_STATES, initial="starting", started_s=started_s)
         self._show = show
         self._steps: list[StepRecord] = []
         self._evals: list[EvalRecord] = []
@@ -88,19 +95,20 @@ class LearnerDeployment:
         handles = await enter_run(
             config, role=Role.LEARNER, deployment=deployment_id(Role.LEARNER), tasks=prompts.train
         )
-        metrics = LearnerMetrics()
+        metrics = described_metrics(config)
+        metrics.states_from(self._states.seconds)
         server = MetricsServer(
             metrics.registry,
             host=config.metrics.host,
             port=config.metrics.learner_port,
             discovery=lambda: target_groups(run=config.run.name, targets=self._targets),
         )
-        metrics.run_info(config)
         beside = [
             asyncio.create_task(keep_attached(handles, every_s=config.buffer.heartbeat_timeout_s / 5)),
             asyncio.create_task(self._discover(handles)),
             asyncio.create_task(self._show_regularly()),
         ]
+        grace = asyncio.create_task(self._grace(stop))
         policy: TQPolicy | None = None
         critic: TQValue | None = None
         failure = ""
@@ -128,7 +136,9 @@ class LearnerDeployment:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
             self._show_now()
-            self._publish_targets([])  # what has ended must not look like what has died
+            if not failure:
+                self._publish_targets([])  # what has ended must not look like what has died; what failed must
+            ended_s = time.monotonic()
             if not failure and not stop.is_set():
                 await asyncio.sleep(server.linger_s)
             await asyncio.to_thread(self._trackers.close)
@@ -139,6 +149,11 @@ class LearnerDeployment:
             for ranks in (critic, policy):
                 if ranks is not None:
                     await asyncio.to_thread(ranks.shutdown)
+            if not failure:
+                told = asyncio.create_task(server.told(since_s=ended_s))
+                await asyncio.wait([told, grace], return_when=asyncio.FIRST_COMPLETED)
+                told.cancel()
+            grace.cancel()
             server.close()
 
     async def _train(
@@ -197,6 +212,7 @@ class LearnerDeployment:
             checkpoints=self._checkpoints,
             log=self,
             metrics=metrics,
+            states=self._states,
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
             started_s=self._started_s,
         )
@@ -219,14 +235,15 @@ class LearnerDeployment:
         return summary
 
     async def _discover(self, handles: RunHandles) -> None:
-        """Keeps what Prometheus discovers up to date while replicas come and go."""
+        """Keeps what Prometheus discovers up to date while replicas and Ray's nodes come and go."""
         while True:
             try:
                 status: RunStatus = await handles.buffer.status()
+                nodes = await ray_nodes(timeout_s=self._config.buffer.call_timeout_s)
             except (RunError, TimeoutError) as error:
                 logger.warning("Prometheus' targets are not up to date: %s", error)
             else:
-                self._publish_targets(targets_of(status.targets))
+                self._publish_targets([*targets_of(status.targets), *ray_targets(nodes)])
             await asyncio.sleep(TARGETS_EVERY_S)
 
     def _publish_targets(self, targets: list[Target]) -> None:
@@ -239,6 +256,11 @@ class LearnerDeployment:
             self._targets_written = targets
         except OSError as error:
             logger.warning("%s is not up to date: %s", self._run_dir.targets_path, error)
+
+    async def _grace(self, stop: asyncio.Event) -> None:
+        """Over when a run that was asked to end must wait for nobody any more."""
+        await stop.wait()
+        await asyncio.sleep(max(0.0, self._config.run.shutdown_grace_s - LEAVE_S))
 
     async def _show_regularly(self) -> None:
         while True:

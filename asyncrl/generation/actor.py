@@ -24,6 +24,7 @@ from asyncrl.generation.vllm_engine import VLLMEngine, preload, prepare_environm
 from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
+from asyncrl.metrics.states import monotonic_at_process_start
 from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
@@ -94,6 +95,7 @@ class GeneratorActor:
             rows=GroupRows(config),
             weights=updates,
             metrics=metrics,
+            started_s=monotonic_at_process_start(),
             metrics_address=self._server.address,
         )
         return ReplicaProcesses(

@@ -53,7 +53,8 @@ class RowSink(Protocol):
 
 
 class Generator:
-    """Runs until `drain`; `run` raises when the replica cannot go on."""
+    """Runs until `drain`; `run` raises when the replica cannot go on. It is made when the engine is ready: the time of
+    its process before that, since `started_s` on the monotonic clock, was its start."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class Generator:
         rows: RowSink,
         weights: WeightUpdates,
         metrics: GeneratorMetrics,
+        started_s: float,
         metrics_address: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,7 +85,10 @@ class Generator:
         self._throttle = Throttler(rate_limit=burst, period=burst / starts_per_s)
 
         self._slots = config.generator.max_concurrent_groups
-        self._states = SlotStates(self._slots, states=GENERATOR_STATES, initial="idle", clock=clock)
+        self._states = SlotStates(
+            self._slots, states=GENERATOR_STATES, initial="starting", started_s=started_s, clock=clock
+        )
+        self._states.set({"idle": self._slots})
         metrics.run_info(config)
         metrics.states_from(self._states.seconds)
         self._free_state = "idle"
@@ -286,19 +291,20 @@ class Generator:
 
     async def report(self) -> None:
         # as the buffer counts them: a slot is taken from the reserve on, also while its start waits for the throttle
-        busy = len(self._held)
-        free = 0 if self._draining.is_set() else max(0, self._slots - busy)
+        free = 0 if self._draining.is_set() else max(0, self._slots - len(self._held))
         report = ReplicaReport(
             actor=self._name,
             deployment=self._deployment,
             metrics_address=self._metrics_address,
             state_seconds=self._states.seconds(),
+            slots=self._slots,
+            running_groups=len(self._running),
             samples=self._samples,
             completion_tokens=self._tokens,
             weight_updates=self._weights.updates,
             parity_max_nats=self._weights.parity_max_nats,
         )
-        await self._buffer.call("heartbeat", self._name, self._weights.version, free, busy, list(self._held), report)
+        await self._buffer.call("heartbeat", self._name, self._weights.version, free, list(self._held), report)
 
     # --- heartbeat ----------------------------------------------------------------------------------------------
 

@@ -32,7 +32,6 @@ from asyncrl.learner.interfaces import Buffer, Critic, Publications, RunLog, Sav
 from asyncrl.learner.progress import check_progress
 from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import RunTotals
-from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.interfaces import StepReport
@@ -48,7 +47,8 @@ ROWS_POLL_S = 0.1
 
 
 class LearnerLoop:
-    """One run's loop over `learner.total_steps` steps. `started_s` is the run's start on the monotonic clock."""
+    """One run's loop over `learner.total_steps` steps. `states` times the learner's process, which is starting until
+    `run`; `started_s` is the run's start on the monotonic clock."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class LearnerLoop:
         checkpoints: Saves,
         log: RunLog,
         metrics: LearnerMetrics,
+        states: StateClock,
         decode: Callable[[Sequence[int]], str],
         started_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -78,28 +79,21 @@ class LearnerLoop:
         self._critic = None if critic is None else CriticStages(config=config, critic=critic)
         self._estimator = resolve_estimator(baseline_of(config.algorithm)) if critic is None else None
         self._filters = build_filters(config)
-        self._states = StateClock(states=LEARNER_STATES, initial="other", clock=clock)
-        metrics.states_from(self._states.seconds)
-        metrics.limits(
-            stall_timeout_s=config.run.stall_timeout_s,
-            weight_sync_timeout_s=config.weights.load_timeout_s,
-            weight_lag_versions=config.weights.max_lag_publications * config.weights.publish_every_steps,
-            weight_parity_nats=parity_tolerance_nats(config),
-            checkpoint_every_steps=config.checkpoint.every_steps,
-        )
+        self._states = states
         self._recorder = StepRecorder(
             log=log,
             metrics=metrics,
             samples_logged=config.learner.samples_logged,
             decode=decode,
             elapsed_s=lambda: clock() - started_s,
-            state_seconds=self._states.seconds,
+            state_seconds=states.seconds,
         )
         self._nonfinite_in_a_row = 0
         self.phase = "publishing the first weights"
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
         """Trains until the last step, the last prompt or `stop`."""
+        self._states.enter("other")
         learner = self._config.learner
         samples = learner.groups_per_step * learner.group_size
         await asyncio.to_thread(self._policy.prepare_step, samples, learner.group_size)

@@ -1,4 +1,5 @@
-"""What is recorded of a step that ended, trained or skipped: metrics, its record, some samples; the run's totals.
+"""What is recorded of a step that ended, trained or skipped: metrics, its record, some samples; the run's totals. And,
+before all steps, what runs and within which limits.
 
 A step whose rows were lost did not end: its lease was given back, what is left of it is leased again, and the ledger
 counts the lost groups.
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import Lease, Version
+from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.learner.batch import StepSamples, counts_by_staleness, sample_record
 from asyncrl.learner.critic import critic_numbers
@@ -19,8 +21,24 @@ from asyncrl.learner.interfaces import RunLog
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.interfaces import StepReport
+from asyncrl.weights.parity import parity_tolerance_nats
 
 DISCARDED_FATES = (Fate.DROPPED, Fate.FILTERED, Fate.SKIPPED, Fate.ROWS_LOST, Fate.FAILED, Fate.RETURNED_ON_RESUME)
+
+
+def described_metrics(config: Config) -> LearnerMetrics:
+    """A learner's metrics that say what it runs and which limits hold, so that alerts do from the first scrape on."""
+    metrics = LearnerMetrics()
+    metrics.run_info(config)
+    metrics.deadlines(config)
+    metrics.limits(
+        stall_timeout_s=config.run.stall_timeout_s,
+        weight_sync_timeout_s=config.weights.load_timeout_s,
+        weight_lag_versions=config.weights.max_lag_publications * config.weights.publish_every_steps,
+        weight_parity_nats=parity_tolerance_nats(config),
+        checkpoint_every_steps=config.checkpoint.every_steps,
+    )
+    return metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,14 +210,16 @@ def edge_window(steps: int) -> int:
 
 
 def state_shares(steps: Sequence[StepRecord], field: str) -> dict[str, float]:
-    """Shares of time by state between the first and the last of `steps` (since the start, when there is but one).
+    """Shares of time by state between the first and the last of `steps`; of one, all but its process's start.
 
     `field` is `learner_state_s` or `generator_state_s`. Shares add up to 1, or there are none without time.
     """
     if not steps:
         return {}
     end: dict[str, float] = getattr(steps[-1], field)
-    start: dict[str, float] = getattr(steps[0], field) if len(steps) > 1 else {}
+    start: dict[str, float] = getattr(steps[0], field)
+    if len(steps) == 1:
+        start = {"starting": end.get("starting", 0.0)}
     seconds = {state: max(0.0, total - start.get(state, 0.0)) for state, total in end.items()}
     whole = sum(seconds.values())
     return {state: part / whole for state, part in seconds.items()} if whole > 0 else {}

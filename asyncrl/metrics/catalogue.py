@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from asyncrl.config.load import flat_config
+from asyncrl.config.schema import Config
+
 MAX_OPEN_VALUES = 32
 """Distinct values of an open label that a process exports; later ones are recorded as `other`."""
 
@@ -44,6 +47,7 @@ class Feed(StrEnum):
 
 
 GENERATOR_STATES = (
+    "starting",
     "generating",
     "blocked_on_staleness",
     "blocked_on_capacity",
@@ -52,6 +56,7 @@ GENERATOR_STATES = (
     "idle",
 )
 LEARNER_STATES = (
+    "starting",
     "waiting_for_groups",
     "log_probs",
     "forward_backward",
@@ -61,6 +66,7 @@ LEARNER_STATES = (
     "other",
 )
 BUFFER_STATES = ("reserved", "ready", "leased")
+BUFFER_WAITS = ("starting", "nobody_waits", "learner_waits", "generators_wait", "both_wait")
 BUFFER_EVENTS = (
     "attempt",
     "retry",
@@ -88,6 +94,9 @@ STEP_OUTCOMES = ("trained", "skipped")
 REWARD_FAILURES = ("reward_raised", "reward_not_finite", "reward_wrong_type", "reward_timeout", "reward_crashed")
 UPDATE_OUTCOMES = ("applied", "repeated", "refused", "torn", "failed")
 CHECKPOINT_OUTCOMES = ("saved", "failed")
+
+DEADLINES = tuple(key for key in flat_config(Config()) if key.endswith(("timeout_s", "grace_s")))
+"""Config keys that say how long somebody may wait."""
 
 VERSIONS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
@@ -125,10 +134,10 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_run_info",
-            "Always 1; its labels describe the run.",
+            "Always 1; its labels describe the run. By `run_name` is known whose endpoint it is.",
             "",
             ALL,
-            {"version": None, "model": None, "environment": None, "loss": None},
+            {"run_name": None, "version": None, "model": None, "environment": None, "loss": None},
         ),
         Metric(
             G, "asyncrl_heartbeat_timestamp_seconds", "Unix time of the main loop's last turn.", "unix seconds", ALL
@@ -159,6 +168,15 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "`weights.load_timeout_s`: what a replica may take to load a version.",
             "seconds",
             LEARNER,
+        ),
+        Metric(
+            G,
+            "asyncrl_deadline_seconds",
+            "How long somebody may wait before it is an error, by its key in the learner's configuration; what a "
+            "generator deployment may have of its own, such as `generator.startup_timeout_s`, may differ there.",
+            "seconds",
+            LEARNER,
+            {"deadline": DEADLINES},
         ),
         Metric(
             G,
@@ -211,7 +229,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             C,
             "asyncrl_generator_state_seconds_total",
-            "Slot-seconds by state, divided by the slots: they add up to wall time.",
+            "Slot-seconds by state, divided by the slots: they add up to the time since the process started. "
+            "`starting`: until the engine is ready; `idle`: nothing is asked of a free slot.",
             "seconds",
             GENERATOR,
             {"state": GENERATOR_STATES},
@@ -258,6 +277,16 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             {"state": BUFFER_STATES},
         ),
         Metric(G, "asyncrl_buffer_bytes", "Bytes of rows that are booked.", "bytes", BUFFER),
+        Metric(
+            C,
+            "asyncrl_buffer_state_seconds_total",
+            "Seconds by who waited at the buffer, the learner for a step's groups, any generator for a ticket: they "
+            "add up to the time since the process started. `starting`: until it could be asked.",
+            "seconds",
+            BUFFER,
+            {"state": BUFFER_WAITS},
+            feed=Feed.SCRAPE,
+        ),
         Metric(
             G,
             "asyncrl_buffer_oldest_group_age_seconds",
@@ -434,7 +463,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             C,
             "asyncrl_learner_state_seconds_total",
-            "Seconds by what the learner was doing: they add up to wall time.",
+            "Seconds by what the learner was doing: they add up to the time since the process started. `starting`: "
+            "until its loop began, with the first publication; `other`: all that has no name of its own.",
             "seconds",
             LEARNER,
             {"state": LEARNER_STATES},

@@ -6,14 +6,20 @@ never reads half of it; the learner's metrics server answers `GET /sd` with the 
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from asyncrl.atomic_write import write_atomically
 
+RAY = "ray"
+"""The role of Ray's own endpoints, one a node. A page of Ray's is ten times one of ours: Prometheus asks for it in a
+job of its own, and who reads the run does not."""
+
 
 class Target(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """One endpoint. `role` is one of the catalogue's; `replica` tells apart processes of one, e.g. `generator-0`."""
+    """One endpoint. `role` is one of the catalogue's or `RAY`; `replica` tells apart processes of one, e.g.
+    `generator-0`."""
 
     role: str
     replica: str
@@ -23,6 +29,17 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, order=True):
 def targets_of(addresses: Mapping[str, str]) -> list[Target]:
     """The endpoints of processes that are named after their role, as `learner` or `generator-0`."""
     return [Target(role=name.partition("-")[0], replica=name, address=address) for name, address in addresses.items()]
+
+
+def ray_targets(nodes: Iterable[Mapping[str, Any]]) -> list[Target]:
+    """Where the nodes that `ray.nodes()` lists serve Ray's metrics: those that live, and do."""
+    targets = []
+    for node in nodes:
+        host, port = node["NodeManagerAddress"], node["MetricsExportPort"]
+        if node["Alive"] and port > 0:
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            targets.append(Target(role=RAY, replica=f"ray-{node['NodeID'][:8]}", address=address))
+    return sorted(targets)
 
 
 def target_groups(*, run: str, targets: Iterable[Target]) -> bytes:

@@ -15,24 +15,31 @@ HEADER = f"""\
 Every long-lived process (the learner, each generator, the buffer) serves `/metrics` on its own port, together with the
 process's default registry, where vLLM's `vllm:*` are. `runs/<name>/metrics/targets.json` lists the endpoints for
 Prometheus' `file_sd_configs`, and the learner answers `GET /sd` with the same list for its `http_sd_configs`; both give
-every series the labels `run`, `role` and `replica`. A run that ends in order empties its
-file; of a list that it got over HTTP, Prometheus keeps what it got last.
+every series the labels `run`, `role` and `replica`. Ray's nodes are on the list as role `ray`: they serve `ray_*`, each
+page ten times one of ours, and `deploy/prometheus` asks for it every 15 s only.
+
+A run that ends in order empties both lists: its learner serves until it was asked once more, 20 s at most (of a run
+that was asked to end, within `run.shutdown_grace_s`), if it was asked in the last minute. A run that fails or is killed
+stays listed, and `AsyncrlTargetDown` tells of it: until the next run of its name begins, or its `targets.json` is
+removed; found over HTTP alone, until another learner answers there.
 
 Labels with `…` are open: their values come from the configuration or from failures, at most {MAX_OPEN_VALUES} a
-process; later ones are recorded as `other`. State seconds of a process add up to its wall time; of a training call the
-learner only learns at its end how it was split, and shows the parts of other stages after it. A gauge that has not been
-measured yet is NaN.
+process; later ones are recorded as `other`. State seconds of a process add up to its wall time, its start included; of
+a training call the learner only learns at its end how it was split, and shows the parts of other stages after it. A
+gauge that has not been measured yet is NaN.
 
 ## Dashboards and alerts
 
 ```
-apt-get install prometheus
+sudo apt-get install --no-install-recommends prometheus
+sudo systemctl disable --now prometheus
 prometheus --config.file=deploy/prometheus/prometheus.yml --web.listen-address=127.0.0.1:9099 \\
   --storage.tsdb.path=runs/prometheus
 ```
 
 scrapes a quickstart on this machine, and any learner with `metrics.learner_port=9400`, with the alerts of
-`deploy/prometheus/rules`. Each alert says what it means and which knob to turn; limits are the run's own gauges.
+`deploy/prometheus/rules`. (Debian's package also starts a service of its own, on port 9090 of every address: the second
+line ends it for good.) Each alert says what it means and which knob to turn; limits are the run's own gauges.
 
 Grafana takes `dashboards/*.json` by import, or by itself from `deploy/grafana/provisioning` with `PROMETHEUS_URL` and
 `ASYNCRL_DASHBOARDS` (that folder) in its environment: **Overview** (is it healthy?), **Flow** (who waits for whom),
@@ -55,7 +62,8 @@ def _row(metric: Metric) -> str:
         f"`{label}`: {', '.join(values) if values is not None else '…'}" for label, values in metric.labels.items()
     )
     roles = ", ".join(sorted(metric.roles))
-    return f"| `{metric.name}` | {metric.kind} | {metric.unit} | {labels} | {roles} | {metric.help} |"
+    cells = (f"`{metric.name}`", metric.kind, metric.unit, labels, roles, metric.help)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def main(arguments: list[str]) -> int:

@@ -9,13 +9,14 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from prometheus_client import CollectorRegistry
 
 from asyncrl import __version__
+from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
-from asyncrl.metrics.catalogue import BUFFER_STATES, REPLICA_STATES, Role
+from asyncrl.metrics.catalogue import BUFFER_STATES, DEADLINES, REPLICA_STATES, Role
 from asyncrl.metrics.instruments import Instruments, Totals
 
 logger = logging.getLogger(__name__)
@@ -65,11 +66,17 @@ class ProcessMetrics:
             logger.warning("a metric was not recorded: %s.%s", type(self).__name__, method, exc_info=True)
 
     @recording
+    def states_from(self, seconds: Callable[[], Totals]) -> None:
+        """Show `StateClock.seconds` or `SlotStates.seconds` at every scrape."""
+        self._instruments.read_from(f"asyncrl_{self.role.value}_state_seconds_total", seconds)
+
+    @recording
     def run_info(self, config: Config) -> None:
-        """Once, at the start of every process: what runs here, and the package's version."""
+        """Once, at the start of every process: whose run this is, what runs here, and the package's version."""
         self._instruments.set(
             "asyncrl_run_info",
             1,
+            run_name=config.run.name,
             version=__version__,
             model=config.model.path,
             environment=config.environment.name,
@@ -106,9 +113,11 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.set("asyncrl_checkpoint_policy_version", 0)
 
     @recording
-    def states_from(self, seconds: Callable[[], Totals]) -> None:
-        """Show `StateClock.seconds` at every scrape."""
-        self._instruments.read_from("asyncrl_learner_state_seconds_total", seconds)
+    def deadlines(self, config: Config) -> None:
+        """Once, at the start: how long each wait may be."""
+        settings: Mapping[str, Any] = flat_config(config)
+        for key in DEADLINES:
+            self._instruments.set("asyncrl_deadline_seconds", settings[key], deadline=key)
 
     @recording
     def step(self, *, outcome: str, duration_s: float, tokens: int) -> None:
@@ -247,11 +256,6 @@ class GeneratorMetrics(ProcessMetrics):
     def __init__(self, *, environment: str) -> None:
         super().__init__()
         self._environment = environment
-
-    @recording
-    def states_from(self, seconds: Callable[[], Totals]) -> None:
-        """Show `SlotStates.seconds` at every scrape."""
-        self._instruments.read_from("asyncrl_generator_state_seconds_total", seconds)
 
     @recording
     def inflight(self, groups: int) -> None:

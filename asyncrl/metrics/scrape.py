@@ -1,8 +1,9 @@
 """Reading a run's endpoints without a Prometheus: who is asked, what they answered, and how counters grew.
 
-What must hold: an endpoint that does not answer in time, or answers something else than metrics, costs its own series
-and nothing else; a counter that went back (its process was replaced) counts from zero, as in PromQL. Endpoints are
-asked directly: a proxy of the environment is for the internet, and could not reach them.
+What must hold: an endpoint that does not answer in time, answers something else than metrics, or does not say that it
+is this run's, costs its own series and nothing else, and a value that no sum can be made of costs itself; a counter
+that went back (its process was replaced) counts from zero, as in PromQL. Endpoints are asked directly: a proxy of the
+environment is for the internet, and could not reach them.
 """
 
 import math
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
@@ -22,21 +23,28 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from asyncrl.errors import RunError
-from asyncrl.metrics.discovery import Target
+from asyncrl.metrics.discovery import RAY, Target
 
 Labels = frozenset[tuple[str, str]]
 """Of one series, those of service discovery (`role`, `replica`) among them."""
 MAX_BYTES = 32 * 2**20
 """Of one answer. A generator's, with vLLM's metrics in it, has some 100 KB."""
+MAX_VALUE = 1e30
+"""Nothing that a run counts comes near it; of values beyond it sums would end as Inf."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrape:
-    """What all endpoints said at `at_s` on the monotonic clock: values by name and labels. `silent` did not answer."""
+    """What all endpoints said at `at_s` on the monotonic clock: values by name and labels.
+
+    `silent` did not answer. Of `foreign` nothing is taken: each has the name of the run that it belongs to now, none
+    when it is somebody else's altogether.
+    """
 
     at_s: float
     values: Mapping[str, Mapping[Labels, float]]
     silent: tuple[Target, ...] = ()
+    foreign: Mapping[Target, str] = field(default_factory=dict)
 
     def sums(self, name: str, *, by: str, **where: str) -> dict[str, float]:
         """Values of the series with these labels, added up by the label `by`; series without it are left out."""
@@ -48,10 +56,19 @@ class Scrape:
         return found
 
     def shares(self, name: str, *, by: str) -> dict[str, float] | None:
-        """`sums` as parts of their total; None when that is 0."""
+        """`sums` as parts of their total; None when that is 0, or one of them is less, which no part can be."""
         sums = self.sums(name, by=by)
         total = sum(sums.values())
-        return {label: value / total for label, value in sums.items()} if total > 0 else None
+        if total <= 0 or min(sums.values()) < 0:
+            return None
+        return {label: value / total for label, value in sums.items()}
+
+    def strangers(self) -> list[str]:
+        """What there is to say of `foreign`, a line each."""
+        return [
+            f"{target.address} belongs to {f'run {run}' if run else 'no run'} now"
+            for target, run in self.foreign.items()
+        ]
 
     def last(self, name: str, **where: str) -> float | None:
         """The value of the one series with these labels, of the first when there are several; None without any."""
@@ -62,8 +79,9 @@ class Scrape:
 
     def since(self, earlier: "Scrape") -> "Scrape":
         """How much each counter grew. What was not there before counts from zero, such as a replica that has joined;
-        but of one that was silent then, nobody knows how much of its life is new: its series are left out."""
-        unknown = {(target.role, target.replica) for target in earlier.silent}
+        but of one that did not speak for itself then, nobody knows how much of its life is new: its series are left
+        out."""
+        unknown = {(target.role, target.replica) for target in (*earlier.silent, *earlier.foreign)}
         values = {
             name: {
                 labels: _growth(earlier.values.get(name, {}).get(labels, 0.0), value)
@@ -72,7 +90,7 @@ class Scrape:
             }
             for name, of in self.values.items()
         }
-        return Scrape(at_s=self.at_s - earlier.at_s, values=values, silent=self.silent)
+        return Scrape(at_s=self.at_s - earlier.at_s, values=values, silent=self.silent, foreign=self.foreign)
 
 
 def _growth(before: float, now: float) -> float:
@@ -84,19 +102,38 @@ def _process(labels: Labels) -> tuple[str | None, str | None]:
     return found.get("role"), found.get("replica")
 
 
-def scrape(targets: Sequence[Target], *, timeout_s: float) -> Scrape:
-    """Asks all endpoints at once, and waits for none of them longer than `timeout_s`."""
+def scrape(targets: Sequence[Target], *, run: str, timeout_s: float) -> Scrape:
+    """Asks all endpoints of `run` at once, and waits for none of them longer than `timeout_s`."""
     with ThreadPoolExecutor(max_workers=max(1, len(targets))) as pool:
         answers = list(pool.map(lambda target: _answer(target, timeout_s), targets))
     values: dict[str, dict[Labels, float]] = {}
+    silent: list[Target] = []
+    foreign: dict[Target, str] = {}
     for target, samples in zip(targets, answers, strict=True):
-        for sample in samples or ():
-            if math.isnan(sample.value):
-                continue  # a gauge's way to say that nothing was measured
-            labels = frozenset({**sample.labels, "role": target.role, "replica": target.replica}.items())
-            values.setdefault(sample.name, {})[labels] = sample.value
-    silent = tuple(target for target, samples in zip(targets, answers, strict=True) if samples is None)
-    return Scrape(at_s=time.monotonic(), values=values, silent=silent)
+        if samples is None:
+            silent.append(target)
+        elif (owner := _run_of(samples)) != run:
+            foreign[target] = owner
+        else:
+            for sample in filter(_adds_up, samples):
+                labels = frozenset({**sample.labels, "role": target.role, "replica": target.replica}.items())
+                values.setdefault(sample.name, {})[labels] = sample.value
+    return Scrape(at_s=time.monotonic(), values=values, silent=tuple(silent), foreign=foreign)
+
+
+def _run_of(samples: Iterable[Sample]) -> str:
+    """The run that the endpoint's process is of; empty when it is of none."""
+    return next((sample.labels.get("run_name", "") for sample in samples if sample.name == "asyncrl_run_info"), "")
+
+
+def _adds_up(sample: Sample) -> bool:
+    """Whether sums can be made of it. NaN is a gauge's way to say that nothing was measured; Inf, and a bucket without
+    a bound that can be read, are nobody's."""
+    try:
+        bound = float(sample.labels.get("le", 0))
+    except ValueError:
+        return False
+    return abs(sample.value) <= MAX_VALUE and bound > -math.inf
 
 
 def _answer(target: Target, timeout_s: float) -> list[Sample] | None:
@@ -137,14 +174,15 @@ def _hang_up(connection: socket.socket, late: Event) -> None:
 
 
 def read_targets(path: Path) -> list[Target]:
-    """The endpoints that `write_targets` wrote. RunError when there is no such file, or it is something else."""
+    """The run's own endpoints of those that `write_targets` wrote. RunError when there is no such file, or it is
+    something else."""
     try:
         groups = msgspec.json.decode(path.read_bytes(), type=list[_Group])
     except OSError as error:
         raise RunError(f"{path}: {error.strerror or error}: the learner writes it when the run starts") from error
     except msgspec.MsgspecError as error:
         raise RunError(f"{path}: not a list of Prometheus targets: {error}") from error
-    return list(_targets(groups))
+    return [target for target in _targets(groups) if target.role != RAY]
 
 
 class _Group(msgspec.Struct):

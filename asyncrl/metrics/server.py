@@ -6,6 +6,7 @@ Nothing here can hold up training: a taken port becomes any free one with a warn
 and a scraper that does not read is dropped after `SCRAPE_TIMEOUT_S`.
 """
 
+import asyncio
 import errno
 import logging
 import socket
@@ -38,6 +39,9 @@ LINGER_S = 6.0
 WATCHED_S = 60.0
 """Whoever has not asked for so long has stopped watching."""
 
+DISCOVERY_S = 20.0
+"""Whoever discovers over HTTP asks again within so long: twice the longest refresh in deploy/."""
+
 DISCOVERY_PATH = "/sd"
 
 PORT_REFUSED = {errno.EADDRINUSE, errno.EACCES}
@@ -65,7 +69,7 @@ class MetricsServer:
         both = CollectorRegistry()
         both.register(registry)
         both.register(REGISTRY)
-        parts = {"registry": both, "discovery": staticmethod(discovery or _no_targets)}
+        parts = {"registry": both, "discovery": staticmethod(discovery or _no_targets), "told_s": {}}
         self._handler: type[_Handler] = type("Handler", (_Handler,), parts)
         self._server = _bind(self._handler, host=host, port=port)
         self._thread = Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
@@ -92,6 +96,16 @@ class MetricsServer:
         last_s = self._handler.scraped_s
         return LINGER_S if last_s is not None and time.monotonic() - last_s < WATCHED_S else 0.0
 
+    async def told(self, *, since_s: float) -> None:
+        """Returns when whoever discovers over HTTP has the list as it is since that moment of the monotonic clock: at
+        once when nobody does, after `DISCOVERY_S` at the latest."""
+        told_s = self._handler.told_s
+        waiting = [path for path, asked_s in told_s.items() if since_s - asked_s < WATCHED_S]
+        while time.monotonic() - since_s < DISCOVERY_S:
+            if all(told_s[path] >= since_s for path in waiting):
+                return
+            await asyncio.sleep(POLL_S)
+
     def close(self) -> None:
         """Stop serving and free the port. May be called twice."""
         if self._thread.is_alive():
@@ -117,6 +131,8 @@ class _Handler(MetricsHandler):
     discovery: Callable[[], bytes]
     scraped_s: float | None = None
     """Of the class, which is one server's own: the last scrape on the monotonic clock."""
+    told_s: dict[str, float]
+    """The same of the last question for the list, by path and query: jobs of one Prometheus ask each for itself."""
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != DISCOVERY_PATH:
@@ -127,7 +143,9 @@ class _Handler(MetricsHandler):
             super().do_GET()
             type(self).scraped_s = time.monotonic()
             return
+        asked_s = time.monotonic()
         body = self.discovery()
+        self.told_s[self.path] = asked_s
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -2,7 +2,8 @@
 
 `StateClock` is for a process that does one thing at a time (the learner), `SlotStates` for one whose concurrency
 slots are each in a state of their own (a generator): its seconds are slot-seconds ÷ slots, so that n slots, too, add
-up to wall time. Both take their clock as an argument and may be read from another thread, such as a scraper's.
+up to wall time. Both take their clock as an argument and may be read from another thread, such as a scraper's. With
+`monotonic_at_process_start` as their `started_s`, the time that a process took to make them is not missing.
 """
 
 import time
@@ -13,8 +14,15 @@ from threading import Lock
 Clock = Callable[[], float]
 
 
+def monotonic_at_process_start() -> float:
+    """The monotonic moment at which this process started: what a run's seconds count from, imports included."""
+    import psutil
+
+    return time.monotonic() - (time.time() - psutil.Process().create_time())
+
+
 class SlotStates:
-    """`slots` slots, each in one of `states`; all start in `initial`.
+    """`slots` slots, each in one of `states`; all are in `initial` from `started_s` on, now when it is left out.
 
     >>> now = 0.0
     >>> slots = SlotStates(4, states=("idle", "generating"), initial="idle", clock=lambda: now)
@@ -24,7 +32,15 @@ class SlotStates:
     {'idle': 2.0, 'generating': 6.0}
     """
 
-    def __init__(self, slots: int, *, states: Sequence[str], initial: str, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        slots: int,
+        *,
+        states: Sequence[str],
+        initial: str,
+        started_s: float | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
         if slots < 1:
             raise ValueError(f"{slots} slots: at least 1 is needed")
         if initial not in states:
@@ -34,7 +50,7 @@ class SlotStates:
         self._lock = Lock()
         self._counts = dict.fromkeys(states, 0) | {initial: slots}
         self._slot_seconds = dict.fromkeys(states, 0.0)
-        self._since = clock()
+        self._since = clock() if started_s is None else started_s
 
     def move(self, source: str, target: str, *, count: int = 1) -> None:
         """Let `count` slots go from one state to another. ValueError when there are fewer in `source`."""
@@ -95,7 +111,7 @@ class SlotStates:
 
 
 class StateClock:
-    """A process that is in one state at a time.
+    """A process that is in one state at a time, in `initial` from `started_s` on, now when it is left out.
 
     >>> now = 0.0
     >>> clock = StateClock(states=("waiting", "training"), initial="waiting", clock=lambda: now)
@@ -106,8 +122,15 @@ class StateClock:
     {'waiting': 3.0, 'training': 1.0}
     """
 
-    def __init__(self, *, states: Sequence[str], initial: str, clock: Clock = time.monotonic) -> None:
-        self._slot = SlotStates(1, states=states, initial=initial, clock=clock)
+    def __init__(
+        self,
+        *,
+        states: Sequence[str],
+        initial: str,
+        started_s: float | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._slot = SlotStates(1, states=states, initial=initial, started_s=started_s, clock=clock)
 
     @property
     def state(self) -> str:

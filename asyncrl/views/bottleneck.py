@@ -2,7 +2,7 @@
 
 A side that waits is not at fault, the other one is; when both wait at once it is what stands between them. So the
 staleness limit, room or publications are only to be changed where generators that they hold back would feed a learner
-that waits: one that never waits has nothing to win from them.
+that waits: one that never waits has nothing to win from them. What a process takes to start is no part of its time.
 """
 
 from collections.abc import Mapping
@@ -61,6 +61,7 @@ def bottleneck(learner_shares: Mapping[str, float], generator_shares: Mapping[st
     >>> bottleneck({"optimizer": 1.0}, {"generating": 0.6, "blocked_on_staleness": 0.4}).bound
     <Bound.LEARNER: 'learner'>
     """
+    learner_shares, generator_shares = _once_started(learner_shares), _once_started(generator_shares)
     waiting = learner_shares.get("waiting_for_groups", 0.0)
     if waiting < NOTABLE_SHARE:
         return _of_the_learner(generator_shares, waiting)
@@ -82,12 +83,19 @@ def bottleneck(learner_shares: Mapping[str, float], generator_shares: Mapping[st
     mend = "add generators, or slots (generator.max_concurrent_groups) where cores or GPUs are free"
     if idle >= NOTABLE_SHARE:
         mend = (
-            f"slots stand idle {_percent(idle)}, as they do at a run's start and end and in evaluations; else raise "
-            "generator.max_starts_per_s, or add generators"
+            f"slots stand idle {_percent(idle)}, as they do before the first weights, in evaluations and at the end; "
+            "else raise generator.max_starts_per_s, or add generators"
         )
     if blocked >= NEGLIGIBLE_SHARE:
         mend += f"; the staleness limit holds them back {_percent(blocked)}"
     return _found(Bound.GENERATORS, "The learner waits for groups", waiting, mend)
+
+
+def _once_started(shares: Mapping[str, float]) -> dict[str, float]:
+    """Parts of the time after the start; none when there is no such time."""
+    running_share = 1.0 - shares.get("starting", 0.0)
+    running = {state: share for state, share in shares.items() if state != "starting"}
+    return {state: share / running_share for state, share in running.items()} if running_share > 0 else {}
 
 
 def _of_the_learner(generator_shares: Mapping[str, float], waiting: float) -> Bottleneck:

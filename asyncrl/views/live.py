@@ -25,6 +25,7 @@ BAR_CELLS = 30
 SPARKS = "▁▂▃▄▅▆▇█"
 
 STATE_STYLES = {
+    "starting": "white",
     "generating": "green",
     "forward_backward": "green",
     "optimizer": "cyan",
@@ -52,9 +53,9 @@ class LiveView:
 
     name: str
     phase: str
-    elapsed_s: float
+    elapsed_s: float | None
     total_steps: int | None
-    staleness_limit: int
+    staleness_limit: int | None
     step: int = 0
     eta_s: float | None = None
     rewards: Sequence[float] = ()
@@ -84,7 +85,7 @@ def starting_view(config: Config, *, phase: str, elapsed_s: float) -> LiveView:
 
 def render(view: LiveView) -> RenderableType:
     """The panel of the live view."""
-    title = Text.assemble((view.name, "bold"), "  ", (f"{view.phase}, {duration(view.elapsed_s)}", "dim"))
+    title = Text.assemble((view.name, "bold"), "  ", (", ".join(_phase(view)), "dim"))
     if view.step == 0:
         return Panel(Text(f"{view.phase} …"), title=title, title_align="left", border_style="dim")
     rows = Table.grid(padding=(0, 2))
@@ -113,7 +114,8 @@ def plain_line(view: LiveView) -> str:
     of_all = "" if view.total_steps is None else f"/{view.total_steps}"
     parts = [f"step {view.step}{of_all}", f"reward {_last(view.rewards)}"]
     if view.oldest_token_versions is not None:
-        parts.append(f"staleness {view.oldest_token_versions} of {view.staleness_limit}")
+        limit = "" if view.staleness_limit is None else f" of {view.staleness_limit}"
+        parts.append(f"staleness {view.oldest_token_versions}{limit}")
     if view.ess_ratio is not None:
         parts.append(f"effective samples {view.ess_ratio * 100:.0f} %")
     parts.append(_speed(view))
@@ -128,7 +130,8 @@ def phase_line(view: LiveView) -> str:
     >>> phase_line(LiveView(name="r", phase="loading the model", elapsed_s=8, total_steps=9, staleness_limit=2))
     'loading the model (8.0 s)'
     """
-    return f"{view.phase} ({duration(view.elapsed_s)})"
+    phase, *elapsed = _phase(view)
+    return phase + "".join(f" ({each})" for each in elapsed)
 
 
 def sparkline(values: Sequence[float], *, cells: int = BAR_CELLS) -> str:
@@ -164,6 +167,11 @@ def share_bar(shares: Mapping[str, float], *, cells: int = BAR_CELLS) -> Text:
     return bar
 
 
+def _phase(view: LiveView) -> list[str]:
+    """What the run is doing, and for how long it has been there."""
+    return [view.phase] if view.elapsed_s is None else [view.phase, duration(view.elapsed_s)]
+
+
 def _progress(view: LiveView) -> RenderableType:
     if view.total_steps is None:
         return Text(str(view.step))
@@ -184,7 +192,8 @@ def _heldout(view: LiveView) -> Text:
 def _data(view: LiveView) -> Text:
     text = Text()
     if view.oldest_token_versions is not None:
-        text.append(f"at most {view.oldest_token_versions} versions old, limit {view.staleness_limit}")
+        limit = "" if view.staleness_limit is None else f", limit {view.staleness_limit}"
+        text.append(f"at most {view.oldest_token_versions} versions old{limit}")
     if view.ess_ratio is not None:
         text.append(f"{'; ' if text else ''}effective sample size {view.ess_ratio:.0%}")
     return text
@@ -240,7 +249,7 @@ class LiveDisplay:
             return
         new_phase = view.phase != self._phase
         due = view.step // self._every_steps > self._printed_steps // self._every_steps
-        if view.step != self._printed_steps and (new_phase or due or view.step in (1, view.total_steps)):
+        if view.step not in (0, self._printed_steps) and (new_phase or due or view.step in (1, view.total_steps)):
             self._print(plain_line(view))
             self._printed_steps = view.step
         if new_phase:

@@ -20,6 +20,7 @@ LEARNER_COLORS = {
     "publish": "violet",
     "checkpoint": "rose",
     "waiting_for_groups": "amber",
+    "starting": "soft",
     "other": "gray",
 }
 GENERATOR_COLORS = {
@@ -28,6 +29,7 @@ GENERATOR_COLORS = {
     "starved_of_prompts": "rose",
     "blocked_on_capacity": "red",
     "blocked_on_staleness": "amber",
+    "starting": "soft",
     "idle": "gray",
 }
 
@@ -138,7 +140,7 @@ def flow(steps: Steps) -> str:
     note = (
         "Amber on the learner's side is waiting for groups; amber on the generators' side is waiting for the learner. "
         "Gray: “other” is the learner's work between its stages (rows on their way, records, evaluation); “idle” is "
-        "slots that are free while nothing is asked of them (start, evaluation, end)."
+        "slots that are free while nothing is asked of them (before the first weights, in evaluations, at the end)."
     )
     return section("Flow: who waits for whom", note, chart_grid(figures))
 

@@ -1,10 +1,15 @@
-"""A run's status as text: versions, buffer, generators, ledger, who waits for whom."""
+"""A run's status as text and as JSON: versions, buffer, generators, ledger, who waits for whom."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
 
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.membership import Role, RunState
 from asyncrl.metrics.scrape import Scrape
-from asyncrl.views.bottleneck import bottleneck
+from asyncrl.views.bottleneck import Bottleneck, bottleneck
 from asyncrl.views.top import GENERATOR_SECONDS, LEARNER_SECONDS
 
 
@@ -34,7 +39,8 @@ def status_lines(status: RunStatus, *, scraped: Scrape | None = None) -> list[st
             f"replica {view.replica}"
             + (f" of deployment {report.deployment}" if report is not None else "")
             + f": weights of {view.version.words if view.version else 'none'}, "
-            f"{view.busy_slots} groups under way, {view.free_slots} slots free"
+            + (f"{report.running_groups} of {report.slots} slots busy, " if report is not None else "")
+            + f"{view.reserved_groups} groups reserved"
             + ("" if view.live else ", silent")
             + (f"; {shares}" if shares else "")
         )
@@ -43,20 +49,38 @@ def status_lines(status: RunStatus, *, scraped: Scrape | None = None) -> list[st
         f"ledger: {account.issued.groups} groups issued = {' + '.join(fates) or '0'}"
         + (" (closed)" if account.closed else " (NOT CLOSED: a bug)")
     )
-    lines += _limited(scraped)
+    found = since_start(scraped) if scraped is not None else None
+    if found is not None and found.bottleneck is not None:
+        lines.append(f"since the start: {found.bottleneck.sentence}")
     lines += [
         f"deployment {deployment.id}: pid {deployment.pid} on {deployment.host}" for deployment in status.deployments
     ]
     lines += [f"metrics of {name}: http://{target}/metrics" for name, target in sorted(status.targets.items())]
-    return lines
+    return lines + (scraped.strangers() if scraped is not None else [])
 
 
-def _limited(scraped: Scrape | None) -> list[str]:
-    """Nothing when one side does not answer: of a wait without the other side's there is nothing to say."""
-    if scraped is None:
-        return []
+def status_json(status: RunStatus, *, scraped: Scrape) -> bytes:
+    """All that the buffer knows, and under `since_start` what the run's endpoints say of its time."""
+    return msgspec.json.encode(msgspec.to_builtins(status) | {"since_start": since_start(scraped)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinceStart:
+    """Both sides' time by state, as shares, and what limits the run; None is what is not known."""
+
+    learner_shares: Mapping[str, float] | None
+    generator_shares: Mapping[str, float] | None
+    bottleneck: Bottleneck | None
+
+
+def since_start(scraped: Scrape) -> SinceStart:
+    """Of a wait without the other side's there is nothing to say: both sides must answer for a bottleneck."""
     learner, generators = (scraped.shares(name, by="state") for name in (LEARNER_SECONDS, GENERATOR_SECONDS))
-    return [f"since the start: {bottleneck(learner, generators).sentence}"] if learner and generators else []
+    return SinceStart(
+        learner_shares=learner,
+        generator_shares=generators,
+        bottleneck=bottleneck(learner, generators) if learner and generators else None,
+    )
 
 
 def _learner(status: RunStatus) -> str:

@@ -5,7 +5,7 @@ Levels are those of the newer scrape; speeds, shares and ages are what happened 
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from asyncrl.errors import RunEnded, RunError
@@ -22,7 +22,7 @@ ANSWER_S = 2.0
 def watch(run_dir: Path, *, every_s: float, sleep: Callable[[float], None] = time.sleep) -> Iterator[LiveView]:
     """A view every `every_s` seconds, of the last `WINDOW_S` or since the start. RunEnded when the run lists no
     endpoint any more, RunError when none answers: the run has died, or is elsewhere."""
-    top, looks = TopView(run_dir.name), deque([_look(run_dir)])
+    top, looks = TopView(_name(run_dir)), deque([_look(run_dir)])
     while True:
         sleep(every_s)
         looks.append(_look(run_dir))
@@ -32,17 +32,23 @@ def watch(run_dir: Path, *, every_s: float, sleep: Callable[[float], None] = tim
 
 
 def _look(run_dir: Path) -> Scrape:
-    path = run_dir / "metrics" / "targets.json"
+    name, path = _name(run_dir), run_dir / "metrics" / "targets.json"
     targets = read_targets(path)
     if not targets:
-        raise RunEnded(f"run {run_dir.name} has ended: {path} lists no endpoint any more")
-    found = scrape(targets, timeout_s=ANSWER_S)
-    if len(found.silent) == len(targets):
+        raise RunEnded(f"run {name} has ended: {path} lists no endpoint any more")
+    found = scrape(targets, run=name, timeout_s=ANSWER_S)
+    if len(found.silent) + len(found.foreign) == len(targets):
+        strangers = "".join(f"; {line}" for line in found.strangers())
         raise RunError(
-            f"none of the {len(targets)} endpoints in {path} answers within {ANSWER_S:g} s: run {run_dir.name} has "
-            "ended, or it binds them on another machine (metrics.host)"
+            f"none of the {len(targets)} endpoints in {path} answers for run {name} within {ANSWER_S:g} s: it "
+            f"has ended, or binds them on another machine (metrics.host){strangers}"
         )
     return found
+
+
+def _name(run_dir: Path) -> str:
+    """The run's name is its directory's. No endpoint has that of an ended run's directory that was moved aside."""
+    return run_dir.resolve().name
 
 
 class TopView:
@@ -55,31 +61,30 @@ class TopView:
 
     def view(self, before: Scrape, now: Scrape, *, unix_s: float | None = None) -> LiveView:
         """The run between two scrapes. `unix_s` is the present moment."""
+        unix_s = time.time() if unix_s is None else unix_s
         grown = now.since(before)
         started_s = now.last("process_start_time_seconds", role="learner")
-        step = int(now.last("asyncrl_learner_policy_version") or 0)
+        step = _whole(now.last("asyncrl_learner_policy_version")) or 0
+        groups = now.sums("asyncrl_buffer_groups", by="state")
+        versions = now.sums("asyncrl_generator_policy_version", by="replica")
         self._remember(now, step)
         return LiveView(
             name=self._name,
             phase=_endpoints(now),
-            elapsed_s=max(0.0, (time.time() if unix_s is None else unix_s) - started_s) if started_s else 0.0,
+            elapsed_s=max(0.0, unix_s - started_s) if started_s is not None and started_s > 0 else None,
             total_steps=None,
-            staleness_limit=int(now.last("asyncrl_staleness_limit_versions") or 0),
+            staleness_limit=_whole(now.last("asyncrl_staleness_limit_versions")),
             step=step,
             rewards=list(self._rewards.values()),
             heldout=self._heldout,
             oldest_token_versions=_largest(grown, "asyncrl_token_staleness_versions"),
-            ess_ratio=now.last("asyncrl_learner_ess_ratio"),
+            ess_ratio=_ratio(now.last("asyncrl_learner_ess_ratio")),
             samples_per_s=_rate(grown, "asyncrl_generator_samples_total", outcome="accepted"),
             tokens_per_s=_rate(grown, "asyncrl_learner_tokens_total"),
-            buffer_groups={state: int(count) for state, count in now.sums("asyncrl_buffer_groups", by="state").items()}
-            or None,
+            buffer_groups=_all_whole(groups) or None,
             buffer_capacity_groups=_whole(now.last("asyncrl_buffer_capacity_groups")),
             published_version=_whole(now.last("asyncrl_published_policy_version")),
-            replica_versions={
-                replica: int(version)
-                for replica, version in now.sums("asyncrl_generator_policy_version", by="replica").items()
-            },
+            replica_versions=_all_whole(versions),
             learner_shares=grown.shares(LEARNER_SECONDS, by="state"),
             generator_shares=grown.shares(GENERATOR_SECONDS, by="state"),
         )
@@ -105,21 +110,39 @@ def _endpoints(now: Scrape) -> str:
     roles = Counter(dict(labels).get("role", "") for labels in answering)
     parts = [f"{count} {role}{'s' if count > 1 else ''}" for role, count in sorted(roles.items(), reverse=True)]
     silent = ", ".join(target.replica for target in now.silent)
-    return "; ".join(part for part in (", ".join(parts), f"no answer from {silent}" if silent else "") if part)
+    return "; ".join(
+        part for part in (", ".join(parts), f"no answer from {silent}" if silent else "", *now.strangers()) if part
+    )
 
 
 def _rate(grown: Scrape, name: str, **where: str) -> float | None:
-    """How much a counter grew in a second, over all processes; None when nobody has it."""
+    """How much a counter grew in a second, over all processes; None when nobody has it, or it is below 0."""
     by_role = grown.sums(name, by="role", **where)
-    return sum(by_role.values()) / grown.at_s if by_role and grown.at_s > 0 else None
+    total = sum(by_role.values())
+    return total / grown.at_s if by_role and total >= 0 and grown.at_s > 0 else None
 
 
 def _largest(grown: Scrape, histogram: str) -> int | None:
     """The upper bound of the highest bucket that got something; None when none did, or only the one without."""
     buckets = sorted((float(le), count) for le, count in grown.sums(f"{histogram}_bucket", by="le").items())
     total = buckets[-1][1] if buckets else 0.0
-    return next((int(le) for le, count in buckets if count == total and le < float("inf")), None) if total else None
+    return next((_whole(le) for le, count in buckets if count == total), None) if total else None
 
 
 def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
+    """A count or a version; None when it is not known, or is none: below 0, or beyond what a float counts.
+
+    >>> [_whole(value) for value in (3.0, None, -5.0, float("inf"))]
+    [3, None, None, None]
+    """
+    return int(value) if value is not None and 0 <= value <= 2**53 else None
+
+
+def _ratio(value: float | None) -> float | None:
+    """None when it is not known, or reads as less than 0 % or more than 100 %."""
+    return value if value is not None and 0 <= value < 1.005 else None
+
+
+def _all_whole(values: Mapping[str, float]) -> dict[str, int]:
+    """Those that are counts or versions."""
+    return {label: count for label, value in values.items() if (count := _whole(value)) is not None}

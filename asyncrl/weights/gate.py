@@ -19,8 +19,8 @@ def should_publish(
     demand, every live replica with a free concurrency slot, at least one, must stand at `published` and have been
     refused for staleness; one that is still loading has not asked at the new version yet, and is waited for.
 
-    >>> blocked = ReplicaView(replica="a", version=Version(1, 4), free_slots=2, busy_slots=0, live=True, silent_s=0.0,
-    ...     refused_for=Refusal.STALENESS)
+    >>> blocked = ReplicaView(replica="a", version=Version(1, 4), free_slots=2, reserved_groups=0, live=True,
+    ...     silent_s=0.0, refused_for=Refusal.STALENESS)
     >>> should_publish(version=Version(1, 5), published=Version(1, 4), publish_every_steps=3, replicas=[blocked])
     True
     >>> should_publish(version=Version(1, 5), published=Version(1, 4), publish_every_steps=3, replicas=[])

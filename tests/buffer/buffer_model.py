@@ -105,7 +105,7 @@ class BufferModel:
 
     def heartbeat(self, replica: str) -> None:
         held = set(self.known[replica])
-        self.buffer.heartbeat(replica, version=Version(1, self.loaded[replica]), free_slots=1, busy_slots=0, held=held)
+        self.buffer.heartbeat(replica, version=Version(1, self.loaded[replica]), free_slots=1, held=held)
         for key in held:
             self.heard_at_s[key] = self.clock.now_s
 

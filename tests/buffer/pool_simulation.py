@@ -168,7 +168,6 @@ class Simulation:
             replica.name,
             version=replica.version,
             free_slots=free_slots,
-            busy_slots=len(replica.running),
             held=replica.running,
         )
         if replica.version is not None and free_slots > 0:

@@ -16,7 +16,7 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass, RunLocked
-from asyncrl.metrics.catalogue import REPLICA_STATES
+from asyncrl.metrics.catalogue import BUFFER_WAITS, REPLICA_STATES
 
 FAR_S = 60.0
 NOW = Version(1, 0)
@@ -34,10 +34,19 @@ class ClearedRows:
         self.cleared.append(list(keys))
 
 
-def actor(rows: ClearedRows, *, clock: Callable[[], float] = time.monotonic) -> BufferActor:
+def actor(
+    rows: ClearedRows, *, started_s: float | None = None, clock: Callable[[], float] = time.monotonic
+) -> BufferActor:
     config = Config.model_validate(CONFIG)
     tasks = [Task(question=str(i), prompt=str(i), answer="") for i in range(20)]
-    return BufferActor(config=config, tasks=tasks, nonce="n", rows=rows, clock=clock)  # type: ignore[arg-type]
+    return BufferActor(
+        config=config,
+        tasks=tasks,
+        nonce="n",
+        rows=rows,
+        started_s=started_s,
+        clock=clock,  # type: ignore[arg-type]
+    )
 
 
 def report_of(replica: str) -> ReplicaReport:
@@ -46,6 +55,8 @@ def report_of(replica: str) -> ReplicaReport:
         deployment="d",
         metrics_address="",
         state_seconds={},
+        slots=2,
+        running_groups=0,
         samples=0,
         completion_tokens=0,
         weight_updates=0,
@@ -98,7 +109,7 @@ async def test_f40_rows_of_a_generator_that_was_declared_dead_are_cleared_and_it
     rows = ClearedRows()
     buffer = actor(rows)
     (ticket, other) = (await buffer.reserve("zombie", NOW, 2, 0.0)).tickets
-    await buffer.heartbeat("zombie", NOW, 0, 2, [ticket.key, other.key], report_of("zombie"))
+    await buffer.heartbeat("zombie", NOW, 0, [ticket.key, other.key], report_of("zombie"))
     await buffer.leave("zombie")
     await asyncio.gather(*buffer._clearing)
     assert rows.cleared == [[ticket.key, other.key]]
@@ -109,12 +120,54 @@ async def test_f40_rows_of_a_generator_that_was_declared_dead_are_cleared_and_it
 
 
 @pytest.mark.asyncio
+async def test_state_seconds_say_who_waits_and_add_up() -> None:
+    now_s = 7.0
+    buffer = actor(ClearedRows(), started_s=3.0, clock=lambda: now_s)
+    await buffer.start()
+    tasks: list[asyncio.Task[Any]] = []
+    try:
+        now_s = 8.0
+        tickets = (await buffer.reserve("a", NOW, 2, FAR_S)).tickets  # all that there are: without a wait
+        tasks.append(await a_waiting_reserve(buffer))
+        now_s = 10.0
+        tasks.append(asyncio.create_task(buffer.lease(FAR_S)))
+        await asyncio.sleep(0)
+        now_s = 14.0
+        await buffer.commit([finished(ticket) for ticket in tickets])
+        await tasks[1]
+        now_s = 22.0
+        tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        now_s = 38.0
+        read, name = buffer._metrics.registry.get_sample_value, "asyncrl_buffer_state_seconds_total"
+        assert {state: read(name, {"state": state}) for state in BUFFER_WAITS} == {
+            "starting": 4.0,
+            "nobody_waits": 1.0 + 16.0,
+            "generators_wait": 2.0 + 8.0,
+            "both_wait": 4.0,
+            "learner_waits": 0.0,
+        }
+        await buffer.ack(1, 0)
+        tasks.append(asyncio.create_task(buffer.lease(FAR_S)))
+        await asyncio.sleep(0)
+        now_s = 39.0
+        assert read(name, {"state": "learner_waits"}) == 1.0
+    finally:
+        for task in (*tasks, buffer._expiry):
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if buffer._server is not None:
+            buffer._server.close()
+
+
+@pytest.mark.asyncio
 async def test_f5_only_a_commit_that_is_accepted_is_progress() -> None:
     now_s = 0.0
     config = Config.model_validate({"learner": {"groups_per_step": 2, "group_size": 2}})
     tasks = [Task(question="q", prompt="q", answer="")]
     rows: Any = ClearedRows()
-    buffer = BufferActor(config=config, tasks=tasks, nonce="n", rows=rows, clock=lambda: now_s)
+    buffer = BufferActor(config=config, tasks=tasks, nonce="n", rows=rows, started_s=0.0, clock=lambda: now_s)
     [ticket] = (await buffer.reserve("a", NOW, 1, 0.0)).tickets
     now_s = 5.0
     assert await buffer.commit([finished(ticket)]) == [CommitOutcome.ACCEPTED]
@@ -128,8 +181,8 @@ async def test_f5_only_a_commit_that_is_accepted_is_progress() -> None:
 @pytest.mark.asyncio
 async def test_metrics_show_replicas_by_state_and_an_account_that_closes_while_groups_are_under_way() -> None:
     buffer = actor(ClearedRows())
-    await buffer.heartbeat("new", None, 2, 0, [], report_of("new"))
-    await buffer.heartbeat("idle", NOW, 2, 0, [], report_of("idle"))
+    await buffer.heartbeat("new", None, 2, [], report_of("new"))
+    await buffer.heartbeat("idle", NOW, 2, [], report_of("idle"))
     await buffer.reserve("busy", NOW, 2, 0.0)
     buffer._record()
     read = buffer._metrics.registry.get_sample_value
@@ -156,7 +209,7 @@ async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() 
     buffer = actor(ClearedRows())
     for name, address in (("a", "127.0.0.1:1"), ("b", "127.0.0.1:2"), ("starting", "")):
         report = msgspec.structs.replace(report_of(name), metrics_address=address)
-        await buffer.heartbeat(name, NOW, 2, 0, [], report)
+        await buffer.heartbeat(name, NOW, 2, [], report)
     assert (await buffer.status()).targets == {"a": "127.0.0.1:1", "b": "127.0.0.1:2"}
     await buffer.leave("a")
     assert (await buffer.status()).targets == {"b": "127.0.0.1:2"}, "it reported once, and is gone"

@@ -12,9 +12,7 @@ OLD = Version(0, 0)
 
 
 def beat(scene: Scene, replica: str = "a", *, held: tuple[str, ...] = (), version: Version | None = None) -> None:
-    scene.buffer.heartbeat(
-        replica, version=version or scene.buffer.version, free_slots=2, busy_slots=len(held), held=held
-    )
+    scene.buffer.heartbeat(replica, version=version or scene.buffer.version, free_slots=2, held=held)
 
 
 # Tickets.
@@ -316,8 +314,8 @@ def test_f16_bytes_are_booked_at_their_worst_and_refunded_at_commit() -> None:
 
 def test_replicas_are_seen_with_their_slots_what_they_were_refused_for_and_whether_they_live() -> None:
     scene = Scene(eta=0, per_step=2)
-    scene.buffer.heartbeat("a", version=Version(1, 0), free_slots=3, busy_slots=1, held=())
-    scene.buffer.heartbeat("loading", version=None, free_slots=4, busy_slots=0, held=())
+    scene.buffer.heartbeat("a", version=Version(1, 0), free_slots=3, held=())
+    scene.buffer.heartbeat("loading", version=None, free_slots=4, held=())
     scene.clock.now_s += 9.0
     scene.reserve(3, replica="a")
     scene.clock.now_s += 2.0
@@ -325,9 +323,21 @@ def test_replicas_are_seen_with_their_slots_what_they_were_refused_for_and_wheth
     assert [view.live for view in scene.buffer.replicas()] == [True, True]  # the timeout itself is still in time
     scene.clock.now_s += 1.0
     asking, loading = scene.buffer.replicas()
-    assert (asking.replica, asking.free_slots, asking.busy_slots) == ("a", 1, 3)
+    assert (asking.replica, asking.free_slots, asking.reserved_groups) == ("a", 1, 2)
     assert (asking.refused_for, asking.live, asking.silent_s) == (Refusal.STALENESS, True, 2.0)
     assert (loading.version, loading.refused_for, loading.live) == (None, None, False)
+
+
+def test_a_replica_holds_the_groups_that_it_reserved_until_they_are_committed_or_failed() -> None:
+    scene = Scene(eta=1, per_step=2)
+    first, second, third = scene.reserve(3, replica="a")
+    scene.reserve(1, replica="b")
+    assert [view.reserved_groups for view in scene.buffer.replicas()] == [3, 1]
+    scene.commit(first)
+    scene.buffer.fail(second.key, incarnation=1, failure_class=FailureClass.DATA, reason="x")
+    assert [view.reserved_groups for view in scene.buffer.replicas()] == [1, 1]
+    scene.commit(third)
+    assert [view.reserved_groups for view in scene.buffer.replicas()] == [0, 1]
 
 
 def test_a_refusal_is_forgotten_with_the_version_it_was_for_and_with_the_next_full_answer() -> None:
@@ -350,7 +360,7 @@ def test_a_replica_that_reserves_before_its_first_heartbeat_is_known_by_what_it_
     scene = Scene(eta=0, per_step=2)
     scene.reserve(3, replica="new")
     (view,) = scene.buffer.replicas()
-    assert (view.replica, view.version, view.free_slots, view.busy_slots) == ("new", Version(1, 0), 1, 2)
+    assert (view.replica, view.version, view.free_slots, view.reserved_groups) == ("new", Version(1, 0), 1, 2)
 
 
 def test_f13_a_publication_is_repeated_without_effect_never_undone_and_refused_from_another_incarnation() -> None:

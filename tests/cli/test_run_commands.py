@@ -2,19 +2,24 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+from made_up_run import make_status
 from typer.testing import CliRunner
 
+from asyncrl.buffer.actor import RunStatus
 from asyncrl.cli.main import app
 from asyncrl.cli.options import print_previous
 from asyncrl.cli.status import status
 from asyncrl.config.schema import Config
 from asyncrl.deployment import cluster
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.metrics.discovery import Target
+from asyncrl.metrics.recorders import GeneratorMetrics, LearnerMetrics
+from asyncrl.metrics.server import MetricsServer
 
 runner = CliRunner()
 
@@ -67,16 +72,48 @@ def test_only_commands_that_read_a_config_promise_its_address(command: str, has_
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_json_is_a_line_for_programs_and_indented_on_a_terminal(
-    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    terminal: bool, live: RunStatus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def answer() -> Target:
-        return Target(role="buffer", replica="buffer", address="127.0.0.1:1")
-
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # the command would leave it in our environment
-    monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
-    monkeypatch.setattr(cluster, "find_run", lambda _: SimpleNamespace(status=answer))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     status("quick", json=True)
     printed = capsys.readouterr().out
-    assert json.loads(printed) == {"role": "buffer", "replica": "buffer", "address": "127.0.0.1:1"}
-    assert len(printed.splitlines()) == (5 if terminal else 1)
+    assert msgspec.json.decode(printed, type=RunStatus) == live
+    assert (len(printed.splitlines()) == 1) is not terminal
+
+
+def test_status_says_what_limits_the_run_by_its_endpoints_and_json_says_the_same(
+    live: RunStatus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status("quick", json=True)
+    found = json.loads(capsys.readouterr().out)["since_start"]
+    status("quick")
+    lines = capsys.readouterr().out.splitlines()
+    assert found["bottleneck"]["bound"] == "generators"
+    assert found["learner_shares"]["waiting_for_groups"] == 0.75
+    assert found["generator_shares"]["generating"] == 1.0
+    assert f"since the start: {found['bottleneck']['sentence']}" in lines
+    assert lines[0] == "run quick: running"
+    assert f"metrics of learner: http://{live.targets['learner']}/metrics" in lines
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunStatus]:
+    """A run of which its buffer answers this, and whose learner and generator serve their metrics."""
+    learner, generator = LearnerMetrics(), GeneratorMetrics(environment="math")
+    for metrics in (learner, generator):
+        metrics.run_info(Config.model_validate({"run": {"name": "quick"}}))
+    learner.states_from(lambda: {"waiting_for_groups": 6.0, "optimizer": 2.0})
+    generator.states_from(lambda: {"generating": 8.0})
+    with (
+        MetricsServer(learner.registry, host="127.0.0.1", port=0) as of_learner,
+        MetricsServer(generator.registry, host="127.0.0.1", port=0) as of_generator,
+    ):
+        found = make_status(targets={"learner": of_learner.address, "generator-a": of_generator.address})
+
+        async def answer() -> RunStatus:
+            return found
+
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")  # the command would leave it in our environment
+        monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
+        monkeypatch.setattr(cluster, "find_run", lambda _: SimpleNamespace(status=answer))
+        yield found

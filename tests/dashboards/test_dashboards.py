@@ -25,7 +25,7 @@ from queries import (
 from asyncrl.metrics.catalogue import CATALOGUE, Feed, Kind, Metric, Role
 
 QUESTIONS = [*panel_questions(), *variable_questions(), *rule_questions()]
-DISCOVERED = {"run", "role", "replica"}
+DISCOVERED = {"run", "role", "replica", "instance"}
 OTHERS = ("vllm:", "ray_")
 BUILT_IN = {"up", "ALERTS"}
 
@@ -81,11 +81,10 @@ def test_what_is_kept_apart_by_a_label_has_it() -> None:
 
 
 def test_every_panel_looks_at_one_run() -> None:
-    """But for Ray's metrics, which know of no run."""
     for question in panel_questions():
         for selector in selectors(parsed(question.expr)):
             filters = {matcher.name for matcher in selector.matchers.matchers}
-            assert "run" in filters or (selector.name or "").startswith("ray_"), question
+            assert "run" in filters, question
 
 
 def test_what_moves_once_a_step_is_looked_at_over_the_range_of_steps() -> None:

@@ -31,10 +31,10 @@ OTHERS = {
     "vllm:num_preemptions_total": ("engine", ("0",)),
 }
 RAYS = (
-    'ray_object_store_memory{Location="SPILLED", instance="i"}',
-    'ray_object_store_memory{Location="MMAP_SHM", instance="i"}',
-    'ray_memory_manager_worker_eviction_total{Name="w", instance="i"}',
-    'ray_memory_manager_worker_eviction_total{Name="w", instance="j"}',
+    ("ray_object_store_memory", {"Location": "SPILLED"}),
+    ("ray_object_store_memory", {"Location": "MMAP_SHM"}),
+    ("ray_memory_manager_worker_eviction_total", {"Name": "w", "Type": "task"}),
+    ("ray_memory_manager_worker_eviction_total", {"Name": "w", "Type": "actor"}),
 )
 
 
@@ -67,7 +67,7 @@ def test_every_rule_answers_for_both_runs_and_all_replicas(tmp_path: Path) -> No
     for question, answer in zip(questions, answers, strict=True):
         assert not answer.error, question
         of_ray = any((selector.name or "").startswith("ray_") for selector in selectors(parsed(question.expr)))
-        assert {labels.get("run", "") for labels in answer.series} == ({""} if of_ray else set(RUNS)), question
+        assert {labels.get("run", "") for labels in answer.series} == ({"", *RUNS} if of_ray else set(RUNS)), question
         check_replicas(answer, question)
 
 
@@ -107,7 +107,8 @@ def labels_of(samples: str) -> list[dict[str, str]]:
 
 
 def input_series() -> list[dict[str, str]]:
-    """Everything that processes of two runs export: counters and buckets rise, gauges are 1, targets are down."""
+    """Everything that processes of two runs export: counters and buckets rise, gauges are 1, targets are down. Two Ray
+    nodes are shared by both runs, and also found by Prometheus itself."""
     series = []
     for run, metric in product(RUNS, CATALOGUE):
         for role in metric.roles:
@@ -121,7 +122,12 @@ def input_series() -> list[dict[str, str]]:
         series += [up | {"values": f"0x{SCRAPES}"} for up in ups]
     firing = {"alertname": "AsyncrlTest", "alertstate": "firing"}
     series += [scraped("ALERTS", firing | {"run": run}) for run in RUNS]
-    return series + [{"series": name, "values": f"0+1x{SCRAPES}"} for name in RAYS]
+    for node, (name, labels) in product(("ray-1", "ray-2"), RAYS):
+        series += [
+            scraped(name, labels | {"instance": node, "run": run, "role": "ray", "replica": node}) for run in RUNS
+        ]
+        series += [scraped(name, labels | {"instance": f"pod-of-{node}"})]
+    return series
 
 
 def combinations(metric: Metric) -> list[dict[str, str]]:

@@ -18,6 +18,8 @@ from asyncrl.config.checks import check_config
 from asyncrl.config.exposure import check_exposure
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.metrics.discovery import RAY
+from asyncrl.metrics.server import DISCOVERY_S
 
 KUBERNETES = "1.34"
 CORE = ("v1", "networking.k8s.io/v1")
@@ -105,6 +107,23 @@ def test_the_job_runs_where_the_service_for_prometheus_looks(base: list[dict[str
     assert ports[service["ports"][0]["targetPort"]] == service["ports"][0]["port"]
     assert f":{service['ports'][0]['port']}/sd" in one("ScrapeConfig", base)["spec"]["httpSDConfigs"][0]["url"]
     assert one("PodMonitor", base)["spec"]["podMetricsEndpoints"][0]["port"] in ports
+
+
+def test_prometheus_asks_for_a_run_again_while_the_learner_of_one_that_ended_waits(base: list[dict[str, Any]]) -> None:
+    [discovery] = one("ScrapeConfig", base)["spec"]["httpSDConfigs"]
+    assert 2 * float(discovery["refreshInterval"].removesuffix("s")) <= DISCOVERY_S
+
+
+def test_ray_is_scraped_once_although_its_pods_are_monitored_and_the_learner_lists_its_nodes(
+    base: list[dict[str, Any]],
+) -> None:
+    port = one("PodMonitor", base)["spec"]["podMetricsEndpoints"][0]["port"]
+    for name, group in groups(one("RayCluster", base)).items():
+        [container] = group["template"]["spec"]["containers"]
+        assert port in {each["name"] for each in container["ports"]}, name
+    assert one("ScrapeConfig", base)["spec"]["relabelings"] == [
+        {"sourceLabels": ["role"], "regex": RAY, "action": "drop"}
+    ]
 
 
 def test_the_job_is_a_command_that_asyncrl_takes(base: list[dict[str, Any]]) -> None:

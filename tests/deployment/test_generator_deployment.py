@@ -30,7 +30,7 @@ def test_replicas_say_when_they_generate_and_then_how_much() -> None:
     progress = Progress({"generator-a"}, clock=lambda: now_s[0])
     busy = make_status()
     (view,) = busy.replicas
-    waiting = make_status(replicas=(msgspec.structs.replace(view, busy_slots=0, version=None),))
+    waiting = make_status(replicas=(msgspec.structs.replace(view, reserved_groups=0, version=None),))
     assert progress.line(waiting) is None
     assert progress.line(busy) == "generating with the weights of step 3"
     assert progress.line(busy) is None

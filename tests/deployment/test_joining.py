@@ -1,10 +1,12 @@
 """Joining a cluster: an address where nobody listens is told at once, every other one is for Ray to judge."""
 
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from ray.exceptions import RaySystemError
 
 from asyncrl.deployment import cluster
 from asyncrl.errors import RunError
@@ -83,3 +85,22 @@ def test_a_cluster_that_asks_for_no_token_is_named(
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     cluster.join("auto", namespace="run")
     assert ("whoever reaches it runs code on it" in caplog.text) is (mode is None)
+
+
+@pytest.mark.asyncio
+async def test_a_ray_that_does_not_list_its_nodes_is_a_failure_that_its_caller_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gone() -> None:
+        raise RaySystemError("Ray has not been started yet")
+
+    monkeypatch.setattr(cluster.ray, "nodes", gone)
+    with pytest.raises(RunError, match=r"does not list its nodes.*not been started"):
+        await cluster.ray_nodes(timeout_s=10)
+    ended = threading.Event()
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: ended.wait(60))
+    try:
+        with pytest.raises(TimeoutError):
+            await cluster.ray_nodes(timeout_s=0.01)
+    finally:
+        ended.set()

@@ -1,26 +1,35 @@
 """The books of a run: a summary, what a failed run still saves, and what Prometheus discovers."""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from made_up_run import TOTALS, make_step
+from prometheus_client import CollectorRegistry
 
-from asyncrl.buffer.actor import RunStatus
 from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.deployment import learner
+from asyncrl.deployment.closing import Stopped
 from asyncrl.deployment.launch import Prompts
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError, StallError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.records import RunTotals
+from asyncrl.metrics import server as server_module
+from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.discovery import Target
 from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.metrics.server import MetricsServer
+
+DEADLINE_S = 20.0
 
 
 def deployment_in(run: RunDir, config: Config) -> LearnerDeployment:
@@ -78,6 +87,42 @@ async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
     assert "could not be saved: rank 0 is gone" in caplog.text
 
 
+async def nothing(*_: object, **__: object) -> None:
+    pass
+
+
+async def no_nodes(**_: object) -> list[dict[str, Any]]:
+    return []
+
+
+def deployment_without_ray(
+    run: RunDir,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    train: Callable[..., Awaitable[RunTotals]],
+    ended: Callable[[], None] = lambda: None,
+) -> LearnerDeployment:
+    """Its buffer lists two endpoints, its training is `train`, and `ended` hears when its ranks end."""
+
+    async def status() -> Any:
+        return SimpleNamespace(targets={"learner": "127.0.0.1:1", "buffer": "127.0.0.1:2"})
+
+    async def run_of(*_: object, **__: object) -> Any:
+        return SimpleNamespace(buffer=SimpleNamespace(call=nothing, status=status))
+
+    monkeypatch.setattr(learner, "enter_run", run_of)
+    monkeypatch.setattr(learner, "leave_run", nothing)
+    monkeypatch.setattr(learner, "keep_attached", nothing)
+    monkeypatch.setattr(learner, "ray_nodes", no_nodes)
+    monkeypatch.setattr(learner, "TQPolicy", lambda *_, **__: SimpleNamespace(shutdown=ended))
+    deployment = deployment_in(run, config)
+    deployment._prompts = asyncio.sleep(0, Prompts(train=(), heldout=()))
+    deployment._model_path = asyncio.sleep(0, "model")
+    monkeypatch.setattr(deployment, "_train", train)
+    return deployment
+
+
 @pytest.mark.asyncio
 async def test_what_a_failed_run_has_trained_is_saved_while_its_ranks_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,35 +130,153 @@ async def test_what_a_failed_run_has_trained_is_saved_while_its_ranks_are_there(
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
     done: list[str] = []
 
-    async def nothing(*_: object, **__: object) -> None:
-        pass
-
-    async def status() -> RunStatus:
-        raise TimeoutError
-
-    async def run_of(*_: object, **__: object) -> Any:
-        return SimpleNamespace(buffer=SimpleNamespace(call=nothing, status=status))
-
     async def fail(*_: object) -> RunTotals:
         raise StallError("nothing moves")
 
     async def rescue() -> None:
         done.append("saved")
 
-    monkeypatch.setattr(learner, "enter_run", run_of)
-    monkeypatch.setattr(learner, "leave_run", nothing)
-    monkeypatch.setattr(learner, "keep_attached", nothing)
-    ranks = SimpleNamespace(shutdown=lambda: done.append("ended"))
-    monkeypatch.setattr(learner, "TQPolicy", lambda *_, **__: ranks)
     with RunDir.create(config) as run:
-        deployment = deployment_in(run, config)
-        deployment._prompts = asyncio.sleep(0, Prompts(train=(), heldout=()))
-        deployment._model_path = asyncio.sleep(0, "model")
-        monkeypatch.setattr(deployment, "_train", fail)
+        deployment = deployment_without_ray(run, config, monkeypatch, train=fail, ended=lambda: done.append("ended"))
         monkeypatch.setattr(deployment, "_rescue_weights", rescue)
         with pytest.raises(StallError):
             await deployment.run(asyncio.Event())
     assert done == ["saved", "ended"]
+
+
+def listed(run: RunDir) -> list[str]:
+    """The endpoints in the run's file of targets."""
+    return [target for group in json.loads(run.targets_path.read_bytes()) for target in group["targets"]]
+
+
+@pytest.mark.parametrize("end", ["done", "stopped", "stopped before the first step", "failed", "cancelled"])
+@pytest.mark.asyncio
+async def test_what_ended_in_order_is_listed_no_more_and_what_failed_still_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    stop, errors = asyncio.Event(), {"failed": StallError, "cancelled": asyncio.CancelledError}
+
+    async def train(*_: object) -> RunTotals:
+        async with asyncio.timeout(DEADLINE_S):
+            while not run.targets_path.exists():
+                await asyncio.sleep(0)
+        if end in errors:
+            raise errors[end]
+        if end != "done":
+            stop.set()
+        if end == "stopped before the first step":
+            raise Stopped
+        return TOTALS
+
+    with RunDir.create(config) as run:
+        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
+        with pytest.raises(errors[end]) if end in errors else contextlib.nullcontext():
+            await deployment.run(stop)
+        left = ["127.0.0.1:2", "127.0.0.1:1"] if end in errors else []
+        assert listed(run) == left
+        assert len(deployment._targets) == len(left), "over HTTP"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.asyncio
+async def test_a_run_that_ends_serves_until_who_discovers_over_http_has_the_empty_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """The question comes when all else is closed; the answer is what the run waits for."""
+    grace_s = 10 * DEADLINE_S
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path), "shutdown_grace_s": grace_s}})
+    stop, closed = asyncio.Event(), asyncio.Event()
+    servers: list[MetricsServer] = []
+
+    def serve(*arguments: Any, **options: Any) -> MetricsServer:
+        servers.append(MetricsServer(*arguments, **options))
+        return servers[-1]
+
+    async def ask() -> list[Any]:
+        url = f"http://{servers[0].address}/sd"
+        with await asyncio.to_thread(urllib.request.urlopen, url, timeout=DEADLINE_S) as answer:
+            return list(json.loads(answer.read()))
+
+    async def train(*_: object) -> RunTotals:
+        async with asyncio.timeout(DEADLINE_S):
+            while not await ask():
+                pass
+        if stopped:
+            stop.set()
+        return TOTALS
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(learner, "MetricsServer", serve)
+    monkeypatch.setattr(server_module, "DISCOVERY_S", grace_s)
+    with RunDir.create(config) as run:
+        deployment = deployment_without_ray(
+            run, config, monkeypatch, train=train, ended=lambda: loop.call_soon_threadsafe(closed.set)
+        )
+        running = asyncio.create_task(deployment.run(stop))
+        async with asyncio.timeout(DEADLINE_S):
+            await closed.wait()
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not running.done(), "who discovers has the list from before"
+            assert await ask() == []
+            await running
+
+
+@pytest.mark.asyncio
+async def test_f29_a_run_that_was_asked_to_end_waits_within_its_grace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate(
+        {"run": {"name": "quick", "dir": str(tmp_path), "shutdown_grace_s": learner.LEAVE_S}}
+    )
+    stop = asyncio.Event()
+
+    async def train(*_: object) -> RunTotals:
+        stop.set()
+        return TOTALS
+
+    async def never_told(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(MetricsServer, "told", never_told)
+    with RunDir.create(config) as run:
+        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
+        async with asyncio.timeout(DEADLINE_S):
+            await deployment.run(stop)
+
+
+@pytest.mark.asyncio
+async def test_from_the_first_scrape_on_a_learner_shows_its_whole_life_and_the_limits_that_alerts_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate(
+        {"run": {"name": "quick", "dir": str(tmp_path), "stall_timeout_s": 71.0}, "weights": {"load_timeout_s": 13.0}}
+    )
+    shown: dict[str, float] = {}
+
+    async def run_of(*_: object, **__: object) -> Any:
+        return SimpleNamespace()
+
+    def serve(registry: CollectorRegistry, **_: object) -> None:
+        families = list(registry.collect())
+        samples = [sample for family in families for sample in family.samples]
+        shown.update({f"{sample.name}{''.join(sample.labels.values())}": sample.value for sample in samples})
+        raise OSError("no port")
+
+    monkeypatch.setattr(learner, "enter_run", run_of)
+    monkeypatch.setattr(learner, "MetricsServer", serve)
+    with RunDir.create(config) as run:
+        deployment = deployment_in(run, config)
+        deployment._prompts = asyncio.sleep(0, Prompts(train=(), heldout=()))
+        before_s = time.monotonic()
+        with pytest.raises(OSError, match="no port"):
+            await deployment.run(asyncio.Event())
+        after_s = time.monotonic()
+    seconds = {state: shown[f"asyncrl_learner_state_seconds_total{state}"] for state in LEARNER_STATES}
+    assert before_s <= seconds["starting"] == sum(seconds.values()) <= after_s, "`started_s` is 0 here"
+    assert shown["asyncrl_stall_timeout_seconds"] == shown["asyncrl_deadline_secondsrun.stall_timeout_s"] == 71.0
+    assert shown["asyncrl_weight_sync_timeout_seconds"] == 13.0
 
 
 @pytest.mark.asyncio
@@ -134,6 +297,40 @@ async def test_f27_targets_that_could_not_be_written_are_written_later_and_are_o
         assert json.loads(run.targets_path.read_bytes())[0]["targets"] == ["127.0.0.1:1"]
         deployment._publish_targets([])
         assert json.loads(run.targets_path.read_bytes()) == []
+
+
+@pytest.mark.asyncio
+async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray_answers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    node = {"NodeID": "0123456789", "Alive": True, "NodeManagerAddress": "127.0.0.1", "MetricsExportPort": 2}
+    answers = iter([RunError("Ray does not list its nodes"), [node]])
+
+    async def nodes(*, timeout_s: float) -> Any:
+        answer = next(answers)
+        if isinstance(answer, RunError):
+            raise answer
+        return answer
+
+    async def status() -> Any:
+        return SimpleNamespace(targets={"learner": "127.0.0.1:1"})
+
+    found = asyncio.Event()
+    monkeypatch.setattr(learner, "TARGETS_EVERY_S", 0.0)
+    monkeypatch.setattr(learner, "ray_nodes", nodes)
+    monkeypatch.setattr(learner, "write_targets", lambda path, **arguments: found.set())
+    with RunDir.create(config) as run:
+        deployment = deployment_in(run, config)
+        handles: Any = SimpleNamespace(buffer=SimpleNamespace(status=status))
+        discovering = asyncio.create_task(deployment._discover(handles))
+        await asyncio.wait_for(found.wait(), 10)
+        discovering.cancel()
+    assert "targets are not up to date: Ray does not list its nodes" in caplog.text
+    assert deployment._targets == [
+        Target(role="learner", replica="learner", address="127.0.0.1:1"),
+        Target(role="ray", replica="ray-01234567", address="127.0.0.1:2"),
+    ]
 
 
 def full_disk_error(path: Path, **arguments: Any) -> None:

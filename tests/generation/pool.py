@@ -124,6 +124,7 @@ class Pool:
             tasks=TASKS,
             nonce="n",
             rows=self.rows,  # type: ignore[arg-type]
+            started_s=0.0,
             clock=self.clock,
         )
         self.store = WeightStore()
@@ -155,6 +156,7 @@ class Pool:
             rows=self.rows,
             weights=updates,
             metrics=metrics,
+            started_s=0.0,
             clock=self.clock,
         )
         self.engines[name] = engine

@@ -58,7 +58,9 @@ async def test_a_ticket_that_waits_for_the_throttle_takes_a_slot_like_one_that_i
         held = len(generator._held)
         await generator.report()
         (view,) = (await pool.buffer.status()).replicas
-        assert (view.busy_slots, view.free_slots) == (held, generator._slots - held)
+        assert (view.reserved_groups, view.free_slots) == (held, generator._slots - held)
+        report = pool.buffer._reports["a"]
+        assert (report.running_groups, report.slots) == (1, generator._slots), "the others wait for their start"
 
 
 @pytest.mark.asyncio
@@ -169,7 +171,10 @@ async def test_a_refused_reserve_says_why_after_its_wait() -> None:
 async def test_generator_and_buffer_say_in_their_metrics_which_run_they_are_of() -> None:
     async with empty_pool(model={"path": "models/m"}, algorithm={"loss": "tis"}) as pool:
         pool.add("a")
-        labels = {"version": __version__, "model": "models/m", "environment": "reasoning_gym", "loss": "tis"}
+        labels = {
+            "run_name": pool.config.run.name, "version": __version__, "model": "models/m",
+            "environment": "reasoning_gym", "loss": "tis",
+        }  # fmt: skip
         for metrics in (pool.metrics["a"], pool.buffer._metrics):
             assert metrics.registry.get_sample_value("asyncrl_run_info", labels) == 1
 
@@ -266,6 +271,18 @@ async def test_the_endpoint_of_a_replica_that_left_is_no_target_any_more() -> No
         status = await pool.buffer.status()
         assert status.targets == {}
         assert "a" in status.reports, "the run's totals still count it"
+
+
+@pytest.mark.asyncio
+async def test_what_a_replica_took_until_its_engine_was_ready_is_its_start_and_no_more() -> None:
+    async with empty_pool() as pool:
+        pool.clock.now_s = 30.0
+        pool.add("a")
+        pool.clock.now_s = 42.0
+        read = pool.metrics["a"].registry.get_sample_value
+        name = "asyncrl_generator_state_seconds_total"
+        seconds = {state: read(name, {"state": state}) for state in GENERATOR_STATES}
+        assert {state: total for state, total in seconds.items() if total} == {"starting": 30.0, "idle": 12.0}
 
 
 @pytest.mark.asyncio

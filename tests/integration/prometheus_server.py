@@ -1,9 +1,11 @@
-"""A real Prometheus for a test: Debian's package, scraping one run every second with the rules of deploy/prometheus."""
+"""A real Prometheus for a test: Debian's package, as deploy/README.md starts it on a laptop, but for the ports and for
+what it does every second instead of every five."""
 
 import contextlib
 import json
 import math
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -15,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 from conftest import REPOSITORY
 
 PROGRAM = "prometheus"
+DEPLOY = REPOSITORY / "deploy"
 INTERVAL_S = 1
 READY_S = 30.0
 ANSWER_S = 30.0
@@ -35,25 +37,28 @@ class Line(NamedTuple):
 
 
 class PrometheusServer:
-    """Runs from construction to `end`. Finds the run by `targets`, a file, and over HTTP at the learner's port."""
+    """Runs from construction to `end`, in a folder laid out as the repository is. Finds the run `runs/quickstart`
+    there, and over HTTP a learner at its port."""
 
     @staticmethod
     def installed() -> bool:
         return shutil.which(PROGRAM) is not None
 
-    def __init__(self, folder: Path, *, targets: Path, learner_port: int) -> None:
-        self._url = f"http://127.0.0.1:{free_port()}"
+    def __init__(self, folder: Path, *, learner_port: int) -> None:
+        address = f"127.0.0.1:{free_port()}"
+        self._url = f"http://{address}"
         self._log = (folder / "prometheus.log").open("wb")
-        config = folder / "prometheus.yml"
-        config.write_text(yaml.safe_dump(_config(targets=targets, learner_port=learner_port)))
+        shipped = shutil.copytree(DEPLOY / "prometheus", folder / "deploy" / "prometheus")
+        config = shipped / "prometheus.yml"
+        changes = {
+            "_interval: 5s": f"_interval: {INTERVAL_S}s",
+            "//127.0.0.1:9400/": f"//127.0.0.1:{learner_port}/",
+        }
+        config.write_text(_changed(config.read_text(), changes))
+        [line] = [line for line in (DEPLOY / "README.md").read_text().splitlines() if line.startswith(f"{PROGRAM} ")]
         self.process = subprocess.Popen(
-            [
-                PROGRAM,
-                f"--config.file={config}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address={self._url.removeprefix('http://')}",
-                "--log.level=warn",
-            ],
+            [*shlex.split(_changed(line, {"127.0.0.1:9099": address})), "--log.level=warn"],
+            cwd=folder,
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
@@ -121,19 +126,11 @@ def free_port() -> int:
     raise RuntimeError(f"none of the {PORTS_OF_A_WORKER} ports from {lowest} on is free")
 
 
-def _config(*, targets: Path, learner_port: int) -> dict[str, Any]:
-    refresh = {"refresh_interval": f"{INTERVAL_S}s"}
-    return {
-        "global": {"scrape_interval": f"{INTERVAL_S}s", "evaluation_interval": f"{INTERVAL_S}s"},
-        "rule_files": [str(REPOSITORY / "deploy" / "prometheus" / "rules" / "*.yml")],
-        "scrape_configs": [
-            {
-                "job_name": "asyncrl",
-                "file_sd_configs": [{"files": [str(targets)], **refresh}],
-                "http_sd_configs": [{"url": f"http://127.0.0.1:{learner_port}/sd", **refresh}],
-            }
-        ],
-    }
+def _changed(text: str, changes: dict[str, str]) -> str:
+    for shipped, ours in changes.items():
+        assert shipped in text, f"{shipped!r} is not there: is what is tested what is shipped?"
+        text = text.replace(shipped, ours)
+    return text
 
 
 def _numbers(values: list[list[Any]]) -> list[tuple[float, float]]:

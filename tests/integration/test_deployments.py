@@ -1,5 +1,7 @@
-"""Two terminals and a Ray head: either side may start first, generators come and go, SIGTERM leaves nothing behind."""
+"""Two terminals and a Ray of two nodes, one to learn and one to generate: either side may start first, generators come
+and go, SIGTERM leaves nothing behind."""
 
+import contextlib
 import json
 import os
 import re
@@ -25,44 +27,64 @@ Engines = Callable[[], set[int]]
 
 
 class Head(NamedTuple):
-    """A Ray head: its address, and the folder of its session."""
+    """A Ray's address, the folder of its session, and what started each of its nodes, by the node's label `pool`."""
 
     address: str
     session: str
+    nodes: dict[str, psutil.Popen]
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    """A Ray head that this module alone uses, with a token of its own; it ends with its process."""
+    """A Ray that this module alone uses, with a token of its own, its head for learners and a second node for
+    generators, both of this machine; they end with their processes."""
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    log = tmp_path_factory.mktemp("ray") / "head.log"
-    options = [
-        "--num-cpus=4",
-        "--labels=pool=both",
-        "--port=0",
-        "--include-dashboard=false",
-        "--disable-usage-stats",
-        "--block",
-    ]
+    logs = tmp_path_factory.mktemp("ray")
+    nodes: dict[str, psutil.Popen] = {}
+    try:
+        options = ["--head", "--port=0", "--include-dashboard=false"]
+        address = started_node(nodes, "learner", *options, log=logs / "head.log", says=r"--address='([0-9.]+:\d+)'")
+        started_node(nodes, "generator", f"--address={address}", log=logs / "second.log", says="(Ray runtime started)")
+        yield Head(address, ray_session(nodes["learner"]), nodes)
+    finally:
+        del os.environ["RAY_AUTH_TOKEN"]
+        running = [node for node in nodes.values() if node.poll() is None]
+        family = [each for node in running for each in [node, *node.children(recursive=True)]]
+        for node in reversed(running):
+            node.terminate()
+        _, alive = psutil.wait_procs(family, timeout=30)
+        for left in alive:
+            left.kill()
+
+
+def started_node(nodes: dict[str, psutil.Popen], pool: str, *options: str, log: Path, says: str) -> str:
+    """Adds a Ray node for a pool, once its log says that it is there; the first group of what it says."""
+    sizes = ["--num-cpus=2", f"--object-store-memory={2**29}", "--min-worker-port=0", "--max-worker-port=0"]
     with log.open("wb") as file:
-        process = psutil.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *options],
+        nodes[pool] = psutil.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", f"--labels=pool={pool}", *options, *sizes,
+             "--disable-usage-stats", "--block"],
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-        )
+            env=os.environ | {"RAY_AUTH_MODE": "token"},  # Ray joins an address without its token, unless it is told
+        )  # fmt: skip
     deadline_s = time.monotonic() + 120
-    while not (found := re.search(r"--address='([0-9.]+:\d+)'", log.read_text())):
-        assert process.poll() is None, log.read_text()
+    while not (found := re.search(says, log.read_text())):
+        assert nodes[pool].poll() is None, log.read_text()
         assert time.monotonic() < deadline_s, log.read_text()
         time.sleep(0.2)  # polling another process
-    yield Head(found[1], ray_session(process))
-    del os.environ["RAY_AUTH_TOKEN"]
-    family = process.children(recursive=True)
-    process.terminate()
-    _, alive = psutil.wait_procs([process, *family], timeout=30)
-    for left in alive:
-        left.kill()
+    return found[1]
+
+
+def pools_of(actor: str, head: Head) -> list[str]:
+    """For each process of such an actor the pool of the node that has started it: Ray names them by their class."""
+    found = []
+    for pool, node in head.nodes.items():
+        for process in node.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [pool] * "".join(process.cmdline()[:1]).startswith(f"ray::{actor}")
+    return found
 
 
 @pytest.fixture
@@ -91,8 +113,8 @@ def deployment(
         *small_overrides(model_path),
         "learner.total_steps=100000",
         "eval.prompts=4",
-        "generator.node_labels={pool: both}",
-        "learner.node_labels={pool: both}",
+        "generator.node_labels={pool: generator}",
+        "learner.node_labels={pool: learner}",
         *overrides,
     )
 
@@ -118,7 +140,7 @@ def steps_of(tmp_path: Path) -> int:
 
 
 def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
-    run_command: Run, ray_head: str, engines: Engines, model_path: str, tmp_path: Path
+    run_command: Run, head: Head, ray_head: str, engines: Engines, model_path: str, tmp_path: Path
 ) -> None:
     name = tmp_path.name
     overrides = [
@@ -129,6 +151,8 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
     first.wait_for(lambda: status(ray_head, name), timeout_s=READY_S, what="a run without a learner")
     learner = deployment(run_command, "learner", ray_head, model_path, tmp_path, *overrides)
     learner.wait_for(lambda: steps_of(tmp_path) >= 3, timeout_s=READY_S, what="steps")
+    assert pools_of("RankActor", head) == ["learner"]
+    assert pools_of("GeneratorActor", head) == ["generator"]
     of_first = engines()
 
     # a smaller machine
@@ -147,13 +171,15 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
         seen.append(status(ray_head, name))
         views = seen[-1].get("replicas", [])
         for view in views:
-            assert view["version"] is not None or not view["busy_slots"], "tickets before a version was loaded"
+            assert view["version"] is not None or not view["reserved_groups"], "tickets before a version was loaded"
         committed = [report["samples"] for report in seen[-1].get("reports", {}).values()]
-        return len(views) == 2 and all(view["busy_slots"] for view in views) and all(committed)
+        return len(views) == 2 and all(view["reserved_groups"] for view in views) and all(committed)
 
     second.wait_for(both_generate, timeout_s=READY_S, what="two replicas in the middle of rollouts")
-    [_, slots_of_second] = sorted((v["busy_slots"] + v["free_slots"] for v in seen[-1]["replicas"]), reverse=True)
-    assert slots_of_second == SLOTS_OF_SECOND
+    assert pools_of("GeneratorActor", head) == ["generator", "generator"]
+    reports = seen[-1]["reports"].values()
+    assert min(report["slots"] for report in reports) == SLOTS_OF_SECOND
+    assert all(0 <= report["running_groups"] <= report["slots"] for report in reports)
     [engine] = engines() - of_first
     os.kill(psutil.Process(engine).ppid(), signal.SIGKILL)  # an engine's parent is its replica's process
     killed_at = steps_of(tmp_path)

@@ -1,13 +1,15 @@
 """η = 0 is synchronous on-policy training: the same batches as a sequential loop, importance ratios of 1."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import Run, small_config
-from test_up import bound_of, run_up, summary_of
+from onlookers import expect_advice, reported
+from test_up import ENDLESS, run_up, steps_of, summary_of
 
 from asyncrl.algorithms.advantages import compute_advantages, resolve_estimator
 from asyncrl.algorithms.loss import build_loss
@@ -27,8 +29,10 @@ from asyncrl.weights.publisher import take_snapshot
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 STEPS = 3
+"""So many are compared."""
+ADVICE = "raise staleness.max_versions while the effective sample size is high"
 OVERRIDES = [
-    f"learner.total_steps={STEPS}",
+    ENDLESS,
     "staleness.max_versions=0",
     "weights.publish_every_steps=1",
     "learner.samples_logged=1000",
@@ -39,12 +43,15 @@ OVERRIDES = [
 async def test_a_synchronous_run_equals_a_sequential_loop(
     run_command: Run, model_path: str, tmp_path: Path, engine: VLLMEngine
 ) -> None:
-    run = run_up(run_command, model_path, tmp_path, *OVERRIDES)
+    look = partial(expect_advice, bound=Bound.STALENESS, advice=ADVICE, steps=STEPS)
+    run = run_up(run_command, model_path, tmp_path, *OVERRIDES, while_it_runs=look)
     summary = summary_of(run)
     assert summary["max_token_staleness"] == 0
     assert summary["parity_max_nats"] <= 1e-4, "importance ratios are not 1"
-    assert bound_of(run) is Bound.STALENESS, "each side waits for the other in turn"
-    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    found = reported(run)
+    assert found.bound is Bound.STALENESS, "each side waits for the other in turn"
+    assert ADVICE in found.sentence
+    steps = steps_of(run)
     config = small_config(model_path, *OVERRIDES)
     for record in steps:
         assert record["ess_ratio"] == pytest.approx(1.0, abs=1e-4)

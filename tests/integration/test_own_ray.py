@@ -1,9 +1,10 @@
-"""The Ray that `asyncrl up` starts, and the one of the README's two terminals: all sockets on this machine's own
-address, no answer without the token."""
+"""The Ray that `asyncrl up` starts, the one of the README's two terminals and that of a loop of your own: all sockets
+on this machine's own address, no answer without the token."""
 
 import contextlib
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -39,6 +40,7 @@ print(json.dumps({"address": address, "listening": listening}), flush=True)
 sys.stdin.read()
 """
 README = REPOSITORY / "README.md"
+OWN_LOOP = REPOSITORY / "docs" / "own-loop.md"
 STDERR = "stderr of the one that started it"
 JOIN = """
 import sys
@@ -82,6 +84,18 @@ def joined(address: str, home: Path, **changed: str) -> subprocess.CompletedProc
         [sys.executable, "-c", JOIN, address],
         env=environment(home, **changed), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
+
+
+def listening(starter: psutil.Process) -> set[tuple[str, str]]:
+    """Name and address of whatever listens in this process and in those that it started."""
+    found, family = set(), [starter]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family += starter.children(recursive=True)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            sockets = [each for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+            found |= {(process.name(), each.laddr.ip.removeprefix("::ffff:")) for each in sockets}
+    return found
 
 
 def test_nothing_of_it_listens_beyond_this_machine(own_ray: tuple[dict[str, Any], Path]) -> None:
@@ -136,14 +150,37 @@ def test_the_readmes_head_is_of_this_machine_alone_and_is_joined(tmp_path: Path)
                 time.sleep(0.2)  # polling another process
             done = joined(address, tmp_path, **token)
             assert "answer 7" in done.stdout, done.stderr
-            sockets = []
-            for process in [head, *head.children(recursive=True)]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    sockets += process.net_connections("inet")
-            listening = {each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.status == psutil.CONN_LISTEN}
-            assert listening == {"127.0.0.1"}
+            assert {address for _, address in listening(head)} == {"127.0.0.1"}
         finally:
             family = [head, *head.children(recursive=True)]
             head.terminate()
             for left in psutil.wait_procs(family, timeout=30)[1]:
                 left.kill()
+
+
+@pytest.mark.timeout(480)
+def test_the_page_of_own_loops_runs_as_it_is_and_on_this_machine_alone(model_path: str, tmp_path: Path) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", OWN_LOOP.read_text(), re.DOTALL)
+    assert 'path = "models/tiny-speller"' in code
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny-speller").symlink_to(model_path)
+    page, output, seen = tmp_path / "page.py", tmp_path / "output", set()
+    page.write_text(code)
+    with output.open("w") as file:
+        loop = psutil.Popen(
+            [sys.executable, str(page)], cwd=tmp_path, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT
+        )
+    deadline_s = time.monotonic() + 400
+    try:
+        while loop.poll() is None:
+            assert time.monotonic() < deadline_s, output.read_text()[-4000:]
+            seen |= listening(loop)
+            time.sleep(1)  # polling another process
+    finally:
+        if loop.poll() is None:
+            for left in [*loop.children(recursive=True), loop]:
+                left.kill()
+    assert loop.returncode == 0, output.read_text()[-4000:]
+    assert re.search(r"^loss -?\d.*, effective samples [01]\.\d+$", output.read_text(), re.MULTILINE)
+    assert {"gcs_server", "raylet"} <= {name for name, _ in seen}
+    assert {address for _, address in seen} == {"127.0.0.1"}

@@ -26,8 +26,10 @@ from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.interfaces import RunLog
 from asyncrl.learner.loop import LearnerLoop
+from asyncrl.learner.recording import described_metrics
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord
-from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.metrics.catalogue import LEARNER_STATES
+from asyncrl.metrics.states import StateClock
 from asyncrl.policy.complete_directory import COMPLETE
 from asyncrl.policy.interfaces import StepReport
 from asyncrl.policy.meta_driver import name_fields
@@ -281,7 +283,9 @@ class Scene:
         self.config, self.clock = Config.model_validate(defaults), Clock()
         self.log, self.trainer = KeptLog(), FakeTrainer(self.clock)
         self.critic = FakeCritic(self.trainer, self.clock) if self.config.critic is not None else None
-        self.metrics = LearnerMetrics()
+        self.metrics = described_metrics(self.config)
+        self.states = StateClock(states=LEARNER_STATES, initial="starting", started_s=0.0, clock=self.clock)
+        self.metrics.states_from(self.states.seconds)
         self.loaded: Version | None = None
         self.asked: list[tuple[Version | None, int]] = []
         self.ended: set[str] = set()
@@ -290,6 +294,7 @@ class Scene:
             tasks=TASKS,
             nonce="n",
             rows=BufferRows(self.trainer.client),  # type: ignore[arg-type]
+            started_s=0.0,
             clock=self.clock,
         )
         self.buffer = LocalBuffer(self.actor, waiting=self.generate)
@@ -323,6 +328,7 @@ class Scene:
             checkpoints=self.checkpoints,
             log=log or self.log,
             metrics=self.metrics,
+            states=self.states,
             decode=lambda ids: " ".join(map(str, ids)),
             started_s=0.0,
             clock=self.clock,
@@ -374,12 +380,14 @@ class Scene:
             deployment="d",
             metrics_address="",
             state_seconds={"generating": self.clock.now_s},
+            slots=2 * GROUPS_PER_STEP,
+            running_groups=0,
             samples=0,
             completion_tokens=0,
             weight_updates=len(self.publisher.history),
             parity_max_nats=2e-6,
         )
-        await self.actor.heartbeat(replica, self.loaded, 2 * GROUPS_PER_STEP, 0, (), report)
+        await self.actor.heartbeat(replica, self.loaded, 2 * GROUPS_PER_STEP, (), report)
 
 
 def _rows(ticket: Ticket) -> BatchedDataDict:

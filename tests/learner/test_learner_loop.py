@@ -56,6 +56,23 @@ async def test_seconds_of_the_loop_add_up_and_the_ranks_own_stages_are_theirs() 
 
 
 @pytest.mark.asyncio
+async def test_what_came_before_the_loop_is_the_start_and_nothing_after_it_is() -> None:
+    scene = Scene()
+    scene.clock.now_s = 40.0
+    prepare_step = scene.trainer.prepare_step
+
+    def slow(*arguments: Any) -> None:
+        scene.clock.now_s += 5.0
+        prepare_step(*arguments)
+
+    scene.trainer.prepare_step = slow  # type: ignore[method-assign]
+    await scene.run()
+    first, last = (scene.log.steps[place].learner_state_s for place in (0, -1))
+    assert first["starting"] == last["starting"] == 40.0
+    assert sum(last.values()) == pytest.approx(scene.clock.now_s)
+
+
+@pytest.mark.asyncio
 async def test_state_seconds_add_up_and_an_evaluation_is_no_wait_for_groups() -> None:
     scene = Scene()
     evaluate = scene.evaluate

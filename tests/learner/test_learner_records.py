@@ -101,6 +101,17 @@ def test_a_run_of_one_step_counts_from_the_start() -> None:
     assert summary.generator_busy_ratio == pytest.approx(1 / 10)
 
 
+def test_a_start_is_neither_busy_nor_waiting_also_in_a_run_of_one_step() -> None:
+    learner = {"starting": 60.0, "waiting_for_groups": 3.0, "forward_backward": 1.0}
+    only = step(0, learner_state_s=learner, generator_state_s={"starting": 50.0, "generating": 1.0, "idle": 4.0})
+    assert state_shares([only], "learner_state_s") == {
+        "starting": 0.0, "waiting_for_groups": 0.75, "forward_backward": 0.25,
+    }  # fmt: skip
+    summary = build_summary([only], [], TOTALS, staleness_limit=0)
+    assert (summary.learner_busy_ratio, summary.generator_busy_ratio) == (0.25, 0.2)
+    assert state_shares([step(0, learner_state_s={"starting": 60.0})], "learner_state_s") == {}
+
+
 @pytest.mark.parametrize("records", [[], [step(0, trained=False)]], ids=["no record", "skipped steps only"])
 def test_no_trained_step_no_summary(records: list[StepRecord]) -> None:
     with pytest.raises(RunError, match="no step was trained"):

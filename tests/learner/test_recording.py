@@ -49,7 +49,7 @@ NOT_OF_A_STEP = {
     *("run_info", "stall_timeout_seconds", "weight_sync_timeout_seconds", "weight_lag_limit_versions"),
     *("weight_parity_limit_nats", "weight_parity_nats", "rows_outstanding", "learner_heldout_reward_mean"),
     *("checkpoint_interval_versions", "checkpoint_policy_version", "checkpoint_last_success_timestamp_seconds"),
-    "heartbeat_timestamp_seconds",
+    *("heartbeat_timestamp_seconds", "deadline_seconds"),
 }
 """Gauges of the learner that something else than the end of a trained step sets."""
 

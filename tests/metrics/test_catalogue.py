@@ -83,3 +83,12 @@ def test_docs_are_current() -> None:
 def test_docs_name_every_metric() -> None:
     page = docs.markdown()
     assert all(f"`{metric.name}`" in page for metric in CATALOGUE)
+
+
+def test_every_metric_is_one_row_whose_last_cell_has_its_whole_help() -> None:
+    """A bar inside a cell would end it, and the rest of the row is not shown."""
+    rows = [line for line in docs.markdown().splitlines() if line.startswith("| `asyncrl_")]
+    cells = [re.split(r"(?<!\\)\|", row)[1:-1] for row in rows]
+    assert {len(row) for row in cells} == {6}
+    told = {row[0].strip(" `"): row[-1].strip().replace("\\|", "|") for row in cells}
+    assert told == {metric.name: metric.help for metric in CATALOGUE}

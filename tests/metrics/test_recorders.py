@@ -9,11 +9,14 @@ import pytest
 from prometheus_client import generate_latest
 
 from asyncrl import __version__
+from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
-from asyncrl.metrics.catalogue import CATALOGUE, MAX_OPEN_VALUES
+from asyncrl.metrics.catalogue import CATALOGUE, DEADLINES, MAX_OPEN_VALUES
 from asyncrl.metrics.recorders import MEASURED, BufferMetrics, GeneratorMetrics, LearnerMetrics, ProcessMetrics
 
-CONFIG = Config.model_validate({"model": {"path": "models/tiny"}, "algorithm": {"loss": "tis"}})
+CONFIG = Config.model_validate(
+    {"run": {"name": "tried"}, "model": {"path": "models/tiny"}, "algorithm": {"loss": "tis"}}
+)
 
 
 def learner() -> LearnerMetrics:
@@ -28,6 +31,7 @@ def learner() -> LearnerMetrics:
         weight_parity_nats=1e-4,
         checkpoint_every_steps=5,
     )
+    metrics.deadlines(CONFIG)
     metrics.step(outcome="trained", duration_s=0.3, tokens=640)
     metrics.utilisation(model_flops=6_000_000, peak_flops_per_s=989e12)
     metrics.diagnostics(
@@ -84,6 +88,7 @@ def buffer() -> BufferMetrics:
     metrics = BufferMetrics()
     metrics.run_info(CONFIG)
     metrics.heartbeat(unix_time_s=1.7e9)
+    metrics.states_from(lambda: {"learner_waits": 3.0, "nobody_waits": 1.0})
     metrics.limits(max_staleness_versions=2, capacity_groups=48, capacity_bytes=2**30)
     metrics.fill(reserved=16, ready=8, leased=16, bytes=4096, oldest_group_age_s=1.5)
     metrics.replicas({"generating": 2, "silent": 1})
@@ -124,7 +129,10 @@ def test_every_public_method_is_guarded(kind: type[ProcessMetrics]) -> None:
 
 @pytest.mark.parametrize("role", RECORDED)
 def test_the_run_is_described_alike_by_every_process(role: str) -> None:
-    labels = {"version": __version__, "model": "models/tiny", "environment": "reasoning_gym", "loss": "tis"}
+    labels = {
+        "run_name": "tried", "version": __version__, "model": "models/tiny", "environment": "reasoning_gym",
+        "loss": "tis",
+    }  # fmt: skip
     assert value(RECORDED[role](), "asyncrl_run_info", **labels) == 1
 
 
@@ -174,6 +182,18 @@ def test_a_scrape_survives_a_reader_that_raises_and_counters_never_fall() -> Non
     assert value(recorded, "asyncrl_learner_state_seconds_total", state="publish") == 4.0
     recorded.states_from(lambda: {}["no such state"])
     assert value(recorded, "asyncrl_learner_state_seconds_total", state="publish") == 4.0
+
+
+def test_every_timeout_of_the_configuration_is_shown_by_its_key() -> None:
+    settings = flat_config(Config.model_validate({"critic": {}, "model": {"tiny": {}}}))
+    assert {key for key in settings if key.endswith("_s") and not key.endswith("_per_s")} == {*DEADLINES}
+    metrics = LearnerMetrics()
+    metrics.deadlines(Config.model_validate({"generator": {"rollout_timeout_s": 77.0}, "run": {"shutdown_grace_s": 7}}))
+    shown = {key: value(metrics, "asyncrl_deadline_seconds", deadline=key) for key in DEADLINES}
+    assert shown["generator.rollout_timeout_s"] == 77.0
+    assert shown["run.shutdown_grace_s"] == 7.0
+    assert shown["eval.timeout_s"] == settings["eval.timeout_s"]
+    assert all(isinstance(seconds, float) and seconds > 0 for seconds in shown.values())
 
 
 def test_totals_are_raised_to_and_a_smaller_total_is_a_new_start() -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from asyncrl.config.schema import Config
 from asyncrl.metrics import scrape as module
 from asyncrl.metrics.discovery import Target
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -17,8 +18,10 @@ from asyncrl.metrics.server import MetricsServer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 VERSION = "asyncrl_learner_policy_version"
+RUN = Config.model_validate({"run": {"name": "r"}})
 HEAD = b"HTTP/1.0 200 OK\r\n\r\n"
 METRICS = f"{VERSION} 3.0\n".encode()
+OURS = b'asyncrl_run_info{run_name="r"} 1\n'
 
 
 @contextmanager
@@ -45,6 +48,7 @@ def endpoint(answer: Callable[[socket.socket], None]) -> Iterator[Target]:
 @pytest.fixture
 def learner() -> Iterator[Target]:
     metrics = LearnerMetrics()
+    metrics.run_info(RUN)
     metrics.versions(learner=7, published=6)
     with MetricsServer(metrics.registry, host="127.0.0.1", port=0) as server:
         yield Target(role="learner", replica="learner", address=server.address)
@@ -84,14 +88,77 @@ def test_an_endpoint_that_answers_something_else_costs_its_own_series_alone(
     learner: Target, answer: Callable[[socket.socket], None]
 ) -> None:
     with endpoint(answer) as odd:
-        found = scrape([odd, learner], timeout_s=5.0)
+        found = scrape([odd, learner], run="r", timeout_s=5.0)
     assert found.silent == (odd,)
     assert found.last(VERSION) == 7.0
 
 
+NO_NUMBERS = {
+    "not known": f"{VERSION} NaN\n",
+    "infinite": f"{VERSION} +Inf\n",
+    "infinite below": f"{VERSION} -Inf\n",
+    "a sum of it would be infinite": f"{VERSION} 1.7e308\n",
+    "a bound that is a word": f'{VERSION}{{le="abc"}} 1\n',
+    "a bound that is none": f'{VERSION}{{le="NaN"}} 1\n',
+    "a bound below all": f'{VERSION}{{le="-Inf"}} 1\n',
+}
+
+
+@pytest.mark.parametrize("text", NO_NUMBERS.values(), ids=NO_NUMBERS)
+def test_what_no_sum_can_be_made_of_costs_itself_and_nothing_else(learner: Target, text: str) -> None:
+    with endpoint(sends(HEAD + OURS + text.encode() + b"asyncrl_published_policy_version -3.5\n")) as odd:
+        found = scrape([odd, learner], run="r", timeout_s=5.0)
+    assert found.sums(VERSION, by="role") == {"learner": 7.0}
+    assert found.last("asyncrl_published_policy_version", role="generator") == -3.5
+    assert found.silent == ()
+
+
+def test_nothing_is_taken_from_an_endpoint_that_is_another_runs_by_now(learner: Target) -> None:
+    """A port is free when its process has died, and the next process may get it."""
+    others = LearnerMetrics()
+    others.run_info(Config.model_validate({"run": {"name": "b"}}))
+    others.versions(learner=777, published=777)
+    with MetricsServer(others.registry, host="127.0.0.1", port=0) as server:
+        taken = Target(role="generator", replica="generator-0", address=server.address)
+        found = scrape([taken, learner], run="r", timeout_s=5.0)
+        assert found.sums(VERSION, by="role") == {"learner": 7.0}
+        assert (found.silent, found.foreign) == ((), {taken: "b"})
+        assert found.strangers() == [f"{server.address} belongs to run b now"]
+        own = scrape([taken], run="b", timeout_s=5.0)
+        assert own.last(VERSION) == 777.0
+        grown = own.since(found)
+    assert grown.last(VERSION) is None, "how much of it is new nobody knows"
+
+
+def test_an_endpoint_that_names_no_run_is_not_ours(learner: Target) -> None:
+    with endpoint(sends(HEAD + METRICS)) as odd:
+        found = scrape([odd, learner], run="r", timeout_s=5.0)
+    assert found.sums(VERSION, by="role") == {"learner": 7.0}
+    assert found.strangers() == [f"{odd.address} belongs to no run now"]
+
+
+SECONDS = "asyncrl_learner_state_seconds_total"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shares"),
+    [
+        ({"a": 3.0, "b": 1.0}, {"a": 0.75, "b": 0.25}),
+        ({"a": 0.0, "b": 1.0}, {"a": 0.0, "b": 1.0}),
+        ({"a": 5.0, "b": -4.0}, None),  # 500 %
+        ({"a": -1.0}, None),
+        ({"a": 0.0}, None),
+        ({}, None),
+    ],
+)
+def test_shares_are_parts_of_a_whole_or_none(seconds: dict[str, float], shares: dict[str, float] | None) -> None:
+    of = {frozenset({"state": state}.items()): value for state, value in seconds.items()}
+    assert Scrape(at_s=0.0, values={SECONDS: of}).shares(SECONDS, by="state") == shares
+
+
 def test_what_is_well_said_is_read(learner: Target) -> None:
-    with endpoint(sends(HEAD + METRICS)) as plain:
-        found = scrape([plain, learner], timeout_s=5.0)
+    with endpoint(sends(HEAD + OURS + METRICS)) as plain:
+        found = scrape([plain, learner], run="r", timeout_s=5.0)
     assert found.sums(VERSION, by="role") == {"generator": 3.0, "learner": 7.0}
     assert found.silent == ()
 
@@ -108,7 +175,7 @@ def test_an_endpoint_that_answers_byte_by_byte_has_its_time_and_no_more(
 ) -> None:
     with endpoint(answer) as slow:
         started_s = time.monotonic()
-        found = scrape([slow, learner], timeout_s=0.5)
+        found = scrape([slow, learner], run="r", timeout_s=0.5)
         assert time.monotonic() - started_s < 5.0
     assert found.silent == (slow,)
     assert found.last(VERSION) == 7.0
@@ -125,7 +192,7 @@ def test_an_answer_without_an_end_is_not_read_to_it(learner: Target, monkeypatch
 
     started_s = time.monotonic()
     with endpoint(goes_on) as endless:
-        found = scrape([endless, learner], timeout_s=20.0)
+        found = scrape([endless, learner], run="r", timeout_s=20.0)
     assert time.monotonic() - started_s < 10.0
     assert found.silent == (endless,)
     assert found.last(VERSION) == 7.0
@@ -136,7 +203,7 @@ def test_a_proxy_of_the_environment_is_not_asked(learner: Target, monkeypatch: p
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    assert scrape([learner], timeout_s=5.0).last(VERSION) == 7.0
+    assert scrape([learner], run="r", timeout_s=5.0).last(VERSION) == 7.0
 
 
 def look(at_s: float, *, silent: tuple[str, ...] = (), **tokens: float) -> Scrape:

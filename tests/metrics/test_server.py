@@ -1,8 +1,10 @@
 """The endpoint: both registries over real HTTP, and none of F31's troubles reaches the process."""
 
+import asyncio
 import json
 import logging
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -154,6 +156,58 @@ def test_it_lingers_for_who_watches_and_for_nobody_else(server: MetricsServer, m
     assert server.linger_s == server_module.LINGER_S > 5.0
     monkeypatch.setattr(server_module, "WATCHED_S", 0.0)
     assert server.linger_s == 0.0
+
+
+@pytest.mark.asyncio
+async def test_who_discovers_over_http_is_waited_for_until_the_list_of_the_end_was_given(server: MetricsServer) -> None:
+    url = f"http://{server.address}/sd"
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.to_thread(scrape, server.url)
+        await server.told(since_s=time.monotonic())  # a scrape is no question for the list
+        await asyncio.to_thread(scrape, url)
+        told = asyncio.create_task(server.told(since_s=time.monotonic()))
+        await asyncio.to_thread(scrape, server.url)
+        assert not told.done(), "the list that was given is the one from before"
+        await asyncio.to_thread(scrape, url)
+        await told
+
+
+@pytest.mark.asyncio
+async def test_jobs_that_discover_each_for_itself_are_all_waited_for(server: MetricsServer) -> None:
+    urls = [f"http://{server.address}/sd{query}" for query in ("", "?job=ray")]
+    async with asyncio.timeout(DEADLINE_S):
+        for url in urls:
+            await asyncio.to_thread(scrape, url)
+        told = asyncio.create_task(server.told(since_s=time.monotonic()))
+        await asyncio.to_thread(scrape, urls[0])
+        await asyncio.sleep(2 * server_module.POLL_S)
+        assert not told.done(), "the other job has the list from before"
+        await asyncio.to_thread(scrape, urls[1])
+        await told
+
+
+@pytest.mark.parametrize("limit", ["WATCHED_S", "DISCOVERY_S"])
+@pytest.mark.asyncio
+async def test_who_does_not_ask_again_is_not_waited_for(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    await asyncio.to_thread(scrape, f"http://{server.address}/sd")
+    monkeypatch.setattr(server_module, limit, 0.0)
+    async with asyncio.timeout(DEADLINE_S / 2):
+        await server.told(since_s=time.monotonic())
+
+
+def test_an_answer_that_was_being_made_when_the_list_changed_is_none() -> None:
+    """A list is taken after its question came: only a question from after the change has the new one for certain."""
+    asked_s: list[float] = []
+
+    def discovery() -> bytes:
+        asked_s.append(time.monotonic())
+        return b"[]"
+
+    with MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0, discovery=discovery) as running:
+        scrape(f"http://{running.address}/sd")
+        assert running._handler.told_s["/sd"] <= asked_s[0]
 
 
 def test_close_frees_the_port_and_may_be_called_twice() -> None:

@@ -1,16 +1,18 @@
 """Seconds split by state add up to wall time, whatever happens in between."""
 
 import doctest
+import time
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 
 from asyncrl.metrics import states
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.metrics.states import SlotStates, StateClock, caught_up
+from asyncrl.metrics.states import SlotStates, StateClock, caught_up, monotonic_at_process_start
 
 NAMES = ("idle", "generating", "blocked")
 
@@ -77,6 +79,26 @@ def test_slot_seconds_over_slots_add_up_to_wall_time(
     seconds = pool.seconds()
     assert seconds == {state: float(total) / slots for state, total in expected.items()}
     assert sum(seconds.values()) == pytest.approx(now.now - 5.0, rel=1e-12)
+
+
+@given(made=ticks, started=ticks, rest=ticks, slots=st.integers(min_value=1, max_value=8))
+def test_what_came_before_the_clock_was_made_belongs_to_its_first_state(
+    made: float, started: float, rest: float, slots: int
+) -> None:
+    now = FakeClock(made)
+    pool = SlotStates(slots, states=NAMES, initial="blocked", started_s=made - started, clock=now)
+    clock = StateClock(states=NAMES, initial="blocked", started_s=made - started, clock=now)
+    pool.set({"idle": slots})
+    clock.enter("idle")
+    now.now += rest
+    expected = {"idle": rest, "generating": 0.0, "blocked": started}
+    assert clock.seconds() == expected
+    assert pool.seconds() == pytest.approx(expected)
+
+
+def test_a_process_started_when_its_endpoint_says_that_it_did() -> None:
+    told = REGISTRY.get_sample_value("process_start_time_seconds")
+    assert time.time() - (time.monotonic() - monotonic_at_process_start()) == pytest.approx(told, abs=0.5, rel=0)
 
 
 def test_within_returns_to_the_state_before_even_after_an_error() -> None:

@@ -1,5 +1,7 @@
 """`asyncrl status`: names are told apart, and the learner is only said to train when it does."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from made_up_run import make_status
@@ -7,8 +9,9 @@ from made_up_run import make_status
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.membership import Role, RunState
 from asyncrl.buffer.records import LeaseWait, Version
+from asyncrl.metrics.discovery import Target
 from asyncrl.metrics.scrape import Scrape
-from asyncrl.views.status import status_lines
+from asyncrl.views.status import status_json, status_lines
 from asyncrl.views.top import GENERATOR_SECONDS, LEARNER_SECONDS
 
 
@@ -34,7 +37,8 @@ def test_a_learner_that_waits_or_is_not_there_is_said_to() -> None:
 def test_a_replica_names_its_deployment_and_every_line_says_what_it_is_about() -> None:
     lines = status_lines(make_status())
     assert (
-        "replica generator-a of deployment generator-d: weights of step 3, 2 groups under way, 2 slots free" in lines[3]
+        "replica generator-a of deployment generator-d: weights of step 3, 2 of 4 slots busy, 3 groups reserved"
+        in lines[3]
     )
     assert "deployment generator-d: pid 2 on h" in lines
     assert "deployment learner-d: pid 1 on h" in lines
@@ -46,11 +50,52 @@ def test_versions_are_steps_and_the_incarnation_is_named_from_the_second_on() ->
     assert status_lines(again)[1].startswith("step 4 of incarnation 2 of 9, weights published: none, ")
 
 
+LEARNER = {frozenset({("state", "waiting_for_groups")}): 6.0, frozenset({("state", "optimizer")}): 4.0}
+GENERATORS = {frozenset({("state", "generating"), ("replica", f"generator-{i}")}): 10.0 for i in range(2)}
+BOTH = Scrape(at_s=0.0, values={LEARNER_SECONDS: LEARNER, GENERATOR_SECONDS: GENERATORS})
+ALONE = Scrape(at_s=0.0, values={LEARNER_SECONDS: LEARNER})
+
+
 def test_what_limits_the_run_is_said_when_both_sides_answer() -> None:
-    learner = {frozenset({("state", "waiting_for_groups")}): 6.0, frozenset({("state", "optimizer")}): 4.0}
-    generators = {frozenset({("state", "generating"), ("replica", f"generator-{i}")}): 10.0 for i in range(2)}
-    both = Scrape(at_s=0.0, values={LEARNER_SECONDS: learner, GENERATOR_SECONDS: generators})
-    (line,) = [line for line in status_lines(make_status(), scraped=both) if line.startswith("since the start")]
+    (line,) = [line for line in status_lines(make_status(), scraped=BOTH) if line.startswith("since the start")]
     assert "The learner waits for groups 60 % of the time: add generators" in line
-    alone = Scrape(at_s=0.0, values={LEARNER_SECONDS: learner})
-    assert status_lines(make_status(), scraped=alone) == status_lines(make_status())
+    assert status_lines(make_status(), scraped=ALONE) == status_lines(make_status())
+
+
+@pytest.mark.parametrize("seconds", [{"waiting_for_groups": 5.0, "optimizer": -4.0}, {"waiting_for_groups": 0.0}])
+def test_of_shares_that_are_none_there_is_no_sentence(seconds: dict[str, float]) -> None:
+    learner = {frozenset({("state", state)}): value for state, value in seconds.items()}
+    scraped = Scrape(at_s=0.0, values={LEARNER_SECONDS: learner, GENERATOR_SECONDS: GENERATORS})
+    assert status_lines(make_status(), scraped=scraped) == status_lines(make_status())
+    assert told(scraped) == {"learner_shares": None, "generator_shares": {"generating": 1.0}, "bottleneck": None}
+
+
+def test_an_endpoint_of_another_run_is_said_to_be_one() -> None:
+    learner = Target(role="learner", replica="learner", address="127.0.0.1:9400")
+    scraped = Scrape(at_s=0.0, values={}, foreign={learner: "b"})
+    assert status_lines(make_status(), scraped=scraped)[-1] == "127.0.0.1:9400 belongs to run b now"
+
+
+def test_json_has_all_that_the_buffer_knows_and_what_limits_the_run() -> None:
+    status = make_status()
+    assert msgspec.json.decode(status_json(status, scraped=BOTH), type=RunStatus) == status
+    assert told(BOTH) == {
+        "learner_shares": {"waiting_for_groups": 0.6, "optimizer": 0.4},
+        "generator_shares": {"generating": 1.0},
+        "bottleneck": {
+            "bound": "generators",
+            "sentence": "The learner waits for groups 60 % of the time: add generators, or slots "
+            "(generator.max_concurrent_groups) where cores or GPUs are free.",
+        },
+    }
+    assert told(ALONE) == {
+        "learner_shares": {"waiting_for_groups": 0.6, "optimizer": 0.4},
+        "generator_shares": None,
+        "bottleneck": None,
+    }
+
+
+def told(scraped: Scrape) -> dict[str, Any]:
+    """What `status --json` says of the time since the start."""
+    found: dict[str, Any] = msgspec.json.decode(status_json(make_status(), scraped=scraped))["since_start"]
+    return found

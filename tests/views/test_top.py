@@ -1,15 +1,21 @@
 """`asyncrl top` from real endpoints: levels of now, speeds and shares of what happened since the last look."""
 
 import doctest
-from collections.abc import Iterator
-from contextlib import ExitStack
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
+from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 from asyncrl.metrics.discovery import targets_of, write_targets
@@ -17,9 +23,13 @@ from asyncrl.metrics.recorders import BufferMetrics, GeneratorMetrics, LearnerMe
 from asyncrl.metrics.scrape import Scrape
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.views import live, top
-from asyncrl.views.live import LiveView
+from asyncrl.views.live import LiveView, plain_line, render
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+
+def named(run: str) -> Config:
+    return Config.model_validate({"run": {"name": run}})
 
 
 class Run:
@@ -41,7 +51,7 @@ class Run:
         self.servers: dict[str, MetricsServer] = {}
         for name, metrics in processes.items():
             self.serve(name, metrics)
-        for metrics in processes.values():
+            metrics.run_info(named("r"))
             metrics.heartbeat(unix_time_s=1.0)
         self.buffer.limits(max_staleness_versions=3, capacity_groups=48, capacity_bytes=2**20)
 
@@ -135,6 +145,7 @@ def test_a_learner_that_was_replaced_counts_from_zero(run: Run) -> None:
     def replaced(_: float) -> None:
         run.servers["learner"].close()
         learner = LearnerMetrics()
+        learner.run_info(named("r"))
         learner.states_from(lambda: {"waiting_for_groups": 6.0, "optimizer": 2.0})
         learner.step(outcome="trained", duration_s=1.0, tokens=50)
         run.serve("learner", learner)
@@ -185,6 +196,173 @@ def test_before_the_first_step_there_is_no_reward_and_the_panel_says_who_is_ther
     view = next(top.watch(run.path, every_s=1.0, sleep=lambda _: None))
     assert (view.step, view.rewards, view.heldout) == (0, [], [])
     assert view.phase == "1 learner, 2 generators, 1 buffer"
+
+
+class Said:
+    """What an endpoint says, whoever asks; it may say something else the next time."""
+
+    def __init__(self, run_dir: Path, address: str) -> None:
+        self.run_dir = run_dir
+        self.text = ""
+        targets = targets_of({"learner": address})
+        write_targets(run_dir / "metrics" / "targets.json", run=run_dir.name, targets=targets)
+
+
+@contextmanager
+def speaking(run_dir: Path) -> Iterator[Said]:
+    """A run of one endpoint, whose every word is the test's."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = said.text.encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing of it."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        said = Said(run_dir, f"127.0.0.1:{server.server_port}")
+        thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield said
+        server.shutdown()
+        thread.join(10)
+
+
+HEARD = 'asyncrl_run_info{run_name="r"} 1\nasyncrl_heartbeat_timestamp_seconds 1\n'
+STEP_3 = f"{HEARD}asyncrl_learner_policy_version 3\n"
+LEARNER, GENERATOR = top.LEARNER_SECONDS, top.GENERATOR_SECONDS
+NOT_OURS = ("<html>hello</html>\n", "", "foo 1\n")
+BAD = {
+    "a version that is infinite": f"{HEARD}asyncrl_learner_policy_version +Inf\n",
+    "a version below 0": f"{HEARD}asyncrl_learner_policy_version -5\nasyncrl_learner_reward_mean 0.5\n",
+    "groups without end": f'{STEP_3}asyncrl_buffer_groups{{state="ready"}} +Inf\n',
+    "a bucket up to a word": f'{STEP_3}asyncrl_token_staleness_versions_bucket{{le="abc"}} 1\n',
+    "time without end": f'{STEP_3}{LEARNER}{{state="optimizer"}} +Inf\n{GENERATOR}{{state="idle"}} 4\n',
+    "parts above the whole": f'{STEP_3}{LEARNER}{{state="waiting_for_groups"}} 5\n'
+    f'{LEARNER}{{state="optimizer"}} -4\n{GENERATOR}{{state="idle"}} 4\n',
+    "a reward that is infinite": f"{STEP_3}asyncrl_learner_reward_mean +Inf\n",
+    "a start that never was": f"{STEP_3}process_start_time_seconds -Inf\n",
+    "a start that never will be": f"{STEP_3}process_start_time_seconds +Inf\n",
+    "a page": NOT_OURS[0],
+    "nothing": NOT_OURS[1],
+    "somebody else's metrics": NOT_OURS[2],
+}
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+def test_whatever_an_endpoint_says_ends_in_a_panel_or_an_error_in_words(tmp_path: Path, text: str) -> None:
+    with speaking(tmp_path / "r") as said:
+        said.text = text
+        result = CliRunner().invoke(app, ["top", str(said.run_dir), "--once", "--every", "0.2"])
+    if text in NOT_OURS:
+        assert result.exit_code == 1
+        assert "error: none of the 1 endpoints" in result.output
+        return
+    assert result.exit_code == 0, result.exc_info
+    assert "of the time" not in result.output
+    assert not re.search(r"\b(nan|inf)\b|-\d|[2-9]\d\d ?%", result.output), result.output
+
+
+SHOWN = (
+    *("asyncrl_learner_policy_version", "asyncrl_published_policy_version", "asyncrl_generator_policy_version"),
+    *("asyncrl_staleness_limit_versions", "asyncrl_buffer_capacity_groups", 'asyncrl_buffer_groups{state="ready"}'),
+    *("asyncrl_learner_ess_ratio", "asyncrl_learner_tokens_total", "process_start_time_seconds"),
+    *('asyncrl_generator_samples_total{outcome="accepted"}', 'asyncrl_token_staleness_versions_bucket{le="2"}'),
+    *(f'{LEARNER}{{state="waiting_for_groups"}}', f'{GENERATOR}{{state="generating"}}'),
+)
+REWARDS = ("asyncrl_learner_reward_mean", "asyncrl_learner_heldout_reward_mean")
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1.7e308", "-1.7e308", "1e29", "-5"])
+@pytest.mark.parametrize("name", [*SHOWN, *REWARDS])
+def test_no_number_of_an_endpoint_makes_the_view_fail_or_say_what_cannot_be(
+    tmp_path: Path, name: str, value: str
+) -> None:
+    """Each alone, beside the others as they should be, which stay."""
+    with speaking(tmp_path / "r") as said:
+        good = dict.fromkeys((*SHOWN, *REWARDS), "1") | {"asyncrl_learner_policy_version": "3"}
+        watching = top.watch(said.run_dir, every_s=1.0, sleep=tell(said, HEARD, good | {name: value}))
+        view = next(watching)
+    text = text_of(view)
+    assert not re.search(r"\b(nan|inf)\b", text), text
+    if name not in REWARDS:
+        assert not re.search(r"-\d|\d{20}|[2-9]\d\d ?%", text), text
+    if name != "asyncrl_learner_policy_version":
+        assert view.step == 3
+    if name == "process_start_time_seconds" and value != "1e29":  # a moment to come
+        assert view.elapsed_s is None
+
+
+def tell(said: Said, head: str, values: dict[str, str]) -> Callable[[float], None]:
+    """Between two looks the endpoint goes from nothing but its head to these values."""
+    said.text = head
+
+    def later(_: float) -> None:
+        said.text = head + "".join(f"{name} {value}\n" for name, value in values.items())
+
+    return later
+
+
+def text_of(view: LiveView) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render(view))
+    assert isinstance(console.file, io.StringIO)
+    return f"{console.file.getvalue()}\n{plain_line(view)}"
+
+
+def test_what_is_not_known_is_not_shown_as_0(tmp_path: Path) -> None:
+    """Of a run whose buffer and whose process say nothing: no limit, no age."""
+    with speaking(tmp_path / "r") as said:
+        values = {"asyncrl_learner_policy_version": "3", 'asyncrl_token_staleness_versions_bucket{le="2"}': "1"}
+        unknown = dict.fromkeys(("asyncrl_staleness_limit_versions", "process_start_time_seconds"), "NaN")
+        view = next(top.watch(said.run_dir, every_s=1.0, sleep=tell(said, HEARD, values | unknown)))
+    assert (view.staleness_limit, view.elapsed_s, view.rewards) == (None, None, [])
+    assert "limit" not in text_of(view)
+    assert "0.0 s" not in text_of(view)
+    assert "staleness 2," not in plain_line(view)
+    assert plain_line(view).startswith("step 3, reward –, staleness 2")
+
+
+def learner_of(run: str, *, step: int) -> LearnerMetrics:
+    metrics = LearnerMetrics()
+    metrics.run_info(named(run))
+    metrics.heartbeat(unix_time_s=1.0)
+    metrics.versions(learner=step, published=step)
+    return metrics
+
+
+def test_a_dead_run_does_not_show_the_numbers_of_the_run_that_has_its_port_now(run: Run) -> None:
+    """A whole panel of them would look like its own."""
+    for name in ("buffer", "generator-0", "generator-1"):
+        run.servers[name].close()
+    run.serve("learner", learner_of("b", step=777))
+    address = run.servers["learner"].address
+    result = CliRunner().invoke(app, ["top", str(run.path), "--once", "--every", "0.2"])
+    assert result.exit_code == 1
+    assert "none of the 4 endpoints" in result.output
+    assert f"{address} belongs to run b now" in result.output
+    assert "published" not in result.output
+
+
+def test_a_port_that_another_run_has_now_is_said_and_the_rest_is_shown(run: Run) -> None:
+    run.serve("generator-1", learner_of("b", step=777))
+    [view] = looks(run, (1, 0.5))
+    stranger = run.servers["generator-1"].address
+    assert view.phase == f"1 learner, 1 generator, 1 buffer; {stranger} belongs to run b now"
+    assert view.replica_versions == {"generator-0": 1}
+
+
+def test_a_directory_that_was_moved_aside_is_no_live_run(run: Run) -> None:
+    """Its targets may be those of the next run of its name, which has the same port."""
+    for name in ("buffer", "generator-0", "generator-1"):
+        run.servers[name].close()
+    aside = run.path.rename(run.path.with_name("r.1"))
+    with pytest.raises(RunError, match="belongs to run r now"):
+        next(top.watch(aside, every_s=1.0, sleep=lambda _: None))
 
 
 def test_a_run_that_has_ended_is_an_error_and_not_an_empty_screen(run: Run, tmp_path: Path) -> None:

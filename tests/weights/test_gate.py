@@ -9,7 +9,13 @@ from asyncrl.weights.gate import should_publish
 PUBLISHED = Version(1, 4)
 NEXT = Version(1, 5)
 BLOCKED = ReplicaView(
-    replica="a", version=PUBLISHED, free_slots=1, busy_slots=3, live=True, silent_s=0.0, refused_for=Refusal.STALENESS
+    replica="a",
+    version=PUBLISHED,
+    free_slots=1,
+    reserved_groups=3,
+    live=True,
+    silent_s=0.0,
+    refused_for=Refusal.STALENESS,
 )
 
 

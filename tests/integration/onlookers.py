@@ -1,0 +1,67 @@
+"""What an onlooker is told of what limits a run: by `asyncrl top` and `asyncrl status` while it goes on, and by its
+report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Command
+
+from asyncrl.learner.records import StepRecord, read_lines, state_shares
+from asyncrl.views.bottleneck import Bottleneck, Bound, bottleneck
+
+HEARD_S = 200.0
+ONE_LINE = {"COLUMNS": "500"}
+"""Room for a sentence: what is no terminal has 80 columns."""
+
+
+def expect_advice(command: Command, run: Path, *, bound: Bound, advice: str, steps: int = 1) -> None:
+    """Asks until the panel, the status as text and as JSON have each named this bound's knob, then waits for so many
+    steps; the run must go on until then."""
+    command.wait_for((run / "steps.jsonl").exists, timeout_s=HEARD_S, what="a first step")
+    address = json.loads((run / "run.json").read_bytes())["ray_address"]
+    status = ["status", run.name, "--address", address]
+    top = ["top", str(run), "--once", "--every", "1"]
+
+    def json_says() -> bool:
+        answer = said_by(*status, "--json")
+        found = json.loads(answer)["since_start"] if answer else {}
+        limited = found.get("bottleneck")
+        if limited is None or limited["bound"] != bound or advice not in limited["sentence"]:
+            return False
+        for side in ("learner_shares", "generator_shares"):
+            assert sum(found[side].values()) == pytest.approx(1.0), side
+        return True
+
+    command.wait_for(lambda: advice in said_by(*top), timeout_s=HEARD_S, what=f"{advice!r} of top")
+    command.wait_for(lambda: advice in said_by(*status), timeout_s=HEARD_S, what=f"{advice!r} of status")
+    command.wait_for(json_says, timeout_s=HEARD_S, what=f"{bound} of status --json")
+    command.wait_for(
+        lambda: (run / "steps.jsonl").read_bytes().count(b"\n") >= steps, timeout_s=HEARD_S, what=f"{steps} steps"
+    )
+
+
+def said_by(*arguments: str) -> str:
+    """What the command prints where no terminal is; nothing when it ends with an error in words."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "asyncrl", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=REPOSITORY,
+        env=os.environ | ONE_LINE,
+        check=False,
+    )
+    assert "Traceback" not in answer.stderr, answer.stderr
+    return answer.stdout.strip() if answer.returncode == 0 else ""
+
+
+def reported(run: Path) -> Bottleneck:
+    """What limited the run by its records; its report must say so."""
+    steps = read_lines(run / "steps.jsonl", StepRecord)
+    found = bottleneck(state_shares(steps, "learner_state_s"), state_shares(steps, "generator_state_s"))
+    assert found.sentence in (run / "report.html").read_text()
+    return found
