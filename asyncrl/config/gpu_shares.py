@@ -112,5 +112,6 @@ def _fit(left: float, gpus: float) -> int:
 
 
 def _apart(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
-    """Whether labels send two pools to different nodes."""
+    """Whether labels send two pools to different nodes. Of Ray's words (`in(a,b)`, `!c`) two that differ count as such:
+    what they allow in common is not looked for, so that nothing is refused that could run."""
     return any(name in theirs and theirs[name] != value for name, value in ours.items())

@@ -116,7 +116,7 @@ class LearnerLoop:
                     await self._buffer.call("give_back", lease.incarnation, lease.step)
                 raise
             if self._checkpoints.due(version.step):
-                await self._saved(self._checkpoints.save_or_go_on(version.step), version)
+                await self._while_saving(self._checkpoints.save_or_go_on(version.step), version)
         self.phase = "closing"
         self._states.enter("other")
         await self._buffer.call("set_state", RunState.CLOSING)
@@ -126,7 +126,7 @@ class LearnerLoop:
             await self._evaluate(version, stop)
         await self._publisher.settle()
         if version != first:
-            await self._saved(self._checkpoints.save(version.step), version)
+            await self._while_saving(self._checkpoints.save(version.step), version)
         rows = await self._rows_outstanding(until_none=not stop.is_set())
         return self._recorder.run_totals(await self._buffer.status(), rows_outstanding=rows)
 
@@ -312,7 +312,7 @@ class LearnerLoop:
 
     # --- weights and evaluation ---------------------------------------------------------------------------------
 
-    async def _saved(self, saving: Awaitable[None], version: Version) -> None:
+    async def _while_saving(self, saving: Awaitable[None], version: Version) -> None:
         before, self.phase = self.phase, f"saving the weights of {version.words}"
         with self._states.within("checkpoint"):
             await saving

@@ -30,16 +30,9 @@ gauge that has not been measured yet is NaN.
 
 ## Dashboards and alerts
 
-```
-sudo apt-get install --no-install-recommends prometheus
-sudo systemctl disable --now prometheus
-prometheus --config.file=deploy/prometheus/prometheus.yml --web.listen-address=127.0.0.1:9099 \\
-  --storage.tsdb.path=runs/prometheus
-```
-
-scrapes a quickstart on this machine, and any learner with `metrics.learner_port=9400`, with the alerts of
-`deploy/prometheus/rules`. (Debian's package also starts a service of its own, on port 9090 of every address: the second
-line ends it for good.) Each alert says what it means and which knob to turn; limits are the run's own gauges.
+The Prometheus of [deploy/README.md](../deploy/README.md#a-laptop) scrapes a quickstart on this machine, and any learner
+with `metrics.learner_port=9400`, with the alerts of `deploy/prometheus/rules`. Each alert says what it means and which
+knob to turn; limits are the run's own gauges.
 
 Grafana takes `dashboards/*.json` by import, or by itself from `deploy/grafana/provisioning` with `PROMETHEUS_URL` and
 `ASYNCRL_DASHBOARDS` (that folder) in its environment: **Overview** (is it healthy?), **Flow** (who waits for whom),

@@ -100,7 +100,7 @@ class MetricsServer:
         """Returns when whoever discovers over HTTP has the list as it is since that moment of the monotonic clock: at
         once when nobody does, after `DISCOVERY_S` at the latest."""
         told_s = self._handler.told_s
-        waiting = [path for path, asked_s in told_s.items() if since_s - asked_s < WATCHED_S]
+        waiting = [path for path, asked_s in told_s.copy().items() if since_s - asked_s < WATCHED_S]
         while time.monotonic() - since_s < DISCOVERY_S:
             if all(told_s[path] >= since_s for path in waiting):
                 return
