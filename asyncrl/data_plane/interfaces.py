@@ -239,9 +239,27 @@ class DataPlaneClient(ABC):
         What is not there is cleared already. The partition stays registered.
         """
 
-    @abstractmethod
+    def fields_of(self, sample_ids: Sequence[str], partition_id: str) -> set[str] | None:
+        """Fields that all these rows have; for no rows, the fields of the partition. No rows are fetched.
+
+        KeyError for a row that was never put or is cleared. None when the client cannot tell, as here.
+        """
+        return None
+
+    def lengths_of(self, sample_ids: Sequence[str], partition_id: str) -> list[int] | None:
+        """Tokens of each of these rows, by their `input_lengths`; None when a row has none. KeyError as `fields_of`.
+
+        Here the column is read. The clients of asyncrl ask their books, and fetch no rows.
+        """
+        fields = self.fields_of(sample_ids, partition_id)
+        if fields is not None and LENGTHS_FIELD not in fields:
+            return None
+        return [int(length) for length in self.get_samples(sample_ids, partition_id, [LENGTHS_FIELD])[LENGTHS_FIELD]]
+
     def rows_outstanding(self) -> dict[str, int]:
-        """Rows a partition that were put and not cleared: for a gauge, and for finding who forgets to clear."""
+        """Rows by partition that were put and not cleared: a gauge shows them. Empty when the client does not count
+        them, as here."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

@@ -94,6 +94,14 @@ class LocalBooks:
         with self._changed:
             return self._partitions.locate(partition_id, sample_ids, fields=fields)
 
+    def fields_of(self, partition_id: str, sample_ids: Sequence[str]) -> set[str]:
+        with self._changed:
+            return self._partitions.fields_of(partition_id, sample_ids)
+
+    def lengths_of(self, partition_id: str, sample_ids: Sequence[str]) -> list[int] | None:
+        with self._changed:
+            return self._partitions.lengths_of(partition_id, sample_ids)
+
     def consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
         with self._changed:
             return self._partitions.consumed(partition_id, tasks)

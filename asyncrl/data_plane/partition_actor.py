@@ -75,6 +75,12 @@ class PartitionActor:
     ) -> dict[str, list[Any]]:
         return self._partitions.locate(partition_id, sample_ids, fields=fields)
 
+    async def fields_of(self, partition_id: str, sample_ids: Sequence[str]) -> set[str]:
+        return self._partitions.fields_of(partition_id, sample_ids)
+
+    async def lengths_of(self, partition_id: str, sample_ids: Sequence[str]) -> list[int] | None:
+        return self._partitions.lengths_of(partition_id, sample_ids)
+
     async def consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
         return self._partitions.consumed(partition_id, tasks)
 
@@ -168,6 +174,14 @@ class ActorBooks(Generic[W]):
     def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> dict[str, list[W]]:
         places: dict[str, list[W]] = self._call("locate", partition_id, sample_ids, fields=fields)
         return places
+
+    def fields_of(self, partition_id: str, sample_ids: Sequence[str]) -> set[str]:
+        fields: set[str] = self._call("fields_of", partition_id, sample_ids)
+        return fields
+
+    def lengths_of(self, partition_id: str, sample_ids: Sequence[str]) -> list[int] | None:
+        lengths: list[int] | None = self._call("lengths_of", partition_id, sample_ids)
+        return lengths
 
     def consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
         return bool(self._call("consumed", partition_id, tasks))

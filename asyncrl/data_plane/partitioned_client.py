@@ -56,6 +56,10 @@ class Bookkeeping(Protocol[W]):
 
     def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> dict[str, list[W]]: ...
 
+    def fields_of(self, partition_id: str, sample_ids: Sequence[str]) -> set[str]: ...
+
+    def lengths_of(self, partition_id: str, sample_ids: Sequence[str]) -> list[int] | None: ...
+
     def consumed(self, partition_id: str, tasks: Sequence[str]) -> bool: ...
 
     def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> list[W]: ...
@@ -185,6 +189,12 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
             extra_info={} if dp_rank is None else {"dp_rank": dp_rank},
             tags=claim.tags,
         )
+
+    def fields_of(self, sample_ids: Sequence[str], partition_id: str) -> set[str] | None:
+        return self._books.fields_of(partition_id, list(sample_ids))
+
+    def lengths_of(self, sample_ids: Sequence[str], partition_id: str) -> list[int] | None:
+        return self._books.lengths_of(partition_id, list(sample_ids))
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         return self._books.consumed(partition_id, list(task_names))

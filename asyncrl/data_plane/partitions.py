@@ -151,12 +151,7 @@ class Partitions(Generic[W]):
         for sample_id in taken:
             del unclaimed[sample_id]
         rows = [partition.rows[sample_id] for sample_id in taken]
-        lengths = [row.length for row in rows if row.length is not None]
-        return Claim(
-            sample_ids=taken,
-            sequence_lengths=lengths if len(lengths) == len(rows) else None,
-            tags=[dict(row.tags) for row in rows],
-        )
+        return Claim(sample_ids=taken, sequence_lengths=_lengths(rows), tags=[dict(row.tags) for row in rows])
 
     def ready(self, partition_id: str, task: str, *, fields: Sequence[str]) -> int:
         """Rows that the task could claim now."""
@@ -165,14 +160,11 @@ class Partitions(Generic[W]):
 
     def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> dict[str, list[W]]:
         """Where each of the fields of each of the samples is. KeyError names the first that is not there."""
-        rows = self._partition(partition_id).rows
+        rows = self._rows(partition_id, sample_ids)
         places: dict[str, list[W]] = {}
         for name in fields:
             places[name] = []
-            for sample_id in sample_ids:
-                row = rows.get(sample_id)
-                if row is None:
-                    raise KeyError(f"partition {partition_id!r} has no sample {sample_id!r}: never put, or cleared")
+            for sample_id, row in zip(sample_ids, rows, strict=True):
                 if name not in row.where:
                     raise KeyError(
                         f"sample {sample_id!r} of partition {partition_id!r} has no field {name!r}; it has "
@@ -180,6 +172,17 @@ class Partitions(Generic[W]):
                     )
                 places[name].append(row.where[name])
         return places
+
+    def fields_of(self, partition_id: str, sample_ids: Sequence[str]) -> set[str]:
+        """Fields that all these samples have. KeyError names the first sample that is not there."""
+        rows = self._rows(partition_id, sample_ids)
+        if not rows:
+            return set(self._partition(partition_id).fields)
+        return set(rows[0].where).intersection(*(row.where for row in rows[1:]))
+
+    def lengths_of(self, partition_id: str, sample_ids: Sequence[str]) -> list[int] | None:
+        """Tokens of each sample, None when one is not known. KeyError names the first sample that is not there."""
+        return _lengths(self._rows(partition_id, sample_ids))
 
     def consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
         """Whether the tasks have claimed every row that is here, of at least `num_samples` that were put."""
@@ -211,6 +214,13 @@ class Partitions(Generic[W]):
             raise KeyError(f"partition {partition_id!r} is not registered; there are {sorted(self._partitions)}")
         return self._partitions[partition_id]
 
+    def _rows(self, partition_id: str, sample_ids: Sequence[str]) -> list[_Row[W]]:
+        rows = self._partition(partition_id).rows
+        for sample_id in sample_ids:
+            if sample_id not in rows:
+                raise KeyError(f"partition {partition_id!r} has no sample {sample_id!r}: never put, or cleared")
+        return [rows[sample_id] for sample_id in sample_ids]
+
     def _unclaimed(self, partition_id: str, task: str) -> dict[str, None]:
         tasks = self._partition(partition_id).unclaimed
         if task not in tasks:
@@ -229,3 +239,8 @@ class Partitions(Generic[W]):
                 group.append(sample_id)
                 if len(group) == size:
                     yield groups.pop(group_of(sample_id) if size > 1 else sample_id)
+
+
+def _lengths(rows: Sequence[_Row[Any]]) -> list[int] | None:
+    lengths = [row.length for row in rows if row.length is not None]
+    return lengths if len(lengths) == len(rows) else None

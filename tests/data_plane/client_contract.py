@@ -275,6 +275,25 @@ class ClientContract:
             client.put_samples(IDS[:1], "nowhere", fields={"kept": [1]})
         assert client.rows_outstanding()[partition] == 0
 
+    def test_the_fields_and_lengths_of_rows_are_known_without_fetching_them(
+        self, client: DataPlaneClient, partition: str, connect: Connect
+    ) -> None:
+        client.put_samples(IDS[:3], partition, fields={"kept": [1, 2, 3]})
+        client.put_samples(IDS[:2], partition, fields={"input_lengths": torch.tensor([4, 2]), "text": ["a", "b"]})
+        other = connect()
+        assert other.fields_of(IDS[:2], partition) == {"kept", "input_lengths", "text"}
+        assert other.fields_of([IDS[2], IDS[0]], partition) == {"kept"}
+        assert other.fields_of([], partition) == set(FIELDS)
+        assert other.lengths_of([IDS[1], IDS[0]], partition) == [2, 4]
+        assert other.lengths_of(IDS[:3], partition) is None
+        assert other.lengths_of([], partition) == []
+        client.clear_samples(IDS[:1], partition)
+        for ask in (other.fields_of, other.lengths_of):
+            with pytest.raises(KeyError, match=IDS[0]):
+                ask(IDS[:2], partition)
+            with pytest.raises(KeyError, match="nowhere"):
+                ask([], "nowhere")
+
     def test_claims_of_unknown_fields_and_tasks_are_refused_at_once(
         self, client: DataPlaneClient, partition: str
     ) -> None:

@@ -1,0 +1,89 @@
+"""A user's own client has the calls of the interface document and nothing else: what asyncrl adds has defaults."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+
+
+class OwnClient(DataPlaneClient):
+    """Rows in a dictionary of this process. Its signatures are those of the document, word for word."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+    ) -> None:
+        pass
+
+    def put_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: Mapping[str, Any] | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+    ) -> KVBatchMeta:
+        for i, sample_id in enumerate(sample_ids):
+            row = self.rows.setdefault((partition_id, sample_id), {})
+            row.update({name: column[i] for name, column in (fields or {}).items()})
+        return KVBatchMeta(partition_id, None, list(sample_ids), list(fields or {}))
+
+    def get_samples(
+        self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
+    ) -> BatchedDataDict:
+        found = [self.rows[partition_id, sample_id] for sample_id in sample_ids]
+        return BatchedDataDict({name: torch.stack([row[name] for row in found]) for name in select_fields})
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+    ) -> KVBatchMeta:
+        return KVBatchMeta(partition_id, task_name, [sample_id for _, sample_id in self.rows][:batch_size])
+
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> BatchedDataDict:
+        return self.get_samples(meta.sample_ids, meta.partition_id, select_fields or meta.fields or [])
+
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        return False
+
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        self.rows.clear()
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_own_client_needs_only_the_calls_of_the_document_and_what_it_cannot_tell_is_not_known() -> None:
+    client = OwnClient()
+    client.put_samples(["a", "b"], "p", {"input_ids": torch.ones(2, 3), "input_lengths": torch.tensor([3, 1])})
+    assert client.rows_outstanding() == {}
+    assert client.fields_of(["a"], "p") is None
+    assert client.lengths_of(["b", "a"], "p") == [1, 3]
+    with pytest.raises(KeyError, match="zzz"):
+        client.lengths_of(["zzz"], "p")
+
+
+def test_lengths_are_not_known_when_an_own_client_tells_that_rows_lack_the_column() -> None:
+    class Telling(OwnClient):
+        def fields_of(self, sample_ids: Sequence[str], partition_id: str) -> set[str] | None:
+            return set.intersection(*(set(self.rows[partition_id, sample_id]) for sample_id in sample_ids))
+
+    client = Telling()
+    client.put_samples(["a"], "p", {"kept": torch.ones(1)})
+    assert client.lengths_of(["a"], "p") is None
