@@ -64,13 +64,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """The rows of all batches, in order.
 
         Lists and 1-D tensors are concatenated; 2-D tensors are right-padded to the longest with `pad_value_dict[key]`
-        (0 unless given), tensors of more dimensions likewise on dim 1. KeyError when a batch that is not empty lacks a
-        column, NotImplementedError for a column of another type.
+        (0 unless given), tensors of more dimensions likewise on dim 1. The columns are those of the batches that have
+        rows; if none has, those of all batches. KeyError when a batch with rows lacks a column, NotImplementedError
+        for a column of another type.
         """
-        # an empty batch has no columns to miss
-        filled = [batch for batch in batches if len(batch)]
+        filled = [batch for batch in batches if not all(_without_rows(column) for column in batch.values())]
         if not filled:
-            return cls()
+            keys = dict.fromkeys(key for batch in batches for key in batch)
+            return cls({key: next(batch[key] for batch in batches if key in batch) for key in keys})
         pads = pad_value_dict or {}
         keys = dict.fromkeys(key for batch in filled for key in batch)
         return cls(
@@ -297,3 +298,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
 
 class SlicedDataDict(BatchedDataDict[ColumnsT]):
     """Some rows of a batch: a rank's shard, a chunk, a micro-batch."""
+
+
+def _without_rows(column: Any) -> bool:
+    """Of other types, which no batch may have, the answer is False."""
+    if isinstance(column, torch.Tensor):
+        return column.ndim > 0 and len(column) == 0
+    return isinstance(column, list) and not column

@@ -24,6 +24,8 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 
 PAD_SEQLEN = "global_forward_pad_seqlen"
 """In `extra_info`: tokens that every per-token column of the step is padded to, on all ranks."""
+CUT_KEYS = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
+"""In `extra_info`: how these rows, in this order, are cut into micro-batches."""
 LENGTHS_FIELD = "input_lengths"
 """The column [B] of tokens a row; in a put it says where the per-token columns of that put end."""
 
@@ -33,7 +35,8 @@ class KVBatchMeta:
     """Names rows of one partition. Every method but `stamp_tags` returns a copy that shares nothing with this one.
 
     `sequence_lengths` (tokens) and `tags` (a dict of scalars a row) align with `sample_ids`, or ValueError.
-    `extra_info` is about the whole batch: the stamped width, the cut into micro-batches.
+    `extra_info` is about the whole batch. The stamped width covers every row, also after `concat`. The cut into
+    micro-batches (`CUT_KEYS`) stays only as long as the rows and their order do.
     """
 
     partition_id: str
@@ -80,7 +83,9 @@ class KVBatchMeta:
         """These rows, then the others'. ValueError unless all are of one partition.
 
         Lengths and tags become None if a side lacks them; `fields` are those that all sides have, None if a side names
-        none; an entry of `extra_info` that two sides contradict is dropped, because it holds for neither any more.
+        none. If a side has a stamped width, the result has the largest stamp or the longest row, whichever is larger;
+        it has no stamp if a side has neither a stamp nor lengths. Any other entry of `extra_info` is dropped when two
+        sides contradict each other.
         """
         sides: list[KVBatchMeta] = [self, *others]
         partitions = sorted({side.partition_id for side in sides})
@@ -97,7 +102,8 @@ class KVBatchMeta:
             tags=None if any(side.tags is None for side in sides) else [tag for s in sides for tag in s.tags or []],
         )
         joined.fields = fields
-        joined.extra_info = _agreed([side.extra_info for side in sides])
+        cut = {key: value for key, value in joined.extra_info.items() if key in CUT_KEYS}
+        joined.extra_info = {**_agreed([side.extra_info for side in sides]), **_joint_stamp(sides), **cut}
         return joined
 
     def with_fields(self, field_names: Sequence[str]) -> Self:
@@ -120,21 +126,33 @@ class KVBatchMeta:
     def _with_rows(
         self, sample_ids: list[str], *, sequence_lengths: list[int] | None, tags: list[dict[str, Any]] | None
     ) -> Self:
+        same_rows = sample_ids == self.sample_ids
+        kept = {key: value for key, value in self.extra_info.items() if same_rows or key not in CUT_KEYS}
         return type(self)(
             partition_id=self.partition_id,
             task_name=self.task_name,
             sample_ids=sample_ids,
             fields=None if self.fields is None else list(self.fields),
             sequence_lengths=sequence_lengths,
-            extra_info=copy.deepcopy(self.extra_info),
+            extra_info=copy.deepcopy(kept),
             tags=None if tags is None else [copy.deepcopy(tag) for tag in tags],
         )
 
 
+def _joint_stamp(sides: Sequence[KVBatchMeta]) -> dict[str, int]:
+    """The stamped width of the rows of all sides, as an entry of `extra_info`; no entry when it cannot be known."""
+    stamps = [side.extra_info[PAD_SEQLEN] for side in sides if PAD_SEQLEN in side.extra_info]
+    covered = all(not side.size or PAD_SEQLEN in side.extra_info or side.sequence_lengths is not None for side in sides)
+    if not stamps or not covered:
+        return {}
+    return {PAD_SEQLEN: max([*stamps, *(length for side in sides for length in side.sequence_lengths or [])])}
+
+
 def _agreed(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Entries that no two of `infos` contradict, but for those that rows decide: the stamp and the cut."""
     union: dict[str, Any] = {}
     for info in infos:
-        union.update({key: value for key, value in info.items() if key not in union})
+        union.update({key: info[key] for key in info if key not in union and key not in (PAD_SEQLEN, *CUT_KEYS)})
     return copy.deepcopy(
         {key: value for key, value in union.items() if all(info.get(key, value) == value for info in infos)}
     )

@@ -19,7 +19,7 @@ from asyncrl.data.sharding import (
     plan_packed,
     plan_uneven,
 )
-from asyncrl.data_plane.interfaces import PAD_SEQLEN, KVBatchMeta
+from asyncrl.data_plane.interfaces import CUT_KEYS, PAD_SEQLEN, KVBatchMeta
 
 
 def shard_meta_for_dp(
@@ -82,6 +82,8 @@ def _width(extra_info: dict[str, Any], lengths: Sequence[int]) -> int:
 
 def _shard(meta: KVBatchMeta, plan: ShardPlan) -> KVBatchMeta:
     shard = meta.subset(plan.rows)
+    for key in CUT_KEYS:
+        shard.extra_info.pop(key, None)  # of an earlier cut of the same rows
     shard.extra_info["elem_counts_per_gb"] = list(plan.rows_per_chunk)
     if plan.micro_batch_indices is not None:
         shard.extra_info["micro_batch_indices"] = plan.micro_batch_indices

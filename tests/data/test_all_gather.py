@@ -39,18 +39,24 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
     try:
         whole = BatchedDataDict(COLUMNS_OF_RANKS[rank]).all_gather(dist.group.WORLD, {"versions": -1})
         one_sided = BatchedDataDict(COLUMNS_OF_RANKS[0] if rank == 0 else {}).all_gather(dist.group.WORLD)
+        # rank 1 has no rows, and not the same columns
+        rowless = BatchedDataDict(COLUMNS_OF_RANKS[0] if rank == 0 else {"ids": [], "half": torch.zeros(0, 7)})
+        rowless = rowless.all_gather(dist.group.WORLD)
         refused = []
         for unlike in ({"x": [1]} if rank == 0 else {"y": [1]}, {"x": [1] if rank == 0 else torch.ones(1)}):
             try:
                 BatchedDataDict(unlike).all_gather(dist.group.WORLD)
             except (KeyError, NotImplementedError) as error:
                 refused.append(type(error).__name__)
-        torch.save((whole.get_dict(), one_sided.get_dict(), refused), f"{folder}/result-{world_size}-{rank}")
+        torch.save(
+            (whole.get_dict(), one_sided.get_dict(), rowless.get_dict(), refused),
+            f"{folder}/result-{world_size}-{rank}",
+        )
     finally:
         dist.destroy_process_group()
 
 
-def run(world_size: int, folder: Path) -> list[tuple[dict[str, Any], dict[str, Any], list[str]]]:
+def run(world_size: int, folder: Path) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]]:
     # one process pays for the imports, the ranks are forked from it
     multiprocessing.set_forkserver_preload(["asyncrl.data.batched_data_dict"])
     context = torch.multiprocessing.start_processes(
@@ -72,7 +78,7 @@ def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_two_ranks_get_all_rows_by_rank_and_refuse_alike_what_cannot_be_joined(tmp_path: Path) -> None:
-    for whole, one_sided, refused in run(2, tmp_path):
+    for whole, one_sided, rowless, refused in run(2, tmp_path):
         check_same(
             whole,
             {
@@ -85,11 +91,12 @@ def test_two_ranks_get_all_rows_by_rank_and_refuse_alike_what_cannot_be_joined(t
             },
         )
         check_same(one_sided, COLUMNS_OF_RANKS[0])
+        check_same(rowless, COLUMNS_OF_RANKS[0])
         assert refused == ["KeyError", "NotImplementedError"]
 
 
 def test_one_rank_alone_gets_its_own_rows(tmp_path: Path) -> None:
-    ((whole, one_sided, refused),) = run(1, tmp_path)
+    ((whole, one_sided, _, refused),) = run(1, tmp_path)
     check_same(whole, COLUMNS_OF_RANKS[0])
     check_same(one_sided, COLUMNS_OF_RANKS[0])
     assert refused == []

@@ -41,6 +41,31 @@ def test_no_batches_and_empty_batches_join_to_what_there_is() -> None:
     assert BatchedDataDict.from_batches([BatchedDataDict(), batch(1, 2)]).size == 1
 
 
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"names": []},  # lacks columns
+        {"names": [], "ids": torch.zeros(0, 9), "lengths": [], "more": torch.zeros(0)},  # has others, of other kinds
+        {},
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_batch_without_rows_changes_nothing_whatever_its_columns(empty: dict[str, Any], place: int) -> None:
+    batches = [batch(1, 2), batch(2, 2, start=10)]
+    whole = BatchedDataDict.from_batches(batches)
+    joined = BatchedDataDict.from_batches([*batches[:place], empty, *batches[place:]])
+    assert list(joined) == ["ids", "lengths", "names"]
+    assert torch.equal(joined["ids"], whole["ids"])
+    assert torch.equal(joined["lengths"], whole["lengths"])
+    assert joined["names"] == whole["names"]
+
+
+def test_batches_of_which_none_has_rows_join_to_their_columns_without_rows() -> None:
+    joined = BatchedDataDict.from_batches([{"ids": torch.zeros(0, 3)}, {"ids": torch.zeros(0, 5), "names": []}, {}])
+    assert {key: list(column) for key, column in joined.items()} == {"ids": [], "names": []}
+    assert isinstance(joined["ids"], torch.Tensor)
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_missing_column_is_a_key_error_in_either_order(order: tuple[int, int]) -> None:
     batches = [{"a": [1], "b": [2]}, {"a": [1]}]

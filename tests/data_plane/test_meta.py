@@ -22,7 +22,7 @@ def metas(draw: st.DrawFn, min_size: int = 0) -> KVBatchMeta:
         [f"{i // 2}.0_g{i % 2}" for i in range(size)],
         fields=draw(st.sampled_from([None, ["input_ids", "advantages"]])),
         sequence_lengths=draw(st.none() | st.lists(st.integers(0, 99), min_size=size, max_size=size)),
-        extra_info=draw(st.sampled_from([{}, {PAD_SEQLEN: 128, "micro_batch_indices": [[[0, 1]]]}])),
+        extra_info=draw(st.sampled_from([{}, {PAD_SEQLEN: 128, "step": 3}])),
         tags=draw(st.none() | st.just([{"reward": i, "nested": [i]} for i in range(size)])),
     )
 
@@ -92,9 +92,58 @@ def test_concat_keeps_only_what_holds_for_all_sides() -> None:
     whole = KVBatchMeta(
         "train", "t", ["a"], fields=["x", "y"], sequence_lengths=[1], extra_info={PAD_SEQLEN: 4, "step": 1}, tags=[{}]
     )
-    joined = whole.concat(KVBatchMeta("train", "t", ["b"], fields=["y", "z"], extra_info={PAD_SEQLEN: 8, "more": 2}))
-    assert joined == KVBatchMeta("train", "t", ["a", "b"], fields=["y"], extra_info={"step": 1, "more": 2})
+    joined = whole.concat(
+        KVBatchMeta("train", "t", ["b"], fields=["y", "z"], extra_info={"dp_rank": 1, "more": 2}),
+        KVBatchMeta("train", "t", ["c"], fields=["y"], extra_info={"dp_rank": 0, "step": 1}),
+    )
+    assert joined == KVBatchMeta("train", "t", ["a", "b", "c"], fields=["y"], extra_info={"step": 1, "more": 2})
     assert whole.concat(KVBatchMeta("train", "t", ["b"])).fields is None
+
+
+@pytest.mark.parametrize(
+    ("sides", "stamp"),
+    [
+        ([(8, [3]), (None, [5])], 8),
+        ([(8, [3]), (None, [12])], 12),  # dynamic sampling: one meta is stamped, the next has longer rows
+        ([(None, [12]), (8, [3])], 12),
+        ([(8, [3]), (16, [3])], 16),
+        ([(8, None), (16, None)], 16),  # a stamp covers the rows of its side
+        ([(8, None), (None, [12])], 12),
+        ([(8, [3]), (None, None)], None),  # nothing is known of the last side's rows
+        ([(8, [3]), (None, None), (16, [3])], None),
+        ([(8, [3]), (None, [])], 8),
+        ([(None, [3]), (None, [4])], None),
+    ],
+)
+def test_a_concatenated_stamp_covers_every_row_or_is_taken_off(
+    sides: list[tuple[int | None, list[int] | None]], stamp: int | None
+) -> None:
+    metas = [
+        KVBatchMeta(
+            "train",
+            None,
+            [f"{i}.0_g{row}" for row in range(1 if lengths is None else len(lengths))],
+            sequence_lengths=lengths,
+            extra_info={} if width is None else {PAD_SEQLEN: width},
+        )
+        for i, (width, lengths) in enumerate(sides)
+    ]
+    assert metas[0].concat(*metas[1:]).extra_info.get(PAD_SEQLEN) == stamp
+
+
+def test_a_cut_into_micro_batches_stays_only_with_the_rows_that_were_cut() -> None:
+    cut = {"micro_batch_indices": [[[0, 1], [1, 3]]], "micro_batch_lengths": [[4, 8]], "elem_counts_per_gb": [3]}
+    meta = KVBatchMeta("train", None, ["a", "b", "c"], extra_info={PAD_SEQLEN: 8, **cut})
+    for same in (meta.subset([0, 1, 2]), meta.slice(0, 3), meta.with_fields(["x"]), meta.drop([]), meta.concat()):
+        assert same is not None
+        assert same.extra_info == meta.extra_info
+    uncut = KVBatchMeta("train", None, ["d"])
+    for other in (
+        meta.subset([1, 0, 2]), meta.slice(0, 2), meta.drop([1]), meta.concat(uncut), uncut.concat(meta),
+        meta.concat(meta), uncut.slice(0, 0).concat(meta), uncut.concat(meta.slice(0, 0)),
+    ):  # fmt: skip
+        assert other is not None
+        assert not cut.keys() & other.extra_info.keys()
 
 
 def test_drop_of_a_row_that_is_not_there_is_an_error() -> None:

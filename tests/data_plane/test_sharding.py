@@ -92,6 +92,15 @@ def test_a_cut_that_keeps_the_order_has_no_indices() -> None:
     assert shard_meta_for_dp(meta_of([1, 2, 3, 4]), dp_world=2, batch_size=2)[1] == [0, 2, 1, 3]
 
 
+def test_a_shard_carries_no_cut_of_before() -> None:
+    (packed,), _ = shard_meta_for_dp(meta_of([4, 4]), dp_world=1, **MODES["packed"])
+    assert packed.extra_info["micro_batch_indices"]
+    (plain,), _ = shard_meta_for_dp(packed, dp_world=1, batch_size=1)
+    assert "micro_batch_indices" not in plain.extra_info
+    assert "micro_batch_lengths" not in plain.extra_info
+    assert plain.extra_info["elem_counts_per_gb"] == [1, 1]
+
+
 def test_dynamic_micro_batches_are_no_wider_than_the_stamped_width() -> None:
     meta = meta_of([60, 60])
     meta.extra_info[PAD_SEQLEN] = 60
