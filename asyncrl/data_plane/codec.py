@@ -8,6 +8,7 @@ the types that numpy lacks (bfloat16).
 Legend: B rows, S tokens, N tokens of all rows.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +48,10 @@ class Column:
     def per_token(self) -> bool:
         return self.ends is not None
 
-    def tokens(self, row: int) -> int:
-        """Tokens of a row; 0 in a column that has none."""
-        return 0 if self.ends is None else int(self.ends[row] - self._start(row))
+    def tokens(self, row: int, limit: int | None = None) -> int:
+        """Tokens of a row, of the first `limit` ones; 0 in a column that has none."""
+        tokens = 0 if self.ends is None else int(self.ends[row] - self._start(row))
+        return tokens if limit is None else min(tokens, limit)
 
     def row(self, row: int) -> Any:
         """The value of one row, or its tokens: a view."""
@@ -81,47 +83,65 @@ class Column:
 
 
 def encode(fields: Mapping[str, Any], *, lengths: Sequence[int] | None = None) -> dict[str, Column]:
-    """Columns of a put. Columns that are encoded already pass.
+    """Columns of a put: a mapping or a TensorDict. Columns that are encoded already pass.
 
     Per-token columns [B, S, …] are cut to `lengths` (tokens a row), else to the field `input_lengths`, else kept whole.
-    ValueError when columns have unequal rows, when dim 1 differs between the columns that are cut, and when it is
-    shorter than a length. TypeError for anything but tensors, numeric arrays and lists.
+    Nested tensors, jagged on dim 1, are per-token columns without padding. Arrays of objects and the non-tensor columns
+    of a TensorDict travel as lists. ValueError when columns have unequal rows, when dim 1 differs between the columns
+    that are cut, when it is shorter than a length, and when a jagged row is longer than its length. TypeError for any
+    other column.
     """
-    if lengths is None and LENGTHS_FIELD in fields:
-        given = fields[LENGTHS_FIELD]
-        lengths = row_lengths(given) if isinstance(given, Column) else [int(length) for length in given]
+    given = {name: _plain(column) for name, column in fields.items()}
+    if lengths is None and LENGTHS_FIELD in given:
+        column = given[LENGTHS_FIELD]
+        lengths = row_lengths(column) if isinstance(column, Column) else [int(length) for length in column]
+    if min(lengths or [], default=0) < 0:
+        raise ValueError(f"a row has a negative length: {min(lengths or [])}")
     widths = {
         name: column.shape[1]
-        for name, column in fields.items()
+        for name, column in given.items()
         if isinstance(column, torch.Tensor | np.ndarray) and not _is_nested(column) and column.ndim >= 2
     }
     if lengths is not None and widths:
         _check_widths(widths, lengths=lengths)
-    columns = {name: _encoded(name, column, lengths=lengths) for name, column in fields.items()}
+    columns = {name: _encoded(name, column, lengths=lengths) for name, column in given.items()}
     rows = {name: len(column) for name, column in columns.items()}
     if len(set(rows.values())) > 1:
         raise ValueError(f"columns have unequal rows: {rows}")
+    if lengths is not None:
+        _check_tokens(columns, lengths=lengths)
     return columns
 
 
 def decode(
     fields: Mapping[str, Sequence[tuple[Column, int]]],
     *,
+    lengths: Sequence[int | None] | None = None,
     width: int | None = None,
     pad_value_dict: Mapping[str, float] | None = None,
 ) -> BatchedDataDict:
     """A batch from (column, row) of each of its rows, field by field.
 
-    Per-token columns are right-padded to `width`, else to the longest row of any of them. ValueError for a row beyond
-    `width`, and when the rows of a field are of different kinds.
+    A row's tokens end at its entry in `lengths`, if there is one: what a put kept beyond it is padding. Per-token
+    columns are right-padded to `width`, else to the longest row of any of them. ValueError for a row beyond `width`,
+    and when the rows of a field are of different kinds.
     """
-    longest = max((column.tokens(row) for places in fields.values() for column, row in places), default=0)
+    rows = len(next(iter(fields.values()), ()))
+    limits = [None] * rows if lengths is None else lengths
+    longest = max(
+        (
+            column.tokens(row, limit)
+            for places in fields.values()
+            for (column, row), limit in zip(places, limits, strict=True)
+        ),
+        default=0,
+    )
     if width is not None and longest > width:
         raise ValueError(f"a row has {longest} tokens, the width to pad to (global_forward_pad_seqlen) is {width}")
     pads = {**PAD_VALUES, **(pad_value_dict or {})}
     return BatchedDataDict(
         {
-            name: _joined(name, places, width=longest if width is None else width, pad_value=pads.get(name, 0))
+            name: _joined(name, places, limits, width=longest if width is None else width, pad_value=pads.get(name, 0))
             for name, places in fields.items()
         }
     )
@@ -130,6 +150,22 @@ def decode(
 def row_lengths(column: Column) -> list[int]:
     """The encoded `input_lengths` as numbers."""
     return [int(length) for length in column.values]
+
+
+def _plain(column: Any) -> Any:
+    """The column without its container: a list for objects, whichever library wrapped them."""
+    # optional package: its objects exist only where it is imported
+    is_non_tensor = getattr(sys.modules.get("tensordict"), "is_non_tensor", None)
+    if is_non_tensor is not None and is_non_tensor(column):
+        payload: Any = getattr(column, "data", None)
+        if not _is_object_array(payload) or len(payload) != len(column):
+            return list(column.tolist())
+        column = payload  # a TensorDict keeps an array of objects, one a row, as an object that all rows share
+    return list(column) if _is_object_array(column) else column
+
+
+def _is_object_array(column: Any) -> bool:
+    return isinstance(column, np.ndarray) and column.dtype == object and column.ndim > 0
 
 
 def _is_nested(column: Any) -> bool:
@@ -142,8 +178,18 @@ def _check_widths(widths: Mapping[str, int], *, lengths: Sequence[int]) -> None:
     width, longest = next(iter(widths.values())), max(lengths, default=0)
     if longest > width:
         raise ValueError(f"a row has {longest} tokens by its length, the columns {sorted(widths)} have {width}")
-    if min(lengths, default=0) < 0:
-        raise ValueError(f"a row has a negative length: {min(lengths)}")
+
+
+def _check_tokens(columns: Mapping[str, Column], *, lengths: Sequence[int]) -> None:
+    """What was cut fits; jagged columns came with ends of their own."""
+    for name, column in columns.items():
+        if not column.per_token:
+            continue
+        if len(column) != len(lengths):
+            raise ValueError(f"field {name!r} has {len(column)} rows, there are {len(lengths)} lengths")
+        for row, length in enumerate(lengths):
+            if column.tokens(row) > length:
+                raise ValueError(f"field {name!r}: row {row} has {column.tokens(row)} tokens, its length is {length}")
 
 
 def _encoded(name: str, column: Any, *, lengths: Sequence[int] | None) -> Column:
@@ -159,7 +205,11 @@ def _encoded(name: str, column: Any, *, lengths: Sequence[int] | None) -> Column
     if not isinstance(column, torch.Tensor):
         raise TypeError(f"field {name!r}: a column is a tensor, an array or a list, not {type(column).__name__}")
     if column.is_nested:
-        return _laid_out(list(column.detach().cpu().unbind()), like=column.detach().cpu().values())
+        column = column.detach().cpu()
+        rows = list(column.unbind())
+        if len({row.shape[1:] for row in rows}) > 1:
+            raise ValueError(f"field {name!r}: a nested column must be jagged on dim 1 (tokens) only")
+        return _laid_out(rows, like=column.values())
     if column.ndim == 0:
         raise ValueError(f"field {name!r} has no dimension: rows come first")
     column = column.detach().cpu()
@@ -185,7 +235,14 @@ def _flat(tensor: torch.Tensor) -> npt.NDArray[Any]:
         return np.array(tensor.contiguous().view(_CARRIERS[tensor.element_size()]).numpy())
 
 
-def _joined(name: str, places: Sequence[tuple[Column, int]], *, width: int, pad_value: float) -> Any:
+def _joined(
+    name: str,
+    places: Sequence[tuple[Column, int]],
+    limits: Sequence[int | None],
+    *,
+    width: int,
+    pad_value: float,
+) -> Any:
     if not places:
         return []
     first = places[0][0]
@@ -202,8 +259,8 @@ def _joined(name: str, places: Sequence[tuple[Column, int]], *, width: int, pad_
     batch = torch.full((len(places), width, *trailing.pop()), pad_value, dtype=first.dtype)
     # written through an array of the carrier's type, into which shared and read-only rows copy as they are
     array = batch.numpy() if _has_numpy(first.dtype) else batch.view(_CARRIERS[first.dtype.itemsize]).numpy()
-    for i, (column, row) in enumerate(places):
-        tokens = column.row(row)
+    for i, ((column, row), limit) in enumerate(zip(places, limits, strict=True)):
+        tokens = column.row(row)[:limit]
         array[i, : len(tokens)] = tokens
     return batch
 

@@ -1,7 +1,8 @@
 """Rows by name: `KVBatchMeta` names rows and holds none, `DataPlaneClient` moves them.
 
-A row is one sample, `<group>.<attempt>_g<i>`; a field is one of its columns. A partition is a set of rows with declared
-fields and consumer tasks. Producing a field is the ready signal: there is no other, and no call to mark one consumed.
+A row is one sample, `<group>.<attempt>_g<i>`; a field is one of its columns. A partition is a set of rows with fields
+and consumer tasks. A field that was not declared is registered by its first put. Producing a field is the ready signal:
+there is no other, and no call to mark one consumed.
 
     client.register_partition("train", fields, 64, ["train"])
     meta = client.put_samples(ids, "train", fields={"input_ids": ids_BS, "input_lengths": lengths_B})
@@ -162,7 +163,8 @@ class DataPlaneClient(ABC):
     """One process's access to the rows. Its calls are blocking and may be made from several threads.
 
     KeyError for a partition that was not registered, and for a row or field that was never produced or is cleared;
-    ValueError for arguments that contradict each other or the registration; TimeoutError when an answer is late;
+    ValueError for arguments that contradict each other, and for a task that was not registered; TimeoutError when an
+    answer is late;
     ActorGone when a process that keeps rows or the books is dead. RunError after `close`.
     """
 
@@ -192,9 +194,11 @@ class DataPlaneClient(ABC):
         """Adds columns, tags or both to rows; makes the rows that are new.
 
         Columns have rows first: tensors or arrays [B] and [B, S, …], lists, or what `codec.encode` made of them.
-        Those with tokens end where `input_lengths` of the same put says, else they are kept whole. The last put of a
-        (sample, field) wins; tags are merged. ValueError for a field that was not registered, a repeated sample, a
-        column of another length, and neither fields nor tags.
+        Those with tokens end where `input_lengths` of the row says, which this put or another one brings; without it
+        they are kept whole. The last put of a (sample, field) wins; tags are merged. A field that was not registered
+        is registered. ValueError for a repeated sample, a column of another length, and neither fields nor tags.
+
+        The meta has the `sequence_lengths` that are known after this put: of all rows, or None.
         """
 
     @abstractmethod
@@ -223,6 +227,8 @@ class DataPlaneClient(ABC):
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
         """The next `batch_size` rows that have all these fields and that this task has not claimed, oldest first.
+
+        A field that is not registered is waited for like any other: a put may register it.
 
         All ranks share the task's cursor, so that a row goes to one of them; `dp_rank` is noted in `extra_info`. With
         fewer rows, a blocking claim waits, and raises TimeoutError after `timeout_s` with the number that is ready; one

@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncrl.data_plane.codec import Column
 from asyncrl.data_plane.partitioned_client import PartitionedClient
-from asyncrl.data_plane.partitions import Claim, Partitions
+from asyncrl.data_plane.partitions import Claim, Located, Partitions
 
 Place = tuple[Column, int]
 """A row: its column's batch, and the row in it."""
@@ -57,9 +57,9 @@ class LocalBooks:
                 group_size=group_size,
             )
 
-    def check_fields(self, partition_id: str, fields: Sequence[str]) -> None:
+    def check_registered(self, partition_id: str) -> None:
         with self._changed:
-            self._partitions.check_fields(partition_id, fields)
+            self._partitions.check_registered(partition_id)
 
     def produce(
         self,
@@ -70,10 +70,11 @@ class LocalBooks:
         where: Sequence[dict[str, Place]],
         lengths: Sequence[int] | None,
         tags: Sequence[Mapping[str, Any]] | None,
-    ) -> None:
+    ) -> list[int] | None:
         with self._changed:
             self._partitions.produce(partition_id, sample_ids, fields=fields, where=where, lengths=lengths, tags=tags)
             self._changed.notify_all()
+            return self._partitions.lengths_of(partition_id, sample_ids)
 
     def claim(
         self, partition_id: str, task: str, *, fields: Sequence[str], batch_size: int, wait_s: float
@@ -90,7 +91,7 @@ class LocalBooks:
 
     def locate(
         self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]
-    ) -> dict[str, list[dict[str, Place]]]:
+    ) -> Located[dict[str, Place]]:
         with self._changed:
             return self._partitions.locate(partition_id, sample_ids, fields=fields)
 

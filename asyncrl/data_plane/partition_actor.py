@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import ray
 
 from asyncrl.data_plane.calls import answer
-from asyncrl.data_plane.partitions import Claim, Partitions
+from asyncrl.data_plane.partitions import Claim, Located, Partitions
 
 PARTITIONS = "partitions"
 """Name of the actor, in the run's namespace."""
@@ -41,18 +41,20 @@ class PartitionActor:
     async def register(self, partition_id: str, **declaration: Any) -> None:
         self._partitions.register(partition_id, **declaration)
 
-    async def check_fields(self, partition_id: str, fields: Sequence[str]) -> None:
-        self._partitions.check_fields(partition_id, fields)
+    async def check_registered(self, partition_id: str) -> None:
+        self._partitions.check_registered(partition_id)
 
-    async def produce(self, partition_id: str, sample_ids: Sequence[str], **put: Any) -> None:
+    async def produce(self, partition_id: str, sample_ids: Sequence[str], **put: Any) -> list[int] | None:
         replaced = self._partitions.produce(partition_id, sample_ids, **put)
         for place in put["where"]:
             if isinstance(place, StoredAt):
                 self._references[place.store, place.key] += len(put["fields"])
                 self._stores.add(place.store)
         self._release(replaced)
+        lengths = self._partitions.lengths_of(partition_id, sample_ids)
         async with self._changed:
             self._changed.notify_all()
+        return lengths
 
     async def claim(
         self, partition_id: str, task: str, *, fields: Sequence[str], batch_size: int, wait_s: float
@@ -70,9 +72,7 @@ class PartitionActor:
     async def ready(self, partition_id: str, task: str, *, fields: Sequence[str]) -> int:
         return self._partitions.ready(partition_id, task, fields=fields)
 
-    async def locate(
-        self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]
-    ) -> dict[str, list[Any]]:
+    async def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> Located[Any]:
         return self._partitions.locate(partition_id, sample_ids, fields=fields)
 
     async def fields_of(self, partition_id: str, sample_ids: Sequence[str]) -> set[str]:
@@ -121,7 +121,7 @@ class ActorBooks(Generic[W]):
     def __init__(self, *, namespace: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._actor = ensure_partition_actor(namespace=namespace)
-        self._registered: dict[str, set[str]] = {}
+        self._registered: set[str] = set()
 
     def register(
         self,
@@ -141,12 +141,11 @@ class ActorBooks(Generic[W]):
             group_size=group_size,
         )
 
-    def check_fields(self, partition_id: str, fields: Sequence[str]) -> None:
-        """Asks once a field: a partition loses none."""
-        registered = self._registered.setdefault(partition_id, set())
-        if not registered.issuperset(fields):
-            self._call("check_fields", partition_id, fields)
-            registered.update(fields)
+    def check_registered(self, partition_id: str) -> None:
+        """Asks once a partition: it stays registered."""
+        if partition_id not in self._registered:
+            self._call("check_registered", partition_id)
+            self._registered.add(partition_id)
 
     def produce(
         self,
@@ -157,8 +156,11 @@ class ActorBooks(Generic[W]):
         where: Sequence[W],
         lengths: Sequence[int] | None,
         tags: Sequence[Mapping[str, Any]] | None,
-    ) -> None:
-        self._call("produce", partition_id, sample_ids, fields=fields, where=where, lengths=lengths, tags=tags)
+    ) -> list[int] | None:
+        known: list[int] | None = self._call(
+            "produce", partition_id, sample_ids, fields=fields, where=where, lengths=lengths, tags=tags
+        )
+        return known
 
     def claim(
         self, partition_id: str, task: str, *, fields: Sequence[str], batch_size: int, wait_s: float
@@ -171,9 +173,9 @@ class ActorBooks(Generic[W]):
     def ready(self, partition_id: str, task: str, *, fields: Sequence[str]) -> int:
         return int(self._call("ready", partition_id, task, fields=fields))
 
-    def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> dict[str, list[W]]:
-        places: dict[str, list[W]] = self._call("locate", partition_id, sample_ids, fields=fields)
-        return places
+    def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> Located[W]:
+        located: Located[W] = self._call("locate", partition_id, sample_ids, fields=fields)
+        return located
 
     def fields_of(self, partition_id: str, sample_ids: Sequence[str]) -> set[str]:
         fields: set[str] = self._call("fields_of", partition_id, sample_ids)

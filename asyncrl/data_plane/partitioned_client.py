@@ -12,9 +12,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.codec import Column, decode, encode, row_lengths
 from asyncrl.data_plane.interfaces import LENGTHS_FIELD, PAD_SEQLEN, DataPlaneClient, KVBatchMeta
-from asyncrl.data_plane.partitions import Claim
+from asyncrl.data_plane.partitions import Claim, Located
 from asyncrl.errors import RowsLost, RunError
 
+T = TypeVar("T")
 W = TypeVar("W")
 
 READ_ATTEMPTS = 3
@@ -34,7 +35,7 @@ class Bookkeeping(Protocol[W]):
         group_size: int | None,
     ) -> None: ...
 
-    def check_fields(self, partition_id: str, fields: Sequence[str]) -> None: ...
+    def check_registered(self, partition_id: str) -> None: ...
 
     def produce(
         self,
@@ -45,7 +46,8 @@ class Bookkeeping(Protocol[W]):
         where: Sequence[W],
         lengths: Sequence[int] | None,
         tags: Sequence[Mapping[str, Any]] | None,
-    ) -> None: ...
+    ) -> list[int] | None:
+        """Also the lengths of these samples, from this put or an earlier one, as `lengths_of` has them."""
 
     def claim(
         self, partition_id: str, task: str, *, fields: Sequence[str], batch_size: int, wait_s: float
@@ -54,7 +56,7 @@ class Bookkeeping(Protocol[W]):
 
     def ready(self, partition_id: str, task: str, *, fields: Sequence[str]) -> int: ...
 
-    def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> dict[str, list[W]]: ...
+    def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> Located[W]: ...
 
     def fields_of(self, partition_id: str, sample_ids: Sequence[str]) -> set[str]: ...
 
@@ -112,18 +114,18 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
         ids = list(sample_ids)
-        columns = encode(fields or {})
+        columns = encode({} if fields is None else fields)  # the truth value of a TensorDict is an error
         _check_put(ids, columns, tags)
-        self._books.check_fields(partition_id, list(columns))  # before any row is stored
-        lengths = row_lengths(columns[LENGTHS_FIELD]) if LENGTHS_FIELD in columns else None
+        self._books.check_registered(partition_id)  # before any row is stored
+        lengths: list[int] | None = []
         if ids:
             where = self._store(partition_id, ids, columns)
-            self._books.produce(
+            lengths = self._books.produce(
                 partition_id,
                 ids,
                 fields=list(columns),
                 where=where,
-                lengths=lengths,
+                lengths=row_lengths(columns[LENGTHS_FIELD]) if LENGTHS_FIELD in columns else None,
                 tags=None if tags is None else [dict(tag) for tag in tags],
             )
         return KVBatchMeta(
@@ -175,9 +177,11 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
         if claim is None:
             if blocking:
                 ready = self._books.ready(partition_id, task_name, fields=fields)
+                unknown = sorted(set(fields) - self._books.fields_of(partition_id, []))
                 raise TimeoutError(
                     f"task {task_name!r} waited {timeout_s:g} s (timeout_s) for {batch_size} rows of partition "
                     f"{partition_id!r} with {fields}; {ready} are ready"
+                    + (f"; {unknown} were neither registered nor put: check their names" if unknown else "")
                 )
             claim = Claim(sample_ids=[], sequence_lengths=[], tags=[])
         return KVBatchMeta(
@@ -226,15 +230,15 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
     ) -> BatchedDataDict:
         ids, names = list(sample_ids), list(dict.fromkeys(fields))
 
-        def load() -> Mapping[str, Sequence[tuple[Column, int]]]:
-            return self._load(partition_id, ids, self._books.locate(partition_id, ids, fields=names))
+        def load() -> tuple[Mapping[str, Sequence[tuple[Column, int]]], Sequence[int | None]]:
+            located = self._books.locate(partition_id, ids, fields=names)
+            return self._load(partition_id, ids, located.places), located.lengths
 
-        return decode(_again_when_missing(load), width=width, pad_value_dict=pad_value_dict)
+        rows, lengths = _again_when_missing(load)
+        return decode(rows, lengths=lengths, width=width, pad_value_dict=pad_value_dict)
 
 
-def _again_when_missing(
-    load: Callable[[], Mapping[str, Sequence[tuple[Column, int]]]],
-) -> Mapping[str, Sequence[tuple[Column, int]]]:
+def _again_when_missing(load: Callable[[], T]) -> T:
     for _ in range(READ_ATTEMPTS - 1):
         try:
             return load()

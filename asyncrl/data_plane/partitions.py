@@ -43,6 +43,14 @@ class Claim:
     tags: list[dict[str, Any]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located(Generic[W]):
+    """Where samples are: a place a sample, by field; and the tokens of each sample, None where they are not known."""
+
+    places: dict[str, list[W]]
+    lengths: list[int | None]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Row(Generic[W]):
     where: dict[str, W] = field(default_factory=dict)
@@ -87,14 +95,9 @@ class Partitions(Generic[W]):
         for task in consumer_tasks:
             partition.unclaimed.setdefault(task, dict.fromkeys(partition.rows))
 
-    def check_fields(self, partition_id: str, fields: Iterable[str]) -> None:
-        """ValueError for fields that were not registered: nobody would wait for them, or for ever."""
-        partition = self._partition(partition_id)
-        unknown = [name for name in fields if name not in partition.fields]
-        if unknown:
-            raise ValueError(
-                f"partition {partition_id!r} has no fields {unknown}; registered are {list(partition.fields)}"
-            )
+    def check_registered(self, partition_id: str) -> None:
+        """KeyError for a partition that was not registered."""
+        self._partition(partition_id)
 
     def produce(
         self,
@@ -106,9 +109,12 @@ class Partitions(Generic[W]):
         lengths: Sequence[int] | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[W]:
-        """Enters that `fields` of each sample are at `where[i]`; the places that this replaced, a place a field."""
-        self.check_fields(partition_id, fields)
+        """Enters that `fields` of each sample are at `where[i]`, and registers the fields that are new.
+
+        Returns the places that this replaced, a place a field.
+        """
         partition = self._partition(partition_id)
+        partition.fields.update(dict.fromkeys(fields))
         replaced: list[W] = []
         for i, sample_id in enumerate(sample_ids):
             row = partition.rows.get(sample_id)
@@ -130,10 +136,10 @@ class Partitions(Generic[W]):
     def claim(self, partition_id: str, task: str, *, fields: Sequence[str], batch_size: int) -> Claim | None:
         """The task's next rows, oldest first; None, and nothing changes, when fewer than `batch_size` are ready.
 
-        In a partition with a group size, groups are handed out whole, in the order in which they are complete.
+        In a partition with a group size, groups are handed out whole, in the order in which they are complete. A field
+        that is not registered yet may still be put, so it only makes no row ready.
         """
         partition = self._partition(partition_id)
-        self.check_fields(partition_id, fields)
         size = partition.group_size or 1
         if batch_size < 1 or batch_size % size:
             raise ValueError(
@@ -158,7 +164,7 @@ class Partitions(Generic[W]):
         partition = self._partition(partition_id)
         return sum(map(len, self._ready(partition, self._unclaimed(partition_id, task), fields=fields)))
 
-    def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> dict[str, list[W]]:
+    def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> Located[W]:
         """Where each of the fields of each of the samples is. KeyError names the first that is not there."""
         rows = self._rows(partition_id, sample_ids)
         places: dict[str, list[W]] = {}
@@ -171,7 +177,7 @@ class Partitions(Generic[W]):
                         f"{sorted(row.where)}"
                     )
                 places[name].append(row.where[name])
-        return places
+        return Located(places=places, lengths=[row.length for row in rows])
 
     def fields_of(self, partition_id: str, sample_ids: Sequence[str]) -> set[str]:
         """Fields that all these samples have. KeyError names the first sample that is not there."""

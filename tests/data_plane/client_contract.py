@@ -224,6 +224,7 @@ class ClientContract:
             (["9.0_g0"], ["input_ids"], "9.0_g0"),
             ([IDS[0]], ["advantages"], "advantages"),
             ([IDS[0]], ["never_registered"], "never_registered"),
+            (["9.0_g0"], [], "9.0_g0"),
         ):
             with pytest.raises(KeyError, match=named):
                 client.get_samples(ids, partition, fields)
@@ -258,16 +259,14 @@ class ClientContract:
         assert client.claim_meta(partition, "value", ["input_ids", "returns"], 4, blocking=False).size == 4
         assert client.claim_meta(partition, "train", ["input_ids"], 1, blocking=False).size == 0
 
-    def test_a_put_that_contradicts_itself_or_the_registration_is_refused_as_a_whole(
-        self, client: DataPlaneClient, partition: str
-    ) -> None:
+    def test_a_put_that_contradicts_itself_is_refused_as_a_whole(self, client: DataPlaneClient, partition: str) -> None:
         for ids, fields, tags, named in (
             (IDS[:2], {"kept": [1]}, None, "2 samples, but rows of {'kept': 1}"),
             (IDS[:2], {"kept": [1, 2]}, [{}], "rows of {'tags': 1}"),
             ([IDS[0], IDS[0]], {"kept": [1, 2]}, None, "0.0_g0.*more than once"),
-            (IDS[:1], {"kept": [1], "keptt": [1]}, None, "keptt"),
             (IDS[:1], None, None, "neither fields nor tags"),
             (IDS[:1], {"input_ids": torch.zeros(1, 4), "input_lengths": torch.tensor([5])}, None, "5 tokens"),
+            (IDS[:1], {"input_lengths": [-1]}, None, "negative length: -1"),
         ):
             with pytest.raises(ValueError, match=named):
                 client.put_samples(ids, partition, fields=fields, tags=tags)
@@ -294,11 +293,55 @@ class ClientContract:
             with pytest.raises(KeyError, match="nowhere"):
                 ask([], "nowhere")
 
-    def test_claims_of_unknown_fields_and_tasks_are_refused_at_once(
+    def test_the_first_put_of_a_field_registers_it(
+        self, client: DataPlaneClient, partition: str, connect: Connect
+    ) -> None:
+        meta = client.put_samples(IDS, partition, fields={**first_stage(), "entropy": torch.ones(4, 6)})
+        assert "entropy" in (meta.fields or [])
+        other = connect()
+        assert other.fields_of([], partition) == {*FIELDS, "entropy"}
+        assert other.fields_of(IDS, partition) == {*first_stage(), "entropy"}
+        claimed = other.claim_meta(partition, "train", ["entropy"], 4, blocking=False)
+        assert torch.equal(other.get_data(claimed)["entropy"], padded(torch.ones(4, 6), width=5))
+
+    def test_a_claim_waits_for_a_field_that_is_not_registered_yet(
+        self, client: DataPlaneClient, partition: str, connect: Connect
+    ) -> None:
+        client.put_samples(IDS, partition, fields={"kept": [0, 1, 2, 3]})
+        assert client.claim_meta(partition, "train", ["entropy"], 1, blocking=False).size == 0
+        with pytest.raises(TimeoutError, match=r"0 are ready; \['entropy'\] were neither registered nor put"):
+            client.claim_meta(partition, "train", ["kept", "entropy"], 1, timeout_s=0.01)
+        other = connect()
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            waiting = pool.submit(other.claim_meta, partition, "train", ["kept", "entropy"], 2, timeout_s=FAR_S)
+            client.put_samples(IDS[2:], partition, fields={"entropy": [0.5, 0.7]})
+            assert waiting.result(timeout=FAR_S).sample_ids == IDS[2:]
+
+    def test_the_meta_of_a_put_has_the_lengths_that_are_known(self, client: DataPlaneClient, partition: str) -> None:
+        client.put_samples(IDS[:2], partition, fields={"input_lengths": torch.tensor(LENGTHS[:2])})
+        later = client.put_samples([IDS[1], IDS[0]], partition, fields={"kept": [1, 2]})
+        assert later.sequence_lengths == [5, 3]
+        assert client.put_samples(IDS[:2], partition, tags=[{}, {}]).sequence_lengths == [3, 5]
+        assert client.put_samples(IDS, partition, fields={"kept": [1, 2, 3, 4]}).sequence_lengths is None
+
+    def test_columns_of_different_puts_end_where_the_lengths_of_the_rows_say_also_if_those_come_last(
         self, client: DataPlaneClient, partition: str
     ) -> None:
-        with pytest.raises(ValueError, match="advantagez"):
-            client.claim_meta(partition, "train", ["advantagez"], 1)
+        ids_BS, values_BS = torch.arange(24).reshape(4, 6), torch.rand(4, 9)
+        meta = client.put_samples(IDS, partition, fields={"input_ids": ids_BS})
+        assert torch.equal(client.get_data(meta)["input_ids"], ids_BS)  # nothing tells what is padding
+        client.put_samples(IDS, partition, fields={"input_lengths": LENGTHS})
+        meta = client.put_samples(IDS, partition, fields={"values": values_BS})  # wider, and without lengths
+        fields = ["input_ids", "values"]
+        for width in (5, 8):
+            meta.extra_info[PAD_SEQLEN] = width
+            batch = client.get_data(meta, fields)
+            assert torch.equal(batch["input_ids"], padded(ids_BS, width=width))
+            assert torch.equal(batch["values"], padded(values_BS, width=width))
+        batch = client.get_samples(IDS[2:], partition, fields)
+        assert batch["values"].tolist() == [[values_BS[2, 0].item()], [0.0]]
+
+    def test_claims_of_unknown_tasks_are_refused_at_once(self, client: DataPlaneClient, partition: str) -> None:
         with pytest.raises(ValueError, match=r"'trian'.*'logprob', 'train'"):
             client.claim_meta(partition, "trian", ["kept"], 1)
         with pytest.raises(ValueError, match="batch of 0"):

@@ -73,6 +73,32 @@ def test_nested_tensors_are_taken_as_they_are() -> None:
     assert batch["x"].tolist() == [[0, 1, 2, 3, 4], [0] * 5, [0, 1, 2, 0, 0]]
 
 
+@pytest.mark.slow
+def test_a_jagged_row_beyond_its_length_or_jagged_elsewhere_is_refused() -> None:
+    jagged = torch.nested.as_nested_tensor([torch.ones(3), torch.ones(1)], layout=torch.jagged)
+    assert encode({"x": jagged, "input_lengths": [4, 1]})["x"].tokens(0) == 3
+    with pytest.raises(ValueError, match="field 'x': row 1 has 1 tokens, its length is 0"):
+        encode({"x": jagged, "input_lengths": torch.tensor([4, 0])})
+    with pytest.raises(ValueError, match="'x' has 2 rows, there are 1 lengths"):
+        encode({"x": jagged}, lengths=[4])
+    wide = torch.nested.as_nested_tensor([torch.ones(2, 3), torch.ones(2, 1)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="'x': a nested column must be jagged on dim 1"):
+        encode({"x": wide})
+
+
+def test_arrays_of_objects_travel_as_lists() -> None:
+    assert encode({"x": np.array(["a", None], dtype=object)})["x"].values == ["a", None]
+
+
+def test_a_read_ends_rows_at_their_lengths_where_these_are_known() -> None:
+    columns = encode({"x": torch.arange(1, 9).reshape(2, 4), "y": torch.ones(2), "z": torch.ones(2, 1)})
+    batch = decode(places(columns, [0, 1]), lengths=[2, None], width=4)
+    assert batch["x"].tolist() == [[1, 2, 0, 0], [5, 6, 7, 8]]
+    assert decode(places(columns, [0, 1]), lengths=[2, 3])["x"].tolist() == [[1, 2, 0], [5, 6, 7]]
+    with pytest.raises(ValueError, match="a row has 3 tokens, the width"):
+        decode(places(columns, [0, 1]), lengths=[2, 3], width=2)
+
+
 def test_all_per_token_columns_of_a_read_have_one_width() -> None:
     short, long = encode({"x": torch.ones(1, 2)}), encode({"y": torch.ones(1, 4)})
     batch = decode({"x": [(short["x"], 0)], "y": [(long["y"], 0)]})
@@ -95,6 +121,7 @@ def test_a_gradient_does_not_travel() -> None:
         ({"x": torch.zeros(2, 3), "y": torch.zeros(2, 4)}, [1, 1], ValueError, "different widths.*'x': 3, 'y': 4"),
         ({"x": torch.zeros(2, 3)}, [1, 4], ValueError, "4 tokens"),
         ({"x": torch.zeros(2, 3)}, [1, -1], ValueError, "negative length"),
+        ({"x": torch.zeros(2), "input_lengths": [1, -1]}, None, ValueError, "negative length"),
         ({"x": torch.zeros(2, 3)}, [1], ValueError, "2 rows, there are 1 lengths"),
         ({"x": torch.zeros(2), "y": [1]}, None, ValueError, "unequal rows: {'x': 2, 'y': 1}"),
         ({"x": torch.tensor(1)}, None, ValueError, "no dimension"),

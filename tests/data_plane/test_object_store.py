@@ -85,29 +85,29 @@ class TestObjectStoreClient(ClientContract):
         assert stored(partition) == 1
 
     def test_a_put_that_is_refused_stores_nothing(self, partition: str) -> None:
-        with pytest.raises(ValueError, match="keptt"):
-            connect_client().put_samples(IDS, partition, fields={"keptt": [1] * 4})
-        assert stored(partition) == 0
+        with pytest.raises(KeyError, match="nowhere"):
+            connect_client().put_samples(IDS, "nowhere", fields={"kept": [1] * 4})
+        assert stored("nowhere") == 0
 
-    def test_the_books_are_asked_once_whether_a_field_is_registered(
+    def test_the_books_are_asked_once_whether_a_partition_is_registered(
         self, partition: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked: list[list[str]] = []
+        asked: list[str] = []
         ask = ActorBooks._call
 
         def recorded(books: ActorBooks[Any], method: str, *arguments: Any, **options: Any) -> Any:
-            if method == "check_fields":
-                asked.append(arguments[1])
+            if method == "check_registered":
+                asked.append(arguments[0])
             return ask(books, method, *arguments, **options)
 
         monkeypatch.setattr(ActorBooks, "_call", recorded)
         client = connect_client()
-        for value in (1, 2):
-            client.put_samples(IDS, partition, fields={"kept": [value] * 4})
-        with pytest.raises(ValueError, match="keptt"):
-            client.put_samples(IDS, partition, fields={"kept": [3] * 4, "keptt": [3] * 4})
-        assert asked == [["kept"], ["kept", "keptt"]]
-        assert client.get_samples(IDS, partition, ["kept"])["kept"] == [2] * 4
+        for field in ("kept", "not declared"):
+            client.put_samples(IDS, partition, fields={field: [1] * 4})
+        for _ in range(2):
+            with pytest.raises(KeyError, match="nowhere"):
+                client.put_samples(IDS, "nowhere", fields={"kept": [1] * 4})
+        assert asked == [partition, "nowhere", "nowhere"]
 
     def test_objects_are_dropped_when_their_last_row_is_cleared_or_replaced(self, partition: str) -> None:
         client = connect_client()

@@ -71,6 +71,7 @@ class Histories(RuleBasedStateMachine):
         size = units * (GROUP_SIZE if self.grouped else 1)
         ready = self.ready(task, fields)
         assert self.books.ready("p", task, fields=fields) == len(ready)
+        assert self.books.claim("p", task, fields=[*fields, "never put"], batch_size=size) is None
         claim = self.books.claim("p", task, fields=fields, batch_size=size)
         if len(ready) < size:
             assert claim is None
@@ -105,7 +106,7 @@ class Histories(RuleBasedStateMachine):
         assert self.books.rows_outstanding() == {"p": len(self.fields)}
         for name in FIELDS:
             having = [i for i, row in self.fields.items() if name in row]
-            places = self.books.locate("p", having, fields=[name])
+            places = self.books.locate("p", having, fields=[name]).places
             assert places == {name: [self.fields[i][name] for i in having]}
         for task, claimed in self.claimed.items():
             assert self.books.consumed("p", [task]) == (claimed >= set(self.fields) and self.ever >= self.num_samples)
