@@ -9,16 +9,38 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncrl.data_plane.interfaces import PAD_SEQLEN, DataPlaneClient, KVBatchMeta
+    from asyncrl.data_plane.jagged import (
+        from_nested,
+        materialize,
+        pack_jagged_fields,
+        response_from_nested,
+        to_nested_by_length,
+    )
     from asyncrl.data_plane.sharding import shard_meta_for_dp
 
 _MODULES = {
     "PAD_SEQLEN": "interfaces",
     "DataPlaneClient": "interfaces",
     "KVBatchMeta": "interfaces",
+    "from_nested": "jagged",
+    "materialize": "jagged",
+    "pack_jagged_fields": "jagged",
+    "response_from_nested": "jagged",
+    "to_nested_by_length": "jagged",
     "shard_meta_for_dp": "sharding",
 }
 
-__all__ = ["PAD_SEQLEN", "DataPlaneClient", "KVBatchMeta", "shard_meta_for_dp"]
+__all__ = [
+    "PAD_SEQLEN",
+    "DataPlaneClient",
+    "KVBatchMeta",
+    "from_nested",
+    "materialize",
+    "pack_jagged_fields",
+    "response_from_nested",
+    "shard_meta_for_dp",
+    "to_nested_by_length",
+]
 
 
 def __getattr__(name: str) -> Any:

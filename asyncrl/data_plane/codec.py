@@ -91,7 +91,7 @@ def encode(fields: Mapping[str, Any], *, lengths: Sequence[int] | None = None) -
     that are cut, when it is shorter than a length, and when a jagged row is longer than its length. TypeError for any
     other column.
     """
-    given = {name: _plain(column) for name, column in fields.items()}
+    given = {name: plain(column) for name, column in fields.items()}
     if lengths is None and LENGTHS_FIELD in given:
         column = given[LENGTHS_FIELD]
         lengths = row_lengths(column) if isinstance(column, Column) else [int(length) for length in column]
@@ -152,7 +152,7 @@ def row_lengths(column: Column) -> list[int]:
     return [int(length) for length in column.values]
 
 
-def _plain(column: Any) -> Any:
+def plain(column: Any) -> Any:
     """The column without its container: a list for objects, whichever library wrapped them."""
     # optional package: its objects exist only where it is imported
     is_non_tensor = getattr(sys.modules.get("tensordict"), "is_non_tensor", None)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.data_plane import materialize, pack_jagged_fields
 from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.memory import MemoryClient
 
@@ -52,6 +53,14 @@ def test_a_tensordict_is_put_as_its_columns() -> None:
     assert read["same"] == ["every row's"] * 3
     assert read["lists"] == [["a"], ["b", "c"], ["d"]]
     assert read["objects"] == ["a", None, {"b": [1]}]
+
+
+def test_a_tensordict_is_packed_and_materialized() -> None:
+    fields = {"input_ids": torch.arange(1, 13).reshape(3, 4), "text": tensordict.NonTensorStack("x", "y", "z")}
+    packed = pack_jagged_fields(tensordict.TensorDict(fields, batch_size=[3]), lengths=LENGTHS)
+    read = materialize(tensordict.TensorDict(packed, batch_size=[3]))
+    assert read["input_ids"].tolist() == [[1, 2, 3], [0, 0, 0], [9, 10, 0]]
+    assert read["text"] == ["x", "y", "z"]
 
 
 def test_the_rows_of_a_tensordict_are_counted() -> None:
