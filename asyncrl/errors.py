@@ -13,8 +13,10 @@ AsyncRLError
 │   ├── PlacementError         Ray has no room for a process within the deadline
 │   ├── ActorGone              the process behind a call has ended
 │   │   └── RowsLost           rows died with the process that kept them (F37)
-│   ├── MissingColumns         rows lack what a loss reads; nothing was trained
-│   ├── Offloaded              the model is off its devices for a refit, and was not brought back
+│   ├── CallRefused            the ranks cannot use the arguments of a call; they go on
+│   │   ├── MissingColumns     rows lack what a loss reads; nothing was trained
+│   │   ├── LossFailed         a loss function raised, or returned no scalar and metrics
+│   │   └── Offloaded          the model is off its devices for a refit, and was not brought back
 │   ├── NonFiniteError         too many non-finite steps in a row (F21)
 │   └── StalenessViolation     a token older than the limit reached a batch: our bug
 ├── RolloutError               one rollout failed; every one is INFRA or DATA
@@ -113,11 +115,22 @@ class PlacementError(RunError):
     """Ray has no room for a process within `ray.placement_timeout_s`."""
 
 
-class MissingColumns(RunError):
-    """Rows lack columns that a loss reads: all ranks found out before the first pass."""
+class CallRefused(RunError):
+    """The ranks cannot use the arguments of a call. No rank has changed anything, and the next call can go on."""
 
 
-class Offloaded(RunError):
+class MissingColumns(CallRefused):
+    """Rows lack columns that a call reads. No pass was made."""
+
+
+class LossFailed(CallRefused):
+    """A loss function raised an error, or returned something other than a scalar and a dict of numbers.
+
+    The update of that loss was not applied on any rank. Updates of the same call before it were.
+    """
+
+
+class Offloaded(CallRefused):
     """Model or optimizer are off the ranks' devices; `prepare_for_training` brings them back."""
 
 
@@ -207,3 +220,8 @@ class CollectiveError(WeightError):
 
 class UpdateRefused(WeightError):
     """Another peer refused an update before anyone applied a byte of it; the process group stays usable."""
+
+
+REFUSALS = (CallRefused, RowsLost, StalenessViolation, WeightError, CheckpointError)
+"""What a model's rank answers with instead of failing. All ranks raise it together, or it leaves their process group
+whole: the next call can go on."""

@@ -7,7 +7,7 @@ always read healthy.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ MAX_LOG_RATIO = 300.0
 """e^600 still fits float64, so that the square of any ρ up to here adds up (F22)."""
 
 AVERAGED_METRICS = frozenset({"lr", "wd", "reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length"})
-"""What is told of every micro-batch and belongs to none of them."""
+"""Metrics that every micro-batch repeats and that are part of none of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,19 +123,33 @@ def off_policy_sums(
     )
 
 
-def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of micro-batches as one: `*_max` and `*_min` by max and min, `AVERAGED_METRICS` by their mean, all others
-    added."""
+def adds_up(name: str) -> bool:
+    """Whether micro-batches' values of a metric are parts of a sum: not an extreme, and not averaged."""
+    return _extreme(name) is None and name not in AVERAGED_METRICS
+
+
+def merge_metrics(parts: Iterable[Mapping[str, float]], *, updates: int) -> dict[str, float]:
+    """A loss's metrics of all micro-batches, ranks and `updates` of a call as one value each.
+
+    Names with the word `max` or `min` after an underscore are extremes. `AVERAGED_METRICS` are averaged over the
+    micro-batches. All others are added over an update's micro-batches and averaged over the updates.
+    """
     values: dict[str, list[float]] = defaultdict(list)
     for part in parts:
         for name, value in part.items():
             values[name].append(float(value))
-    return {name: _merged(name, found) for name, found in values.items()}
+    return {name: _merged(name, found, updates=updates) for name, found in values.items()}
 
 
-def _merged(name: str, values: Sequence[float]) -> float:
-    if name.endswith("_max"):
-        return max(values)
-    if name.endswith("_min"):
-        return min(values)
-    return sum(values) / (len(values) if name in AVERAGED_METRICS else 1)
+def _merged(name: str, values: Sequence[float], *, updates: int) -> float:
+    extreme = _extreme(name)
+    if extreme is not None:
+        return extreme(values)
+    return sum(values) / (updates if adds_up(name) else len(values))
+
+
+def _extreme(name: str) -> Callable[[Sequence[float]], float] | None:
+    words = name.split("_")[1:]
+    if "max" in words:
+        return max
+    return min if "min" in words else None

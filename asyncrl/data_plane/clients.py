@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.partitions import samples_of
+from asyncrl.errors import RunError
 
 if TYPE_CHECKING:
     from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -22,7 +23,12 @@ TRAIN_PARTITION = "train"
 
 
 def open_client(config: Config) -> DataPlaneClient:
-    """A client of the run; each of its calls of another process ends within `buffer.call_timeout_s`."""
+    """A client of the run; each of its calls of another process ends within `buffer.call_timeout_s`. RunError without
+    a Ray: Ray itself would start one, which listens on every network."""
+    import ray
+
+    if not ray.is_initialized():
+        raise RunError("there is no Ray for the data plane: ray.init() comes first (docs/own-loop.md)")
     namespace, timeout_s = config.run.name, config.buffer.call_timeout_s
     match config.data_plane.backend:
         case "object_store":

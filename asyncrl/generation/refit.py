@@ -1,8 +1,8 @@
 """The order of a refit: the policy's current weights in every engine, and the engines ready to generate.
 
-What must hold: whatever does not succeed is raised, so that nobody generates with weights that he takes for others; an
-engine that saw half an update refuses to generate, and the next refit mends it. Both functions know policy and engines
-by their interfaces alone. `prepare_refit_info` comes before the first refit; `init_collective`, on both sides at once,
+Invariants: every failure raises, so that no engine generates with weights under a wrong version. An engine that
+received half an update refuses to generate until the next refit succeeds. Both functions use policy and engines through
+their interfaces only. `prepare_refit_info` comes before the first refit; `init_collective`, on both sides at once,
 before the first by broadcast.
 """
 
@@ -33,7 +33,8 @@ def refit_colocated(
     """
     policy.offload_before_refit()
     _require(generation.prepare_for_generation(tags=["weights"]), "waking the engines' weights")
-    for names in policy.prepare_weights_for_ipc(refit_buffer_size_gb, version=version):
+    budget = () if refit_buffer_size_gb is None else (refit_buffer_size_gb,)
+    for names in policy.prepare_weights_for_ipc(*budget, **_numbered(version)):
         _require(generation.update_weights_from_ipc_handles(policy.get_weights_ipc_handles(names)), "loading weights")
     policy.offload_after_refit()
     _require(generation.prepare_for_generation(tags=["kv_cache"]), "waking the engines' KV caches")
@@ -44,12 +45,17 @@ def refit_by_broadcast(
 ) -> None:
     """Through the process group of both sides, whose deadlines bound every wait here."""
     received = generation.update_weights_from_collective()
-    sent = policy.broadcast_weights_for_collective(version=version)
+    sent = policy.broadcast_weights_for_collective(**_numbered(version))
     outcomes = [_outcome(ref) for ref in [*received, *sent]]
     failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if failures:
         raise min(failures, key=lambda failure: isinstance(failure, CONSEQUENCES))
     _require(all_succeeded(outcomes[: len(received)]), "loading weights")
+
+
+def _numbered(version: Version | None) -> dict[str, Any]:
+    """The keyword of a version that was given. A policy of the caller's own may not number its weights."""
+    return {} if version is None else {"version": version}
 
 
 def _outcome(ref: Any) -> Any:

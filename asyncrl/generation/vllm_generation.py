@@ -1,14 +1,13 @@
-"""vLLM engines for a synchronous loop: one Ray actor each, told what to do by a driver that waits.
+"""vLLM engines for a synchronous loop: one Ray actor each, called by a driver that waits for the answers.
 
-    generation = VLLMGeneration(config, model_path=path)      # `config.generator.replicas` engines
-    generation.start()
+    generation = VLLMGeneration(config)                       # `config.generator.replicas` engines
     generation.prepare_refit_info(policy.prepare_refit_info())
     refit_colocated(policy, generation)                       # `refit.py`
     output = generation.generate(prompts)
     generation.shutdown()
 
-What must hold: every wait ends; what one engine refuses or fails is raised as it is; success is what all engines said.
-An asynchronous run has no such driver: its replicas ask for their own work (`actor.py`).
+Invariants: every wait ends. What one engine refuses or fails is raised as it is. Success is True from all engines. An
+asynchronous run has no such driver: its replicas ask for their own work (`actor.py`).
 """
 
 import asyncio
@@ -36,17 +35,21 @@ TAGS = ("weights", "kv_cache")
 
 
 class VLLMGeneration(GenerationInterface):
-    """`config.generator.replicas` engines with the model at `model_path`; all calls but `start` and `shutdown` need
-    them.
+    """`config.generator.replicas` engines with the model at `model_path`, by default `config.model.path`.
+
+    The engines are placed by `start`, or by the first call that needs them.
 
     `colocated` engines give their device's memory back in `finish_generation`, by vLLM's sleep mode. It exists on GPUs
     only: on CPUs, where there is nothing to make room for, an engine keeps its memory and drops its prefix cache.
     `pad_token_id` is what prompts are padded with, and outputs.
     """
 
-    def __init__(self, config: Config, *, model_path: str, colocated: bool = False, pad_token_id: int = 0) -> None:
+    def __init__(
+        self, config: Config, *, model_path: str | None = None, colocated: bool = False, pad_token_id: int = 0
+    ) -> None:
         self._config = config
-        self._model_path = model_path
+        self._model_path = model_path or config.model.path
+        self._begun = False
         self._sleep_mode = colocated and config.generator.gpus > 0
         self._pad_token_id = pad_token_id
         self._engines: list[Any] = []
@@ -58,6 +61,7 @@ class VLLMGeneration(GenerationInterface):
         `ray.placement_timeout_s`, TimeoutError past `generator.startup_timeout_s`."""
         if not ray.is_initialized():
             raise RunError("there is no Ray to place engines on: ray.init() comes first (docs/own-loop.md)")
+        self._begun = True
         config = self._config
         actor = ray.remote(EngineActor).options(
             num_cpus=config.generator.cpus,
@@ -179,11 +183,12 @@ class VLLMGeneration(GenerationInterface):
 
     def _check_announced(self) -> None:
         if not self._announced:
-            raise WeightError("prepare_refit_info() comes first: nobody has compared the policy's weights to the model")
+            raise WeightError("the engines' model was not compared with the policy's: call prepare_refit_info() first")
 
     # -- processes -----------------------------------------------------------------------------------------------
 
     def shutdown(self) -> bool:
+        self._begun = True
         engines, self._engines = self._engines, []
         ending = [engine.shutdown.remote() for engine in engines]
         try:
@@ -208,6 +213,8 @@ class VLLMGeneration(GenerationInterface):
         return answers(refs, timeout_s=timeout_s, what=method)
 
     def _alive(self) -> list[Any]:
+        if not self._begun:
+            self.start()
         if not self._engines:
-            raise RunError("the generation has no engines: it was not started, or it has ended")
+            raise RunError("the generation has no engines: they have ended, or did not start")
         return self._engines

@@ -65,6 +65,15 @@ def count_trained(batch: BatchedDataDict) -> tuple[int, int]:
     return int(trained_mask(batch).sum()), int((batch["sample_mask"] > 0).sum())
 
 
+def valid_sums(batch: BatchedDataDict) -> tuple[float, float]:
+    """(Σ token_mask[:, 1:] · sample_mask, Σ sample_mask): what a loss divides by, summed over all ranks."""
+    if batch.size == 0:
+        return 0.0, 0.0
+    sample_mask_B = batch["sample_mask"].double()
+    tokens = (batch["token_mask"][:, 1:].double() * sample_mask_B.unsqueeze(1)).sum()
+    return float(tokens), float(sample_mask_B.sum())
+
+
 def staleness_counts(batch: BatchedDataDict, *, step: int) -> dict[int, int]:
     """Trained tokens by their staleness."""
     if batch.size == 0:

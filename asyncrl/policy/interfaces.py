@@ -1,4 +1,7 @@
-"""What a policy is, for whoever trains one, and what it reports of a step.
+"""The interfaces of a policy that is trained, and what it reports of a step.
+
+Calls that trainers elsewhere pass more arguments to take `*args, **kwargs`; they ignore what they do not know, with a
+warning that names it.
 
 Legend: B rows, S tokens. Column `c[b, i]` belongs to token `input_ids[b, i]` given its prefix; right padding.
 """
@@ -52,7 +55,8 @@ class StepReport:
     and the largest |log ρ|; the KL to the reference; the share of real tokens among those that went through the model;
     how many tokens were left out because a log-prob or advantage was no number. What was not measured is not there."""
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
-    """The loss's own metrics, normalised: `clipped_ratio` and `gated_ratio` for the presets."""
+    """The loss's own metrics, added over micro-batches and ranks and averaged over updates: `clipped_ratio` and
+    `gated_ratio` for the presets."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall seconds of rank 0 in `log_probs`, `forward_backward` and `optimizer`."""
     model_flops: int | None = None
@@ -85,7 +89,7 @@ class ReferenceLogprobOutputSpec(TypedDict):
 
 
 class Timer(Protocol):
-    """Whoever measures: `with timer.time("policy_training/ranks"): …`.
+    """Measures stages: `with timer.time("policy_training/ranks"): …`.
 
     A call times its stages under `<call>/…`, never the call itself, so that its caller may:
     `with timer.time("policy_training"): policy.train(data, loss_fn, timer=timer)`.
@@ -124,21 +128,26 @@ class PolicyInterface(ABC):
     ) -> dict[str, Any]:
         """One optimizer step for every `gbs` rows (all of them unless given), one scheduler step a call.
 
-        `data` has the columns that the loss reads, or MissingColumns names what it lacks: `staleness` [B, S], in
-        versions, among them where the proximal policy is interpolated. `advantages` may be [B, S] or [B]. `mbs` rows
-        of a rank share a pass, padded, when it is given. In eval mode nothing changes. Returns `loss`, `grad_norm`
-        float32 [steps], `all_mb_metrics` (by name a value for every micro-batch of all ranks: the loss's own, `lr`,
-        `wd` and its update's `global_valid_seqs` and `global_valid_toks`), `timing` (seconds by stage) and `report`, a
-        `StepReport`. AssertionError when the rows are no multiple of `gbs`, or `gbs` of the ranks unless it is all
-        rows, or `mbs` is no positive number.
+        `data` has the columns that the loss reads: `staleness` [B, S], in versions, among them where the proximal
+        policy is interpolated, and `prev_logprobs` when there are several updates. `advantages` may be [B, S] or [B].
+        `mbs` rows of a rank share a pass, padded, when it is given. In eval mode nothing changes.
+
+        Returns `loss`, `grad_norm` float32 [steps], `all_mb_metrics` (by name a value for every micro-batch of all
+        ranks: the loss's own, `lr`, `wd` and its update's `global_valid_seqs` and `global_valid_toks`; the loss's own
+        add up to their mean over the updates), `timing` (seconds by stage) and `report`, a `StepReport`.
+
+        Errors leave the ranks alive. AssertionError when the rows are no multiple of `gbs`, or `gbs` of the ranks
+        unless it is all rows, or `mbs` is below 1. MissingColumns names what the loss reads and the rows lack.
+        CallRefused names the column, row and value that the model cannot use. LossFailed when the loss raises, or
+        returns something other than a scalar and a dict of numbers.
         """
 
     @abstractmethod
-    def prepare_for_training(self) -> None:
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Weights and optimizer are on the ranks' devices when it returns."""
 
     @abstractmethod
-    def finish_training(self) -> None:
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Lets go of gradients."""
 
     @abstractmethod
@@ -147,6 +156,8 @@ class PolicyInterface(ABC):
         weights_path: str | Path,
         optimizer_path: str | Path | None = None,
         tokenizer_path: str | Path | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Writes the sharded weights and, where paths are given, the optimizer's state and the tokenizer."""
 
@@ -170,7 +181,7 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def init_collective(
-        self, ip: str, port: int, world_size: int, *, train_world_size: int | None = None
+        self, ip: str, port: int, world_size: int, *args: Any, train_world_size: int | None = None, **kwargs: Any
     ) -> list[ray.ObjectRef[None]]:
         """Every rank joins the process group at `ip`:`port`, where rank 0 listens. Returns at once; the references are
         done when all `world_size` have come: this policy's ranks first, the engines' workers after them. They end with
@@ -185,13 +196,15 @@ class ColocatablePolicyInterface(PolicyInterface):
         return self.prepare_refit_info()
 
     @abstractmethod
-    def broadcast_weights_for_collective(self, *, version: Version | None = None) -> list[ray.ObjectRef[None]]:
+    def broadcast_weights_for_collective(
+        self, *args: Any, version: Version | None = None, **kwargs: Any
+    ) -> list[ray.ObjectRef[None]]:
         """Every rank sends its part of the current weights. Returns at once; the references are done when all engines
         hold them whole. UpdateRefused when an engine's model is another; the group stays usable then."""
 
     @abstractmethod
     def prepare_weights_for_ipc(
-        self, refit_buffer_size_gb: float | None = None, *, version: Version | None = None
+        self, refit_buffer_size_gb: float | None = None, *args: Any, version: Version | None = None, **kwargs: Any
     ) -> list[list[str]]:
         """Names of the weights in groups, in the order in which they are to be asked for. A group fits
         `refit_buffer_size_gb` GiB and half of the free memory of each rank's device; a weight that does not is a group

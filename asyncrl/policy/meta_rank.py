@@ -1,6 +1,6 @@
 """A rank whose rows come from the data plane: it fetches its own, and writes columns back under the same keys.
 
-What must hold: either all ranks have their rows or none goes on (F37); a token older than its ticket allows is never
+Invariants: either all ranks have their rows or none goes on (F37). A token older than its ticket allows is never
 trained.
 """
 
@@ -11,7 +11,7 @@ from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from asyncrl.errors import RowsLost
+from asyncrl.errors import MissingColumns
 from asyncrl.policy.batching import check_staleness
 from asyncrl.policy.sharded_worker import ShardedWorker
 from asyncrl.policy.step_report import RankRecord
@@ -28,7 +28,8 @@ WorkerT = TypeVar("WorkerT", bound=ShardedWorker[Any])
 class MetaRank(Generic[WorkerT]):
     """Every method is a collective; `meta` names this rank's rows, perhaps none.
 
-    RowsLost, on all ranks and with the rows of all, when any of them cannot fetch its own.
+    RowsLost, on all ranks and with the rows of all, when any of them cannot fetch its own; MissingColumns when rows or
+    columns were never put or are cleared.
     """
 
     def __init__(self, worker: WorkerT, client: DataPlaneClient) -> None:
@@ -46,11 +47,8 @@ class MetaRank(Generic[WorkerT]):
     ) -> RankRecord:
         """The worker's `train` on the fields of `meta`. With a step in `extra_info`, StalenessViolation for a token
         beyond the limit in its row's tags."""
-        data = self._fetch(meta)
         step: int | None = meta.extra_info.get(STEP)
-        if step is not None:
-            limits = [tags[LIMIT] for tags in meta.tags or []]
-            check_staleness(data, step=step, limits=limits, sample_ids=meta.sample_ids)
+        data = self._fetch(meta, step=step)
         return self._worker.train(
             data,
             loss_fn,
@@ -60,19 +58,18 @@ class MetaRank(Generic[WorkerT]):
             step=step,
         )
 
-    def _fetch(self, meta: KVBatchMeta) -> BatchedDataDict:
-        data, lost = BatchedDataDict(), None
-        if meta.size:
-            try:
-                data = self._client.get_data(meta, meta.fields or [])
-            except RowsLost as error:
-                lost = error
-        everyone: list[RowsLost | None] = self._worker.gather(lost)
-        losses = [error for error in everyone if error is not None]
-        if losses:
-            raise RowsLost(
-                "; ".join(map(str, losses)), sample_ids=[sample for error in losses for sample in error.sample_ids]
-            )
+    def _fetch(self, meta: KVBatchMeta, *, step: int | None = None) -> BatchedDataDict:
+        """This rank's rows with the driver's cut; with a `step`, their tokens are checked against their limits."""
+        data = BatchedDataDict()
+        with self._worker.together():
+            if meta.size:
+                try:
+                    data = self._client.get_data(meta, meta.fields or [])
+                except KeyError as error:
+                    raise MissingColumns(f"the rows have not all of {meta.fields}: {error.args[0]}") from error
+            if step is not None:
+                limits = [tags[LIMIT] for tags in meta.tags or []]
+                check_staleness(data, step=step, limits=limits, sample_ids=meta.sample_ids)
         data.micro_batch_indices = meta.extra_info.get("micro_batch_indices")
         data.micro_batch_lengths = meta.extra_info.get("micro_batch_lengths")
         data.elem_counts_per_gb = meta.extra_info.get("elem_counts_per_gb")

@@ -3,31 +3,39 @@
 Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from asyncrl.algorithms.diagnostics import OffPolicySums, off_policy_sums
-from asyncrl.algorithms.interfaces import LossFunction, LossInputType
+from asyncrl.algorithms.interfaces import LossFunction, LossInputType, call_with_logits, input_type_of
 from asyncrl.algorithms.kernel import KernelSums, kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import LossFailed
 from asyncrl.policy.batching import trained_mask
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.packed import PackedRows
 
+_PACKAGE = Path(__file__).parents[1]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchOutcome:
-    """`differentiable` has the loss's gradient by the weights, not always its value."""
+    """`differentiable` has the loss's gradient by the weights, not always its value; a gradient of 0 where the loss
+    has failed, which `failure` tells."""
 
     differentiable: torch.Tensor
     loss: float = 0.0
     sums: OffPolicySums = field(default_factory=OffPolicySums)
     kernel: KernelSums = field(default_factory=KernelSums)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    failure: LossFailed | None = None
 
 
 def loss_of(
@@ -39,16 +47,17 @@ def loss_of(
     temperature: float,
     packed: bool,
     step: int | None,
+    sole_update: bool,
 ) -> MicroBatchOutcome:
     """Loss, diagnostics and the loss's own metrics; `counts` are the step's `global_valid_seqs` and `…_toks`.
 
-    Without `step`, the version of the weights, no token counts as on-policy; without `generation_logprobs` there is
-    nothing to tell how far the data is from the policy.
+    Without `step`, the version of the weights, no token counts as on-policy. Without `generation_logprobs` the distance
+    of the data from the policy is not measured. With `sole_update` the loss reads this pass's log-probs as
+    `prev_logprobs` where the rows have none.
     """
     objective = loss_fn if isinstance(loss_fn, ObjectiveLoss) else None
     # an objective takes the chunked head's entropies where others would need logits
-    input_type = getattr(loss_fn, "input_type", LossInputType.LOGIT)
-    from_logprobs = objective is not None or input_type is LossInputType.LOGPROB
+    from_logprobs = objective is not None or input_type_of(loss_fn) == LossInputType.LOGPROB
     lengths_B = data["input_lengths"] if packed else None
     if from_logprobs:
         logprobs_BT, entropy_BT = model_logprobs(
@@ -63,30 +72,33 @@ def loss_of(
     if not bool(mask_BT.any()):
         # the graph stays, so that FSDP's hooks and collectives run as on the other ranks
         return MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum())
-    if "prev_logprobs" not in data:
-        # The weights at the step's start are the current ones in its only update; an interpolated proximal policy,
-        # which the loss makes for itself, starts from the current ones in every update.
-        data["prev_logprobs"] = aligned(logprobs_BT.detach())
+    proximal_BS = data["prev_logprobs"] if "prev_logprobs" in data else aligned(logprobs_BT.detach())
+    if sole_update:
+        data["prev_logprobs"] = proximal_BS  # before the first update the weights at the step's start are the current
     kernel = KernelSums()
-    if from_logprobs:
-        # The loss alone is differentiated first: its slopes are all that the model's own backward pass needs.
-        columns_BT = {"next_token_logprobs": logprobs_BT}
-        if objective is not None and objective.needs_entropy:
-            columns_BT["next_token_entropies"] = entropy_BT
-        leaves_BT = {name: column_BT.detach().requires_grad_() for name, column_BT in columns_BT.items()}
-        with torch.enable_grad():  # the slopes are wanted in evaluation too
-            loss, metrics = loss_fn(data=data, **counts, **leaves_BT)
-            slopes_BT = _slopes(loss, *leaves_BT.values())
-        parts = [(column * slopes).sum() for column, slopes in zip(columns_BT.values(), slopes_BT, strict=True)]
-        differentiable = torch.stack(parts).sum()
-    else:
-        loss, metrics = loss_fn(logits_BSV, data, **counts)
-        differentiable = loss
+    columns = {"next_token_logprobs": logprobs_BT} if from_logprobs else {"next_token_logits": logits_BSV}
+    if objective is not None and objective.needs_entropy:
+        columns["next_token_entropies"] = entropy_BT
+    # The loss alone is differentiated first: the model's own backward pass needs its slopes and nothing else, and a
+    # loss that fails leaves the collectives of that pass whole.
+    leaves = {name: column.detach().requires_grad_() for name, column in columns.items()}
+    try:
+        with torch.enable_grad():  # the slopes are measured in evaluation too
+            if from_logprobs:
+                returned = loss_fn(data=data, **counts, **leaves)
+            else:
+                returned = call_with_logits(loss_fn, leaves["next_token_logits"], data, counts)
+            loss, metrics = checked_loss(returned)
+            slopes = slopes_of(loss, *leaves.values())
+    except Exception as error:
+        return MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum(), failure=loss_failed(error))
+    parts = [with_slopes(column, slope) for column, slope in zip(columns.values(), slopes, strict=True)]
+    differentiable = torch.stack(parts).sum()
     sums = OffPolicySums()
     if "generation_logprobs" in data:
-        proximal_BT, behaviour_BT = data["prev_logprobs"][:, 1:], data["generation_logprobs"][:, 1:]
+        proximal_BT, behaviour_BT = proximal_BS[:, 1:], data["generation_logprobs"][:, 1:]
         if from_logprobs and "advantages" in data:
-            push_slopes_BT, shares_BT = (slopes_BT[0], {}) if objective is None else _push(objective, data, logprobs_BT)
+            push_slopes_BT, shares_BT = (slopes[0], {}) if objective is None else _push(objective, data, logprobs_BT)
             kernel = kernel_sums(
                 slopes_BT=push_slopes_BT,
                 advantages_BT=data["advantages"][:, 1:],
@@ -108,8 +120,36 @@ def loss_of(
         loss=float(loss.detach()),
         sums=sums,
         kernel=kernel,
-        metrics={name: float(value) for name, value in metrics.items()},
+        metrics=metrics,
     )
+
+
+def checked_loss(returned: object) -> tuple[torch.Tensor, dict[str, float]]:
+    """A loss's answer, with metrics as floats. TypeError unless it is a scalar tensor and a dict of numbers."""
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise TypeError(f"a loss returns (scalar, metrics), this one a {type(returned).__name__}")
+    loss, metrics = returned
+    if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and isinstance(metrics, Mapping)):
+        found = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(f"a loss returns a scalar tensor and a dict, this one {found} and {type(metrics).__name__}")
+    return loss.squeeze(), {str(name): float(value) for name, value in metrics.items()}
+
+
+def loss_failed(error: Exception) -> LossFailed:
+    """The error of a loss as an error of the call."""
+    return LossFailed(f"the loss failed: {described(error)}")
+
+
+def described(error: Exception) -> str:
+    """Type, text, and the place in the innermost file outside libraries."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not _is_ours(frame.filename)]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _is_ours(filename: str) -> bool:
+    return Path(filename).is_relative_to(_PACKAGE)
 
 
 def aligned(logprobs_BT: torch.Tensor) -> torch.Tensor:
@@ -146,12 +186,30 @@ def _push(
     with torch.enable_grad():
         # entropies are in no push
         terms = objective.terms(data, logprobs_BT=leaf_BT, entropy_BT=torch.zeros_like(leaf_BT))
-        [slopes_BT] = _slopes(terms.push_BT.sum(), leaf_BT)
+        [slopes_BT] = slopes_of(terms.push_BT.sum(), leaf_BT)
     return slopes_BT, {"clipped": terms.clipped_BT, "gated": terms.gated_BT}
 
 
-def _slopes(loss: torch.Tensor, *leaves_BT: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """∂loss/∂leaf of each; zeros for a loss that does not look at it."""
+def slopes_of(loss: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """∂loss/∂leaf of each; zeros for a leaf that the loss does not read."""
     if not loss.requires_grad:
-        return tuple(torch.zeros_like(leaf_BT) for leaf_BT in leaves_BT)
-    return torch.autograd.grad(loss, leaves_BT, allow_unused=True, materialize_grads=True)
+        return tuple(torch.zeros_like(leaf) for leaf in leaves)
+    return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+
+
+def with_slopes(tensor: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+    """A scalar 0 whose gradient by `tensor` is `slopes`: Σ tensor · slopes without its product, which would be another
+    copy of the logits."""
+    return cast(torch.Tensor, _WithSlopes.apply(tensor, slopes))  # type: ignore[no-untyped-call]
+
+
+class _WithSlopes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slopes)
+        return slopes.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (slopes,) = ctx.saved_tensors
+        return grads[0] * slopes, None

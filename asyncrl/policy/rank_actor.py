@@ -6,7 +6,7 @@ Imports torch, accelerate and transformers only inside the actor's process, when
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import ray
 
 from asyncrl.config.import_path import resolve
 from asyncrl.config.schema import Config
-from asyncrl.errors import CheckpointError, MissingColumns, Offloaded, RowsLost, WeightError
+from asyncrl.errors import REFUSALS
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -26,8 +26,14 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 BESIDE = "beside"
 """Ray concurrency group of calls that run in a thread beside the rank's steps."""
-REFUSALS = (RowsLost, MissingColumns, Offloaded, WeightError, CheckpointError)
-"""What a rank answers with instead of failing: all ranks agree on it, or it leaves their own group whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """An object of the caller's, such as a loss, in Ray's object store. A reference inside another object is not
+    resolved by Ray, so that the ranks open it themselves: one that cannot be imported there is a refusal."""
+
+    ref: ray.ObjectRef[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,16 +107,16 @@ class RankActor:
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """A method of the worker. A refusal is an answer: the ranks can go on."""
-        return _answer(getattr(self._ready(), method), *args, **options)
+        return self._answer(self._ready(), method, args, options)
 
     def attempt(self, method: str, *args: Any, **options: Any) -> Any:
-        """A method of the worker whose refusals are raised, for whoever asks Ray for the answer."""
+        """A method of the worker whose refusals are raised where the answer's reference is resolved."""
         return getattr(self._ready(), method)(*args, **options)
 
     def call_with_meta(self, method: str, *args: Any, **options: Any) -> Any:
         """A method of the meta rank. A refusal is an answer."""
         assert self._meta_rank is not None, "setup_data_plane() comes first"
-        return _answer(getattr(self._meta_rank, method), *args, **options)
+        return self._answer(self._meta_rank, method, args, options)
 
     def on_rank(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(worker, *args)`: how other layers, such as weight publication, reach a rank's model."""
@@ -120,13 +126,22 @@ class RankActor:
         if self._worker is not None:
             self._worker.close()
 
+    def _answer(self, target: object, method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        try:
+            return getattr(target, method)(*self._opened(args), **options)
+        except REFUSALS as refusal:
+            return refusal
+
+    def _opened(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments with what is `Shared` among them, on all ranks or on none."""
+        if not any(isinstance(arg, Shared) for arg in args):
+            return [*args]
+        timeout_s = self._config.run.stall_timeout_s
+        opened: list[Any] = []
+        with self._ready().together():
+            opened += [ray.get(arg.ref, timeout=timeout_s) if isinstance(arg, Shared) else arg for arg in args]
+        return opened
+
     def _ready(self) -> ShardedWorker[Any]:
         assert self._worker is not None, "setup() comes first"
         return self._worker
-
-
-def _answer(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    try:
-        return function(*args, **options)
-    except REFUSALS as refusal:
-        return refusal

@@ -1,9 +1,11 @@
 """The driver's side of a sharded model: it cuts batches for the ranks and puts their answers together again.
 
-What the policy and the critic share; neither knows here what the model is.
+The policy and the critic share this code, which does not depend on what the model is. Arguments that no rank can use
+are refused here, before a rank is called, or by all ranks together, which then go on.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,24 +20,48 @@ from asyncrl.policy.batching import MIN_WIDTH
 from asyncrl.policy.interfaces import Timer
 from asyncrl.policy.rank_actor import RankKind
 from asyncrl.policy.ranks import RankGroup
+from asyncrl.policy.step_plan import check_columns, required_columns
 from asyncrl.policy.step_report import RankRecord, step_report, train_result
 
 
 class RankDriver:
-    """`config.learner.ranks` ranks of the model at `model_path`; every call but `start` and `shutdown` needs them."""
+    """`config.learner.ranks` ranks of the model at `model_path`, by default `config.model.path`.
+
+    The ranks are placed by `start`, or by the first call that needs them. With `weights_path`, and `optimizer_path`,
+    they begin with what `save_checkpoint` wrote there.
+    """
 
     _kind: RankKind
     _training = "training"
     """What a timer calls a `train`: its stages are `<this>/shard_data` and `<this>/ranks`, as they are of other calls,
     nested in whatever the caller times under the name itself."""
 
-    def __init__(self, config: Config, *, model_path: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_path: str | None = None,
+        weights_path: str | Path | None = None,
+        optimizer_path: str | Path | None = None,
+    ) -> None:
+        if optimizer_path is not None and weights_path is None:
+            raise ValueError(f"optimizer_path={str(optimizer_path)!r} needs the weights_path of the same checkpoint")
         self._config = config
-        self._ranks = RankGroup(config, model_path=model_path, kind=self._kind)
+        self._group = RankGroup(config, model_path=model_path or config.model.path, kind=self._kind)
+        self._first_checkpoint = (weights_path, optimizer_path)
 
     def start(self) -> None:
-        """Places the ranks and loads the model; errors are those of `RankGroup.start`."""
-        self._ranks.start()
+        """Places the ranks and loads the model; errors are those of `RankGroup.start` and `load_checkpoint`."""
+        self._group.start()
+        weights_path, optimizer_path = self._first_checkpoint
+        if weights_path is not None:
+            self.load_checkpoint(weights_path, optimizer_path)
+
+    @property
+    def _ranks(self) -> RankGroup:
+        if not self._group.begun:
+            self.start()
+        return self._group
 
     def train(
         self,
@@ -49,22 +75,27 @@ class RankDriver:
     ) -> dict[str, Any]:
         _check_widths(data)
         rows = data.size if gbs is None else gbs
+        needed = self._needed_columns(loss_fn, rows=data.size, rows_per_update=rows, eval_mode=eval_mode)
+        check_columns(data, needed, reader="the loss")
         with timed(timer, f"{self._training}/shard_data"):
             shards, _ = self._cut(data, rows_per_update=rows, micro_batch_size=mbs)
         with timed(timer, f"{self._training}/ranks"):
             records = self._ranks.call_each(
                 "train",
-                [(shard, loss_fn) for shard in shards],
+                [(shard,) for shard in shards],
+                shared=[loss_fn],
                 rows_per_update=self._rank_rows(rows),
                 micro_batch_size=mbs,
                 eval_mode=eval_mode,
             )
-        return trained(records, loss_fn)
+        return trained(records)
 
-    def prepare_for_training(self) -> None:
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        ignore_arguments("prepare_for_training", args, kwargs)
         self._ranks.call("prepare_for_training")
 
-    def finish_training(self) -> None:
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        ignore_arguments("finish_training", args, kwargs)
         self._ranks.call("finish_training")
 
     def save_checkpoint(
@@ -72,13 +103,20 @@ class RankDriver:
         weights_path: str | Path,
         optimizer_path: str | Path | None = None,
         tokenizer_path: str | Path | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        # a rank's working directory is another
-        paths = [path and Path(path).absolute() for path in (weights_path, optimizer_path, tokenizer_path)]
-        self._ranks.call("save_checkpoint", *paths)
+        ignore_arguments("save_checkpoint", args, kwargs)
+        self._ranks.call("save_checkpoint", *_absolute(weights_path, optimizer_path, tokenizer_path))
+
+    def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
+        """Takes over the weights that `save_checkpoint` wrote, by any number of ranks, and with a path the optimizer,
+        the place in the schedule of `train` and the random generators. CheckpointError when it cannot: then nothing has
+        changed. The reference stays the model that the ranks were started with."""
+        self._ranks.call("load_checkpoint", *_absolute(weights_path, optimizer_path))
 
     def shutdown(self) -> bool:
-        return self._ranks.shutdown()
+        return self._group.shutdown()
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`RankGroup.on_ranks`: how other layers, such as weight publication, reach the ranks' models."""
@@ -88,12 +126,22 @@ class RankDriver:
         """`RankGroup.beside_ranks`."""
         return self._ranks.beside_ranks(function, *args)
 
+    def _needed_columns(
+        self, loss_fn: LossFunction | ValueLossFunction, *, rows: int, rows_per_update: int, eval_mode: bool
+    ) -> frozenset[str]:
+        """The columns that a `train` reads, as far as the loss tells. TypeError for a loss that cannot be called."""
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, which cannot be called; it must be a LossFunction")
+        updates = -(-rows // max(rows_per_update, 1))
+        return required_columns(loss_fn, updates=updates, eval_mode=eval_mode)
+
     # -- cutting -------------------------------------------------------------------------------------------------
 
     def _scored(
         self, method: str, data: BatchedDataDict, *, micro_batch_size: int | None, timer: Timer | None
     ) -> BatchedDataDict:
         _check_widths(data)
+        check_columns(data, ("input_ids", "input_lengths"), reader=method)
         with timed(timer, f"{method}/shard_data"):
             shards, indices = self._cut(data, rows_per_update=None, micro_batch_size=micro_batch_size)
         with timed(timer, f"{method}/ranks"):
@@ -152,10 +200,21 @@ class RankDriver:
         return -(-rows_per_update // self._ranks.size)
 
 
-def trained(records: Sequence[RankRecord], loss_fn: LossFunction | ValueLossFunction) -> dict[str, Any]:
+def trained(records: Sequence[RankRecord]) -> dict[str, Any]:
     """What `train` returns, from the records of the ranks."""
-    report = step_report(records, normalizations=getattr(loss_fn, "metric_normalizations", {}))
-    return {**train_result(records), "report": report}
+    return {**train_result(records), "report": step_report(records)}
+
+
+def ignore_arguments(call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Warns once a place of call, by name, of arguments that trainers elsewhere pass and that do nothing here."""
+    names = [*(f"positional argument {value!r}" for value in args), *kwargs]
+    if names:
+        warnings.warn(f"{call}() ignores {', '.join(names)}: asyncrl has no such argument", stacklevel=3)
+
+
+def _absolute(*paths: str | Path | None) -> list[Path | None]:
+    """The caller's paths: a rank has another working directory."""
+    return [None if path is None else Path(path).absolute() for path in paths]
 
 
 def timed(timer: Timer | None, label: str) -> Any:

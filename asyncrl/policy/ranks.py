@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import room
-from asyncrl.errors import AsyncRLError, PlacementError, RunError
-from asyncrl.policy.rank_actor import BESIDE, LOOPBACK, POLICY_RANKS, REFUSALS, RankActor, RankKind
+from asyncrl.errors import REFUSALS, AsyncRLError, PlacementError, RunError
+from asyncrl.policy.rank_actor import BESIDE, LOOPBACK, POLICY_RANKS, RankActor, RankKind, Shared
 
 FIRST_CAUSE_GRACE_S = 3.0
 """When only broken connections are known, how long to wait for the rank that broke them to be known too."""
@@ -32,6 +32,8 @@ class RankGroup:
         self._kind = kind
         self._ranks: list[Any] = []
         self._placement: Any = None
+        self.begun = False
+        """Whether `start` or `shutdown` was called."""
 
     @property
     def size(self) -> int:
@@ -44,6 +46,7 @@ class RankGroup:
         they are there already. What fails leaves no rank, and no place taken."""
         if not ray.is_initialized():
             raise RunError("there is no Ray to place ranks on: ray.init() comes first (docs/own-loop.md)")
+        self.begun = True
         if self._placement is not None:
             raise RunError(f"the {self._kind.section}'s ranks were started already: shutdown() comes first")
         try:
@@ -104,15 +107,23 @@ class RankGroup:
         return self.call_each(method, [args] * self.size, **options)
 
     def call_each(
-        self, method: str, args: Sequence[tuple[Any, ...]], *, with_meta: bool = False, **options: Any
+        self,
+        method: str,
+        args: Sequence[tuple[Any, ...]],
+        *,
+        shared: Sequence[Any] = (),
+        with_meta: bool = False,
+        **options: Any,
     ) -> list[Any]:
-        """A worker's method, or its meta rank's, on every rank with positional arguments of its own.
+        """A worker's method, or its meta rank's, on every rank with positional arguments of its own, then the `shared`
+        ones, objects of a caller that may be anything.
 
         What a rank refuses (`REFUSALS`) is raised here, and the ranks go on.
         """
-        via = "call_with_meta" if with_meta else "call"
+        ranks, via = self._alive(), "call_with_meta" if with_meta else "call"
+        common = [Shared(ref=ray.put(item)) for item in shared]
         calls = [
-            getattr(rank, via).remote(method, *own, **options) for rank, own in zip(self._alive(), args, strict=True)
+            getattr(rank, via).remote(method, *own, *common, **options) for rank, own in zip(ranks, args, strict=True)
         ]
         deadline_s, knob = self._config.run.stall_timeout_s, "run.stall_timeout_s"
         answers = self._wait(calls, what=method, deadline_s=deadline_s, knob=knob)
@@ -122,9 +133,9 @@ class RankGroup:
         return answers
 
     def launch(self, method: str, *args: Any) -> list[Any]:
-        """References to what a worker's method comes to on every rank, in rank order; nobody waits here.
+        """References to what a worker's method returns on every rank, in rank order, without waiting.
 
-        The method has a deadline of its own; what it raises is for whoever asks, and ends no rank.
+        The method has a deadline of its own. Its errors are raised where the references are resolved, and end no rank.
         """
         return [rank.attempt.remote(method, *args) for rank in self._alive()]
 
@@ -150,6 +161,7 @@ class RankGroup:
 
     def shutdown(self) -> bool:
         """Ends every rank; idempotent, and dead ranks do no harm. Whether all of them left in order."""
+        self.begun = True
         ranks, self._ranks = self._ranks, []
         answers = [rank.close.remote().future() for rank in ranks]
         done, late = concurrent.futures.wait(answers, timeout=CLOSE_TIMEOUT_S)
@@ -190,7 +202,7 @@ class RankGroup:
 
     def _alive(self) -> list[Any]:
         if not self._ranks:
-            raise RunError(f"the {self._kind.section} has no ranks: it was not started, or it has ended")
+            raise RunError(f"the {self._kind.section} has no ranks: they have ended, or did not start")
         return self._ranks
 
     def _end_all(self) -> None:

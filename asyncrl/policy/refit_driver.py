@@ -1,7 +1,7 @@
 """The driver's side of giving weights away: by broadcast to engines elsewhere, by shared memory to those beside it.
 
-What must hold: the driver never holds a weight; a refit that fails raises a WeightError, and leaves the ranks as they
-were, ready for the next call.
+Invariants: the driver never holds a weight. A refit that fails raises a WeightError and leaves the ranks as they were,
+ready for the next call.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import CollectiveError
 from asyncrl.policy.interfaces import ColocatablePolicyInterface, ParameterSpec
-from asyncrl.policy.rank_driver import RankDriver
+from asyncrl.policy.rank_driver import RankDriver, ignore_arguments
 from asyncrl.weights.transports.ipc import SharedGroup
 from asyncrl.weights.transports.peers import Rendezvous
 
@@ -23,28 +23,27 @@ GIB = 2**30
 class RefitDriver(RankDriver, ColocatablePolicyInterface):
     """What `Policy` has beside training and scoring."""
 
-    def __init__(self, config: Config, *, model_path: str) -> None:
-        super().__init__(config, model_path=model_path)
+    def __init__(self, config: Config, **options: Any) -> None:
+        super().__init__(config, **options)
         self._specs: tuple[ParameterSpec, ...] = ()
         self._sent: Version | None = None
         self._sharing = False
 
-    def start(self) -> None:
-        super().start()
-        self._specs = self._ranks.call("weights_metadata")[0]
-
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:
-        """Names, shapes, dtypes and bytes of what `PolicyWorker.gather_weights` yields, in order; after `start`."""
+        """Names, shapes, dtypes and bytes of what `PolicyWorker.gather_weights` yields, in order."""
+        if not self._specs:
+            self._specs = self._ranks.call("weights_metadata")[0]
         return self._specs
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        return {spec.name: (spec.shape, spec.dtype) for spec in self._specs}
+        return {spec.name: (spec.shape, spec.dtype) for spec in self.weights_metadata()}
 
     # -- by broadcast --------------------------------------------------------------------------------------------
 
     def init_collective(
-        self, ip: str, port: int, world_size: int, *, train_world_size: int | None = None
+        self, ip: str, port: int, world_size: int, *args: Any, train_world_size: int | None = None, **kwargs: Any
     ) -> list["ray.ObjectRef[None]"]:
+        ignore_arguments("init_collective", args, kwargs)
         ranks = self._ranks.size
         if train_world_size not in (None, ranks) or world_size <= ranks:
             raise CollectiveError(
@@ -60,14 +59,18 @@ class RefitDriver(RankDriver, ColocatablePolicyInterface):
         )
         return self._ranks.launch("init_collective", rendezvous)
 
-    def broadcast_weights_for_collective(self, *, version: Version | None = None) -> list["ray.ObjectRef[None]"]:
+    def broadcast_weights_for_collective(
+        self, *args: Any, version: Version | None = None, **kwargs: Any
+    ) -> list["ray.ObjectRef[None]"]:
+        ignore_arguments("broadcast_weights_for_collective", args, kwargs)
         return self._ranks.launch("broadcast_weights", self._next(version))
 
     # -- by shared memory ----------------------------------------------------------------------------------------
 
     def prepare_weights_for_ipc(
-        self, refit_buffer_size_gb: float | None = None, *, version: Version | None = None
+        self, refit_buffer_size_gb: float | None = None, *args: Any, version: Version | None = None, **kwargs: Any
     ) -> list[list[str]]:
+        ignore_arguments("prepare_weights_for_ipc", args, kwargs)
         limit = None if refit_buffer_size_gb is None else int(refit_buffer_size_gb * GIB)
         groups: list[list[str]] = self._ranks.call("prepare_weights_for_ipc", limit, self._next(version))[0]
         self._sharing = True

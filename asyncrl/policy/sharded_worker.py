@@ -3,8 +3,9 @@
 What the ranks of the policy and of the critic share. A plain class that a Ray actor wraps (`rank_actor.py`); it knows
 nothing of Ray. A subclass says which model it is, what a micro-batch of it comes to, and what it scores.
 
-What must hold: every method but `close` is a collective, all ranks call it in the same order; the result of a step is
-the same for any number of ranks and any micro-batch size, to float tolerance; either all ranks apply an update or none.
+Invariants: every method but `close` is a collective, which all ranks call in the same order. The result of a step is
+the same for any number of ranks and any micro-batch size, to float tolerance. Either all ranks apply an update or none
+does. What one rank refuses before it changes anything, all ranks refuse, and they can go on.
 
 Legend: B rows, S tokens.
 """
@@ -26,21 +27,24 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
 from asyncrl.algorithms.diagnostics import OffPolicySums
+from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.kernel import KernelSums
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import Offloaded
+from asyncrl.errors import REFUSALS, CallRefused, LossFailed, Offloaded, RowsLost
 from asyncrl.policy.accelerator import forget_accelerator, make_accelerator
 from asyncrl.policy.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
 from asyncrl.policy.checkpoint import load_checkpoint, save_checkpoint, save_tokenizer
-from asyncrl.policy.micro_batch import MicroBatchOutcome
+from asyncrl.policy.micro_batch import MicroBatchOutcome, described
+from asyncrl.policy.row_checks import check_rows
 from asyncrl.policy.schedule import learning_rate
 from asyncrl.policy.sharded import move_model, move_optimizer
-from asyncrl.policy.step_plan import PlannedUpdate, cut_updates, planned_updates
+from asyncrl.policy.step_plan import PlannedUpdate, check_columns, cut_updates, planned_updates, required_columns
 from asyncrl.policy.step_report import RankRecord, UpdateOutcome
 
 HOST = torch.device("cpu")
-LossT = TypeVar("LossT")
+_SCORED_COLUMNS = ("input_ids", "input_lengths")
+LossT = TypeVar("LossT", LossFunction, ValueLossFunction)
 """The losses that the model is trained with."""
 
 
@@ -67,6 +71,7 @@ class ShardedWorker(ABC, Generic[LossT]):
         self._checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.run.stall_timeout_s))
         # master weights are float32 whatever the engine's precision: bfloat16 loses updates below 2⁻⁸ of a weight
         model = self._loaded(model_path)
+        self._vocabulary = len(model.get_input_embeddings().weight)
         # dropout would make a token's ratio to itself differ from 1
         model.train(False)
         optimizer = torch.optim.AdamW(
@@ -83,15 +88,33 @@ class ShardedWorker(ABC, Generic[LossT]):
     # -- which model it is ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _loaded(self, model_path: str) -> torch.nn.Module:
+    def _loaded(self, model_path: str) -> Any:
         """The model, whole and in float32, the same on every rank."""
 
     @abstractmethod
     def _outcome(
-        self, part: BatchedDataDict, *, loss_fn: LossT, counts: Mapping[str, torch.Tensor], step: int | None
+        self,
+        part: BatchedDataDict,
+        *,
+        loss_fn: LossT,
+        counts: Mapping[str, torch.Tensor],
+        step: int | None,
+        sole_update: bool,
     ) -> MicroBatchOutcome:
         """One micro-batch through the live model and the loss. `counts` are the update's `global_valid_seqs` and
-        `…_toks`. A micro-batch without a trained token has a graph too: hooks and collectives run on all ranks."""
+        `…_toks`. With `sole_update` the weights are still those of the step's start. A micro-batch without a trained
+        token, or whose loss fails, has a graph too: hooks and collectives run on all ranks."""
+
+    def _prepared(
+        self, data: BatchedDataDict, loss_fn: LossT, *, step: int | None, updates: int, eval_mode: bool
+    ) -> tuple[BatchedDataDict, int]:
+        """The rows as `_outcome` reads them, and how many of their tokens were left out. Raises what is wrong with
+        them; no collective."""
+        if data.size:
+            needed = required_columns(loss_fn, updates=updates, eval_mode=eval_mode)
+            check_columns(data, needed, reader="the loss")
+        check_rows(data, vocabulary=self._vocabulary)
+        return data, 0
 
     def _step_loss(self, loss_fn: LossT, updates: Sequence[PlannedUpdate]) -> LossT:
         """The loss of a step, after a look at all of its tokens. A collective."""
@@ -122,24 +145,36 @@ class ShardedWorker(ABC, Generic[LossT]):
         All ranks cut equally many updates; a rank may have no rows. `step` is the version of the weights, without which
         no token counts as stale or on-policy. The learning rate goes one step on, unless no update was finite. In eval
         mode nothing changes, and no gradient is made. The record is of this rank alone.
+
+        All ranks raise CallRefused together when any of them cannot use its rows, and LossFailed when the loss fails.
         """
         self._check_on_device("the model", *([] if eval_mode else ["the optimizer"]))
         seconds: dict[str, float] = defaultdict(float)
-        cuts = cut_updates(
-            data, self._config.learner, rows_per_update=rows_per_update, micro_batch_size=micro_batch_size
-        )
+        with self.together():
+            updates = _number_of_updates(data, rows_per_update=rows_per_update)
+            data, nonfinite_tokens = self._prepared(data, loss_fn, step=step, updates=updates, eval_mode=eval_mode)
+            cuts = cut_updates(
+                data, self._config.learner, rows_per_update=rows_per_update, micro_batch_size=micro_batch_size
+            )
         planned = planned_updates(cuts, gather=self.gather)
         with _timed(seconds, "log_probs"):
             loss_fn = self._step_loss(loss_fn, planned)
         rate = self._set_learning_rate(self._calls)
         outcomes = tuple(
-            self._update(update, loss_fn=loss_fn, step=step, seconds=seconds, train=not eval_mode)
+            self._update(
+                update,
+                loss_fn=loss_fn,
+                step=step,
+                sole_update=eval_mode or len(planned) == 1,
+                seconds=seconds,
+                train=not eval_mode,
+            )
             for update in planned
             if update.plan.tokens > 0
         )
         parts = [part for update in planned if update.plan.tokens > 0 for part in update.parts]
         real_tokens, passed_tokens = tokens_passed(parts, packed=self._packed)
-        # of this rank's own rows: what fills its place in the collectives is nobody's work
+        # this rank's own rows: empty micro-batches that fill its place in the collectives are no work
         own = [part for cut, update in zip(cuts, planned, strict=False) if update.plan.tokens > 0 for part in cut]
         self._calls += not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes))
         return RankRecord(
@@ -149,6 +184,7 @@ class ShardedWorker(ABC, Generic[LossT]):
             learning_rate=rate,
             weight_decay=self._config.learner.optimizer.weight_decay,
             seconds=seconds,
+            nonfinite_tokens=nonfinite_tokens,
             real_tokens=real_tokens,
             passed_tokens=passed_tokens,
             model_flops=self._model_flops(row_lengths(own), backward=not eval_mode),
@@ -167,21 +203,26 @@ class ShardedWorker(ABC, Generic[LossT]):
         *,
         loss_fn: LossT,
         step: int | None,
+        sole_update: bool,
         seconds: dict[str, float],
         train: bool = True,
     ) -> UpdateOutcome:
-        """Forward, and to train backward and, when every rank is finite, one optimizer step."""
+        """Forward, and to train backward and, when every rank is finite, one optimizer step. LossFailed, on all ranks
+        and without the step, when the loss failed on any."""
         loss_total, sums, kernel, grad_norm = 0.0, OffPolicySums(), KernelSums(), 0.0
         metrics: list[Mapping[str, float]] = []
         counts = {
-            "global_valid_seqs": torch.tensor(update.plan.samples, device=self._device),
-            "global_valid_toks": torch.tensor(update.plan.tokens, device=self._device),
+            "global_valid_seqs": torch.tensor(update.plan.valid_seqs, dtype=torch.float32, device=self._device),
+            "global_valid_toks": torch.tensor(update.plan.valid_toks, dtype=torch.float32, device=self._device),
         }
+        failure: LossFailed | None = None
         with _timed(seconds, "forward_backward"):
             self._optimizer.zero_grad()
             for part in update.parts:
                 with torch.set_grad_enabled(train):
-                    outcome = self._outcome(part.to(self._device), loss_fn=loss_fn, counts=counts, step=step)
+                    outcome = self._outcome(
+                        part.to(self._device), loss_fn=loss_fn, counts=counts, step=step, sole_update=sole_update
+                    )
                 if train:
                     # FSDP averages gradients over the ranks; the loss is already a part of the global sum
                     self._accelerator.backward(outcome.differentiable * self.world_size)
@@ -189,16 +230,20 @@ class ShardedWorker(ABC, Generic[LossT]):
                 sums += outcome.sums
                 kernel += outcome.kernel
                 metrics.append(outcome.metrics)
+                failure = failure or outcome.failure
         with _timed(seconds, "optimizer"):
             if train:
                 norm = self._accelerator.clip_grad_norm_(
                     self._model.parameters(), self._config.learner.optimizer.max_grad_norm
                 )
                 grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-            finite = all(self.gather(bool(np.isfinite([loss_total, grad_norm]).all())))
-            if train and finite:
+            verdicts = self.gather((bool(np.isfinite([loss_total, grad_norm]).all()), failure))
+            finite, failures = all(own for own, _ in verdicts), [error for _, error in verdicts if error is not None]
+            if train and finite and not failures:
                 self._optimizer.step()
             self._optimizer.zero_grad()
+            if failures:
+                raise failures[0]
         return UpdateOutcome(
             loss=loss_total,
             grad_norm=grad_norm,
@@ -220,11 +265,16 @@ class ShardedWorker(ABC, Generic[LossT]):
         """[B, S] on the CPU, in the order of the rows, 0 beyond a row's length; each rank passes its own rows, perhaps
         none. `score` makes [b, s] of one micro-batch; no gradient."""
         self._check_on_device("the model")
-        rows = copy.copy(data)
-        rows["row"] = torch.arange(data.size)
-        cuts = cut_updates(rows, self._config.learner, rows_per_update=data.size, micro_batch_size=micro_batch_size)
-        parts = [part for update in cuts for part in update]
-        passes = max(self.gather(len(parts)))
+        parts: list[BatchedDataDict] = []
+        with self.together():
+            if data.size:
+                check_columns(data, _SCORED_COLUMNS, reader="scoring")
+            check_rows(data, vocabulary=self._vocabulary)
+            rows = copy.copy(data)
+            rows["row"] = torch.arange(data.size)
+            cuts = cut_updates(rows, self._config.learner, rows_per_update=data.size, micro_batch_size=micro_batch_size)
+            parts = [part for update in cuts for part in update]
+        passes: int = max(self.gather(len(parts)))
         scored_BS = torch.zeros(data["input_ids"].shape if data else (0, 0))
         for part in [*parts, *(empty_micro_batch() for _ in range(passes - len(parts)))]:
             with torch.no_grad():
@@ -299,6 +349,24 @@ class ShardedWorker(ABC, Generic[LossT]):
         dist.all_reduce(values, group=self._control)
         return values
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raises on every rank what fails inside on any of them: the errors of `REFUSALS` as they are, others as
+        CallRefused. A collective, and there must be none inside."""
+        refusal: Exception | None = None
+        try:
+            yield
+        except REFUSALS as error:
+            refusal = error
+        except Exception as error:  # a caller's argument must not end the ranks
+            refusal = CallRefused(described(error))
+        refusals: list[Exception] = [found for found in self.gather(refusal) if found is not None]
+        lost = [found for found in refusals if isinstance(found, RowsLost)]
+        if lost:
+            raise RowsLost("; ".join(map(str, lost)), sample_ids=[name for error in lost for name in error.sample_ids])
+        if refusals:
+            raise refusals[0]
+
     def gather(self, value: Any) -> list[Any]:
         """One small object of every rank, in rank order; fails after `learner.collective_timeout_s`."""
         gathered: list[Any] = [None] * self.world_size
@@ -308,6 +376,13 @@ class ShardedWorker(ABC, Generic[LossT]):
     def close(self) -> None:
         """Leaves the process group; another worker may then live in this process. Idempotent."""
         forget_accelerator()
+
+
+def _number_of_updates(data: BatchedDataDict, *, rows_per_update: int) -> int:
+    """Optimizer updates that a rank's rows are cut into."""
+    if data.elem_counts_per_gb is not None:
+        return len(data.elem_counts_per_gb)
+    return -(-data.size // max(rows_per_update, 1))
 
 
 @contextmanager

@@ -3,19 +3,19 @@
 What must hold: every rank runs equally many micro-batches in every update, because their collectives line up.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
-from asyncrl.algorithms.loss import SOURCE_COLUMNS, ObjectiveLoss, interpolated_proximal, missing_columns
-from asyncrl.algorithms.value_loss import ClippedValueLoss, missing_value_columns
+from asyncrl.algorithms.loss import SOURCE_COLUMNS, ObjectiveLoss, interpolated_proximal
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.errors import MissingColumns
-from asyncrl.policy.batching import count_trained, empty_micro_batch, micro_batches, trained_mask
+from asyncrl.policy.batching import count_trained, empty_micro_batch, micro_batches, trained_mask, valid_sums
 from asyncrl.policy.step_report import UpdatePlan, global_plan
 
 CURRENT = SOURCE_COLUMNS["proximal"]
@@ -54,11 +54,13 @@ def planned_updates(
     """The updates of all ranks; a rank that has fewer micro-batches, or none, runs empty ones. A collective."""
     own = []
     for parts in cuts:
-        counts = [count_trained(part) for part in parts]
+        counts, sums = [count_trained(part) for part in parts], [valid_sums(part) for part in parts]
         own.append(
             UpdatePlan(
                 tokens=sum(tokens for tokens, _ in counts),
                 samples=sum(samples for _, samples in counts),
+                valid_toks=sum(tokens for tokens, _ in sums),
+                valid_seqs=sum(sequences for _, sequences in sums),
                 micro_batches=len(parts),
             )
         )
@@ -73,23 +75,37 @@ def planned_updates(
     return updates
 
 
-def check_columns(
-    loss_fn: LossFunction | ValueLossFunction, data: BatchedDataDict, *, gather: Callable[[Any], list[Any]]
-) -> None:
-    """MissingColumns, on all ranks, when the rows of any lack a column that the loss reads. A collective.
+def required_columns(
+    loss_fn: LossFunction | ValueLossFunction, *, updates: int, eval_mode: bool = False
+) -> frozenset[str]:
+    """The columns that training with `loss_fn` reads, as far as the loss names them in `columns`.
 
-    A step's only update makes `prev_logprobs` of its own pass, but not before bounds are calibrated.
+    A call with one update makes `prev_logprobs` in its own pass, because the weights at its start are the current ones.
+    With several updates they are not, and bounds that are calibrated over the step need the column before the pass.
     """
-    if not isinstance(loss_fn, ObjectiveLoss | ClippedValueLoss):
-        return
-    needed = {*loss_fn.columns}
+    needed = {*LP_SEED_FIELDS, *getattr(loss_fn, "columns", ())}
+    if updates == 1 or eval_mode:
+        needed.discard(CURRENT)
     if isinstance(loss_fn, ObjectiveLoss):
-        needed = needed - {CURRENT} | {"advantages"} | ({CURRENT} if needs_calibration(loss_fn.objective) else set())
-    missing = gather(needed - set(data) if data.size else set())
-    if any(missing):
-        names = sorted(set().union(*missing))
-        error = missing_columns(names) if isinstance(loss_fn, ObjectiveLoss) else missing_value_columns(names)
-        raise MissingColumns(str(error))
+        needed.add("advantages")
+        if needs_calibration(loss_fn.objective):
+            needed.add(CURRENT)
+    return frozenset(needed)
+
+
+def check_columns(present: Collection[str], needed: Collection[str], *, reader: str) -> None:
+    """MissingColumns, which names `reader` and the columns, when a column that it needs is not present."""
+    missing = sorted({*needed} - {*present})
+    if not missing:
+        return
+    hint = ""
+    if CURRENT in missing:
+        hint += f"; get_logprobs() makes {CURRENT}, which a call with several updates (gbs < rows) needs"
+    if "staleness" in missing:
+        hint += "; staleness is made of weight_versions where the meta's extra_info has a step"
+    raise MissingColumns(
+        f"{reader} reads {', '.join(missing)}, which the rows do not have; they have {', '.join(sorted(present))}{hint}"
+    )
 
 
 def needs_reference(loss_fn: LossFunction) -> bool:

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from asyncrl.algorithms.diagnostics import OffPolicySums, merge_metrics
-from asyncrl.algorithms.interfaces import MetricNormalization
+from asyncrl.algorithms.diagnostics import OffPolicySums, adds_up, merge_metrics
 from asyncrl.algorithms.kernel import KernelSums
 from asyncrl.policy.interfaces import StepReport
 
@@ -21,10 +20,16 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePlan:
-    """What one rank, or all ranks together, train in one optimizer update."""
+    """What one rank, or all ranks together, train in one optimizer update.
+
+    `tokens` and `samples` count those whose mask is above 0. `valid_toks` and `valid_seqs` are the sums of the masks,
+    which a loss divides by; they differ from the counts where a mask is a fraction.
+    """
 
     tokens: int
     samples: int
+    valid_toks: float
+    valid_seqs: float
     micro_batches: int
 
 
@@ -63,15 +68,17 @@ class RankRecord:
 
 
 def global_plan(ranks: Sequence[UpdatePlan]) -> UpdatePlan:
-    """One update over all ranks: tokens and samples add up, the slowest rank sets the number of micro-batches."""
+    """One update over all ranks: counts add up, the rank with the most micro-batches sets their number."""
     return UpdatePlan(
         tokens=sum(plan.tokens for plan in ranks),
         samples=sum(plan.samples for plan in ranks),
+        valid_toks=sum(plan.valid_toks for plan in ranks),
+        valid_seqs=sum(plan.valid_seqs for plan in ranks),
         micro_batches=max(plan.micro_batches for plan in ranks),
     )
 
 
-def step_report(ranks: Sequence[RankRecord], *, normalizations: Mapping[str, MetricNormalization]) -> StepReport:
+def step_report(ranks: Sequence[RankRecord]) -> StepReport:
     """The report of a step from the records of its ranks."""
     plans, updates = ranks[0].plans, ranks[0].outcomes
     everywhere = [outcome for rank in ranks for outcome in rank.outcomes]
@@ -79,12 +86,9 @@ def step_report(ranks: Sequence[RankRecord], *, normalizations: Mapping[str, Met
     kernel = sum((outcome.kernel for outcome in everywhere), KernelSums())
     applied = sum(update.finite for update in updates)
     tokens, samples = sum(plan.tokens for plan in plans), sum(plan.samples for plan in plans)
-    divisors = {
-        MetricNormalization.TOKENS: max(tokens, 1),
-        MetricNormalization.SEQUENCES: max(samples, 1),
-        MetricNormalization.NONE: 1,
-    }
-    loss_metrics = merge_metrics(part for outcome in everywhere for part in outcome.micro_batch_metrics)
+    loss_metrics = merge_metrics(
+        (part for outcome in everywhere for part in outcome.micro_batch_metrics), updates=len(updates)
+    )
     return StepReport(
         skipped=bool(updates) and applied == 0,
         updates_applied=applied,
@@ -109,10 +113,7 @@ def step_report(ranks: Sequence[RankRecord], *, normalizations: Mapping[str, Met
             "nonfinite_tokens": float(sum(rank.nonfinite_tokens for rank in ranks)),
         },
         token_staleness=_histogram([rank.staleness for rank in ranks]),
-        loss_metrics={
-            name: value / divisors[normalizations.get(name, MetricNormalization.NONE)]
-            for name, value in loss_metrics.items()
-        },
+        loss_metrics=loss_metrics,
         seconds=dict(ranks[0].seconds),
         model_flops=_total([rank.model_flops for rank in ranks]),
         peak_flops_per_s=_total([rank.peak_flops_per_s for rank in ranks]),
@@ -120,25 +121,26 @@ def step_report(ranks: Sequence[RankRecord], *, normalizations: Mapping[str, Met
 
 
 def train_result(ranks: Sequence[RankRecord]) -> dict[str, Any]:
-    """What `PolicyInterface.train` returns of the records of its ranks, but for the report; rank after rank.
+    """What `PolicyInterface.train` returns from the records of its ranks, without the report; rank after rank.
 
-    Beside the loss's own metrics every micro-batch tells its step's `lr` and `wd`, and its update's
-    `global_valid_seqs` and `global_valid_toks`.
+    Beside the loss's own metrics every micro-batch has its step's `lr` and `wd`, and its update's `global_valid_seqs`
+    and `global_valid_toks`. Metrics that add up are divided by the number of updates with a trained token, so that
+    their sum is the mean over the updates.
     """
+    updates = list(zip(*[rank.outcomes for rank in ranks], strict=True))
     metrics: dict[str, list[float]] = defaultdict(list)
     for rank in ranks:
         plans = [plan for plan in rank.plans if plan.tokens > 0]
         for plan, outcome in zip(plans, rank.outcomes, strict=True):
-            told = {
+            of_update = {
                 "lr": rank.learning_rate,
                 "wd": rank.weight_decay,
-                "global_valid_seqs": float(plan.samples),
-                "global_valid_toks": float(plan.tokens),
+                "global_valid_seqs": plan.valid_seqs,
+                "global_valid_toks": plan.valid_toks,
             }
             for part in outcome.micro_batch_metrics or ({},):  # a loss may have no metrics
-                for name, value in {**told, **part}.items():
-                    metrics[name].append(value)
-    updates = list(zip(*[rank.outcomes for rank in ranks], strict=True))
+                for name, value in {**of_update, **part}.items():
+                    metrics[name].append(value / len(updates) if adds_up(name) else value)
     return {
         "loss": torch.tensor([sum(outcome.loss for outcome in update) for update in updates]),
         "grad_norm": torch.tensor([update[0].grad_norm for update in updates]),

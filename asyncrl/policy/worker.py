@@ -5,7 +5,6 @@ Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -31,7 +30,7 @@ from asyncrl.policy.micro_batch import MicroBatchOutcome, aligned, loss_of
 from asyncrl.policy.packed import ATTENTION
 from asyncrl.policy.sharded import gather_weights, move_model, parameter_specs
 from asyncrl.policy.sharded_worker import HOST, ShardedWorker
-from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, check_columns, needs_reference
+from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, needs_reference
 from asyncrl.policy.step_report import RankRecord
 from asyncrl.weights.manifest import layout
 from asyncrl.weights.publisher import Snapshot, take_snapshot
@@ -61,9 +60,9 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         if needs_reference(build_loss(config)):
             self._reference()  # what does not fit into memory fails at the start
 
-    def _loaded(self, model_path: str) -> torch.nn.Module:
+    def _loaded(self, model_path: str) -> PreTrainedModel:
         return cast(
-            torch.nn.Module,
+            PreTrainedModel,
             AutoModelForCausalLM.from_pretrained(
                 model_path, dtype=torch.float32, attn_implementation=ATTENTION if self._packed else "sdpa"
             ),
@@ -81,18 +80,8 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         eval_mode: bool = False,
         step: int | None = None,
     ) -> RankRecord:
-        """`ShardedWorker.train`; `advantages`, if the loss reads them, may be a value a row [B].
-
-        MissingColumns, on all ranks, when the loss reads a column that is not there; tokens without a number in one are
-        left out, and counted.
-        """
-        data = copy.copy(data)
-        if "advantages" in data and data["advantages"].ndim == 1:
-            data["advantages"] = data["advantages"].unsqueeze(1).expand_as(data["input_ids"])
-        data, nonfinite_tokens = without_nonfinite(data)
-        if data and step is not None:
-            data["staleness"] = (step - data["weight_versions"]).float()
-        check_columns(loss_fn, data, gather=self.gather)
+        """`ShardedWorker.train`; `advantages`, if the loss reads them, may be a value a row [B]. Tokens whose advantage
+        or log-prob is not finite are left out, and counted."""
         record = super().train(
             data,
             loss_fn,
@@ -103,13 +92,30 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         )
         if not eval_mode:
             void_weights_for_ipc(self)
-        return replace(record, nonfinite_tokens=nonfinite_tokens)
+        return record
+
+    def _prepared(
+        self, data: BatchedDataDict, loss_fn: LossFunction, *, step: int | None, updates: int, eval_mode: bool
+    ) -> tuple[BatchedDataDict, int]:
+        data = copy.copy(data)
+        if data.size and step is not None and "weight_versions" in data:
+            data["staleness"] = (step - data["weight_versions"]).float()
+        data, _ = super()._prepared(data, loss_fn, step=step, updates=updates, eval_mode=eval_mode)
+        if "advantages" in data and data["advantages"].ndim == 1:
+            data["advantages"] = data["advantages"].unsqueeze(1).expand_as(data["input_ids"])
+        return without_nonfinite(data)
 
     def _step_loss(self, loss_fn: LossFunction, updates: Sequence[PlannedUpdate]) -> LossFunction:
         return calibrated_loss(loss_fn, updates, reduce=self.add_up)
 
     def _outcome(
-        self, part: BatchedDataDict, *, loss_fn: LossFunction, counts: Mapping[str, torch.Tensor], step: int | None
+        self,
+        part: BatchedDataDict,
+        *,
+        loss_fn: LossFunction,
+        counts: Mapping[str, torch.Tensor],
+        step: int | None,
+        sole_update: bool,
     ) -> MicroBatchOutcome:
         return loss_of(
             part,
@@ -119,6 +125,7 @@ class PolicyWorker(ShardedWorker[LossFunction]):
             temperature=self._config.generator.temperature,
             packed=self._packed,
             step=step,
+            sole_update=sole_update,
         )
 
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:

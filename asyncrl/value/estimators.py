@@ -21,7 +21,7 @@ from asyncrl.algorithms.returns import (
     whiten,
 )
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import RunError
+from asyncrl.errors import CallRefused
 from asyncrl.policy.batching import trained_mask
 
 
@@ -94,20 +94,20 @@ def token_rewards(data: BatchedDataDict) -> torch.Tensor:
 
 
 def whitened_advantages(
-    data: BatchedDataDict, estimator: TokenEstimator, *, add_up: Callable[[torch.Tensor], torch.Tensor]
+    data: BatchedDataDict, found: TokenAdvantages | None, *, add_up: Callable[[torch.Tensor], torch.Tensor]
 ) -> TokenAdvantages | None:
-    """Those of a rank's rows, with mean 0 and std 1 over all ranks; None without rows. A collective.
+    """An estimator's answer for a rank's rows, with advantages of mean 0 and std 1 over all ranks; None without rows.
+    A collective.
 
-    RunError on all ranks when a trained token's advantage is no number: whitened, it would be 0 like all others, in a
-    run that looks well and learns nothing.
+    CallRefused on all ranks when a trained token's advantage is not finite. Whitening would make it 0 like all others,
+    in a run that looks healthy and learns nothing.
     """
-    found, moments = None, torch.zeros(3, dtype=torch.float64)
-    if data.size:
-        found = estimator(data)
+    moments = torch.zeros(3, dtype=torch.float64)
+    if found is not None:
         moments = masked_moments(found.advantages_BS, trained_mask(data))
     moments = add_up(moments)
     if not bool(torch.isfinite(moments).all()):
-        raise RunError(f"advantages of the step are not finite: something in {', '.join(estimator.reads)} is no number")
+        raise CallRefused("advantages of the step are not finite: a reward, value or log-prob that they are made of is")
     if found is None:
         return None
     advantages_BS = whiten(found.advantages_BS, trained_mask(data), moments=moments)

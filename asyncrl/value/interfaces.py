@@ -1,4 +1,4 @@
-"""What a critic is, for whoever trains one.
+"""The interface of a critic that is trained. Calls with `*args, **kwargs` ignore what they do not know, with a warning.
 
 Legend: B rows, S tokens. `values[b, t]` is V(before token t), the state that `input_ids[b, :t]` is; right padding.
 """
@@ -53,15 +53,15 @@ class ValueInterface(ABC):
         """
 
     @abstractmethod
-    def prepare_for_training(self) -> None:
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Weights and optimizer are on the ranks' devices when it returns."""
 
     @abstractmethod
-    def prepare_for_inference(self) -> None:
+    def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
         """Weights are on the ranks' devices when it returns, and no gradient is kept."""
 
     @abstractmethod
-    def finish_training(self) -> None:
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Lets go of gradients."""
 
     @abstractmethod
@@ -70,6 +70,8 @@ class ValueInterface(ABC):
         weights_path: str | Path,
         optimizer_path: str | Path | None = None,
         tokenizer_path: str | Path | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Writes the sharded weights and, where paths are given, the optimizer's state and the tokenizer."""
 

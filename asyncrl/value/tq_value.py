@@ -1,15 +1,15 @@
 """The metadata-driven critic: its driver names rows and never holds them; the ranks fetch and write their own.
 
-    critic = TQValue(config, model_path=path)
-    critic.start()
+    critic = TQValue(config)
     policy.write_to_dataplane(meta, {"rewards": rewards_B, "sample_mask": mask_B})
     critic.get_values_from_meta(meta)                           # adds values under the same keys
     critic.get_advantages_from_meta(meta, GAE(gamma=1.0, lam=0.95, value_lam=0.95))  # adds advantages and returns
     result = critic.train_from_meta(meta, ClippedValueLoss(clip=0.2), gbs=128)
 
-Partitions are the policy's. A call that fails with RowsLost changed nothing, and the ranks go on.
+Partitions are the policy's. A call that fails with RowsLost or CallRefused changed nothing, and the ranks go on.
 """
 
+from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.policy.interfaces import Timer
 from asyncrl.policy.meta_driver import MetaDriver, name_fields
@@ -20,6 +20,8 @@ from asyncrl.value.lm_value import Value
 
 class TQValue(MetaDriver, Value):
     """A `Value` whose rows are on the data plane that `config.data_plane` names."""
+
+    _train_fields = (*LP_SEED_FIELDS, "returns", "values", "weight_versions")
 
     def get_values_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
@@ -32,9 +34,9 @@ class TQValue(MetaDriver, Value):
         self, meta: KVBatchMeta, estimator: TokenEstimator, timer: Timer | None = None
     ) -> None:
         """Adds `advantages` [B, S], whitened over the trained tokens of these rows, and `returns`; `meta` names them
-        from then on. RunError when they are no numbers."""
+        from then on. CallRefused when one is not finite, or when `estimator` fails."""
         with timed(timer, "get_advantages/shard_data"):
             shards = self._shards(meta, rows_per_update=meta.size, micro_batch_size=None, stage="logprob_mb_tokens")
         with timed(timer, "get_advantages/ranks"):
-            self._dispatch("write_advantages", shards, fields=estimator.reads, estimator=estimator)
+            self._dispatch("write_advantages", shards, fields=estimator.reads, shared=[estimator])
         name_fields(meta, ["advantages", "returns"])

@@ -10,43 +10,20 @@ import torch
 from asyncrl.algorithms.interfaces import ValueLossFunction
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.batching import trained_mask
-from asyncrl.policy.micro_batch import MicroBatchOutcome
+from asyncrl.policy.micro_batch import MicroBatchOutcome, checked_loss, loss_failed, slopes_of, with_slopes
 from asyncrl.policy.sharded_worker import ShardedWorker
-from asyncrl.policy.step_plan import check_columns
-from asyncrl.policy.step_report import RankRecord
-from asyncrl.value.model import load_value_model, model_values
+from asyncrl.value.model import ValueModel, load_value_model, model_values
 
 
 class ValueWorker(ShardedWorker[ValueLossFunction]):
     """A rank of the critic that grows from the language model at `model_path`."""
-
-    def train(
-        self,
-        data: BatchedDataDict,
-        loss_fn: ValueLossFunction,
-        *,
-        rows_per_update: int,
-        micro_batch_size: int | None = None,
-        eval_mode: bool = False,
-        step: int | None = None,
-    ) -> RankRecord:
-        """`ShardedWorker.train`. MissingColumns, on all ranks, when the loss reads a column that is not there."""
-        check_columns(loss_fn, data, gather=self.gather)
-        return super().train(
-            data,
-            loss_fn,
-            rows_per_update=rows_per_update,
-            micro_batch_size=micro_batch_size,
-            eval_mode=eval_mode,
-            step=step,
-        )
 
     def get_values(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`values` float32 [B, S] of this rank's rows; 0 at the first token and beyond a row's length. Reads
         `input_ids`, `input_lengths`."""
         return BatchedDataDict(values=self._scored(data, self._values, micro_batch_size=micro_batch_size))
 
-    def _loaded(self, model_path: str) -> torch.nn.Module:
+    def _loaded(self, model_path: str) -> ValueModel:
         return load_value_model(model_path, packed=self._packed)
 
     def _outcome(
@@ -56,16 +33,21 @@ class ValueWorker(ShardedWorker[ValueLossFunction]):
         loss_fn: ValueLossFunction,
         counts: Mapping[str, torch.Tensor],
         step: int | None,
+        sole_update: bool,
     ) -> MicroBatchOutcome:
         values_BS = self._values(part)
         if not bool(trained_mask(part).any()):
             # the graph stays, so that FSDP's hooks and collectives run as on the other ranks
             return MicroBatchOutcome(differentiable=0.0 * values_BS.sum())
-        loss, metrics = loss_fn(values_BS, part, **counts)
+        leaf_BS = values_BS.detach().requires_grad_()
+        try:
+            with torch.enable_grad():  # the loss alone is differentiated first: no failure of it reaches the model
+                loss, metrics = checked_loss(loss_fn(leaf_BS, part, **counts))
+                [slopes_BS] = slopes_of(loss, leaf_BS)
+        except Exception as error:
+            return MicroBatchOutcome(differentiable=0.0 * values_BS.sum(), failure=loss_failed(error))
         return MicroBatchOutcome(
-            differentiable=loss,
-            loss=float(loss.detach()),
-            metrics={name: float(value) for name, value in metrics.items()},
+            differentiable=with_slopes(values_BS, slopes_BS), loss=float(loss.detach()), metrics=metrics
         )
 
     def _values(self, part: BatchedDataDict) -> torch.Tensor:

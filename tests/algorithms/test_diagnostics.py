@@ -111,9 +111,15 @@ def test_entropy_of_a_uniform_and_of_a_certain_distribution() -> None:
 def test_what_belongs_to_no_micro_batch_is_averaged() -> None:
     names = ("lr", "wd", "reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length")
     parts = [dict.fromkeys(names, value) for value in (1.0, 2.0, 6.0)]
-    assert merge_metrics([*parts, {"reward": 7.0}]) == {**dict.fromkeys(names, 3.0), "reward": 4.0}
+    assert merge_metrics([*parts, {"reward": 7.0}], updates=2) == {**dict.fromkeys(names, 3.0), "reward": 4.0}
 
 
-def test_metrics_add_except_extremes() -> None:
-    merged = merge_metrics([{"a": 1.0, "b_max": 2.0, "c_min": 3.0}, {"a": 4.0, "b_max": 1.0, "c_min": 1.0, "d": 7.0}])
-    assert merged == {"a": 5.0, "b_max": 2.0, "c_min": 1.0, "d": 7.0}
+def test_metrics_add_over_micro_batches_and_are_averaged_over_updates_but_for_extremes() -> None:
+    parts = [{"a": 1.0, "b_max": 2.0, "c_min": 3.0}, {"a": 4.0, "b_max": 1.0, "c_min": 1.0, "d": 7.0}]
+    assert merge_metrics(parts, updates=1) == {"a": 5.0, "b_max": 2.0, "c_min": 1.0, "d": 7.0}
+    assert merge_metrics(parts, updates=2) == {"a": 2.5, "b_max": 2.0, "c_min": 1.0, "d": 3.5}
+
+
+def test_an_extreme_is_a_word_of_a_name_and_no_part_of_one() -> None:
+    parts = [{"max_x": 1.0, "x_max_clipped": 1.0, "x_minus": 1.0}, {"max_x": 2.0, "x_max_clipped": 2.0, "x_minus": 2.0}]
+    assert merge_metrics(parts, updates=1) == {"max_x": 3.0, "x_max_clipped": 2.0, "x_minus": 3.0}

@@ -176,7 +176,7 @@ def train_step(policy: PolicyWorker, data: BatchedDataDict, *, updates_per_step:
         shard["prev_logprobs"] = policy.get_logprobs(shard)["logprobs"]
     rows = -(-data.size // (ranks * updates_per_step))
     record = policy.train(shard, loss_fn, rows_per_update=rows, step=STEP)
-    return step_report(policy.gather(record), normalizations=getattr(loss_fn, "metric_normalizations", {}))
+    return step_report(policy.gather(record))
 
 
 def run_rank(rank: int, world_size: int, folder: Path) -> None:

@@ -136,7 +136,7 @@ def test_evaluation_gives_the_loss_and_changes_nothing(results: Any, world: int,
 def test_the_report_has_the_loss_s_metrics_per_trained_token(results: Any, world: int) -> None:
     """Those of an evaluation of the new critic: V is 0, so that the error is −R."""
     records = [rank["padded 1"]["evaluated"] for rank in results[world]]
-    report = step_report(records, normalizations=LOSS.metric_normalizations)
+    report = step_report(records)
     data = value_batch()
     trained = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) > 0
     returns = data["returns"][trained].double()

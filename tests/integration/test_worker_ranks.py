@@ -221,7 +221,7 @@ def test_rows_come_to_the_same_flops_however_they_are_cut_and_evaluation_to_a_th
 ) -> None:
     ranks = [results[world_size, rank]["interface"][cut] for rank in range(world_size)]
     trained, evaluated = (
-        step_report([found[name] for found in ranks], normalizations={}) for name in ("trained", "evaluated")
+        step_report([found[name] for found in ranks]) for name in ("trained", "evaluated")
     )
     assert trained.model_flops == flops_of(folder, matrix_batch(), backward=True)
     assert evaluated.model_flops == flops_of(folder, matrix_batch(), backward=False)
@@ -233,7 +233,7 @@ def test_what_a_rank_without_rows_runs_for_the_others_sake_is_no_model_flop(
     results: Any, folder: Path, world_size: int
 ) -> None:
     ranks = [results[world_size, rank]["interface"]["uneven"]["trained"] for rank in range(world_size)]
-    report = step_report(ranks, normalizations={})
+    report = step_report(ranks)
     assert report.model_flops == flops_of(folder, make_batch().slice(0, 5), backward=True)
 
 

@@ -13,7 +13,7 @@ from asyncrl.data import BatchedDataDict
 from asyncrl.data_plane import KVBatchMeta
 from asyncrl.data_plane.memory import MemoryClient
 from asyncrl.errors import RowsLost
-from asyncrl.policy import tq_policy
+from asyncrl.policy import meta_driver
 from asyncrl.policy.rank_driver import RankDriver
 from asyncrl.policy.step_report import RankRecord
 from asyncrl.policy.tq_policy import TQPolicy
@@ -25,6 +25,8 @@ COLUMNS = {
     "get_reference_policy_logprobs": "reference_logprobs",
     "get_values": "values",
 }
+STORED = ("input_ids", "input_lengths", "generation_logprobs", "advantages", "token_mask", "sample_mask")
+"""What `LOSS` reads of rows that are trained in one update."""
 PACKED = {"batching": "packed", "micro_batch_tokens": 32}
 DYNAMIC = {"batching": "dynamic", "micro_batch_tokens": 32}
 
@@ -36,6 +38,7 @@ class NotedRanks:
         self.size = size
         self.calls: list[tuple[str, list[tuple[Any, ...]], dict[str, Any]]] = []
         self.lost: RowsLost | None = None
+        self.begun = True
 
     def start(self) -> None: ...
 
@@ -49,8 +52,14 @@ class NotedRanks:
         self.calls.append((method, [args], {}))
         return [()] * self.size
 
-    def call_each(self, method: str, args: Sequence[tuple[Any, ...]], **options: Any) -> list[Any]:
+    def launch(self, method: str, *args: Any) -> list[Any]:
+        return self.call(method, *args)
+
+    def call_each(
+        self, method: str, args: Sequence[tuple[Any, ...]], *, shared: Sequence[Any] = (), **options: Any
+    ) -> list[Any]:
         assert len(args) == self.size
+        args = [(*own, *shared) for own in args]
         self.calls.append((method, list(args), options))
         if self.lost is not None:
             raise self.lost
@@ -63,7 +72,7 @@ class NotedRanks:
 
 def on(driver: RankDriver, *, ranks: int) -> NotedRanks:
     noted = NotedRanks(ranks)
-    driver._ranks = noted  # type: ignore[assignment]
+    driver._group = noted  # type: ignore[assignment]
     return noted
 
 
@@ -73,13 +82,20 @@ def settings(ranks: int = 2, **learner: Any) -> Config:
 
 def tq_on(ranks: int, monkeypatch: pytest.MonkeyPatch, **learner: Any) -> tuple[TQPolicy, NotedRanks, MemoryClient]:
     client = MemoryClient()
-    monkeypatch.setattr(tq_policy, "open_client", lambda config: client)
+    monkeypatch.setattr(meta_driver, "open_client", lambda config: client)
     config = settings(ranks, **learner)
     policy = TQPolicy(config, model_path="nowhere", dp_cfg=config.data_plane.model_dump())
     noted = on(policy, ranks=ranks)
     policy.start()
     policy.prepare_step(12, 3)
     return policy, noted, client
+
+
+def stored(client: MemoryClient, batch: BatchedDataDict) -> KVBatchMeta:
+    """The rows of `batch` on the data plane; the meta names their ids alone."""
+    meta = named(batch)
+    client.put_samples(meta.sample_ids, "train", fields={name: batch[name] for name in STORED})
+    return meta
 
 
 def named(batch: BatchedDataDict) -> KVBatchMeta:

@@ -10,7 +10,7 @@ import torch
 from tiny_groups import STEP, TEMPERATURE, VOCABULARY, make_group
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType
+from asyncrl.algorithms.interfaces import LossInputType, LossType
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.objective import Clipped, Objective, Penalty
 from asyncrl.algorithms.presets import PRESETS
@@ -46,11 +46,20 @@ def on_policy(key: int, lengths: tuple[int, ...]) -> BatchedDataDict:
     return data
 
 
-def outcome(loss_fn: LossFunction, data: BatchedDataDict, *, step: int | None = STEP) -> MicroBatchOutcome:
+def outcome(
+    loss_fn: Any, data: BatchedDataDict, *, step: int | None = STEP, sole_update: bool = True
+) -> MicroBatchOutcome:
     tokens, samples = count_trained(data)
     counts = {"global_valid_seqs": torch.tensor(samples), "global_valid_toks": torch.tensor(tokens)}
     return loss_of(
-        data, model=model(), loss_fn=loss_fn, counts=counts, temperature=TEMPERATURE, packed=False, step=step
+        data,
+        model=model(),
+        loss_fn=loss_fn,
+        counts=counts,
+        temperature=TEMPERATURE,
+        packed=False,
+        step=step,
+        sole_update=sole_update,
     )
 
 
@@ -91,7 +100,7 @@ def test_a_loss_without_attributes_gets_logits() -> None:
         assert next_token_logits.shape[:2] == data["input_ids"].shape
         return ObjectiveLoss(objective)(next_token_logits, data, global_valid_seqs, global_valid_toks)
 
-    found = outcome(bare, data)  # type: ignore[arg-type]
+    found = outcome(bare, data)
     assert found.loss == pytest.approx(outcome(Wrapped(objective, LossInputType.LOGPROB), data).loss, rel=1e-5)
 
 

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from noted_ranks import DYNAMIC, LOSS, PACKED, named, on, settings, tq_on
+from noted_ranks import DYNAMIC, LOSS, PACKED, on, settings, stored, tq_on
 from tiny_groups import make_batch
 
+from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.buffer.records import Version
 from asyncrl.data import BatchedDataDict
-from asyncrl.errors import RunError
+from asyncrl.errors import MissingColumns, RunError
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.value.lm_value import Value
+
+
+SCORED = ("prev_logprobs", "reference_policy_logprobs")
 
 
 class StrictTimer:
@@ -31,6 +35,11 @@ class StrictTimer:
         self.seen.append(label)
         yield
         self.running.remove(label)
+
+
+def complete(batch: BatchedDataDict) -> BatchedDataDict:
+    """With what several updates read too."""
+    return BatchedDataDict(**batch, prev_logprobs=batch["generation_logprobs"])
 
 
 @pytest.mark.parametrize("learner", [{}, DYNAMIC, PACKED], ids=["padded", "dynamic", "packed"])
@@ -50,7 +59,7 @@ def test_scores_come_back_in_the_caller_s_order_however_rows_were_cut(ranks: int
 def test_rows_that_the_ranks_cannot_share_are_refused_to_score_and_to_cut_into_updates() -> None:
     policy = Policy(settings(), model_path="nowhere")
     noted = on(policy, ranks=2)
-    batch = make_batch()
+    batch = complete(make_batch())
     for call in (policy.get_logprobs, policy.get_reference_policy_logprobs):
         with pytest.raises(AssertionError, match=r"\(3\) is not a multiple of shards \(2\)"):
             call(batch.slice(0, 3))
@@ -85,11 +94,11 @@ def test_tensors_that_differ_in_dimension_1_are_refused_by_every_call_with_their
 def test_gbs_mbs_and_eval_mode_reach_the_ranks_and_mbs_means_padded() -> None:
     policy = Policy(settings(**PACKED), model_path="nowhere")
     noted = on(policy, ranks=2)
-    policy.train(make_batch(), LOSS, True, gbs=4, mbs=2)
+    policy.train(complete(make_batch()), LOSS, True, gbs=4, mbs=2)
     [(_, shards, options)] = noted.calls
     assert options == {"rows_per_update": 2, "micro_batch_size": 2, "eval_mode": True}
     assert all(shard.micro_batch_indices is None for shard, _ in shards)
-    policy.train(make_batch(), LOSS, gbs=4)
+    policy.train(complete(make_batch()), LOSS, gbs=4)
     _, shards, options = noted.calls[-1]
     assert options == {"rows_per_update": 2, "micro_batch_size": None, "eval_mode": False}
     assert all(len(shard.micro_batch_indices) == 3 for shard, _ in shards), "an entry an update"
@@ -101,15 +110,16 @@ def test_gbs_mbs_and_eval_mode_reach_the_ranks_and_mbs_means_padded() -> None:
 def test_a_micro_batch_without_rows_is_refused_before_a_rank_hears_of_it(
     mbs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, noted, _ = tq_on(2, monkeypatch)
+    policy, noted, client = tq_on(2, monkeypatch)
     noted.calls.clear()
     batch = make_batch()
+    meta = stored(client, batch)
     for call in (
         lambda: policy.train(batch, LOSS, mbs=mbs),
         lambda: policy.train(batch.slice(0, 3), LOSS, mbs=mbs),
         lambda: policy.get_reference_policy_logprobs(batch, mbs),
-        lambda: policy.train_from_meta(named(batch), LOSS, mbs=mbs),
-        lambda: policy.get_logprobs_from_meta(named(batch), micro_batch_size=mbs),
+        lambda: policy.train_from_meta(meta, LOSS, mbs=mbs),
+        lambda: policy.get_logprobs_from_meta(meta, micro_batch_size=mbs),
     ):
         with pytest.raises(AssertionError, match=f"is {mbs}, it must be at least 1"):
             call()
@@ -149,19 +159,102 @@ def test_lifecycle_calls_reach_every_rank_and_paths_are_the_callers() -> None:
     assert [name for name, *_ in noted.calls] == ["prepare_for_training"]
 
 
-def test_a_policy_that_was_not_started_says_so_and_can_be_shut_down_twice() -> None:
+def test_the_first_call_starts_the_ranks_and_no_call_starts_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(settings(), model_path="nowhere")
-    with pytest.raises(RunError, match="the learner has no ranks"):
+    with pytest.raises(RunError, match=r"no Ray to place ranks on: ray.init\(\) comes first"):
+        policy.get_logprobs(make_batch())
+    noted = on(policy, ranks=2)
+    noted.begun = False
+    starts: list[int] = []
+    monkeypatch.setattr(noted, "start", lambda: starts.append(1) or setattr(noted, "begun", True))
+    policy.get_logprobs(make_batch())
+    policy.prepare_for_training()
+    assert starts == [1]
+
+
+def test_after_a_shutdown_the_ranks_are_gone_for_good() -> None:
+    policy = Policy(settings(), model_path="nowhere")
+    assert policy.shutdown()
+    with pytest.raises(RunError, match="the learner has no ranks: they have ended"):
         policy.get_logprobs(make_batch())
     assert policy.shutdown()
-    assert policy.shutdown()
+
+
+def test_a_checkpoint_of_the_constructor_is_loaded_by_the_start() -> None:
+    here = Path.cwd()
+    policy = Policy(settings(), model_path="nowhere", weights_path="a/weights", optimizer_path="a/optimizer")
+    noted = on(policy, ranks=2)
+    policy.start()
+    assert noted.calls == [("load_checkpoint", [(here / "a/weights", here / "a/optimizer")], {})]
+    with pytest.raises(ValueError, match="optimizer_path='a/optimizer' needs the weights_path"):
+        Policy(settings(), optimizer_path="a/optimizer")
+
+
+def test_the_model_is_the_config_s_unless_another_is_named() -> None:
+    config = settings()
+    assert Policy(config)._group._model_path == config.model.path
+    assert Policy(config, model_path="mine")._group._model_path == "mine"
+
+
+def test_columns_that_a_call_reads_are_asked_for_before_a_rank_is_called() -> None:
+    policy, critic = Policy(settings(), model_path="nowhere"), Value(settings(), model_path="nowhere")
+    noted = [on(policy, ranks=2), on(critic, ranks=2)]
+    batch = make_batch()
+    bare = BatchedDataDict(input_ids=batch["input_ids"])
+    for scoring in (policy.get_logprobs, policy.get_reference_policy_logprobs, critic.get_values):
+        with pytest.raises(
+            MissingColumns, match="reads input_lengths, which the rows do not have; they have input_ids"
+        ):
+            scoring(bare)
+    with pytest.raises(MissingColumns, match=r"reads prev_logprobs, which.*several updates \(gbs < rows\)"):
+        policy.train(batch, LOSS, gbs=4)
+    with pytest.raises(MissingColumns, match="reads returns, which"):
+        critic.train(batch, ClippedValueLoss(clip=None))
+    with pytest.raises(TypeError, match="loss_fn is a str, which cannot be called"):
+        policy.train(batch, "grpo")  # type: ignore[arg-type]
+    assert not any(ranks.calls for ranks in noted), "a rank was called"
+    policy.train(batch, LOSS)
+    policy.train(batch, LOSS, True, gbs=4)
+    policy.train(complete(batch), LOSS, gbs=4)
+    assert len(noted[0].calls) == 3
+
+
+UNKNOWN: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "prepare_for_training": ((7,), {"train_fields": ["a"]}),
+    "finish_training": ((), {"anything": 1}),
+    "prepare_for_lp_inference": ((), {"anything": 1}),
+    "finish_inference": ((), {"anything": 1}),
+    "save_checkpoint": (("w", "o", "t"), {"checkpointing_cfg": {}}),
+    "prepare_weights_for_ipc": ((), {"_refit_buffer_size_gb": 1}),
+    "broadcast_weights_for_collective": ((), {"kv_scales": {}}),
+    "init_collective": (("127.0.0.1", 1, 3), {"nccl_peer": "x"}),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_arguments_that_trainers_elsewhere_pass_are_ignored_with_one_warning_that_names_them(
+    name: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    policy = Policy(settings(), model_path="nowhere")
+    noted = on(policy, ranks=2)
+    args, kwargs = UNKNOWN[name]
+    getattr(policy, name)(*args, **kwargs)
+    assert len(noted.calls) == 1
+    [warning] = recwarn
+    assert f"{name}() ignores" in str(warning.message)
+    assert all(key in str(warning.message) for key in kwargs)
+    assert warning.filename == __file__, "it names the caller's line"
+    getattr(policy, name)(*(args if name in ("save_checkpoint", "init_collective") else ()))
+    assert len(recwarn) == 1, "what is known is no reason to warn"
 
 
 def test_a_timer_that_runs_for_a_call_is_given_the_stages_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, critic = Policy(settings(), model_path="nowhere"), Value(settings(), model_path="nowhere")
     on(policy, ranks=2), on(critic, ranks=2)
-    by_name, *_ = tq_on(2, monkeypatch)
-    batch, meta, timer = make_batch(), named(make_batch()), StrictTimer()
+    by_name, _, client = tq_on(2, monkeypatch)
+    batch, timer = make_batch(), StrictTimer()
+    meta = stored(client, batch)
+    by_name.write_to_dataplane(meta, dict.fromkeys(SCORED, batch["generation_logprobs"]))  # as real ranks would
     calls: dict[str, list[Any]] = {
         "get_logprobs": [
             lambda: policy.get_logprobs(batch, timer),

@@ -12,7 +12,7 @@ from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import MissingColumns
 from asyncrl.policy.batching import empty_micro_batch
-from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, check_columns
+from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, check_columns, required_columns
 from asyncrl.policy.step_report import UpdatePlan
 
 M2PO = ObjectiveLoss(PRESETS["m2po"].objective)
@@ -34,7 +34,8 @@ def rows(log_ratios: list[float], *, staleness: float = 0.0) -> BatchedDataDict:
 
 
 def planned(*parts: BatchedDataDict) -> list[PlannedUpdate]:
-    return [PlannedUpdate(UpdatePlan(tokens=4, samples=1, micro_batches=len(parts)), list(parts))]
+    plan = UpdatePlan(tokens=4, samples=1, valid_toks=4.0, valid_seqs=1.0, micro_batches=len(parts))
+    return [PlannedUpdate(plan, list(parts))]
 
 
 def bound_of(loss: Any) -> float:
@@ -76,6 +77,9 @@ def test_a_cap_is_of_the_weights_that_the_loss_uses() -> None:
     assert 1.0 <= cap(100.0) < 5.0
 
 
+MASKS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
+
+
 @pytest.mark.parametrize(
     ("name", "given", "missing"),
     [
@@ -85,34 +89,40 @@ def test_a_cap_is_of_the_weights_that_the_loss_uses() -> None:
         ("tis", set(), "generation_logprobs"),
     ],
 )
-def test_a_missing_column_is_named_on_every_rank(name: str, given: set[str], missing: str) -> None:
-    loss = ObjectiveLoss(PRESETS[name].objective)
-    data = BatchedDataDict({column: torch.zeros(1, 2) for column in {*given, "advantages"}})
-    sent: list[Any] = []
-
-    def gather(value: Any) -> list[Any]:
-        sent.append(value)
-        return [value, set()]
-
-    with pytest.raises(MissingColumns, match=f"algorithm.loss reads {missing}, which"):
-        check_columns(loss, data, gather=gather)
-    # a rank without rows misses nothing, and hears of the other
-    with pytest.raises(MissingColumns, match=missing):
-        check_columns(loss, BatchedDataDict(), gather=lambda own: [own, sent[0]])
+def test_a_missing_column_is_named_with_those_that_are_there(name: str, given: set[str], missing: str) -> None:
+    needed = required_columns(ObjectiveLoss(PRESETS[name].objective), updates=1)
+    with pytest.raises(MissingColumns, match=f"the loss reads {missing}, which .* they have advantages, "):
+        check_columns({*MASKS, *given, "advantages"}, needed, reader="the loss")
 
 
-def test_a_batch_without_advantages_or_returns_is_refused_like_one_without_log_probs() -> None:
-    data = BatchedDataDict(generation_logprobs=torch.zeros(1, 2), values=torch.zeros(1, 2))
+def test_advantages_returns_and_masks_are_required_like_log_probs() -> None:
+    present = {"generation_logprobs", "values"}
     for loss, missing in (
-        (ObjectiveLoss(PRESETS["tis"].objective), "algorithm.loss reads advantages"),
-        (ClippedValueLoss(clip=0.2), "value loss reads returns"),
+        (ObjectiveLoss(PRESETS["tis"].objective), "advantages"),
+        (ClippedValueLoss(clip=0.2), "returns"),
     ):
-        with pytest.raises(MissingColumns, match=missing):
-            check_columns(loss, data, gather=lambda own: [own])
+        with pytest.raises(MissingColumns, match=f"reads {missing}, which"):
+            check_columns({*MASKS, *present}, required_columns(loss, updates=1), reader="the loss")
+        with pytest.raises(MissingColumns, match=r"reads .*sample_mask, token_mask, which"):
+            check_columns({"advantages", "returns", *present}, required_columns(loss, updates=1), reader="the loss")
 
 
-def test_what_is_there_or_made_in_the_pass_is_not_missing() -> None:
-    data = BatchedDataDict(generation_logprobs=torch.zeros(1, 2), advantages=torch.zeros(1, 2))
-    check_columns(ObjectiveLoss(PRESETS["tis"].objective), data, gather=lambda own: [own])
-    bare = BatchedDataDict(advantages=torch.zeros(1, 2))
-    check_columns(ObjectiveLoss(PRESETS["reinforce"].objective), bare, gather=lambda own: [own])
+def test_log_probs_of_the_step_s_start_are_made_in_the_pass_of_a_sole_update_and_required_for_several() -> None:
+    present = {*MASKS, "generation_logprobs", "advantages"}
+    for name in ("tis", "dapo"):
+        loss = ObjectiveLoss(PRESETS[name].objective)
+        check_columns(present, required_columns(loss, updates=1), reader="the loss")
+        check_columns(present, required_columns(loss, updates=3, eval_mode=True), reader="the loss")
+        with pytest.raises(MissingColumns, match=r"prev_logprobs.*get_logprobs\(\) makes"):
+            check_columns(present, required_columns(loss, updates=3), reader="the loss")
+    for name in ("aipo", "reinforce"):  # their objectives do not read the start of the step
+        check_columns(present, required_columns(ObjectiveLoss(PRESETS[name].objective), updates=3), reader="the loss")
+
+
+def test_a_loss_of_a_user_is_asked_for_its_columns() -> None:
+    class Own:
+        columns = frozenset({"prev_logprobs", "mine"})
+
+    assert required_columns(Own(), updates=2) == {*MASKS, "prev_logprobs", "mine"}  # type: ignore[arg-type]
+    assert required_columns(Own(), updates=1) == {*MASKS, "mine"}  # type: ignore[arg-type]
+    assert required_columns(lambda *_: None, updates=2) == {*MASKS}  # type: ignore[arg-type]

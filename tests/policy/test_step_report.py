@@ -8,7 +8,6 @@ import pytest
 
 from asyncrl.algorithms import advantages, presets
 from asyncrl.algorithms.diagnostics import OffPolicySums
-from asyncrl.algorithms.interfaces import MetricNormalization
 from asyncrl.algorithms.kernel import KernelSums
 from asyncrl.config.schema import OptimizerSection
 from asyncrl.policy import schedule
@@ -32,7 +31,14 @@ def outcome(*, loss: float = 0.0, grad_norm: float = 1.0, finite: bool = True, t
         finite=finite,
         sums=sums,
         kernel=KernelSums({"silent_ratio": (1.0, 4.0)}),
-        micro_batch_metrics=({"share": 2.0, "per_sample": 4.0, "own": 5.0}, {"share": 1.0}),
+        micro_batch_metrics=({"share": 2.0, "own": 5.0, "ratio_max": 7.0}, {"share": 1.0}),
+    )
+
+
+def plan(tokens: int, samples: int, micro_batches: int) -> UpdatePlan:
+    """Its masks are halves, so that their sums are told from the counts."""
+    return UpdatePlan(
+        tokens=tokens, samples=samples, valid_toks=tokens / 2, valid_seqs=samples / 2, micro_batches=micro_batches
     )
 
 
@@ -55,20 +61,19 @@ def record(
 def report(ranks: list[list[UpdateOutcome]], plans: list[UpdatePlan]) -> StepReport:
     return step_report(
         [record(outcomes, plans=plans, staleness={0: 2, 3: rank + 1}) for rank, outcomes in enumerate(ranks)],
-        normalizations={"share": MetricNormalization.TOKENS, "per_sample": MetricNormalization.SEQUENCES},
     )
 
 
 def test_losses_add_over_ranks_and_average_over_updates() -> None:
-    plans = [UpdatePlan(tokens=3, samples=1, micro_batches=1), UpdatePlan(tokens=7, samples=4, micro_batches=2)]
+    plans = [plan(3, 1, 1), plan(7, 4, 2)]
     found = report(
         [[outcome(loss=1.0), outcome(loss=2.0, grad_norm=3.0)], [outcome(loss=4.0), outcome(loss=1.0, grad_norm=3.0)]],
         plans,
     )
     assert (found.loss, found.grad_norm, found.updates_applied) == (4.0, 2.0, 2)
     assert (found.trained_tokens, found.trained_samples) == (10, 5)
-    # four outcomes of 3, 4 and 5
-    assert found.loss_metrics == {"share": 1.2, "per_sample": 3.2, "own": 20.0}
+    # a share of 3 and an own of 5 on each of two ranks, averaged over two updates; the loss has divided them already
+    assert found.loss_metrics == {"share": 6.0, "own": 10.0, "ratio_max": 7.0}
     assert found.token_staleness == (4, 0, 0, 3)
     assert found.diagnostics == {
         "silent_ratio": 0.25,
@@ -80,7 +85,7 @@ def test_losses_add_over_ranks_and_average_over_updates() -> None:
 def test_flops_of_the_ranks_add_up_unless_one_is_not_known() -> None:
     def found(*ranks: tuple[int | None, float | None]) -> tuple[int | None, float | None]:
         records = [dataclasses.replace(record([]), model_flops=own, peak_flops_per_s=peak) for own, peak in ranks]
-        report = step_report(records, normalizations={})
+        report = step_report(records)
         return report.model_flops, report.peak_flops_per_s
 
     assert found((7, 2e12), (0, 3e12)) == (7, 5e12), "a rank without rows has a device"
@@ -90,9 +95,9 @@ def test_flops_of_the_ranks_add_up_unless_one_is_not_known() -> None:
 
 def test_a_result_has_losses_of_all_ranks_by_update_and_every_micro_batchs_metrics() -> None:
     plans = [
-        UpdatePlan(tokens=3, samples=1, micro_batches=2),
-        UpdatePlan(tokens=0, samples=1, micro_batches=1),  # not trained: it has no outcome
-        UpdatePlan(tokens=7, samples=4, micro_batches=2),
+        plan(3, 1, 2),
+        plan(0, 1, 1),  # not trained: it has no outcome
+        plan(7, 4, 2),
     ]
     ranks = [
         record([outcome(loss=1.0), outcome(loss=2.0, grad_norm=3.0)], plans=plans),
@@ -101,25 +106,25 @@ def test_a_result_has_losses_of_all_ranks_by_update_and_every_micro_batchs_metri
     found = train_result(ranks)
     assert (found["loss"].tolist(), found["grad_norm"].tolist()) == ([5.0, 3.0], [1.0, 3.0])
     assert found["all_mb_metrics"] == {
-        "share": [2.0, 1.0] * 4,
-        "per_sample": [4.0] * 4,
-        "own": [5.0] * 4,
+        "share": [1.0, 0.5] * 4,
+        "own": [2.5] * 4,
+        "ratio_max": [7.0] * 4,
         "lr": [0.1] * 8,
         "wd": [0.2] * 8,
-        "global_valid_seqs": [1.0, 1.0, 4.0, 4.0] * 2,
-        "global_valid_toks": [3.0, 3.0, 7.0, 7.0] * 2,
+        "global_valid_seqs": [0.5, 0.5, 2.0, 2.0] * 2,
+        "global_valid_toks": [1.5, 1.5, 3.5, 3.5] * 2,
     }
+    assert sum(found["all_mb_metrics"]["own"]) == step_report(ranks).loss_metrics["own"]
 
 
-def test_a_step_is_told_of_when_the_loss_has_no_metrics() -> None:
+def test_a_loss_without_metrics_still_has_those_of_its_update() -> None:
     plain = dataclasses.replace(outcome(), micro_batch_metrics=())
-    plan = UpdatePlan(tokens=3, samples=2, micro_batches=1)
-    found = train_result([record([plain], plans=[plan])])["all_mb_metrics"]
-    assert found == {"lr": [0.1], "wd": [0.2], "global_valid_seqs": [2.0], "global_valid_toks": [3.0]}
+    found = train_result([record([plain], plans=[plan(3, 2, 1)])])["all_mb_metrics"]
+    assert found == {"lr": [0.1], "wd": [0.2], "global_valid_seqs": [1.0], "global_valid_toks": [1.5]}
 
 
 def test_means_weigh_ranks_by_their_tokens() -> None:
-    found = report([[outcome(tokens=1)], [outcome(tokens=3)]], [UpdatePlan(tokens=4, samples=1, micro_batches=1)])
+    found = report([[outcome(tokens=1)], [outcome(tokens=3)]], [plan(4, 1, 1)])
     assert (found.entropy_nats, found.importance_weight_mean, found.ess) == (0.5, 2.0, 1.0)
 
 
@@ -132,9 +137,9 @@ def test_f21_a_step_is_skipped_when_no_update_was_applied(finite: list[bool], sk
     assert (found.skipped, found.updates_applied, found.updates_nonfinite) == (skipped, applied, finite.count(False))
 
 
-def test_the_slowest_rank_sets_the_number_of_micro_batches() -> None:
-    plans = [UpdatePlan(tokens=3, samples=1, micro_batches=1), UpdatePlan(tokens=7, samples=4, micro_batches=2)]
-    assert global_plan(plans) == UpdatePlan(tokens=10, samples=5, micro_batches=2)
+def test_the_rank_with_the_most_micro_batches_sets_their_number() -> None:
+    plans = [plan(3, 1, 1), plan(7, 4, 2)]
+    assert global_plan(plans) == plan(10, 5, 2)
 
 
 @pytest.mark.parametrize("schedule_name", ["constant", "linear", "cosine"])

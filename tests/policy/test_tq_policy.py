@@ -4,13 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from noted_ranks import DYNAMIC, LOSS, PACKED, named, settings, tq_on
+from noted_ranks import DYNAMIC, LOSS, PACKED, named, settings, stored, tq_on
 from tiny_groups import make_batch
 
-from asyncrl.data_plane import PAD_SEQLEN
-from asyncrl.errors import RowsLost, RunError
+from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.presets import PRESETS
+from asyncrl.data_plane import PAD_SEQLEN, KVBatchMeta
+from asyncrl.data_plane.memory import MemoryClient
+from asyncrl.errors import CallRefused, MissingColumns, RowsLost, RunError
+from asyncrl.policy import meta_driver
 from asyncrl.policy.lm_policy import Policy
-from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.policy.tq_policy import TQPolicy, data_plane_section
 
 
 def test_each_stage_s_packing_arguments_are_copies_of_its_own() -> None:
@@ -33,10 +37,13 @@ def test_each_stage_s_packing_arguments_are_copies_of_its_own() -> None:
 @pytest.mark.parametrize("learner", [{}, DYNAMIC, PACKED], ids=["padded", "dynamic", "packed"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_names_are_cut_as_their_rows_are(ranks: int, learner: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, noted, _ = tq_on(ranks, monkeypatch, **learner)
+    policy, noted, client = tq_on(ranks, monkeypatch, **learner)
     batch = make_batch()
-    batch["ids"] = named(batch).sample_ids
-    policy.train_from_meta(named(batch), LOSS, gbs=4)
+    batch["prev_logprobs"] = batch["generation_logprobs"]
+    meta = stored(client, batch)
+    policy.write_to_dataplane(meta, {"prev_logprobs": batch["prev_logprobs"]})
+    batch["ids"] = meta.sample_ids
+    policy.train_from_meta(meta, LOSS, gbs=4)
     policy.train(batch, LOSS, gbs=4)
     by_name, by_row = (call for call in noted.calls if call[0] == "train")
     for (meta, _), (shard, _) in zip(by_name[1], by_row[1], strict=True):
@@ -62,13 +69,14 @@ def test_the_width_is_stamped_once_and_reaches_every_rank(monkeypatch: pytest.Mo
 
 
 def test_what_a_stage_wrote_is_named_by_the_meta_and_lost_rows_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, noted, _ = tq_on(2, monkeypatch)
+    policy, noted, client = tq_on(2, monkeypatch)
     meta = named(make_batch())
     assert policy.get_logprobs_from_meta(meta, 4) is None
     assert policy.get_reference_policy_logprobs_from_meta(meta, micro_batch_size=4) is None
     assert meta.fields == ["input_ids", "prev_logprobs", "reference_policy_logprobs"]
     noted.lost = RowsLost("gone", sample_ids=["0.0_g0"])
-    fresh = named(make_batch())
+    fresh = stored(client, make_batch())
+    fresh.fields = ["input_ids"]
     for call in (policy.get_logprobs_from_meta, policy.get_reference_policy_logprobs_from_meta):
         with pytest.raises(RowsLost, match="gone"):
             call(fresh)
@@ -115,8 +123,105 @@ def test_shutdown_closes_the_data_plane_before_the_ranks_and_may_be_repeated(mon
         policy.rows_outstanding()
 
 
-def test_a_metadata_policy_that_was_not_started_says_so() -> None:
+def test_the_data_plane_of_a_metadata_policy_needs_a_ray() -> None:
     config = settings()
-    policy = TQPolicy(config, model_path="nowhere", dp_cfg=config.data_plane)
-    with pytest.raises(RunError, match="was not started"):
+    policy = TQPolicy(config, dp_cfg=config.data_plane)
+    with pytest.raises(RunError, match="there is no Ray for the data plane"):
         policy.prepare_step(1)
+
+
+def test_it_is_constructed_as_its_document_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings()
+    policy = TQPolicy(config, dp_cfg={"backend": "object_store"}, tq_partition_id="mine", model_path="nowhere")
+    assert (policy.tq_partition_id, policy.dp_cfg) == ("mine", {"backend": "object_store"})
+    client = MemoryClient()
+    monkeypatch.setattr(meta_driver, "open_client", lambda config: client)
+    policy.prepare_step(2)
+    assert policy.dp_client is client
+    policy.prepare_val_partition(2)
+    client.put_samples(["a"], "mine", fields={"input_lengths": [1]})
+    client.put_samples(["a"], "val", fields={"input_lengths": [1]})
+    for partition, task in (("mine", "prev_lp"), ("mine", "ref_lp"), ("mine", "train"), ("val", "val")):
+        assert client.claim_meta(partition, task, ["input_lengths"], 1, blocking=False).sample_ids == ["a"]
+
+
+def test_the_dict_of_a_transfer_queue_user_is_understood_or_refused_with_the_reason() -> None:
+    found = data_plane_section({"enabled": True, "impl": "transfer_queue", "backend": "simple", "num_storage_units": 4})
+    assert (found.backend, found.transfer_queue_storage_units) == ("transfer_queue", 4)
+    with pytest.warns(UserWarning, match="dp_cfg.* ignores storage_capacity, observability"):
+        found = data_plane_section({"impl": "transfer_queue", "storage_capacity": 9, "observability": {}})
+    assert found.backend == "transfer_queue"
+    assert data_plane_section({"backend": "transfer_queue"}) == data_plane_section(found)
+    for wrong, reason in (
+        ({"enabled": False}, "enabled is False"),
+        ({"impl": "transfer_queue", "backend": "mooncake"}, "backend is 'mooncake'"),
+        ({"impl": "nixl"}, "backend"),
+        ({"storage": 1}, "storage"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            data_plane_section(wrong)
+
+
+ALL_TRAINED = ["input_ids", "advantages", "generation_logprobs", "input_lengths", "sample_mask", "token_mask"]
+
+
+@pytest.mark.parametrize("fields", [None, [], ["input_ids"]])
+def test_training_reads_its_columns_whatever_the_meta_names(
+    fields: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, noted, client = tq_on(2, monkeypatch)
+    meta = stored(client, make_batch())
+    meta.fields = fields
+    policy.train_from_meta(meta, LOSS)
+    assert sorted(noted.calls[-1][1][0][0].fields) == sorted(ALL_TRAINED)
+    # columns that another stage wrote since, without this meta's knowledge
+    other = named(make_batch())
+    policy.write_to_dataplane(other, {"prev_logprobs": make_batch()["generation_logprobs"], "mine": torch.zeros(12)})
+    policy.train_from_meta(meta, LOSS, gbs=4)
+    assert sorted(noted.calls[-1][1][0][0].fields) == sorted([*ALL_TRAINED, "prev_logprobs"])
+    assert meta.fields == fields
+    meta.fields = ["mine"]
+    policy.train_from_meta(meta, LOSS)
+    assert "mine" in noted.calls[-1][1][0][0].fields
+
+
+def test_columns_that_are_nowhere_are_refused_before_a_rank_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, noted, client = tq_on(2, monkeypatch)
+    batch = make_batch()
+    meta = stored(client, batch)
+    noted.calls.clear()
+    with pytest.raises(MissingColumns, match=r"prev_logprobs, which.*gbs < rows"):
+        policy.train_from_meta(meta, LOSS, gbs=4)
+    with pytest.raises(MissingColumns, match="reads reference_policy_logprobs, which"):
+        policy.train_from_meta(meta, ObjectiveLoss(PRESETS["grpo"].objective))
+    with pytest.raises(MissingColumns, match="reads mine, which"):
+        policy.train_from_meta(meta.with_fields(["mine"]), LOSS)
+    stepped = meta.with_fields([])
+    stepped.extra_info["step"] = 3
+    with pytest.raises(CallRefused, match="'max_staleness_versions' in its tags"):
+        policy.train_from_meta(stepped, LOSS)
+    stepped.stamp_tags({"max_staleness_versions": [1] * 12})
+    with pytest.raises(MissingColumns, match="reads weight_versions, which"):
+        policy.train_from_meta(stepped, LOSS)
+    with pytest.raises(KeyError, match="never put, or cleared"):
+        policy.train_from_meta(KVBatchMeta("train", None, ["nowhere"]), LOSS)
+    assert not noted.calls, "a rank was called"
+
+
+def test_a_meta_without_lengths_learns_them_and_a_narrow_stamp_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, _, client = tq_on(2, monkeypatch)
+    batch = make_batch()
+    lengths = batch["input_lengths"].tolist()
+    meta = stored(client, batch)
+    bare = KVBatchMeta("train", None, meta.sample_ids)
+    assert policy.read_from_dataplane(bare, select_fields=["input_ids"])["input_ids"].shape[1] == max(lengths)
+    assert (bare.sequence_lengths, bare.extra_info) == (lengths, {PAD_SEQLEN: max(lengths)})
+    narrow = KVBatchMeta("train", None, meta.sample_ids, None, lengths, {PAD_SEQLEN: 2})
+    policy.get_logprobs_from_meta(narrow)
+    assert narrow.extra_info[PAD_SEQLEN] == max(lengths)
+    # rows whose lengths were never put: they can be read, and not be cut for ranks
+    loose = client.put_samples(["a", "b"], "train", fields={"values": torch.ones(2, 5)})
+    assert policy.read_from_dataplane(loose, select_fields=["values"])["values"].shape == (2, 5)
+    assert PAD_SEQLEN not in loose.extra_info
+    with pytest.raises(ValueError, match="no sequence_lengths"):
+        policy.get_logprobs_from_meta(loose)

@@ -7,7 +7,7 @@ import torch
 
 from asyncrl.algorithms.returns import gae, masked_moments, whiten
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import RunError
+from asyncrl.errors import CallRefused
 from asyncrl.value.estimators import GAE, VTrace, token_rewards, whitened_advantages
 
 ROWS, TOKENS = 6, 8
@@ -37,9 +37,12 @@ def over_ranks(data: BatchedDataDict, estimator: Any, *, ranks: int) -> tuple[to
     shards = data.shard_by_batch_size(ranks, allow_uneven_shards=True)
     given: list[torch.Tensor] = []
     for shard in shards:
-        whitened_advantages(shard, estimator, add_up=lambda moments: given.append(moments) or moments)
+        found = estimator(shard) if shard.size else None
+        whitened_advantages(shard, found, add_up=lambda moments: given.append(moments) or moments)
     total = torch.stack(given).sum(0)
-    found = [whitened_advantages(shard, estimator, add_up=lambda _: total) for shard in shards]
+    found = [
+        whitened_advantages(shard, estimator(shard) if shard.size else None, add_up=lambda _: total) for shard in shards
+    ]
     assert [part is None for part in found] == [shard.size == 0 for shard in shards]
     parts = [part for part in found if part is not None]
     return torch.cat([part.advantages_BS for part in parts]), torch.cat([part.returns_BS for part in parts])
@@ -89,5 +92,5 @@ def test_policy_and_value_have_a_lambda_of_their_own_and_lengths_may_set_the_pol
 def test_a_trained_token_whose_value_is_no_number_is_an_error_and_no_advantage_of_0() -> None:
     data = scene()
     data["values"][0, 1] = torch.nan
-    with pytest.raises(RunError, match="not finite"):
-        whitened_advantages(data, GAE(gamma=1.0, lam=1.0, value_lam=1.0), add_up=lambda moments: moments)
+    with pytest.raises(CallRefused, match="not finite"):
+        whitened_advantages(data, GAE(gamma=1.0, lam=1.0, value_lam=1.0)(data), add_up=lambda moments: moments)

@@ -1,0 +1,84 @@
+"""Checks a rank's rows before any pass: wrong rows are refused on all ranks together instead of failing in the model.
+
+Legend: B rows, S tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import CallRefused
+
+
+class _Kind(NamedTuple):
+    shapes: tuple[str, ...]
+    integer: bool = False
+
+
+_KINDS = {
+    "input_ids": _Kind(("[B, S]",), integer=True),
+    "input_lengths": _Kind(("[B]",), integer=True),
+    "weight_versions": _Kind(("[B, S]",), integer=True),
+    "token_mask": _Kind(("[B, S]",)),
+    "sample_mask": _Kind(("[B]",)),
+    "advantages": _Kind(("[B]", "[B, S]")),
+    "rewards": _Kind(("[B]",)),
+    **dict.fromkeys(
+        (
+            "generation_logprobs",
+            "prev_logprobs",
+            "reference_policy_logprobs",
+            "staleness",
+            "values",
+            "returns",
+        ),
+        _Kind(("[B, S]",)),
+    ),
+}
+"""Shape and kind of number of each column that the ranks themselves read."""
+
+
+def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
+    """CallRefused, which names the column, the row and the value, when rows cannot go through a model.
+
+    Checks shapes and kinds of the known columns, token ids against `vocabulary`, lengths against the width, and masks.
+    """
+    if batch.size == 0:
+        return
+    ids_BS = _tensor(batch, "input_ids")
+    if ids_BS.ndim != 2:
+        raise CallRefused(f"input_ids has shape {list(ids_BS.shape)}; it must be [rows, tokens]")
+    rows, width = ids_BS.shape
+    shapes = {"[B]": (rows,), "[B, S]": (rows, width)}
+    for name in (name for name in _KINDS if name in batch):
+        column, kind = _tensor(batch, name), _KINDS[name]
+        if tuple(column.shape) not in {shapes[shape] for shape in kind.shapes}:
+            raise CallRefused(
+                f"{name} has shape {list(column.shape)}; it must be {' or '.join(kind.shapes)}, and input_ids has "
+                f"B = {rows} rows and S = {width} tokens"
+            )
+        if kind.integer and (column.is_floating_point() or column.is_complex()):
+            raise CallRefused(f"{name} is {column.dtype}; it must be an integer dtype")
+    _check_range("input_ids", ids_BS, 0, vocabulary - 1, why=f"the model's vocabulary has {vocabulary} tokens")
+    _check_range("input_lengths", batch["input_lengths"], 0, width, why=f"input_ids is {width} tokens wide")
+    for name in ("token_mask", "sample_mask"):
+        if name in batch:
+            mask = batch[name].float()
+            _check_range(name, mask.nan_to_num(nan=-1.0), 0.0, torch.finfo(mask.dtype).max, why="it is a weight")
+
+
+def _tensor(batch: BatchedDataDict, name: str) -> torch.Tensor:
+    column = batch[name]
+    if not isinstance(column, torch.Tensor):
+        raise CallRefused(f"{name} is a {type(column).__name__}; it must be a tensor")
+    return column
+
+
+def _check_range(name: str, values: torch.Tensor, least: float, most: float, *, why: str) -> None:
+    outside = (values < least) | (values > most)
+    if outside.any():
+        place = outside.nonzero()[0].tolist()
+        raise CallRefused(
+            f"{name}{place} is {values[tuple(place)].item()}; it must be from {least} to {most}, because {why}"
+        )
