@@ -14,6 +14,7 @@ AsyncRLError
 │   ├── ActorGone              the process behind a call has ended
 │   │   └── RowsLost           rows died with the process that kept them (F37)
 │   ├── MissingColumns         rows lack what a loss reads; nothing was trained
+│   ├── ImpreciseColumns       log-probs in half precision that a loss adds up over sequences; nothing was trained
 │   ├── Offloaded              the model is off its devices for a refit, and was not brought back
 │   ├── NonFiniteError         too many non-finite steps in a row (F21)
 │   └── StalenessViolation     a token older than the limit reached a batch: our bug
@@ -115,6 +116,10 @@ class PlacementError(RunError):
 
 class MissingColumns(RunError):
     """Rows lack columns that a loss reads: all ranks found out before the first pass."""
+
+
+class ImpreciseColumns(RunError):
+    """A loss adds up log-probs over sequences and got them in half precision. The message names column and dtype."""
 
 
 class Offloaded(RunError):
