@@ -15,7 +15,7 @@ import ray
 
 from asyncrl.config.import_path import resolve
 from asyncrl.config.schema import Config
-from asyncrl.errors import CheckpointError, MissingColumns, Offloaded, RowsLost, WeightError
+from asyncrl.errors import CheckpointError, ImpreciseColumns, MissingColumns, Offloaded, RowsLost, WeightError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 BESIDE = "beside"
 """Ray concurrency group of calls that run in a thread beside the rank's steps."""
-REFUSALS = (RowsLost, MissingColumns, Offloaded, WeightError, CheckpointError)
+REFUSALS = (RowsLost, MissingColumns, ImpreciseColumns, Offloaded, WeightError, CheckpointError)
 """What a rank answers with instead of failing: all ranks agree on it, or it leaves their own group whole."""
 
 

@@ -14,7 +14,7 @@ from asyncrl.algorithms.loss import SOURCE_COLUMNS, ObjectiveLoss, interpolated_
 from asyncrl.algorithms.value_loss import ClippedValueLoss, missing_value_columns
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import MissingColumns
+from asyncrl.errors import ImpreciseColumns, MissingColumns
 from asyncrl.policy.batching import count_trained, empty_micro_batch, micro_batches, trained_mask
 from asyncrl.policy.step_report import UpdatePlan, global_plan
 
@@ -90,6 +90,21 @@ def check_columns(
         names = sorted(set().union(*missing))
         error = missing_columns(names) if isinstance(loss_fn, ObjectiveLoss) else missing_value_columns(names)
         raise MissingColumns(str(error))
+
+
+def check_precision(loss_fn: LossFunction, data: BatchedDataDict, *, gather: Callable[[Any], list[Any]]) -> None:
+    """ImpreciseColumns, on all ranks, when a column of any is in half precision and the loss adds it up over
+    sequences. A collective."""
+    if not isinstance(loss_fn, ObjectiveLoss):
+        return
+    own = None
+    try:
+        loss_fn.check_precision(data)
+    except ImpreciseColumns as error:
+        own = error
+    found: list[ImpreciseColumns] = [refusal for refusal in gather(own) if refusal is not None]
+    if found:
+        raise found[0]
 
 
 def needs_reference(loss_fn: LossFunction) -> bool:

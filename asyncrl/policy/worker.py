@@ -31,7 +31,7 @@ from asyncrl.policy.micro_batch import MicroBatchOutcome, aligned, loss_of
 from asyncrl.policy.packed import ATTENTION
 from asyncrl.policy.sharded import gather_weights, move_model, parameter_specs
 from asyncrl.policy.sharded_worker import HOST, ShardedWorker
-from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, check_columns, needs_reference
+from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, check_columns, check_precision, needs_reference
 from asyncrl.policy.step_report import RankRecord
 from asyncrl.weights.manifest import layout
 from asyncrl.weights.publisher import Snapshot, take_snapshot
@@ -83,8 +83,8 @@ class PolicyWorker(ShardedWorker[LossFunction]):
     ) -> RankRecord:
         """`ShardedWorker.train`; `advantages`, if the loss reads them, may be a value a row [B].
 
-        MissingColumns, on all ranks, when the loss reads a column that is not there; tokens without a number in one are
-        left out, and counted.
+        MissingColumns, on all ranks, when the loss reads a column that is not there, and ImpreciseColumns when it adds
+        up a column in half precision over sequences; tokens without a number in one are left out, and counted.
         """
         data = copy.copy(data)
         if "advantages" in data and data["advantages"].ndim == 1:
@@ -93,6 +93,7 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         if data and step is not None:
             data["staleness"] = (step - data["weight_versions"]).float()
         check_columns(loss_fn, data, gather=self.gather)
+        check_precision(loss_fn, data, gather=self.gather)
         record = super().train(
             data,
             loss_fn,

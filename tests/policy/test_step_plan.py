@@ -10,9 +10,9 @@ from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS, resolve_objective
 from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import MissingColumns
+from asyncrl.errors import ImpreciseColumns, MissingColumns
 from asyncrl.policy.batching import empty_micro_batch
-from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, check_columns
+from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, check_columns, check_precision
 from asyncrl.policy.step_report import UpdatePlan
 
 M2PO = ObjectiveLoss(PRESETS["m2po"].objective)
@@ -109,6 +109,24 @@ def test_a_batch_without_advantages_or_returns_is_refused_like_one_without_log_p
     ):
         with pytest.raises(MissingColumns, match=missing):
             check_columns(loss, data, gather=lambda own: [own])
+
+
+def test_a_pooled_column_in_half_precision_is_refused_on_every_rank() -> None:
+    loss = ObjectiveLoss(PRESETS["gspo"].objective)
+    sent: list[Any] = []
+
+    def gather(own: Any) -> list[Any]:
+        sent.append(own)
+        return [None, own]
+
+    data = rows([0.1])
+    check_precision(loss, data, gather=gather)
+    data["prev_logprobs"] = data["prev_logprobs"].bfloat16()
+    with pytest.raises(ImpreciseColumns, match="prev_logprobs is bfloat16"):
+        check_precision(loss, data, gather=gather)
+    with pytest.raises(ImpreciseColumns, match="prev_logprobs is bfloat16"):
+        check_precision(loss, BatchedDataDict(), gather=lambda own: [own, sent[-1]])
+    check_precision(ObjectiveLoss(PRESETS["dapo"].objective), data, gather=gather)
 
 
 def test_what_is_there_or_made_in_the_pass_is_not_missing() -> None:
