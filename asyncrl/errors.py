@@ -15,6 +15,7 @@ AsyncRLError
 │   │   └── RowsLost           rows died with the process that kept them (F37)
 │   ├── CallRefused            the ranks cannot use the arguments of a call; they go on
 │   │   ├── MissingColumns     rows lack what a loss reads; nothing was trained
+│   │   ├── ImpreciseColumns   log-probs in half precision that a loss adds up over sequences
 │   │   ├── LossFailed         a loss function raised, or returned no scalar and metrics
 │   │   └── Offloaded          the model is off its devices for a refit, and was not brought back
 │   ├── NonFiniteError         too many non-finite steps in a row (F21)
@@ -121,6 +122,10 @@ class CallRefused(RunError):
 
 class MissingColumns(CallRefused):
     """Rows lack columns that a call reads. No pass was made."""
+
+
+class ImpreciseColumns(CallRefused):
+    """A loss adds up log-probs over sequences and got them in half precision. The message names column and dtype."""
 
 
 class LossFailed(CallRefused):

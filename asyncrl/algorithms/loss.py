@@ -4,7 +4,8 @@ Legend: B rows, S tokens, V vocabulary, T = S − 1 (the first token of a row ha
 
 What must hold: only the current log-probs carry gradient; masked slots are replaced before any exp, so that NaN in
 them changes nothing; weights and gates never change a denominator; exponents are bounded in log space; sequences are
-told apart by segment ids, so that a packed row and padded ones give the same loss and gradient.
+told apart by segment ids, so that a packed row and padded ones give the same loss and gradient; all arithmetic is in
+float32 or wider, whatever the dtype of the inputs.
 """
 
 import inspect
@@ -31,13 +32,14 @@ from asyncrl.algorithms.objective import (
     SoftGate,
     Surrogate,
     Weight,
+    pooled_sources,
     uses_ratio,
 )
 from asyncrl.algorithms.presets import is_own_loss, resolve_objective
 from asyncrl.config.import_path import resolve
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import ConfigError, ImpreciseColumns, RunError
 
 MAX_LOG_RATIO = 40.0
 """A ratio and an unbounded weight beyond e^40 ≈ 2e17 are a broken log-prob (F22): they read as e^40, whose product
@@ -107,11 +109,11 @@ def token_terms(
     entropy_BT: torch.Tensor | None = None,
 ) -> TokenTerms:
     """W · K · S + Σ β · P of every token, zero where it is masked. Everything but `logprobs_BT` and `entropy_BT` is
-    detached here. `sources` has at least `objective.sources()`."""
+    detached here. `sources` has at least `objective.sources()`. Half precision is widened to float32 first."""
     mask_BT = segments.mask_BT
 
     def inside(values_BT: torch.Tensor) -> torch.Tensor:
-        return torch.where(mask_BT, values_BT, 0.0)
+        return torch.where(mask_BT, _wide(values_BT), 0.0)
 
     lp_BT, adv_BT = inside(logprobs_BT), inside(advantages_BT.detach())
     fixed = {name: inside(values_BT.detach()) for name, values_BT in sources.items()} | {"current": lp_BT.detach()}
@@ -140,12 +142,15 @@ def _log_u(
     adv_BT: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    """log u of every token: its own, or its sequence's mean or sum, with lp's gradient."""
+    """log u of every token: its own, or its sequence's mean or sum, with lp's gradient. At `sequence_mean_token` the
+    value is the mean's and the gradient that of the token's own lp."""
     log_u_BT = lp_BT - anchor_BT
     if objective.pre_clip is not None:
         above_BT = log_u_BT.clamp(max=math.log(objective.pre_clip.hi))
         below_BT = log_u_BT.clamp(min=math.log(objective.pre_clip.lo))
         log_u_BT = torch.where(adv_BT > 0, above_BT, torch.where(adv_BT < 0, below_BT, log_u_BT))
+    if objective.level == "sequence_mean_token":
+        return segments.pool(log_u_BT, "mean").detach() + (lp_BT - lp_BT.detach())
     how = {"token": "token", "sequence_mean": "mean", "sequence_sum": "sum"}[objective.level]
     return segments.pool(log_u_BT, how)
 
@@ -203,6 +208,15 @@ def _weight(
 def _ratio(log_ratio: torch.Tensor, *, lo: float, hi: float) -> torch.Tensor:
     """e^log_ratio in [lo, hi], and never beyond e^MAX_LOG_RATIO."""
     return log_ratio.clamp(_log(lo), min(_log(hi), MAX_LOG_RATIO)).exp()
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """`values`, in float32 if their dtype is narrower: bfloat16 differences would be rounded to bfloat16."""
+    return values.float() if _is_half(values.dtype) else values
 
 
 def _log(bound: float) -> float:
@@ -270,8 +284,9 @@ def interpolated_proximal(
 ) -> torch.Tensor:
     """Proximal log-probs without a forward pass: behaviour + (1 − 1/d) · (sg lp − behaviour) for tokens that are d
     versions old, the current ones for d = 0 (A-3PO, 2512.06547)."""
+    behaviour_BT, staleness_BT = _wide(behaviour_BT), _wide(staleness_BT)
     share_BT = torch.where(staleness_BT > 0, 1 - 1 / staleness_BT.clamp(min=1), 1.0)
-    return behaviour_BT + share_BT * (logprobs_BT.detach() - behaviour_BT)
+    return behaviour_BT + share_BT * (_wide(logprobs_BT.detach()) - behaviour_BT)
 
 
 def coefficients(
@@ -316,6 +331,10 @@ class ObjectiveLoss:
         self.loss_type = LossType.SEQUENCE_LEVEL if by_sequence else LossType.TOKEN_LEVEL
         self.needs_entropy = any(penalty.kind == "entropy" for penalty in objective.penalties)
         self.columns = _columns(objective)
+        pooled = pooled_sources(objective)
+        self._pooled_columns = {SOURCE_COLUMNS[source] for source in pooled - {"current"}} | (
+            {"next_token_logits", "next_token_logprobs"} if "current" in pooled else set()
+        )
         self.input_type = LossInputType.LOGIT if self.needs_entropy else LossInputType.LOGPROB
 
     def __call__(
@@ -330,6 +349,8 @@ class ObjectiveLoss:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         if data is None or global_valid_seqs is None or global_valid_toks is None:
             raise TypeError("a loss needs data, global_valid_seqs and global_valid_toks")
+        given = {"next_token_logits": next_token_logits, "next_token_logprobs": next_token_logprobs}
+        self.check_precision({**data, **{name: value for name, value in given.items() if value is not None}})
         if next_token_logits is not None:
             next_token_logprobs = gather_logprobs(next_token_logits, input_ids_BS=data["input_ids"])
             next_token_entropies = entropy(next_token_logits) if self.needs_entropy else None
@@ -346,6 +367,21 @@ class ObjectiveLoss:
             "clipped_ratio": float(terms.clipped_BT.sum()),
             "gated_ratio": float(terms.gated_BT.sum()),
         }
+
+    def check_precision(self, columns: Mapping[str, Any]) -> None:
+        """ImpreciseColumns when a column in half precision reaches a ratio, weight or gate of whole sequences.
+
+        The tokens' rounding errors add up there: with log-probs rounded to bfloat16, the gradient of a product of 4,096
+        ratios is off by 0.4 of its norm, and widening does not restore them. What only reaches ratios of single tokens
+        is widened and accepted.
+        """
+        for name in sorted(self._pooled_columns & set(columns)):
+            if _is_half(columns[name].dtype):
+                raise ImpreciseColumns(
+                    f"{name} is {str(columns[name].dtype).removeprefix('torch.')}: the loss combines log-probs over "
+                    "whole sequences, where the rounding errors of half precision add up; compute it in float32 "
+                    "(logits.float() before log_softmax), or choose a loss whose level and pools are `token`"
+                )
 
     def terms(
         self, data: BatchedDataDict, *, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor | None = None

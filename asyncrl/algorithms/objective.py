@@ -239,8 +239,10 @@ class Objective(_Axis, frozen=True, kw_only=True):
 
     surrogate: Surrogate
     anchor: Anchor = "proximal"
-    level: Literal["token", "sequence_mean", "sequence_sum"] = "token"
-    """u of a token, the geometric mean of its sequence's, or their product."""
+    level: Literal["token", "sequence_mean", "sequence_sum", "sequence_mean_token"] = "token"
+    """u of a token, the geometric mean of its sequence's, or their product. `sequence_mean_token` has the value of
+    `sequence_mean`, and the gradient of the token's own log-prob alone: sg(mean) · π/sg(π) (GSPO-token, 2507.18071),
+    so that every token's advantage pushes that token."""
     pre_clip: PreClip | None = None
     weight: Weight | None = None
     gates: tuple[Gate, ...] = ()
@@ -262,6 +264,11 @@ class Objective(_Axis, frozen=True, kw_only=True):
             if idle:
                 unset = ", ".join(f"{name}: {_OF_THE_RATIO[name] or 'null'}" for name in idle)
                 raise ValueError(f"the surrogate looks at no ratio, so that nothing reads {', '.join(idle)}: {unset}")
+        if self.level == "sequence_mean_token" and isinstance(self.surrogate, Weighted):
+            raise ValueError(
+                "level sequence_mean_token differs from sequence_mean in the ratio's gradient only, and a weighted "
+                "surrogate takes no gradient of its ratio: set level to sequence_mean"
+            )
         if self.proximal == "interpolated" and "proximal" not in self.sources():
             raise ValueError("nothing reads the proximal policy, so that interpolating it does nothing: remove it")
 
@@ -283,6 +290,22 @@ def uses_ratio(surrogate: Surrogate) -> bool:
     if isinstance(surrogate, Weighted):
         return not all(isinstance(k, Clamp) and k.lo == k.hi for k in (surrogate.positive, surrogate.negative))
     return not isinstance(surrogate, Reinforce)
+
+
+def pooled_sources(objective: Objective) -> frozenset[str]:
+    """Whose log-probs reach a ratio, weight or gate of a whole sequence; `current` are those that are trained.
+
+    An interpolated proximal policy is made of the sampler's log-probs and the current ones.
+    """
+    found: set[str] = set()
+    if uses_ratio(objective.surrogate) and objective.level != "token":
+        found |= {"current", objective.anchor}
+    for part in (objective.weight, *objective.gates):
+        if part is not None and part.pool != "token":
+            found |= {part.p, part.q}
+    if objective.proximal == "interpolated" and "proximal" in found:
+        found = found - {"proximal"} | {"current", "behaviour"}
+    return frozenset(found)
 
 
 def is_corrected(objective: Objective) -> bool:

@@ -231,6 +231,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             baseline="group_norm",
         ),
+        "gspo_token": Preset(
+            source="2507.18071",
+            use="As gspo, for advantages that differ between a sequence's tokens (a critic, rewards of turns).",
+            objective=Objective(
+                surrogate=Clipped(lo=1 - 3e-4, hi=1 + 4e-4), level="sequence_mean_token", aggregation=SEQUENCE_MEAN
+            ),
+            baseline="group_norm",
+        ),
         "luspo": Preset(
             source="2602.05261",
             use="As gspo, without its preference for short answers.",

@@ -96,7 +96,8 @@ def loss_of(
     differentiable = torch.stack(parts).sum()
     sums = OffPolicySums()
     if "generation_logprobs" in data:
-        proximal_BT, behaviour_BT = proximal_BS[:, 1:], data["generation_logprobs"][:, 1:]
+        # in float32: the difference of two bfloat16 columns would be rounded to bfloat16
+        proximal_BT, behaviour_BT = proximal_BS[:, 1:].float(), data["generation_logprobs"][:, 1:].float()
         if from_logprobs and "advantages" in data:
             push_slopes_BT, shares_BT = (slopes[0], {}) if objective is None else _push(objective, data, logprobs_BT)
             kernel = kernel_sums(

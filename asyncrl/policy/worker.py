@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import Store
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.algorithms.interfaces import LossFunction
-from asyncrl.algorithms.loss import build_loss
+from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
 from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -101,6 +101,8 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         if data.size and step is not None and "weight_versions" in data:
             data["staleness"] = (step - data["weight_versions"]).float()
         data, _ = super()._prepared(data, loss_fn, step=step, updates=updates, eval_mode=eval_mode)
+        if isinstance(loss_fn, ObjectiveLoss):
+            loss_fn.check_precision(data)
         if "advantages" in data and data["advantages"].ndim == 1:
             data["advantages"] = data["advantages"].unsqueeze(1).expand_as(data["input_ids"])
         return without_nonfinite(data)

@@ -30,6 +30,27 @@ LOSS = [
         "anchor_BT = fixed[objective.anchor if",
         'anchor_BT = fixed["proximal" if',
     ),
+    (
+        "half precision is not widened",
+        "torch.where(mask_BT, _wide(values_BT), 0.0)",
+        "torch.where(mask_BT, values_BT, 0.0)",
+    ),
+    (
+        "an interpolated policy in half precision",
+        "behaviour_BT, staleness_BT = _wide(behaviour_BT), _wide(staleness_BT)",
+        "pass",
+    ),
+    ("half precision is pooled", "if _is_half(columns[name].dtype):", "if False:"),
+    (
+        "the pooled ratio of GSPO-token carries gradient",
+        'segments.pool(log_u_BT, "mean").detach() + (lp_BT',
+        'segments.pool(log_u_BT, "mean") + (lp_BT',
+    ),
+    (
+        "GSPO-token without a gradient",
+        "(lp_BT - lp_BT.detach())",
+        "(lp_BT - lp_BT).detach()",
+    ),
     ("pre-clip on the wrong side", "(adv_BT > 0, above_BT,", "(adv_BT > 0, below_BT,"),
     ("pre-clip on both sides", "log_u_BT.clamp(max=math.log(objective.pre_clip.hi))", "log_u_BT.clamp(-0.4, 0.4)"),
     ("exponents without a limit", "log_u_BT.clamp(max=MAX_LOG_RATIO).exp()", "log_u_BT.exp()"),
@@ -98,8 +119,8 @@ LOSS = [
     ("fresh tokens take the behaviour policy", "staleness_BT.clamp(min=1), 1.0)", "staleness_BT.clamp(min=1), 0.0)"),
     (
         "masked slots are multiplied, not replaced",
-        "return torch.where(mask_BT, values_BT, 0.0)",
-        "return values_BT * mask_BT",
+        "return torch.where(mask_BT, _wide(values_BT), 0.0)",
+        "return _wide(values_BT) * mask_BT",
     ),
     (
         "masked samples are trained",
@@ -242,6 +263,16 @@ OBJECTIVE = [
         "pass",
     ),
     ("idle axes are let through", "if not uses_ratio(self.surrogate):", "if False:"),
+    (
+        "a level that does nothing",
+        'if self.level == "sequence_mean_token" and isinstance(self.surrogate, Weighted):',
+        "if False:",
+    ),
+    (
+        "pooled gates are not told",
+        "for part in (objective.weight, *objective.gates):",
+        "for part in (objective.weight,):",
+    ),
     ("gates without a bound", "if self.budget is None and self.lo <= least", "if False and self.lo <= least"),
     ("any beta", "if not 0 < self.beta < math.inf", "if False"),
 ]

@@ -10,7 +10,7 @@ import torch
 from worked_sequences import STEP_TOKENS, Worked, assert_as_worked, log_weighted
 
 from asyncrl.algorithms.loss import ObjectiveLoss
-from asyncrl.algorithms.objective import Aggregation, Gate, Linear, Objective, Penalty, Reinforce, Weight
+from asyncrl.algorithms.objective import Aggregation, Clipped, Gate, Linear, Objective, Penalty, Reinforce, Weight
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
 LN3 = math.log(3)
@@ -157,6 +157,27 @@ def test_pooled_weights(pool: str, weight: float) -> None:
     assert_as_worked(
         Objective(surrogate=Reinforce(), weight=Weight(pool=pool)),  # type: ignore[arg-type]
         (log_weighted(advantage=2, current=(0.3, 0.1), behaviour=(0.05, 0.4), gradients=(-2 * weight, -2 * weight)),),
+    )
+
+
+# u = 2 and 4.5, of the sequence s = 3 or the product 9; hi = 1.0004 bounds the first token, whose A > 0, and the second
+# has the loss 2 · s. d s / d lp of both tokens is s/2 where the mean carries gradient, s where it is the product; where
+# only the token's own log-prob does, the second loss moves the second token alone
+@pytest.mark.parametrize(
+    ("level", "losses", "gradients"),
+    [
+        ("sequence_mean_token", (-2.0008, 6), (0, 6)),
+        ("sequence_mean", (-2.0008, 6), (3, 3)),
+        ("sequence_sum", (-2.0008, 18), (18, 18)),
+        ("token", (-2.0008, 9), (0, 9)),
+    ],
+)
+def test_levels_where_advantages_differ_between_a_sequence_s_tokens(
+    level: str, losses: tuple[float, float], gradients: tuple[float, float]
+) -> None:
+    assert_as_worked(
+        Objective(surrogate=Clipped(lo=1 - 3e-4, hi=1 + 4e-4), level=level),  # type: ignore[arg-type]
+        (Worked(advantage=(2, -2), current=(0.4, 0.9), losses=losses, gradients=gradients, over=T),),
     )
 
 

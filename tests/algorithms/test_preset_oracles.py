@@ -142,6 +142,14 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         Worked(advantage=2, current=(0.20006,), losses=(-2.0006,), gradients=(-2.0006,), over=N),
         Worked(advantage=-2, current=(0.19996,), losses=(1.9996,), gradients=(1.9996,), over=N),
     ),
+    # s_t = sg(s) · π/sg(π): the value of gspo, and every token's loss moves that token alone, by −A · s. With one
+    # advantage for the sequence that is gspo's gradient; `test_axes_by_hand.py` has advantages that differ
+    "gspo_token": (
+        Worked(advantage=2, current=(0.08, 0.02), losses=(-0.4, -0.4), gradients=(-0.4, -0.4), over=N * 2),
+        Worked(advantage=2, current=(0.4, 0.9), losses=(-2.0008, -2.0008), gradients=(0, 0), over=N * 2),
+        Worked(advantage=-2, current=(0.08, 0.02), losses=(1.9994, 1.9994), gradients=(0, 0), over=N * 2),
+        Worked(advantage=-2, current=(0.4, 0.9), losses=(6, 6), gradients=(6, 6), over=N * 2),
+    ),
     # as gspo with wider bounds, and the length is not divided out again
     "luspo": (
         Worked(advantage=2, current=(0.08, 0.02), losses=(-0.4, -0.4), gradients=(-0.4, -0.4), over=N),

@@ -36,7 +36,7 @@ def test_presets_import_without_torch() -> None:
 def test_the_default_is_corrected_and_the_uncorrected_ones_are_known() -> None:
     assert {name for name, preset in PRESETS.items() if not is_corrected(preset.objective)} == {
         *("reinforce", "rloo", "reinforce_pp", "grpo", "dr_grpo", "dapo", "ppo", "vapo", "dual_clip", "two_sided"),
-        *("gspo", "luspo", "gmpo", "cispo", "aspo", "sapo", "kimi"),
+        *("gspo", "gspo_token", "luspo", "gmpo", "cispo", "aspo", "sapo", "kimi"),
     }
 
 
@@ -45,7 +45,7 @@ def test_every_row_of_the_designs_table_is_there() -> None:
         *("reinforce", "rloo", "reinforce_pp", "grpo", "dr_grpo", "dapo", "dual_clip", "two_sided", "gspo", "luspo"),
         *("gmpo", "cispo", "aipo", "topr", "aspo", "sapo", "vespo", "dppo_tv", "dppo_kl", "tis", "icepop", "seq_tis"),
         *("geometric_rejection", "opsm", "decoupled_ppo", "a3po", "m2po", "kimi", "ppo", "vapo", "vtrace"),
-        "decoupled_icepop",
+        *("decoupled_icepop", "gspo_token"),
     }
 
 
@@ -158,6 +158,13 @@ def test_what_does_not_divide_by_the_samplers_probability_is_no_correction(axes:
             "nothing reads pre_clip: pre_clip: null",
         ),
         ({"surrogate": {"kind": "linear"}, "anchor": "behaviour", "proximal": "interpolated"}, "interpolating"),
+        (
+            {
+                "surrogate": {"kind": "weighted", "positive": {"kind": "clamp"}, "negative": {"kind": "clamp"}},
+                "level": "sequence_mean_token",
+            },
+            "set level to sequence_mean",
+        ),
     ],
 )
 def test_f28_an_axis_that_does_nothing_is_refused(axes: dict[str, Any], words: str) -> None:

@@ -34,7 +34,7 @@ class Worked:
     does not look at them does not notice.
     """
 
-    advantage: float
+    advantage: float | tuple[float, ...]
     current: tuple[float, ...]
     losses: tuple[float, ...]
     gradients: tuple[float, ...]

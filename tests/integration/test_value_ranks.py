@@ -11,7 +11,7 @@ import pytest
 import torch
 from rank_scenarios import CUTS, UPDATE_ROWS
 from tiny_groups import make_model
-from value_scenarios import LOSS, OPTIMIZER, run_rank, value_batch
+from value_scenarios import OPTIMIZER, run_rank, value_batch
 
 from asyncrl.policy.step_report import step_report, train_result
 from asyncrl.value.model import load_value_model, model_values

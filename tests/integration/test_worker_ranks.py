@@ -220,9 +220,7 @@ def test_rows_come_to_the_same_flops_however_they_are_cut_and_evaluation_to_a_th
     results: Any, folder: Path, world_size: int, cut: str
 ) -> None:
     ranks = [results[world_size, rank]["interface"][cut] for rank in range(world_size)]
-    trained, evaluated = (
-        step_report([found[name] for found in ranks]) for name in ("trained", "evaluated")
-    )
+    trained, evaluated = (step_report([found[name] for found in ranks]) for name in ("trained", "evaluated"))
     assert trained.model_flops == flops_of(folder, matrix_batch(), backward=True)
     assert evaluated.model_flops == flops_of(folder, matrix_batch(), backward=False)
     assert trained.peak_flops_per_s is None, "nobody knows a CPU's"

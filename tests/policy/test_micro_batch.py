@@ -1,5 +1,6 @@
 """A micro-batch through a tiny model: what the kernel says of objectives and users' losses; the entropy penalty."""
 
+import copy
 import functools
 import math
 from collections.abc import Mapping
@@ -102,6 +103,45 @@ def test_a_loss_without_attributes_gets_logits() -> None:
 
     found = outcome(bare, data)
     assert found.loss == pytest.approx(outcome(Wrapped(objective, LossInputType.LOGPROB), data).loss, rel=1e-5)
+
+
+def test_a_model_in_bfloat16_gives_losses_log_probs_and_logits_in_float32() -> None:
+    given: list[torch.Tensor] = []
+
+    class Watched(Wrapped):
+        def __call__(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+            given.append(arguments[0] if arguments else named["next_token_logprobs"])
+            return super().__call__(*arguments, **named)
+
+    data = on_policy(0, (2, 6))
+    half = copy.deepcopy(model()).to(torch.bfloat16)
+    counts = {"global_valid_seqs": torch.tensor(2), "global_valid_toks": torch.tensor(8)}
+    for input_type in LossInputType:
+        loss_of(
+            data,
+            model=half,
+            loss_fn=Watched(PRESETS["gspo"].objective, input_type),
+            counts=counts,
+            temperature=TEMPERATURE,
+            packed=False,
+            step=STEP,
+            sole_update=True,
+        )
+    assert [tensor.dtype for tensor in given] == [torch.float32] * 2
+
+
+def test_diagnostics_of_columns_in_bfloat16_are_those_of_the_same_numbers_in_float32() -> None:
+    data = on_policy(0, (2, 6))
+    data["prev_logprobs"] = (data["generation_logprobs"] + 0.3).bfloat16()
+    data["generation_logprobs"] = data["generation_logprobs"].bfloat16()
+    data["staleness"] = torch.zeros_like(data["advantages"])
+    loss = ObjectiveLoss(PRESETS["dapo"].objective)
+    half = outcome(loss, data)
+    for column in ("prev_logprobs", "generation_logprobs"):
+        data[column] = data[column].float()
+    wide = outcome(loss, data)
+    assert half.kernel == wide.kernel
+    assert half.sums == wide.sums
 
 
 def test_a_penalty_is_no_push() -> None:

@@ -17,7 +17,6 @@ from asyncrl.errors import MissingColumns, RunError
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.value.lm_value import Value
 
-
 SCORED = ("prev_logprobs", "reference_policy_logprobs")
 
 

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import CheckpointError, CollectiveError, MissingColumns, Offloaded, RowsLost, WeightError
+from asyncrl.errors import (
+    CheckpointError,
+    CollectiveError,
+    ImpreciseColumns,
+    MissingColumns,
+    Offloaded,
+    RowsLost,
+    WeightError,
+)
 from asyncrl.policy.rank_actor import POLICY_RANKS, RankActor
 from asyncrl.policy.ranks import RankGroup
 
@@ -29,6 +37,7 @@ def rank() -> RankActor:
 REFUSED = [
     RowsLost("gone", sample_ids=["a"]),
     MissingColumns("returns"),
+    ImpreciseColumns("prev_logprobs is bfloat16"),
     Offloaded("away"),
     WeightError("another order"),
     CollectiveError("late"),
