@@ -1,151 +1,291 @@
-"""Advantages from rewards: computed by the driver, which sees rewards and group ids but no tokens.
+"""Advantages from rewards: computed by the driver, which knows rewards, group ids and lengths but no tokens.
 
-The driver computes them once a step over all of its samples, before anything is dealt to ranks, updates or
-micro-batches: what is called the batch here is the whole step, and its statistics are global by construction. They
-weigh samples, so that a long completion counts no more than a short one.
+The driver computes them once a step over all of its samples, before they are dealt to ranks, updates or micro-batches.
+"The batch" below is the whole step, so that statistics of the batch are global. They weigh samples and not tokens,
+unless an estimator's `whiten` is `tokens`.
 
-What must hold: groups are found by id, never by position or by equal prompts; an incomplete group uses the members
-that are present; what says nothing (one sample, or all rewards equal, in a group or, without a group baseline, in the
-batch) gives exactly 0, never 0/0 and never amplified rounding. Standard deviations are divided by n − 1.
+- Groups are found by id, never by position or by equal prompts. An incomplete group uses the members that are present.
+- A group whose rewards are all equal gets exactly 0 from a group baseline, never 0/0 and never amplified rounding.
+- Standard deviations divide by n − 1, unless an estimator's `divisor` is `n`.
 
-| estimator | baseline | scale |
-|---|---|---|
-| `group_norm` | group mean | group std |
-| `group_mean` | group mean | – |
-| `leave_one_out` | mean of the others | – |
-| `batch_std` | group mean | batch std |
-| `reinforce_pp` | batch mean | batch std |
-| `reinforce_pp_baseline` | group mean, then batch mean | batch std of what is left |
-
-Token-level ones, which need a critic, are in `returns.py`. Legend: N samples of the step, in any order.
+`baselines.py` has the estimators as rows of data, docs/advantages.md their formulas and sources. Token-level
+estimators, which need a critic, are in `returns.py`. Legend: N samples of the step, in any order.
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from asyncrl.config.import_path import is_import_path, resolve, suggest
+from asyncrl.algorithms.baselines import (
+    GROUP_BASELINES,
+    KEY,
+    CriticBased,
+    Outcome,
+    OwnEstimator,
+    Whitening,
+    resolve_advantage,
+)
+from asyncrl.algorithms.returns import ROUNDING, deviation
+from asyncrl.config.import_path import resolve
 from asyncrl.errors import ConfigError, RunError
 
-Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(rewards [N], group ids [N]) → advantages [N]."""
 
-STD_EPSILON = 1e-6
-"""Keeps near-equal rewards from becoming large advantages; equal ones are caught exactly, before it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """What is known of a step's samples. Every tensor is [N]; what a loop does not know is None.
 
-
-def group_norm(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """(r − mean) / std of its group (GRPO, 2402.03300).
-
-    >>> group_norm(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([7, 7, 8])).round(decimals=3).tolist()
-    [0.707, -0.707, 0.0]
+    `completion_tokens_N` are the tokens of each completion. `components` are several rewards by name.
+    `greedy_rewards_N` is the reward of a greedy completion of the sample's prompt. RunError when the shapes differ.
     """
-    groups = Groups(rewards, group_ids)
-    return groups.where_informative((groups.rewards_N - groups.mean_N) / (groups.std_N + STD_EPSILON))
+
+    rewards_N: torch.Tensor
+    group_ids_N: torch.Tensor
+    completion_tokens_N: torch.Tensor | None = None
+    components: Mapping[str, torch.Tensor] | None = None
+    greedy_rewards_N: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        columns = {
+            "group ids": self.group_ids_N,
+            "completion tokens": self.completion_tokens_N,
+            "greedy rewards": self.greedy_rewards_N,
+            **{f"rewards of component {name!r}": values_N for name, values_N in (self.components or {}).items()},
+        }
+        for name, values_N in columns.items():
+            if self.rewards_N.ndim != 1 or (values_N is not None and values_N.shape != self.rewards_N.shape):
+                shape = None if values_N is None else tuple(values_N.shape)
+                raise RunError(f"rewards {tuple(self.rewards_N.shape)} and {name} {shape} must all be [N]")
 
 
-def group_mean(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """r − mean of its group (Dr. GRPO, 2503.20783)."""
-    groups = Groups(rewards, group_ids)
-    return groups.where_informative(groups.rewards_N - groups.mean_N)
+class Estimator(Protocol):
+    """Advantages [N] of a step's samples."""
+
+    def __call__(self, samples: Samples, /) -> torch.Tensor: ...
 
 
-def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """r − mean of the others (RLOO, 2402.14740), which equals n / (n − 1) · (r − mean): a baseline without the sample
-    itself does not bias the gradient, and nothing else is divided.
+@dataclass(frozen=True, slots=True)
+class OutcomeEstimator:
+    """The estimator that the axes spell out. RunError where the samples lack what it reads, or where a reward is
+    negative and the axes do not allow it."""
 
-    >>> leave_one_out(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([7, 7, 7])).tolist()
-    [1.0, -0.5, -0.5]
-    """
-    groups = Groups(rewards, group_ids)
-    others_mean_N = (groups.sum_N - groups.rewards_N) / (groups.size_N - 1).clamp(min=1)
-    return groups.where_informative(groups.rewards_N - others_mean_N)
+    axes: Outcome
 
+    def __call__(self, samples: Samples) -> torch.Tensor:
+        axes, groups = self.axes, Groups(samples.group_ids_N)
+        advantages_N = torch.zeros(len(samples.rewards_N), dtype=torch.float64)
+        for name, rewards_N in self.rewards(samples).items():
+            scaled_N = _scaled(axes, rewards_N, groups=groups, samples=samples)
+            advantages_N = advantages_N + self._weight(name, samples) * scaled_N
+        if axes.whiten == "none":
+            return advantages_N
+        counts_N = torch.ones_like(advantages_N)
+        if axes.whiten == "tokens":
+            counts_N = _known(samples.completion_tokens_N, "completion_tokens_N").double()
+        whitened_N = _whitened(advantages_N, counts_N, axes)
+        if axes.baseline not in GROUP_BASELINES:
+            return whitened_N
+        return torch.where(self.varied(samples) | _raw(axes, groups), whitened_N, 0.0)
 
-def batch_std(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """(r − mean of its group) / std of the batch's rewards (2508.08221): nearly equal rewards are not blown up.
+    def rewards(self, samples: Samples) -> dict[str, torch.Tensor]:
+        """The rewards that are compared, float64 [N] by component; a single one without a name where there are no
+        components."""
+        found = {"": samples.rewards_N}
+        if self.axes.rewards == "components":
+            found = dict(_known(samples.components, "components"))
+        if self.axes.refuses_negative_rewards:
+            for rewards_N in found.values():
+                _check_not_negative(rewards_N)
+        if self.axes.length_penalty is None:
+            return {name: rewards_N.double() for name, rewards_N in found.items()}
+        tokens_N = _known(samples.completion_tokens_N, "completion_tokens_N").double()
+        # the clamp is for a group of empty completions, whose lengths are all 0
+        relative_N = tokens_N / Groups(samples.group_ids_N).mean(tokens_N).clamp(min=1e-9)
+        return {name: rewards_N / (1 + self.axes.length_penalty * relative_N) for name, rewards_N in found.items()}
 
-    A group of one is 0, and its reward counts in the std.
-    """
-    groups = Groups(rewards, group_ids)
-    std = groups.rewards_N.std() if len(rewards) > 1 else groups.rewards_N.new_zeros(())
-    return groups.where_informative((groups.rewards_N - groups.mean_N) / (std + STD_EPSILON))
+    def varied(self, samples: Samples) -> torch.Tensor:
+        """Samples whose group has unequal rewards, as this estimator sees them, bool [N]."""
+        groups = Groups(samples.group_ids_N)
+        return torch.stack([groups.varied(rewards_N) for rewards_N in self.rewards(samples).values()]).any(0)
 
-
-def reinforce_pp(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """(r − mean) / std, both of the batch (REINFORCE++, 2501.03262): no group baseline, so that groups of one learn and
-    groups of equal rewards still say how hard their prompt is."""
-    return _whitened(Groups(rewards, group_ids).rewards_N)
-
-
-def reinforce_pp_baseline(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """r − mean of its group, whitened over the batch (REINFORCE++ with baseline, 2501.03262).
-
-    Groups that say nothing stay exactly 0, and count in the std: the more of them, the larger the others' advantages.
-    """
-    centred_N = group_mean(rewards, group_ids)
-    return Groups(rewards, group_ids).where_informative(_whitened(centred_N))
-
-
-def _whitened(values_N: torch.Tensor) -> torch.Tensor:
-    """Mean 0 and std 1 over all samples; 0 when all are equal."""
-    if len(values_N) == 0 or values_N.max() == values_N.min():
-        return torch.zeros_like(values_N)
-    return (values_N - values_N.mean()) / (values_N.std() + STD_EPSILON)
-
-
-ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
-    {
-        "group_norm": group_norm,
-        "group_mean": group_mean,
-        "leave_one_out": leave_one_out,
-        "batch_std": batch_std,
-        "reinforce_pp": reinforce_pp,
-        "reinforce_pp_baseline": reinforce_pp_baseline,
-    }
-)
+    def _weight(self, name: str, samples: Samples) -> float:
+        weights, names = self.axes.weights, set(samples.components or {})
+        if weights and set(weights) != names:
+            raise RunError(
+                f"{KEY}.weights has {', '.join(sorted(weights))}, and the rewards' components are "
+                f"{', '.join(sorted(names))}: give every component one weight"
+            )
+        return weights.get(name, 1.0)
 
 
 class Groups:
-    """Statistics of every sample's group, float64, gathered back to the samples.
+    """Statistics of every sample's group, float64 [N]: each is gathered back to the samples."""
 
-    `informative_N` is false in groups whose rewards are all equal, groups of one among them.
-    """
+    def __init__(self, group_ids_N: torch.Tensor) -> None:
+        ids, self._index_N = torch.unique(group_ids_N, return_inverse=True)
+        self._count = len(ids)
+        self.size_N = self.sum(torch.ones(len(group_ids_N), dtype=torch.float64))
 
-    def __init__(self, rewards: torch.Tensor, group_ids: torch.Tensor) -> None:
-        if rewards.ndim != 1 or rewards.shape != group_ids.shape:
-            raise RunError(f"rewards {tuple(rewards.shape)} and group ids {tuple(group_ids.shape)} must both be [N]")
-        self.rewards_N = rewards.double()
-        ids, index_N = torch.unique(group_ids, return_inverse=True)
+    def sum(self, values_N: torch.Tensor) -> torch.Tensor:
+        return self._reduced(values_N, "sum")
 
-        def per_sample(values_N: torch.Tensor, reduce: str) -> torch.Tensor:
-            empty = torch.zeros(len(ids), dtype=torch.float64)
-            return empty.scatter_reduce(0, index_N, values_N, reduce, include_self=False)[index_N]
+    def mean(self, values_N: torch.Tensor) -> torch.Tensor:
+        return self.sum(values_N) / self.size_N
 
-        self.size_N = per_sample(torch.ones_like(self.rewards_N), "sum")
-        self.sum_N = per_sample(self.rewards_N, "sum")
-        self.mean_N = self.sum_N / self.size_N
-        squares_N = per_sample((self.rewards_N - self.mean_N) ** 2, "sum")
-        self.std_N = (squares_N / (self.size_N - 1).clamp(min=1)).sqrt()
-        # max > min, not std > 0: the mean of equal rewards may differ from them by a rounding
-        self.informative_N = per_sample(self.rewards_N, "amax") > per_sample(self.rewards_N, "amin")
+    def varied(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Whether a sample's group has unequal values, bool [N]: false in a group of one."""
+        # max > min, not std > 0: the mean of equal values may differ from them by a rounding
+        return self._reduced(values_N, "amax") > self._reduced(values_N, "amin")
 
-    def where_informative(self, advantages_N: torch.Tensor) -> torch.Tensor:
-        return torch.where(self.informative_N, advantages_N, 0.0)
+    def _reduced(self, values_N: torch.Tensor, reduce: str) -> torch.Tensor:
+        empty = torch.zeros(self._count, dtype=torch.float64)
+        return empty.scatter_reduce(0, self._index_N, values_N.double(), reduce, include_self=False)[self._index_N]
 
 
-def resolve_estimator(name: str) -> Estimator:
-    """The estimator that `algorithm.advantage` names: a built-in, or an import path."""
-    if name in ESTIMATORS:
-        return ESTIMATORS[name]
-    if not is_import_path(name):
-        raise ConfigError(
-            f"algorithm.advantage: {name!r} is neither one of {', '.join(ESTIMATORS)} nor an import path "
-            f"'package.module:callable'{suggest(name, list(ESTIMATORS))}",
-            key="algorithm.advantage",
+def _scaled(axes: Outcome, rewards_N: torch.Tensor, *, groups: Groups, samples: Samples) -> torch.Tensor:
+    """(reward − baseline) / scale of one reward; exactly 0 where a group baseline finds all rewards equal."""
+    if axes.baseline == "none":
+        return rewards_N
+    if axes.baseline == "greedy":
+        return rewards_N - _known(samples.greedy_rewards_N, "greedy_rewards_N").double()
+    raw_N, varied_N = _raw(axes, groups), groups.varied(rewards_N)
+    centred_N = torch.where(raw_N, rewards_N, rewards_N - _group_baseline(axes, rewards_N, groups, samples))
+    teaches_N = varied_N | (raw_N & (rewards_N != 0))
+    return torch.where(teaches_N, centred_N / _scale(axes, rewards_N, groups, teaches_N), 0.0)
+
+
+def _group_baseline(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, samples: Samples) -> torch.Tensor:
+    if axes.baseline == "leave_one_out":
+        return (groups.sum(rewards_N) - rewards_N) / (groups.size_N - 1).clamp(min=1)
+    if axes.baseline == "length_weighted_mean":
+        tokens_N = _known(samples.completion_tokens_N, "completion_tokens_N").double()
+        all_N = groups.sum(tokens_N)
+        weighted_N = groups.sum(tokens_N * rewards_N) / all_N.clamp(min=1)
+        return torch.where(all_N > 0, weighted_N, groups.mean(rewards_N))
+    return groups.mean(rewards_N)
+
+
+def _scale(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, teaches_N: torch.Tensor) -> torch.Tensor:
+    """What divides, [N] or a scalar; 1 where a statistic of the group would be one of a single sample."""
+    count = max(len(rewards_N), 1)
+    match axes.scale:
+        case "batch_std":
+            squares = (rewards_N - rewards_N.mean()).square().sum()
+            return deviation(squares, torch.tensor(float(count)), axes)
+        case "informative_share":
+            return (teaches_N.sum() / count).clamp(min=1 / count)
+        case "nonzero_share":
+            return (torch.count_nonzero(rewards_N) / count).clamp(min=1 / count)
+    centred_N, size_N = rewards_N - groups.mean(rewards_N), groups.size_N
+    squares_N = groups.sum(centred_N.square())
+    match axes.scale:
+        case "group_std":
+            scale_N = deviation(squares_N, size_N, axes)
+        case "leave_one_out_std":
+            # Σ of the others' squares about their own mean, which is the group's mean − centred / (n − 1)
+            others_N = squares_N - centred_N.square() * size_N / (size_N - 1).clamp(min=1)
+            equal_N = others_N <= ROUNDING * squares_N
+            scale_N = torch.where(equal_N, 1.0, deviation(others_N.clamp(min=0), size_N - 1, axes))
+        case "group_mean":
+            scale_N = groups.mean(rewards_N) + axes.eps
+        case _:
+            scale_N = torch.ones_like(rewards_N)
+    return torch.where(size_N > 1, scale_N, 1.0)
+
+
+def _raw(axes: Outcome, groups: Groups) -> torch.Tensor:
+    """Samples that are alone in their group and keep their reward as their advantage, bool [N]."""
+    return (groups.size_N == 1) & (axes.single == "raw")
+
+
+def _whitened(values_N: torch.Tensor, counts_N: torch.Tensor, rule: Whitening) -> torch.Tensor:
+    """(v − mean) / std, where a value counts `counts_N` times; 0 where it counts 0 times, and where all are equal. The
+    mean is added back where `rule` says so."""
+    counted_N = counts_N > 0
+    inside = values_N[counted_N]
+    if inside.numel() == 0:
+        return torch.zeros_like(values_N)
+    count = counts_N.sum()
+    mean = (counts_N * torch.where(counted_N, values_N, 0.0)).sum() / count
+    centred_N = torch.where(counted_N, values_N - mean, 0.0)
+    if inside.max() > inside.min():
+        whitened_N = centred_N / deviation((counts_N * centred_N.square()).sum(), count, rule)
+    else:
+        whitened_N = torch.zeros_like(values_N)
+    return torch.where(counted_N, whitened_N + mean, 0.0) if rule.keep_mean else whitened_N
+
+
+KnownT = TypeVar("KnownT")
+
+
+def _known(column: KnownT | None, name: str) -> KnownT:
+    if column is None:
+        raise RunError(f"{KEY} reads {name}, which these samples do not have")
+    return column
+
+
+def _check_not_negative(rewards_N: torch.Tensor) -> None:
+    if bool((rewards_N < 0).any()):
+        raise RunError(
+            f"{KEY} needs rewards of at least 0, and the least of this step is {float(rewards_N.min()):g}: it divides "
+            "by a mean of rewards, or shrinks the rewards of long completions, and both would turn a negative reward "
+            "around; shift the rewards, or choose another estimator"
         )
-    return resolve(name, key="algorithm.advantage")
+
+
+def resolve_estimator(advantage: str | Mapping[str, Any]) -> Estimator:
+    """The estimator that `algorithm.advantage` names: a built-in, with the axes that it replaces, or an import path.
+
+    A callable by import path gets (rewards [N], group ids [N]); or, if it has a parameter `samples`, the step's
+    `Samples`. The other keys of the mapping are its keyword arguments. ConfigError when there is no such estimator,
+    when it needs a critic, or when the options do not fit.
+    """
+    found = resolve_advantage(advantage)
+    if isinstance(found, Outcome):
+        return OutcomeEstimator(found)
+    if isinstance(found, CriticBased):
+        raise ConfigError(f"{KEY} = {advantage}: needs a critic, which computes it on its own ranks", key=KEY)
+    return _own(found)
+
+
+def _own(own: OwnEstimator) -> Estimator:
+    function = resolve(own.path, key=KEY)
+    try:
+        signature: inspect.Signature | None = inspect.signature(function)
+    except (TypeError, ValueError):  # a callable written in C may have no signature
+        signature = None
+    takes_samples = signature is not None and "samples" in signature.parameters
+    try:
+        if signature is not None and takes_samples:
+            signature.bind(samples=None, **own.options)
+        elif signature is not None:
+            signature.bind(None, None, **own.options)
+    except TypeError as error:
+        wanted = "samples" if takes_samples else "rewards, group_ids"
+        raise ConfigError(
+            f"{KEY} = {own.path}: cannot be called with ({', '.join([wanted, *own.options])}): {error}; its parameters "
+            f"are {signature}",
+            key=KEY,
+        ) from error
+
+    def estimate(samples: Samples) -> torch.Tensor:
+        if takes_samples:
+            found = function(samples=samples, **own.options)
+        else:
+            found = function(samples.rewards_N, samples.group_ids_N, **own.options)
+        return cast(torch.Tensor, found)
+
+    return estimate
+
+
+def varied(estimator: Estimator | None, samples: Samples) -> torch.Tensor:
+    """Samples whose group has unequal rewards, bool [N]: as the estimator sees them, if it is one of ours, else as they
+    are scored."""
+    if isinstance(estimator, OutcomeEstimator):
+        return estimator.varied(samples)
+    return Groups(samples.group_ids_N).varied(samples.rewards_N)
 
 
 def check_rewards(rewards: torch.Tensor) -> None:
@@ -154,20 +294,27 @@ def check_rewards(rewards: torch.Tensor) -> None:
         raise RunError(f"{int((~torch.isfinite(rewards)).sum())} of {len(rewards)} rewards are not finite")
 
 
-def compute_advantages(estimator: Estimator, *, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """float32 advantages [N]. RunError when a reward or an advantage is not finite in float32, or an estimator gives
-    anything but one number a reward: a NaN would otherwise become a loss of 0 and a run that looks well and learns
-    nothing."""
-    check_rewards(rewards)
-    found: object = estimator(rewards, group_ids)
+def compute_advantages(estimator: Estimator, samples: Samples) -> torch.Tensor:
+    """float32 advantages [N]. RunError when a reward or an advantage is not finite in float32, or when an estimator
+    gives anything but one number a reward: a NaN would otherwise become a loss of 0, in a run that looks well and
+    learns nothing.
+
+    >>> samples = Samples(rewards_N=torch.tensor([1.0, 0.0, 5.0]), group_ids_N=torch.tensor([7, 7, 8]))
+    >>> compute_advantages(resolve_estimator("group_norm"), samples).round(decimals=3).tolist()
+    [0.707, -0.707, 0.0]
+    >>> by_n = resolve_estimator({"name": "group_norm", "divisor": "n"})
+    >>> compute_advantages(by_n, samples).round(decimals=3).tolist()
+    [1.0, -1.0, 0.0]
+    """
+    for rewards_N in (samples.rewards_N, *(samples.components or {}).values()):
+        check_rewards(rewards_N)
+    found: object = estimator(samples)
     if not isinstance(found, torch.Tensor):
-        raise RunError(
-            f"algorithm.advantage gave a {type(found).__name__} instead of a tensor of {len(rewards)} values"
-        )
+        raise RunError(f"{KEY} gave a {type(found).__name__} instead of a tensor of {len(samples.rewards_N)} values")
     advantages_N = found.float()
-    if advantages_N.shape != rewards.shape or not bool(torch.isfinite(advantages_N).all()):
+    if advantages_N.shape != samples.rewards_N.shape or not bool(torch.isfinite(advantages_N).all()):
         raise RunError(
-            f"algorithm.advantage gave {tuple(advantages_N.shape)} values for {tuple(rewards.shape)} rewards, "
+            f"{KEY} gave {tuple(advantages_N.shape)} values for {tuple(samples.rewards_N.shape)} rewards, "
             f"{int((~torch.isfinite(advantages_N)).sum())} of them not finite in float32"
         )
     return advantages_N

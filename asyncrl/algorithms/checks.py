@@ -3,29 +3,49 @@
 import math
 from collections.abc import Iterator
 
-from asyncrl.algorithms.objective import Objective, corrects_twice, inert_in_one_update, is_corrected, is_product
-from asyncrl.algorithms.presets import baseline_of, is_own_loss, published_baseline, resolve_objective
-from asyncrl.config.import_path import is_import_path, suggest
+from asyncrl.algorithms.baselines import CRITIC_BASED, CriticBased, Outcome, OwnEstimator, resolve_advantage
+from asyncrl.algorithms.objective import (
+    Clipped,
+    Linear,
+    Objective,
+    SoftGate,
+    corrects_twice,
+    inert_in_one_update,
+    is_corrected,
+    is_product,
+)
+from asyncrl.algorithms.presets import (
+    advantage_of,
+    baseline_of,
+    is_own_loss,
+    published_baseline,
+    resolve_objective,
+)
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
-BASELINES = ("group_norm", "group_mean", "leave_one_out", "batch_std", "reinforce_pp", "reinforce_pp_baseline")
-COMPARES_A_GROUP = ("group_norm", "group_mean", "leave_one_out", "batch_std", "reinforce_pp_baseline")
-NEEDS_CRITIC = ("gae", "vtrace")
+NEEDS_CRITIC = tuple(CRITIC_BASED)
 TOKEN_NOISE_NATS = 0.05
 """Spread of a token's log ρ that a healthy asynchronous run has; what the predicted effective share assumes."""
 
 
 def check_algorithm(config: Config) -> list[str]:
     """Warnings about an algorithm that can run; ConfigError with every violation of one that cannot."""
-    violations = [*_baseline(config), *_critic(config), *_group_size(config), *_filters(config)]
+    violations, warnings = [*_critic(config), *_filters(config)], list[str]()
+    try:
+        advantage = resolve_advantage(advantage_of(config.algorithm))
+    except ConfigError as error:
+        violations.append(str(error))
+    else:
+        violations += [*_baseline(config, advantage), *_unavailable(config, advantage), *_group_size(config, advantage)]
+        warnings += _single(config, advantage)
     if is_own_loss(config.algorithm):
         violations += _own(config)
-        warnings = list(_unknown(config))
+        warnings += _unknown(config)
     else:
         objective = resolve_objective(config.algorithm.loss, config.algorithm.overrides)
-        violations += _uncorrected(config, objective)
-        warnings = list(_warnings(config, objective))
+        violations += [*_uncorrected(config, objective), *_pooled(config, objective)]
+        warnings += _warnings(config, objective)
     if violations:
         raise ConfigError("\n".join(violations))
     return warnings
@@ -42,25 +62,43 @@ def _uncorrected(config: Config, objective: Objective) -> Iterator[str]:
         )
 
 
-def _baseline(config: Config) -> Iterator[str]:
+def _baseline(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:
     name = baseline_of(config.algorithm)
-    known = [*BASELINES, *NEEDS_CRITIC]
-    if name not in known and not is_import_path(name):
-        yield (
-            f"algorithm.advantage = {name}: is neither one of {', '.join(known)} nor an import path like "
-            f"package.module:callable{suggest(name, known)}"
-        )
-    if name in NEEDS_CRITIC and config.critic is None:
+    if isinstance(advantage, CriticBased) and config.critic is None:
         because = "without one its weight on early tokens is a product of every later ratio" if name == "vtrace" else ""
         yield (
             f"algorithm.advantage = {name} needs a critic, and this run has none{because and ': ' + because}; set "
             "critic (`critic: {}` takes its defaults), or algorithm.advantage to a group estimator such as group_norm, "
             "which leaves only the policy's part of the preset"
         )
-    if name not in NEEDS_CRITIC and config.critic is not None:
+    if not isinstance(advantage, CriticBased) and config.critic is not None:
         yield (
-            f"critic: algorithm.advantage = {name} does not ask a critic, and one would be trained for nobody; remove "
-            f"critic, or set algorithm.advantage to one of {', '.join(NEEDS_CRITIC)}"
+            f"critic: algorithm.advantage = {name} does not use a critic; remove critic, or set algorithm.advantage "
+            f"to one of {', '.join(NEEDS_CRITIC)}"
+        )
+
+
+def _unavailable(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:
+    """What an estimator reads and a run does not have."""
+    if not isinstance(advantage, Outcome):
+        return
+    name = baseline_of(config.algorithm)
+    if advantage.rewards == "components":
+        yield (
+            f"algorithm.advantage = {name} reads several rewards of a sample, and a run's environment gives one; set "
+            "algorithm.advantage to an estimator of one reward such as group_norm, or call `compute_advantages` with "
+            "`Samples(components=...)` in a loop of your own"
+        )
+    if advantage.baseline == "greedy":
+        yield (
+            f"algorithm.advantage = {name} reads the reward of a greedy completion of each prompt, and a run generates "
+            "none for training; set algorithm.advantage to a group estimator such as leave_one_out, or call "
+            "`compute_advantages` with `Samples(greedy_rewards_N=...)` in a loop of your own"
+        )
+    if advantage.refuses_negative_rewards and config.algorithm.overlong == "penalise":
+        yield (
+            f"algorithm.overlong = penalise: takes up to 1 off a reward, and algorithm.advantage = {name} needs "
+            "rewards of at least 0; set algorithm.overlong to mask or keep"
         )
 
 
@@ -71,17 +109,44 @@ def _critic(config: Config) -> Iterator[str]:
     for key in ("value_lam", "length_alpha"):
         if getattr(critic, key) is not None:
             yield (
-                f"critic.{key} = {getattr(critic, key):g}: is a matter of gae, and algorithm.advantage = vtrace has no "
-                "λ; remove it"
+                f"critic.{key} = {getattr(critic, key):g}: is an option of gae, and algorithm.advantage = vtrace has "
+                "no λ; remove it"
             )
 
 
-def _group_size(config: Config) -> Iterator[str]:
-    name, group_size = baseline_of(config.algorithm), config.learner.group_size
-    if name in COMPARES_A_GROUP and group_size < 2:
+def _pooled(config: Config, objective: Objective) -> Iterator[str]:
+    name = baseline_of(config.algorithm)
+    if name in NEEDS_CRITIC and averages_advantages(objective):
         yield (
-            f"learner.group_size = {group_size}: algorithm.advantage = {name} compares the samples of a group and is "
-            "0 for a single one; raise it to at least 2"
+            f"algorithm.advantage = {name} gives every token its own advantage, and algorithm.loss = "
+            f"{config.algorithm.loss} has one ratio a sequence (level: {objective.level}), which every token moves by "
+            "the sum of the sequence's advantages: advantages 1 and −1 would have no gradient. Take a token level, "
+            "e.g. algorithm.loss: gspo_token, or a group estimator such as group_norm"
+        )
+
+
+def averages_advantages(objective: Objective) -> bool:
+    """Whether every token of a sequence gets the gradient of its mean advantage: the gradient goes through a ratio of
+    the whole sequence."""
+    through_the_ratio = isinstance(objective.surrogate, Clipped | Linear | SoftGate)
+    return through_the_ratio and objective.level in ("sequence_mean", "sequence_sum")
+
+
+def _group_size(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:
+    group_size = config.learner.group_size
+    if isinstance(advantage, Outcome) and advantage.compares_a_group and group_size < 2:
+        yield (
+            f"learner.group_size = {group_size}: algorithm.advantage = {baseline_of(config.algorithm)} compares the "
+            "samples of a group and is 0 for a single one; raise it to at least 2"
+        )
+
+
+def _single(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:
+    group_size = config.learner.group_size
+    if isinstance(advantage, Outcome) and advantage.single == "raw" and group_size > 1:
+        yield (
+            f"algorithm.advantage.single = raw: is about groups of one sample, and learner.group_size = {group_size}; "
+            "it never acts"
         )
 
 
@@ -110,13 +175,13 @@ def _own(config: Config) -> Iterator[str]:
 def _unknown(config: Config) -> Iterator[str]:
     if config.staleness.max_versions > 0:
         yield (
-            f"algorithm.loss = {config.algorithm.loss}: nobody checked that it corrects for data of older weights, "
+            f"algorithm.loss = {config.algorithm.loss}: it is not verified to correct for data of older weights, "
             f"and staleness.max_versions = {config.staleness.max_versions}"
         )
 
 
 def _warnings(config: Config, objective: Objective) -> Iterator[str]:
-    # whoever chose an objective is told what of it does nothing; the default is no choice, and no reason for a note
+    # a note about inert parts is for an objective that the user chose; the default is not a choice
     chosen = bool(config.algorithm.model_fields_set & {"loss", "overrides"})
     inert = inert_in_one_update(objective) if chosen and config.learner.updates_per_step == 1 else []
     if inert:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 import msgspec.inspect
 
+from asyncrl.algorithms.baselines import CRITICS, PublishedCritic, advantage_name
 from asyncrl.algorithms.objective import (
     Aggregation,
     Clamp,
@@ -285,6 +286,30 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             objective=Objective(surrogate=Reinforce(), penalties=(Penalty(beta=0.1, kind="k2", q="proximal"),)),
             baseline="group_mean",
         ),
+        "maxrl": Preset(
+            source="2602.02710",
+            use="On-policy, with rewards of 0 and 1: maximises the likelihood of right answers, so hard prompts count.",
+            objective=Objective(surrogate=_ppo_clip()),
+            baseline="maxrl",
+        ),
+        "gdpo": Preset(
+            source="2601.05242",
+            use="On-policy, with several rewards: each is normalised in its group before they are added.",
+            objective=Objective(surrogate=_ppo_clip()),
+            baseline="gdpo",
+        ),
+        "opo": Preset(
+            source="2505.23585",
+            use="On-policy, one update a step: the policy gradient, with a baseline in which long answers weigh more.",
+            objective=Objective(surrogate=Reinforce()),
+            baseline="opo",
+        ),
+        "gpg": Preset(
+            source="2504.02546",
+            use="On-policy, one update a step: the policy gradient, as large as without the groups of equal rewards.",
+            objective=Objective(surrogate=Reinforce()),
+            baseline="gpg",
+        ),
     }
 )
 
@@ -330,15 +355,27 @@ def is_own_loss(section: AlgorithmSection) -> bool:
     return isinstance(section.loss, str) and section.loss not in PRESETS and is_import_path(section.loss)
 
 
-def baseline_of(section: AlgorithmSection) -> str:
-    """The advantage estimator: the one that is named, else the preset's own, else `DEFAULT_BASELINE`."""
+def advantage_of(section: AlgorithmSection) -> str | Mapping[str, Any]:
+    """`algorithm.advantage`; where it is unset the preset's own estimator, else `DEFAULT_BASELINE`."""
     return section.advantage or published_baseline(section) or DEFAULT_BASELINE
+
+
+def baseline_of(section: AlgorithmSection) -> str:
+    """The name of the advantage estimator; "" where the mapping in `algorithm.advantage` has none."""
+    name = advantage_name(advantage_of(section))
+    return name if isinstance(name, str) else ""
 
 
 def published_baseline(section: AlgorithmSection) -> str | None:
     """The estimator that the loss was published with, if it is a preset that was published with one of ours."""
     preset = PRESETS.get(section.loss) if isinstance(section.loss, str) else None
     return None if preset is None else preset.baseline
+
+
+def published_critic(section: AlgorithmSection) -> PublishedCritic | None:
+    """What the loss was published with in the section `critic`, if it is such a preset and its critic is used."""
+    name = section.loss if isinstance(section.loss, str) else None
+    return CRITICS.get(name) if name is not None and baseline_of(section) == published_baseline(section) else None
 
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`(?: - at `\$\.(?P<place>[^`]*)`)?")

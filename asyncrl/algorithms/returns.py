@@ -1,8 +1,8 @@
-"""Token-level advantages and returns from a critic: GAE, V-trace, whitening.
+"""Token-level advantages and returns: GAE and V-trace from a critic, discounted returns without one, whitening.
 
-What must hold: a masked token (prompt, environment, padding) is no step of the process: accumulators are carried
-across it, its reward, value and ratio are never read, not even a NaN, and it gets 0. A discount is one trained token's.
-Nothing here carries gradient.
+A masked token (prompt, environment, padding) is not a step of the process: accumulators are carried across it, its
+reward, value and ratio are never read, not even a NaN, and it gets 0. A discount is one trained token's. Nothing here
+carries gradient.
 
 Alignment: `values_BS[b, t]` is V(before token t), `rewards_BS[b, t]` what token t earned; an environment's reward
 belongs on the last token of the action that earned it. The first token of a row has no prefix and is never trained. A
@@ -13,10 +13,11 @@ Legend: B rows, S tokens. Sums are float64, results have the values' dtype.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from asyncrl.algorithms.advantages import STD_EPSILON
+from asyncrl.algorithms.baselines import Whitening
 from asyncrl.errors import RunError
 
 ROUNDING = 1e-12
@@ -112,26 +113,70 @@ def vtrace(
 
 
 @torch.no_grad()
-def masked_moments(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[3] float64: sum, sum of squares and count of the values where `mask` is not 0.
+def discounted_returns(rewards_BS: torch.Tensor, token_mask_BS: torch.Tensor, *, gamma: float) -> torch.Tensor:
+    """Σ_k γ^k r_{t+k} over trained tokens, [B, S], 0 at masked ones: the advantages of REINFORCE++ (2501.03262, eq. 8)
+    before they are whitened over the step's tokens, where `rewards_BS` is −β · `kl_estimate` at every token and the
+    sample's reward, less its group's mean in the variant with a baseline, at the last.
 
-    Moments of micro-batches and ranks add up, by `+` or by an all-reduce of the tensor as it is.
+    >>> discounted_returns(torch.tensor([[0.0, -0.5, 9.0, 1.0]]), torch.tensor([[0, 1, 0, 1]]), gamma=0.5).tolist()
+    [[0.0, 0.0, 0.0, 1.0]]
     """
-    inside = torch.where(mask.bool(), values.double(), 0.0)
-    return torch.stack([inside.sum(), inside.square().sum(), mask.bool().sum().double()])
+    steps = _TrainedSteps(rewards_BS, rewards_BS, token_mask_BS)
+    decay_BS = torch.full_like(steps.rewards_BS, gamma)
+    return steps.accumulate(steps.rewards_BS, decay_BS=decay_BS).to(rewards_BS.dtype)
 
 
 @torch.no_grad()
-def whiten(values: torch.Tensor, mask: torch.Tensor, *, moments: torch.Tensor) -> torch.Tensor:
-    """(v − mean) / std by the global `moments` (`masked_moments`, added up before anything is split); 0 at masked
-    slots, and everywhere when all values are equal. `values` and `mask` have any one shape: [N] samples for outcome
-    rewards, [B, S] tokens for a critic's advantages."""
+def kl_estimate(
+    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, *, kind: Literal["k1", "k2", "k3"]
+) -> torch.Tensor:
+    """Estimates of KL(policy ‖ reference) at tokens that the policy sampled, of any one shape, in nats
+    (http://joschu.net/blog/kl-approx.html): k1 = d, k2 = d²/2, k3 = e^−d − 1 + d, with d = log policy − log reference.
+    """
+    difference = logprobs - reference_logprobs
+    match kind:
+        case "k1":
+            return difference
+        case "k2":
+            return difference.square() / 2
+    return (-difference).exp() - 1 + difference
+
+
+def deviation(squares: torch.Tensor, count: torch.Tensor, rule: Whitening) -> torch.Tensor:
+    """What divides: the standard deviation of `count` values whose squares about their mean add up to `squares`, with
+    the rule's eps and divisor. A variance of one value is 0."""
+    variance = squares / (count - 1 if rule.divisor == "n-1" else count).clamp(min=1)
+    if rule.eps_in == "variance":
+        return (variance + rule.eps).sqrt()
+    return variance.sqrt() + rule.eps
+
+
+@torch.no_grad()
+def masked_moments(values: torch.Tensor, mask: torch.Tensor, *, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """[3] float64: sum, sum of squares and count of the values where `mask` is not 0, each value counting `weights`
+    times (once without).
+
+    Moments of micro-batches and ranks add up, by `+` or by an all-reduce of the tensor as it is.
+    """
+    counts = mask.bool().double() if weights is None else torch.where(mask.bool(), weights.double(), 0.0)
+    inside = torch.where(mask.bool(), values.double(), 0.0)
+    return torch.stack([(counts * inside).sum(), (counts * inside.square()).sum(), counts.sum()])
+
+
+@torch.no_grad()
+def whiten(
+    values: torch.Tensor, mask: torch.Tensor, *, moments: torch.Tensor, rule: Whitening | None = None
+) -> torch.Tensor:
+    """(v − mean) / std by the global `moments` (`masked_moments`, added up before anything is split), with the eps, the
+    divisor and the mean of `rule`; 0 at masked slots. All are 0, or the mean if `rule` keeps it, when all values are
+    equal. `values` and `mask` have any one shape."""
+    rule = Whitening() if rule is None else rule
     total, squares, count = moments.double().unbind()
     mean, mean_square = total / count.clamp(min=1), squares / count.clamp(min=1)
     variance = (mean_square - mean.square()).clamp(min=0)
-    std = (variance * count / (count - 1).clamp(min=1)).sqrt()
-    informative = mask.bool() & (variance > ROUNDING * mean_square)
-    return torch.where(informative, (values.double() - mean) / (std + STD_EPSILON), 0.0).to(values.dtype)
+    centred = torch.where(variance > ROUNDING * mean_square, values.double() - mean, 0.0)
+    whitened = torch.where(centred != 0, centred / deviation(variance * count, count, rule), 0.0)
+    return torch.where(mask.bool(), whitened + mean * rule.keep_mean, 0.0).to(values.dtype)
 
 
 def _trained(token_mask_BS: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,15 @@
 """The critic's loss: squared error of values against returns, clipped about the values that the returns were made of.
 
-What must hold: divided by the global token count and by nothing else, so that any split into micro-batches and ranks
-gives the same gradient; masked slots are replaced, so that NaN in them changes nothing; only the current values carry
-gradient.
+The loss is divided by global counts only, so that any split into micro-batches and ranks gives the same gradient.
+Masked slots are replaced, so that NaN in them changes nothing. Only the current values carry gradient. A mask between
+0 and 1 is a weight, and the global counts are sums of such weights.
 
 Legend: B rows, S tokens; `values_BS[b, t]` is V(before token t), T = S − 1 (the first token is never trained).
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
 
 import torch
 
@@ -17,27 +18,38 @@ from asyncrl.algorithms.returns import ROUNDING
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import RunError
 
+ValueAggregation = Literal["token_mean", "sequence_mean"]
+
 
 class ClippedValueLoss:
-    """½ · max((V − R)², (clip(V, V_old ± clip) − R)²), token mean (PPO, 1707.06347 and its reference code).
+    """½ · max((V − R)², (clip(V, V_old ± clip) − R)²) (PPO, 1707.06347 and its reference code).
+
+    `aggregation` is `token_mean`, the mean over all trained tokens, or `sequence_mean`, the mean over sequences of the
+    means over their trained tokens. A sequence without a trained token adds 0 and is counted.
 
     Called as a `LossFunction` is, with the critic's values [B, S] in the model's place. Reads the columns `returns`,
     `token_mask` [B, S], `sample_mask` [B] and, unless `clip` is None, `values` [B, S], the old ones: RunError without.
 
-    Metrics are sums over tokens: `value_clipped_ratio` (tokens whose clipped error is the larger one: no gradient) and
-    what `explained_variance` is made of.
+    Metrics are means over tokens, whatever the aggregation: `value_clipped_ratio` (the share of tokens whose clipped
+    error is the larger one and has no gradient) and what `explained_variance` is made of.
     """
 
-    loss_type = LossType.TOKEN_LEVEL
     metric_normalizations: Mapping[str, MetricNormalization] = dict.fromkeys(
         ("value_clipped_ratio", "return_mean", "return_square_mean", "value_error_mean", "value_error_square_mean"),
         MetricNormalization.TOKENS,
     )
 
-    def __init__(self, *, clip: float | None) -> None:
+    def __init__(self, *, clip: float | None, aggregation: ValueAggregation = "token_mean") -> None:
+        if aggregation not in get_args(ValueAggregation):
+            raise RunError(
+                f"the value loss's aggregation is {aggregation!r}: it must be one of "
+                f"{', '.join(get_args(ValueAggregation))}"
+            )
         if clip is not None and not clip > 0:
             raise RunError(f"the value clip is {clip:g}: it must be above 0, or None for no clip")
         self.clip = clip
+        self.aggregation = aggregation
+        self.loss_type = LossType.TOKEN_LEVEL if aggregation == "token_mean" else LossType.SEQUENCE_LEVEL
         self.columns = frozenset({"returns"} if clip is None else {"returns", "values"})
 
     def __call__(
@@ -65,13 +77,23 @@ class ClippedValueLoss:
             clipped_square_BT = (near_BT - returns_BT).square()
             clipped_BT = clipped_square_BT > square_BT
             square_BT = torch.maximum(square_BT, clipped_square_BT)
-        loss = 0.5 * masked_mean(square_BT, mask_BT, global_valid_toks)
+        weight_BT = data["token_mask"][:, 1:].float() * data["sample_mask"].float().unsqueeze(1)
+        if self.aggregation == "token_mean":
+            loss = 0.5 * masked_mean(square_BT, weight_BT, global_valid_toks)
+        else:
+            tokens_B1 = data["token_mask"][:, 1:].float().sum(1, keepdim=True)
+            means_BT = square_BT / torch.where(tokens_B1 > 0, tokens_B1, 1)
+            loss = 0.5 * masked_mean(means_BT, weight_BT, global_valid_seqs)
+
+        def mean(values_BT: torch.Tensor) -> float:
+            return float(masked_mean(values_BT.detach().double(), weight_BT, global_valid_toks))
+
         return loss, {
-            "value_clipped_ratio": float(clipped_BT.sum()),
-            "return_mean": float(returns_BT.double().sum()),
-            "return_square_mean": float(returns_BT.double().square().sum()),
-            "value_error_mean": float(error_BT.detach().double().sum()),
-            "value_error_square_mean": float(error_BT.detach().double().square().sum()),
+            "value_clipped_ratio": mean(clipped_BT),
+            "return_mean": mean(returns_BT),
+            "return_square_mean": mean(returns_BT.double().square()),
+            "value_error_mean": mean(error_BT),
+            "value_error_square_mean": mean(error_BT.double().square()),
         }
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from asyncrl.algorithms.baselines import CRITICS
 from asyncrl.algorithms.checks import NEEDS_CRITIC
 from asyncrl.algorithms.objective import is_corrected
 from asyncrl.algorithms.presets import DEFAULT_BASELINE, PRESETS, Preset, resolve_objective
@@ -43,7 +44,10 @@ def losses(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Sh
     published = "its advantages are published with it" if preset.baseline else "published without advantages of its own"
     typer.echo(f"# {name}: {preset.use}\n# {preset.source}; {published}")
     section = {"loss": msgspec.to_builtins(objective), "advantage": preset.baseline or DEFAULT_BASELINE}
-    typer.echo(dump_yaml({"algorithm": section}), nl=False)
+    printed: dict[str, object] = {"algorithm": section}
+    if name in CRITICS:
+        printed["critic"] = msgspec.to_builtins(CRITICS[name])
+    typer.echo(dump_yaml(printed), nl=False)
 
 
 def _sections() -> dict[str, dict[str, Preset]]:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from asyncrl.algorithms.presets import baseline_of
 from asyncrl.buffer.membership import Role
 from asyncrl.config.import_path import is_import_path, missing_module, suggest
 from asyncrl.config.schema import Config
@@ -64,7 +65,7 @@ def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:
         named["environment.reward"] = config.environment.reward
     if Role.LEARNER in roles:
         named["algorithm.loss"] = config.algorithm.loss
-        named["algorithm.advantage"] = config.algorithm.advantage
+        named["algorithm.advantage"] = baseline_of(config.algorithm)
     for key, value in named.items():
         if isinstance(value, str) and is_import_path(value) and (problem := missing_module(value, key=key)):
             yield problem

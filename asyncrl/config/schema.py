@@ -251,8 +251,8 @@ class LearnerSection(Section):
 
 class CriticSection(Section):
     """A critic: a second model, of the policy's own backbone, on ranks of its own. It is for `algorithm.advantage: gae`
-    or `vtrace`, and the presets that were published with one. A token's advantage is whitened over the whole step. How
-    rows share passes is `learner`'s to say."""
+    or `vtrace`, and the presets that were published with one. Unless `algorithm.advantage` says otherwise, a token's
+    advantage is whitened over the whole step. `learner` sets how rows share passes."""
 
     ranks: PositiveInt = 1
     """Processes that share the critic (FSDP2)."""
@@ -263,9 +263,12 @@ class CriticSection(Section):
     lam: Fraction = 0.95
     """λ of the policy's advantages, for `gae`: 1 is unbiased, less has less variance and trusts the critic more."""
     value_lam: Fraction | None = None
-    """λ of the critic's returns, for `gae`. Unset: `lam`."""
-    length_alpha: PositiveFloat | None = None
-    """α of VAPO, for `gae`: the policy's λ is 1 − 1 / (α · tokens) for each completion, instead of `lam`."""
+    """λ of the critic's returns, for `gae`. Unset: 1 with `algorithm.loss: vapo`, else `lam`."""
+    length_alpha: NonNegativeFloat | None = None
+    """α of VAPO, for `gae`: the policy's λ is 1 − 1 / (α · tokens) for each completion, instead of `lam`. 0: λ is
+    `lam`. Unset: 0.05 with `algorithm.loss: vapo`, else 0."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """What the critic's loss is a mean over: all trained tokens, or sequences, each with the mean of its tokens."""
     value_clip: PositiveFloat | None = 0.2
     """A value that moved further than this from the step's start, towards its return, has no gradient. Unset: no
     clip."""
@@ -292,10 +295,12 @@ class AlgorithmSection(Section):
     """Axes of the preset that are replaced, e.g. `surrogate: {lo: 0.8, hi: 1.2}`. A mapping replaces the fields that it
     names; the lists `gates` and `penalties` are replaced whole, an entry keeping what it does not name of the preset's
     of the same stat or kind. Bounds are ratios, a gate's in the unit of its stat; infinity is `.inf`."""
-    advantage: str | None = None
-    """`group_norm`, `group_mean`, `leave_one_out`, `batch_std`, `reinforce_pp`, `reinforce_pp_baseline`, with `critic`
-    `gae` or `vtrace`, or an import path `package.module:callable`. Unset: the one that the preset was published
-    with, else `group_norm`."""
+    advantage: str | dict[str, Any] | None = None
+    """The advantage estimator: `group_norm`, `group_mean`, `leave_one_out`, `leave_one_out_std`, `batch_std`,
+    `reinforce_pp`, `reinforce_pp_baseline`, `maxrl`, `gpg`, `opo`, `gr3`; with `critic` `gae` or `vtrace`; or an import
+    path `package.module:callable`. With options a mapping: `{name: group_norm, eps: 1e-4, eps_in: variance,
+    divisor: n, single: raw, whiten: tokens, keep_mean: true}`; docs/advantages.md lists them. Unset: the one that the
+    preset was published with, else `group_norm`."""
     zero_variance: Literal["keep", "mask"] = "keep"
     """Groups whose rewards are all equal: kept (with a group baseline their advantage is 0, and they still count in
     the loss's denominators), or masked out of the loss."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.advantages import Estimator, Groups, check_rewards, compute_advantages
+from asyncrl.algorithms.advantages import Estimator, Samples, check_rewards, compute_advantages, varied
 from asyncrl.algorithms.filters import SampleFilters
 from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -70,8 +70,9 @@ def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator | None,
         completion_tokens_N=tokens_N,
     )
     check_rewards(rewards_N)
-    advantages_N = None if estimator is None else compute_advantages(estimator, rewards=rewards_N, group_ids=ids_N)
-    zero_variance_N = ~Groups(rewards_N, ids_N).informative_N
+    samples = Samples(rewards_N=rewards_N, group_ids_N=ids_N, completion_tokens_N=tokens_N)
+    advantages_N = None if estimator is None else compute_advantages(estimator, samples)
+    zero_variance_N = ~varied(estimator, samples)
     compared = len(groups) if max(sizes) > 1 else math.nan
     mask_N = (tokens_N > 0) & ~filters.masked(zero_variance_N=zero_variance_N, truncated_N=truncated_N)
     return StepSamples(

@@ -1,14 +1,15 @@
 """A critic's part of a step: what states are worth, token-level advantages from it, and its own training.
 
-What must hold: values and advantages of a step are those of the critic as the step found it; a critic's columns and the
+Values and advantages of a step come from the critic as it was at the step's start. The critic's columns and the
 policy's are named by metas of their own, so that neither fetches what only the other reads.
 """
 
 import asyncio
 from typing import Any
 
+from asyncrl.algorithms.baselines import CriticBased, advantage_name, resolve_advantage
 from asyncrl.algorithms.interfaces import ValueLossFunction
-from asyncrl.algorithms.presets import baseline_of
+from asyncrl.algorithms.presets import advantage_of, published_critic
 from asyncrl.algorithms.value_loss import ClippedValueLoss, explained_variance
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.interfaces import KVBatchMeta
@@ -27,7 +28,9 @@ class CriticStages:
             raise ConfigError("there is a critic, and the configuration has no section `critic`", key="critic")
         self._critic = critic
         self._section, self._learner = config.critic, config.learner
-        self._loss: ValueLossFunction = ClippedValueLoss(clip=config.critic.value_clip)
+        self._loss: ValueLossFunction = ClippedValueLoss(
+            clip=config.critic.value_clip, aggregation=config.critic.aggregation
+        )
         self._estimator = build_estimator(config)
 
     @property
@@ -56,16 +59,25 @@ class CriticStages:
 
 
 def build_estimator(config: Config) -> TokenEstimator:
-    """What `algorithm.advantage`, or the preset, and `critic` say."""
-    section = config.critic
+    """The estimator that `algorithm.advantage`, or the preset, and `critic` ask for."""
+    section, advantage = config.critic, advantage_of(config.algorithm)
     assert section is not None
-    if baseline_of(config.algorithm) == "vtrace":
-        return VTrace(gamma=section.gamma)
+    whitening = resolve_advantage(advantage)
+    assert isinstance(whitening, CriticBased)
+    if advantage_name(advantage) == "vtrace":
+        return VTrace(gamma=section.gamma, whitening=whitening)
+    published = published_critic(config.algorithm)
+    value_lam, length_alpha = section.value_lam, section.length_alpha
+    if value_lam is None:
+        value_lam = section.lam if published is None else published.value_lam
+    if length_alpha is None and published is not None:
+        length_alpha = published.length_alpha
     return GAE(
         gamma=section.gamma,
         lam=section.lam,
-        value_lam=section.lam if section.value_lam is None else section.value_lam,
-        length_alpha=section.length_alpha,
+        value_lam=value_lam,
+        length_alpha=length_alpha or None,
+        whitening=whitening,
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from asyncrl.algorithms.advantages import resolve_estimator
 from asyncrl.algorithms.filters import build_filters
 from asyncrl.algorithms.loss import build_loss
-from asyncrl.algorithms.presets import baseline_of
+from asyncrl.algorithms.presets import advantage_of
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.membership import RunState
 from asyncrl.buffer.records import Lease, LeaseWait, Version
@@ -77,7 +77,7 @@ class LearnerLoop:
         self._clock = clock
         self._loss = build_loss(config)
         self._critic = None if critic is None else CriticStages(config=config, critic=critic)
-        self._estimator = resolve_estimator(baseline_of(config.algorithm)) if critic is None else None
+        self._estimator = resolve_estimator(advantage_of(config.algorithm)) if critic is None else None
         self._filters = build_filters(config)
         self._states = states
         self._recorder = StepRecorder(

@@ -20,7 +20,8 @@ class ValueMetaRank(MetaRank[ValueWorker]):
         data = self._fetch(meta)
         estimated: TokenAdvantages | None = None
         with self._worker.together():
+            rule = estimator.whitening
             estimated = estimator(data) if data.size else None
-        found = whitened_advantages(data, estimated, add_up=self._worker.add_up)
+        found = whitened_advantages(data, estimated, rule=rule, add_up=self._worker.add_up)
         if found is not None:
             self._write(meta, {"advantages": found.advantages_BS, "returns": found.returns_BS})

@@ -1,11 +1,14 @@
 """Rules about the objective and its baseline: refused or said before anything starts."""
 
 import pytest
+import torch
 
-from asyncrl.algorithms.advantages import ESTIMATORS
-from asyncrl.algorithms.checks import BASELINES, NEEDS_CRITIC, check_algorithm
+from asyncrl.algorithms.baselines import CRITIC_BASED, OUTCOMES
+from asyncrl.algorithms.checks import averages_advantages, check_algorithm
+from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.config.load import load_config
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import ConfigError
 
 
@@ -41,9 +44,9 @@ def test_f28_a_baseline_that_needs_a_critic_is_refused_with_the_reason(loss: str
     warnings(f"algorithm.loss={loss}", "critic={}", "staleness.max_versions=0")
 
 
-def test_f28_a_critic_that_nobody_asks_is_refused() -> None:
-    assert "trained for nobody" in violations("critic={}")[0]
-    assert "trained for nobody" in violations("critic.lam=0.9", "algorithm.advantage=mine:estimator")[0]
+def test_f28_a_critic_that_no_estimator_uses_is_refused() -> None:
+    assert "does not use a critic; remove critic" in violations("critic={}")[0]
+    assert "does not use a critic" in violations("critic.lam=0.9", "algorithm.advantage=mine:estimator")[0]
     warnings("critic={}", "algorithm.advantage=gae")
 
 
@@ -60,15 +63,14 @@ def test_a_critic_lets_a_group_have_one_sample() -> None:
     warnings("critic={}", "algorithm.advantage=gae", "learner.group_size=1")
 
 
-def test_f28_a_group_of_one_has_nobody_to_compare_with() -> None:
+def test_f28_a_group_of_one_has_no_other_sample_to_compare_with() -> None:
     assert "learner.group_size = 1" in violations("learner.group_size=1")[0]
     warnings("learner.group_size=1", "algorithm.advantage=mine:estimator")
 
 
-def test_f28_a_misspelt_baseline_says_what_was_meant_and_all_that_are_built_in_are_known() -> None:
+def test_f28_a_misspelt_baseline_says_what_was_meant_and_presets_name_built_in_ones() -> None:
     assert "did you mean 'group_norm'" in violations("algorithm.advantage=group_nrom")[0]
-    assert set(BASELINES) == set(ESTIMATORS)
-    assert {preset.baseline for preset in PRESETS.values()} <= {*BASELINES, *NEEDS_CRITIC, None}
+    assert {preset.baseline for preset in PRESETS.values()} <= {*OUTCOMES, *CRITIC_BASED, None}
 
 
 def test_f28_a_penalty_buffer_longer_than_a_completion_is_refused_where_it_matters() -> None:
@@ -127,8 +129,8 @@ def test_a_preset_without_its_critic_is_said_to_be_half_of_it(loss: str) -> None
     assert not any("critic" in line for line in warnings("algorithm.loss=aipo", "algorithm.advantage=group_mean"))
 
 
-def test_a_loss_that_nobody_checked_is_a_warning_when_data_may_be_old() -> None:
-    assert any("nobody checked" in warning for warning in warnings("algorithm.loss=mine:loss"))
+def test_a_loss_that_is_not_verified_is_a_warning_when_data_may_be_old() -> None:
+    assert any("not verified to correct" in warning for warning in warnings("algorithm.loss=mine:loss"))
     assert not warnings("algorithm.loss=mine:loss", "staleness.max_versions=0")
 
 
@@ -142,3 +144,72 @@ def test_a_correction_by_ratio_and_by_weight_is_said_to_be_two() -> None:
 def test_f28_a_correction_that_an_override_took_away_is_asked_for_by_its_axis() -> None:
     with pytest.raises(ConfigError, match=r"decoupled_icepop with algorithm.overrides has no off-policy.*anchor: beh"):
         warnings("algorithm.overrides={weight: null}")
+
+
+def test_an_advantage_with_options_is_checked_like_a_name() -> None:
+    warnings("algorithm.advantage={name: group_norm, eps: 1e-4, eps_in: variance, divisor: n}")
+    assert "changes nothing" in violations("algorithm.advantage={name: group_mean, eps: 1e-4}")[0]
+    assert "did you mean 'eps'" in violations("algorithm.advantage={name: group_norm, esp: 1e-4}")[0]
+    both = violations("algorithm.advantage={name: group_norm, esp: 1e-4}", "algorithm.loss=dapo")
+    assert len(both) == 2, "a bad option does not hide what else is wrong"
+    assert "needs a critic" in violations("algorithm.advantage={name: gae, keep_mean: true}")[0]
+    warnings("critic={}", "algorithm.advantage={name: gae, whiten: samples}")
+    assert "does not use a critic" in violations("critic={}", "algorithm.advantage={name: mine:fn, factor: 2}")[0]
+
+
+def test_f28_what_a_run_does_not_have_is_refused_with_the_reason() -> None:
+    for advantage in ("gdpo", "{name: group_norm, rewards: components}"):
+        assert "a run's environment gives one" in violations(f"algorithm.advantage={advantage}")[0]
+    assert "reads the reward of a greedy completion" in violations("algorithm.advantage=remax")[0]
+    assert "reads several rewards" in violations("algorithm.loss=gdpo", "staleness.max_versions=0")[0]
+    for name in ("maxrl", "gr3"):
+        [violation] = violations(f"algorithm.advantage={name}", "algorithm.overlong=penalise")
+        assert f"algorithm.advantage = {name} needs rewards of at least 0" in violation
+        warnings(f"algorithm.advantage={name}", "algorithm.overlong=mask")
+
+
+@pytest.mark.parametrize("name", ["group_norm", "leave_one_out_std", "maxrl", "gpg", "opo", "gr3", "gae"])
+def test_f28_estimators_that_compare_a_group_refuse_a_group_of_one(name: str) -> None:
+    alone = ("learner.group_size=1", *(("critic={}",) if name == "gae" else ()))
+    if name == "gae":
+        warnings(f"algorithm.advantage={name}", *alone)
+        return
+    assert "learner.group_size = 1" in violations(f"algorithm.advantage={name}", *alone)[0]
+    warnings(f"algorithm.advantage={{name: {name}, single: raw}}", *alone)
+    [inert] = warnings(f"algorithm.advantage={{name: {name}, single: raw}}")
+    assert "it never acts" in inert
+
+
+def pushes_opposite_tokens(name: str) -> bool:
+    """Whether advantages 1 and −1 of a sequence of two tokens move them, where all policies agree."""
+    logprobs = torch.full((1, 2), -1.0, requires_grad=True)
+    columns = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+    data = BatchedDataDict(
+        {name: torch.tensor([[0.0, -1.0, -1.0]]) for name in columns}
+        | {"advantages": torch.tensor([[0.0, 1.0, -1.0]]), "token_mask": torch.tensor([[0.0, 1.0, 1.0]])}
+        | {"sample_mask": torch.ones(1), "staleness": torch.zeros(1, 3)}
+    )
+    loss, _ = ObjectiveLoss(PRESETS[name].objective)(
+        data=data,
+        global_valid_seqs=torch.tensor(1),
+        global_valid_toks=torch.tensor(2),
+        next_token_logprobs=logprobs,
+    )
+    loss.backward()
+    assert logprobs.grad is not None
+    return bool(logprobs.grad.abs().max() > 1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("dr_grpo", "m2po")])
+def test_f28_token_advantages_are_refused_just_where_a_sequence_averages_them(name: str) -> None:
+    """The gradient says which presets those are; dr_grpo's constant and m2po's bound are not set here."""
+    assert averages_advantages(PRESETS[name].objective) == (not pushes_opposite_tokens(name))
+
+
+@pytest.mark.parametrize("loss", ["gspo", "luspo", "gmpo"])
+def test_f28_a_ratio_of_the_sequence_with_token_advantages_is_refused(loss: str) -> None:
+    here = (f"algorithm.loss={loss}", "critic={}", "staleness.max_versions=0")
+    [violation] = violations(*here, "algorithm.advantage=gae")
+    assert f"algorithm.loss = {loss} has one ratio a sequence" in violation
+    assert "Take a token level, e.g. algorithm.loss: gspo_token" in violation
+    warnings(*here, "algorithm.advantage=gae", "algorithm.overrides.level=token")

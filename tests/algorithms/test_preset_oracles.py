@@ -99,6 +99,10 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         ),
     ),
     "reinforce": PLAIN[T],
+    "opo": PLAIN[T],
+    "gpg": PLAIN[T],
+    "maxrl": ppo_clip(T),
+    "gdpo": ppo_clip(T),
     "rloo": PLAIN[N],
     # −A · lp + τ/2 · (ln current/proximal)², τ = 0.1; its gradient −A + τ · ln(current/proximal), at ratios 3 and 1/3
     "kimi": (

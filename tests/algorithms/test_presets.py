@@ -36,7 +36,7 @@ def test_presets_import_without_torch() -> None:
 def test_the_default_is_corrected_and_the_uncorrected_ones_are_known() -> None:
     assert {name for name, preset in PRESETS.items() if not is_corrected(preset.objective)} == {
         *("reinforce", "rloo", "reinforce_pp", "grpo", "dr_grpo", "dapo", "ppo", "vapo", "dual_clip", "two_sided"),
-        *("gspo", "gspo_token", "luspo", "gmpo", "cispo", "aspo", "sapo", "kimi"),
+        *("gspo", "gspo_token", "luspo", "gmpo", "cispo", "aspo", "sapo", "kimi", "maxrl", "gdpo", "opo", "gpg"),
     }
 
 
@@ -45,7 +45,7 @@ def test_every_row_of_the_designs_table_is_there() -> None:
         *("reinforce", "rloo", "reinforce_pp", "grpo", "dr_grpo", "dapo", "dual_clip", "two_sided", "gspo", "luspo"),
         *("gmpo", "cispo", "aipo", "topr", "aspo", "sapo", "vespo", "dppo_tv", "dppo_kl", "tis", "icepop", "seq_tis"),
         *("geometric_rejection", "opsm", "decoupled_ppo", "a3po", "m2po", "kimi", "ppo", "vapo", "vtrace"),
-        *("decoupled_icepop", "gspo_token"),
+        *("decoupled_icepop", "gspo_token", "maxrl", "gdpo", "opo", "gpg"),
     }
 
 
@@ -223,6 +223,7 @@ def test_advantages_are_those_that_a_paper_was_published_with_and_only_so() -> N
     assert {name: preset.baseline for name, preset in PRESETS.items() if preset.baseline != "group_norm"} == {
         **{"rloo": "leave_one_out", "reinforce_pp": "reinforce_pp", "dr_grpo": "group_mean", "kimi": "group_mean"},
         **{"ppo": "gae", "vapo": "gae", "vtrace": "vtrace"},
+        **{"maxrl": "maxrl", "gdpo": "gdpo", "opo": "opo", "gpg": "gpg"},
         **dict.fromkeys(["decoupled_icepop", "decoupled_ppo", "a3po", "tis", "seq_tis", "geometric_rejection"]),
         **dict.fromkeys(["opsm", "m2po", "aipo", "dppo_tv", "dppo_kl", "topr", "vespo", "reinforce", "dual_clip"]),
     }

@@ -8,11 +8,14 @@ import torch
 from returns_scene import ROWS, TOKENS, gae_of, scene, vtrace_of
 
 from asyncrl.algorithms import returns
+from asyncrl.algorithms.baselines import Whitening
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.returns import (
     decoupled_gae,
+    discounted_returns,
     gae,
+    kl_estimate,
     length_adaptive_lambda,
     masked_moments,
     vtrace,
@@ -204,3 +207,65 @@ def test_examples_in_docstrings_of_returns_are_true() -> None:
     results = doctest.testmod(returns)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+@pytest.mark.parametrize("keep_mean", [False, True])
+@pytest.mark.parametrize("divisor", ["n-1", "n"])
+@pytest.mark.parametrize("eps_in", ["std", "variance"])
+@pytest.mark.parametrize("by_sample", [False, True])
+def test_whitening_by_a_rule_is_a_loop_over_tokens(eps_in: str, divisor: str, keep_mean: bool, by_sample: bool) -> None:
+    """By sample, the tokens of a row count once together: each 1 / their number."""
+    rows = [[1.0, 4.0, 2.0], [7.0], [0.5, -1.0]]
+    eps = 0.3
+    counts = [[1 / len(row) if by_sample else 1.0] * len(row) for row in rows]
+    flat = [
+        (value, count) for row, many in zip(rows, counts, strict=True) for value, count in zip(row, many, strict=True)
+    ]
+    total = sum(count for _, count in flat)
+    middle = sum(count * value for value, count in flat) / total
+    squares = sum(count * (value - middle) ** 2 for value, count in flat)
+    variance = squares / (total - 1 if divisor == "n-1" else total)
+    std = math.sqrt(variance + eps) if eps_in == "variance" else math.sqrt(variance) + eps
+    expected = [(value - middle) / std + keep_mean * middle for value, _ in flat]
+
+    mask_BS = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
+    values_BS = torch.full((3, 3), math.nan)
+    values_BS[mask_BS] = torch.tensor([value for value, _ in flat])
+    weights_BS = 1 / mask_BS.sum(1, keepdim=True).expand_as(mask_BS) if by_sample else None
+    moments = masked_moments(values_BS, mask_BS, weights=weights_BS)
+    rule = Whitening(eps=eps, eps_in=eps_in, divisor=divisor, keep_mean=keep_mean)  # type: ignore[arg-type]
+    whitened_BS = whiten(values_BS, mask_BS, moments=moments, rule=rule)
+    assert whitened_BS[mask_BS].tolist() == pytest.approx(expected, rel=1e-6)
+    assert whitened_BS[~mask_BS].tolist() == [0.0] * 3
+
+
+def test_equal_values_are_whitened_to_0_or_keep_their_mean() -> None:
+    values, mask = torch.full((2, 3), 0.1), torch.ones(2, 3)
+    moments = masked_moments(values, mask)
+    assert not whiten(values, mask, moments=moments).any()
+    assert whiten(values, mask, moments=moments, rule=Whitening(keep_mean=True)).flatten().tolist() == pytest.approx(
+        [0.1] * 6
+    )
+
+
+# --- REINFORCE++ with the KL to a reference in the reward -------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce_pp_returns_are_a_loop_over_trained_tokens(kind: str, gamma: float) -> None:
+    """2501.03262, eq. 8 for γ = 1: A_t = r − β · Σ_{i ≥ t} KL(i), with d = log π − log π_ref of each trained token."""
+    beta, reward = 0.2, 3.0
+    policy, reference, trained = [-9.0, -1.0, -0.5, math.nan, -2.0], [-9.0, -1.5, -0.2, 0.0, -1.0], [1, 2, 4]
+    expected = [0.0] * 5
+    running = 0.0
+    for t in reversed(trained):
+        d = policy[t] - reference[t]
+        kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[kind]
+        running = -beta * kl + (reward if t == trained[-1] else 0.0) + gamma * running
+        expected[t] = running
+    mask_BS = torch.tensor([[float(t in trained) for t in range(5)]])
+    kl_BS = kl_estimate(torch.tensor([policy]), torch.tensor([reference]), kind=kind)  # type: ignore[arg-type]
+    rewards_BS = -beta * kl_BS
+    rewards_BS[0, trained[-1]] += reward
+    assert discounted_returns(rewards_BS, mask_BS, gamma=gamma)[0].tolist() == pytest.approx(expected, rel=1e-5)

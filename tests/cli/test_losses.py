@@ -7,7 +7,7 @@ from asyncrl.algorithms.checks import NEEDS_CRITIC
 from asyncrl.algorithms.presets import PRESETS, baseline_of, resolve_objective
 from asyncrl.cli.losses import app
 from asyncrl.config.dialect import parse_yaml
-from asyncrl.config.schema import AlgorithmSection
+from asyncrl.config.schema import AlgorithmSection, CriticSection
 from asyncrl.errors import ConfigError
 
 runner = CliRunner()
@@ -19,6 +19,13 @@ def test_what_is_printed_for_a_preset_is_the_preset_objective_and_advantages(nam
     section = AlgorithmSection.model_validate(printed["algorithm"])
     assert resolve_objective(section.loss, {}) == PRESETS[name].objective
     assert baseline_of(section) == baseline_of(AlgorithmSection(loss=name))
+
+
+def test_a_preset_with_a_critic_of_its_own_shows_what_is_set_there() -> None:
+    printed = parse_yaml(runner.invoke(app, ["vapo"]).output, source="printed")
+    assert printed["critic"] == {"value_lam": 1.0, "length_alpha": 0.05}
+    CriticSection.model_validate(printed["critic"])
+    assert "critic" not in parse_yaml(runner.invoke(app, ["ppo"]).output, source="printed")
 
 
 def test_presets_that_need_a_critic_are_listed_apart() -> None:

@@ -80,6 +80,12 @@ def test_f28_a_module_that_does_not_exist_is_missed_by_the_roles_that_import_it(
     assert missing(f"{key}=pathlib:Path") == []
 
 
+def test_f28_a_module_is_missed_where_an_advantage_has_options() -> None:
+    [problem] = missing("algorithm.advantage={name: no_such_module:f, factor: 2}")
+    assert "algorithm.advantage: 'no_such_module:f' cannot be imported" in problem
+    assert missing("algorithm.advantage={name: group_norm, eps: 1e-4}") == []
+
+
 @pytest.mark.parametrize("override", ["environment.name=no_such_module:f", "environment.options.task=spell"])
 def test_an_environment_that_nobody_builds_is_not_missed(override: str) -> None:
     elsewhere = (override, "data.dataset=pathlib:Path")

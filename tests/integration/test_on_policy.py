@@ -11,7 +11,7 @@ from conftest import Run, small_config
 from onlookers import expect_advice, reported
 from test_up import ENDLESS, run_up, steps_of, summary_of
 
-from asyncrl.algorithms.advantages import compute_advantages, resolve_estimator
+from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
 from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import baseline_of
 from asyncrl.buffer.records import Version
@@ -116,6 +116,6 @@ def step_rows(groups, estimator) -> BatchedDataDict:  # type: ignore[no-untyped-
         [sample_rows(prompt, completions) for _, prompt, completions, _ in groups],
         pad_value_dict={"weight_versions": -1},
     )
-    rows["advantages"] = compute_advantages(estimator, rewards=rewards, group_ids=ids)
+    rows["advantages"] = compute_advantages(estimator, Samples(rewards_N=rewards, group_ids_N=ids))
     rows["sample_mask"] = torch.ones(rows.size)
     return rows

@@ -119,7 +119,7 @@ def test_rows_by_name_train_bit_for_bit_as_the_rows_themselves(learner: dict[str
             by_row.prepare_for_inference()
             values = by_row.get_values(batch)["values"]
             rows = BatchedDataDict(**{**batch, "values": values, "rewards": REWARDS})
-            found = whitened_advantages(rows, ESTIMATOR, add_up=lambda moments: moments)
+            found = whitened_advantages(rows, ESTIMATOR(rows), rule=ESTIMATOR.whitening, add_up=lambda moments: moments)
             assert found is not None
             written = client.get_data(meta, [*CRITIC_FIELDS, "advantages"])
             width = written["values"].shape[1]

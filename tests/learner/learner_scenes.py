@@ -204,6 +204,7 @@ class FakeCritic:
         self.gbs: list[int | None] = []
         self.fields: list[set[str]] = []
         self.estimators: list[TokenEstimator] = []
+        self.losses: list[ValueLossFunction] = []
 
     def get_values_from_meta(self, meta: KVBatchMeta) -> None:
         self._trainer.stages.append("values")
@@ -221,6 +222,7 @@ class FakeCritic:
         self, meta: KVBatchMeta, loss_fn: ValueLossFunction, *, gbs: int | None = None
     ) -> dict[str, Any]:
         self._trainer.stages.append("train critic")
+        self.losses.append(loss_fn)
         self._clock.now_s += 1.0
         self.fields.append(set(meta.fields or []))
         self.gbs.append(gbs)

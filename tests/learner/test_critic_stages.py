@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from learner_scenes import FakeCritic, Scene, judged, skipped, trained
 
+from asyncrl.algorithms.baselines import CriticBased
+from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.buffer.ledger import Fate
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ConfigError, NonFiniteError, RowsLost
@@ -44,6 +46,43 @@ async def test_the_settings_reach_the_estimator() -> None:
         run, critic = scene(critic=section)
         await run.run()
         assert critic.estimators == [expected] * 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("section", "value_lam", "length_alpha"),
+    [
+        ({}, 1.0, 0.05),
+        ({"value_lam": 0.9}, 0.9, 0.05),
+        ({"length_alpha": 0.2}, 1.0, 0.2),
+        ({"length_alpha": 0.0, "value_lam": None}, 1.0, None),
+    ],
+)
+async def test_vapo_has_its_papers_lambdas_where_none_are_set(
+    section: dict[str, Any], value_lam: float, length_alpha: float | None
+) -> None:
+    """2504.05118: λ of the value is 1, that of the policy 1 − 1/(0.05 · length)."""
+    vapo = {**PPO, "loss": "vapo"}
+    run, critic = scene(critic=section, algorithm=vapo)
+    await run.run()
+    assert critic.estimators == [GAE(gamma=1.0, lam=0.95, value_lam=value_lam, length_alpha=length_alpha)] * 3
+    # by another estimator it is not VAPO's critic
+    other, _ = scene(critic=section, algorithm={**vapo, "advantage": "vtrace"})
+    assert isinstance(other.loop._critic._estimator, VTrace)  # type: ignore[union-attr]
+
+
+@pytest.mark.asyncio
+async def test_the_options_of_an_advantage_and_the_aggregation_reach_the_ranks() -> None:
+    advantage = {"name": "gae", "whiten": "samples", "keep_mean": True}
+    run, critic = scene(critic={"aggregation": "sequence_mean"}, algorithm={**PPO, "advantage": advantage})
+    await run.run()
+    whitening = CriticBased(whiten="samples", keep_mean=True)
+    assert critic.estimators == [GAE(gamma=1.0, lam=0.95, value_lam=0.95, whitening=whitening)] * 3
+    assert [loss.aggregation for loss in critic.losses if isinstance(loss, ClippedValueLoss)] == ["sequence_mean"] * 3
+    run, critic = scene(algorithm={"loss": "vtrace", "advantage": {"name": "vtrace", "whiten": "none"}})
+    await run.run()
+    assert critic.estimators == [VTrace(gamma=1.0, whitening=CriticBased(whiten="none"))] * 3
+    assert [loss.aggregation for loss in critic.losses if isinstance(loss, ClippedValueLoss)] == ["token_mean"] * 3
 
 
 @pytest.mark.asyncio

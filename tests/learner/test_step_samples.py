@@ -43,7 +43,7 @@ def leased(
     return LeasedGroup(meta=meta, task=task, deadline=0, max_staleness_versions=0, reserved_step=0, ready_step=0)
 
 
-def judged(groups: Sequence[LeasedGroup], *, estimator: str = "group_mean", **settings: Any) -> StepSamples:
+def judged(groups: Sequence[LeasedGroup], *, estimator: Any = "group_mean", **settings: Any) -> StepSamples:
     config = Config.model_validate({"algorithm": settings, "generator": {"max_completion_tokens": 10}})
     return judge_samples(groups, estimator=resolve_estimator(estimator), filters=build_filters(config))
 
@@ -118,6 +118,24 @@ def test_batch_statistics_are_those_of_the_whole_step() -> None:
     assert float(samples.advantages_B.std()) == pytest.approx(1.0, rel=1e-5)
     first, second = advantages(samples, 2, 2)
     assert max(first) < 0 < min(second), "the mean of the step lies between the groups"
+
+
+def test_estimators_have_the_completions_lengths() -> None:
+    """Rewards 1 and 0 of 6 and 2 tokens: the baseline by length is 6/8."""
+    group = leased(0, [1.0, 0.0], tokens=[6, 2])
+    assert advantages(judged([group], estimator="opo"), 2) == [[0.25, -0.75]]
+    whitened = judged([group], estimator={"name": "reinforce_pp", "whiten": "tokens", "divisor": "n", "eps": 0.0})
+    std = (6 * 0.25**2 / 8 + 2 * 0.75**2 / 8) ** 0.5
+    assert advantages(whitened, 2) == [pytest.approx([0.25 / std, -0.75 / std])]
+
+
+def test_equal_rewards_that_a_length_penalty_tells_apart_are_not_masked() -> None:
+    group = leased(0, [1.0, 1.0], tokens=[6, 2])
+    penalised = judged([group], estimator="gr3", zero_variance="mask")
+    assert masks(penalised, 2) == [[1.0, 1.0]]
+    assert penalised.zero_variance_ratio == 0.0
+    assert advantages(penalised, 2)[0][1] > 0
+    assert masks(judged([group], estimator="opo", zero_variance="mask"), 2) == [[0.0, 0.0]]
 
 
 def test_f24_empty_completions_are_masked_and_counted() -> None:

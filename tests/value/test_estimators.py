@@ -1,14 +1,17 @@
 """A row's reward is earned at its end, and a step is whitened as one however its rows are dealt to ranks."""
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
 import torch
 
+from asyncrl.algorithms.baselines import CriticBased
 from asyncrl.algorithms.returns import gae, masked_moments, whiten
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CallRefused
-from asyncrl.value.estimators import GAE, VTrace, token_rewards, whitened_advantages
+from asyncrl.value.estimators import GAE, RewardKL, VTrace, token_rewards, whitened_advantages
 
 ROWS, TOKENS = 6, 8
 
@@ -21,7 +24,7 @@ def scene() -> BatchedDataDict:
     mask_BS[:, 0], mask_BS[2], mask_BS[0] = 0.0, 0.0, torch.tensor([0.0, 1, 1, 0, 1, 0, 0, 0])
     columns = {
         name: torch.where(mask_BS > 0, torch.randn(ROWS, TOKENS, generator=random), torch.nan)
-        for name in ("values", "prev_logprobs", "generation_logprobs")
+        for name in ("values", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
     }
     return BatchedDataDict(
         **columns,
@@ -38,10 +41,15 @@ def over_ranks(data: BatchedDataDict, estimator: Any, *, ranks: int) -> tuple[to
     given: list[torch.Tensor] = []
     for shard in shards:
         found = estimator(shard) if shard.size else None
-        whitened_advantages(shard, found, add_up=lambda moments: given.append(moments) or moments)
+        whitened_advantages(
+            shard, found, rule=estimator.whitening, add_up=lambda moments: given.append(moments) or moments
+        )
     total = torch.stack(given).sum(0)
     found = [
-        whitened_advantages(shard, estimator(shard) if shard.size else None, add_up=lambda _: total) for shard in shards
+        whitened_advantages(
+            shard, estimator(shard) if shard.size else None, rule=estimator.whitening, add_up=lambda _: total
+        )
+        for shard in shards
     ]
     assert [part is None for part in found] == [shard.size == 0 for shard in shards]
     parts = [part for part in found if part is not None]
@@ -93,4 +101,75 @@ def test_a_trained_token_whose_value_is_no_number_is_an_error_and_no_advantage_o
     data = scene()
     data["values"][0, 1] = torch.nan
     with pytest.raises(CallRefused, match="not finite"):
-        whitened_advantages(data, GAE(gamma=1.0, lam=1.0, value_lam=1.0)(data), add_up=lambda moments: moments)
+        whitened_advantages(
+            data, GAE(gamma=1.0, lam=1.0, value_lam=1.0)(data), rule=CriticBased(), add_up=lambda moments: moments
+        )
+
+
+def trained_rows(data: BatchedDataDict, values_BS: torch.Tensor) -> list[list[float]]:
+    """The values at the trained tokens of each row that has some."""
+    mask_BS = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) > 0
+    rows = [values_BS[i][mask_BS[i]].double().tolist() for i in range(len(values_BS))]
+    return [row for row in rows if row]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("estimator", [GAE(gamma=0.9, lam=0.8, value_lam=1.0), VTrace(gamma=0.9)])
+def test_whitening_over_samples_counts_every_completion_once(estimator: Any, ranks: int) -> None:
+    rule = CriticBased(whiten="samples", divisor="n", eps=0.0)
+    data = scene()
+    plain = trained_rows(data, estimator(data).advantages_BS)
+    weighted = [(value, 1 / len(row) / len(plain)) for row in plain for value in row]
+    middle = sum(share * value for value, share in weighted)
+    std = sum(share * (value - middle) ** 2 for value, share in weighted) ** 0.5
+    by_sample = dataclasses.replace(estimator, whitening=rule)
+    advantages_BS, returns_BS = over_ranks(data, by_sample, ranks=ranks)
+    found = [value for row in trained_rows(data, advantages_BS) for value in row]
+    assert found == pytest.approx([(value - middle) / std for value, _ in weighted], rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(returns_BS, estimator(data).returns_BS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_whitening_advantages_are_as_estimated_and_0_where_nothing_is_trained(ranks: int) -> None:
+    data, estimator = scene(), GAE(gamma=0.9, lam=0.8, value_lam=1.0, whitening=CriticBased(whiten="none"))
+    advantages_BS, _ = over_ranks(data, estimator, ranks=ranks)
+    assert trained_rows(data, advantages_BS) == trained_rows(data, estimator(data).advantages_BS)
+    mask_BS = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) > 0
+    assert not advantages_BS[~mask_BS].any()
+
+
+def test_the_mean_of_token_advantages_may_be_kept() -> None:
+    data, estimator = scene(), GAE(gamma=0.9, lam=0.8, value_lam=1.0)
+    data["rewards"] = data["rewards"] + 5
+    kept = dataclasses.replace(estimator, whitening=CriticBased(keep_mean=True))
+    plain = [value for row in trained_rows(data, estimator(data).advantages_BS) for value in row]
+    (white, _), (shifted, _) = (over_ranks(data, each, ranks=2) for each in (estimator, kept))
+    mean = sum(plain) / len(plain)
+    moved = [value for row in trained_rows(data, shifted - white) for value in row]
+    assert moved == pytest.approx([mean] * len(plain), rel=1e-5)
+    assert mean > 1
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_kl_to_the_reference_is_paid_at_every_trained_token(kind: Any) -> None:
+    """GAE with λ = 1, γ = 1 and values of 0: advantages are the rewards still to come."""
+    data = scene()
+    data["values"] = torch.zeros_like(data["values"])
+    estimator = GAE(gamma=1.0, lam=1.0, value_lam=1.0, kl=RewardKL(beta=0.3, kind=kind))
+    assert {"prev_logprobs", "reference_policy_logprobs"} <= set(estimator.reads)
+    advantages_BS = estimator(data).advantages_BS
+    for b in range(ROWS):
+        left, first = 0.0, True
+        for t in reversed(range(TOKENS)):
+            if data["token_mask"][b, t] == 0:
+                assert advantages_BS[b, t] == 0
+                continue
+            d = float(data["prev_logprobs"][b, t]) - float(data["reference_policy_logprobs"][b, t])
+            left -= 0.3 * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[kind]
+            left += float(data["rewards"][b]) if first else 0.0
+            first = False
+            assert float(advantages_BS[b, t]) == pytest.approx(left, rel=1e-5, abs=1e-6)
+
+
+def test_without_a_kl_the_reference_is_not_read() -> None:
+    assert "reference_policy_logprobs" not in GAE(gamma=1.0, lam=1.0, value_lam=1.0).reads

@@ -1,0 +1,125 @@
+"""`algorithm.advantage` as data: what is refused, with the choices; and own estimators with options."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
+from asyncrl.algorithms.baselines import CRITIC_BASED, OUTCOMES, CriticBased, Outcome, OwnEstimator, resolve_advantage
+from asyncrl.errors import ConfigError
+
+SAMPLES = Samples(
+    rewards_N=torch.tensor([1.0, 0.0, 3.0]),
+    group_ids_N=torch.tensor([2, 2, 5]),
+    completion_tokens_N=torch.tensor([4, 5, 6]),
+)
+
+
+@pytest.mark.slow
+def test_the_rows_import_without_torch() -> None:
+    code = "import sys, asyncrl.algorithms.baselines; sys.exit(bool({'torch', 'ray', 'vllm'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", list(OUTCOMES))
+def test_axes_spelled_out_over_another_row_are_the_row(name: str) -> None:
+    """So that every row can be said by its axes, and no name does anything besides."""
+    default, row = Outcome(), OUTCOMES[name]
+    axes = {key: value for key, value in msgspec.to_builtins(row).items() if value != getattr(default, key)}
+    base = {"name": "reinforce_pp", "whiten": "none"}
+    assert resolve_advantage({**base, **axes}) == row
+
+
+def test_options_replace_only_what_they_name() -> None:
+    found = resolve_advantage({"name": "gae", "whiten": "samples", "keep_mean": True})
+    assert found == CriticBased(whiten="samples", keep_mean=True)
+    assert resolve_advantage({"name": "gpg", "single": "raw"}) == msgspec.structs.replace(OUTCOMES["gpg"], single="raw")
+    assert resolve_advantage({"name": "vtrace"}) == CRITIC_BASED["vtrace"]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "words"),
+    [
+        ("group_nrom", ["algorithm.advantage = group_nrom", "did you mean 'group_norm'"]),
+        ({"eps": 1e-3}, ["has no name", "add `name:`"]),
+        ({"name": 3}, ["has no name"]),
+        ({"name": "group_norm", "esp": 1e-3}, ["algorithm.advantage.esp", "did you mean 'eps'", "there are whiten"]),
+        ({"name": "gae", "single": "raw"}, ["gae has no such option", "there are whiten, keep_mean, eps"]),
+        ({"name": "group_norm", "eps": -1.0}, ["eps is -1", "at least 0"]),
+        ({"name": "group_norm", "eps": "small"}, ["float", "eps"]),
+        ({"name": "group_norm", "eps_in": "sdt"}, ["there are std, variance"]),
+        ({"name": "group_norm", "divisor": "n-2"}, ["there are n-1, n"]),
+        ({"name": "group_norm", "whiten": "token"}, ["there are none, samples, tokens"]),
+        ({"name": "group_norm", "baseline": "greedy"}, ["scale is group_std with baseline greedy", "set one of them"]),
+        ({"name": "gr3", "length_penalty": 0.0}, ["length_penalty is 0", "above 0, or null"]),
+        ({"name": "gdpo", "weights": {"a": 0.0}}, ["weights are {'a': 0.0}", "at least one must not be 0"]),
+        # options that change nothing
+        ({"name": "group_mean", "eps": 1e-3}, ["algorithm.advantage.eps: changes nothing", "remove it"]),
+        ({"name": "maxrl", "eps_in": "variance"}, ["eps_in: changes nothing", "no standard deviation divides"]),
+        ({"name": "opo", "divisor": "n"}, ["divisor: changes nothing"]),
+        ({"name": "group_norm", "keep_mean": True}, ["keep_mean: changes nothing: whiten is none"]),
+        ({"name": "reinforce_pp", "single": "raw"}, ["single: changes nothing: baseline none does not compare"]),
+        ({"name": "group_norm", "weights": {"a": 1.0}}, ["weights: changes nothing: rewards is total"]),
+        ({"name": "gae", "whiten": "none", "eps": 1e-3}, ["eps: changes nothing"]),
+    ],
+)
+def test_f28_impossible_and_idle_options_are_refused(advantage: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_advantage(advantage)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_docs_list_every_estimator_and_every_option() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "advantages.md").read_text()
+    for name in (*OUTCOMES, *CRITIC_BASED):
+        assert f"| `{name}` |" in page
+    for option in Outcome.__struct_fields__:
+        assert f"| `{option}` |" in page
+
+
+# --- import paths -----------------------------------------------------------------------------------------------
+
+
+def scaled(rewards: torch.Tensor, group_ids: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    return factor * rewards + 0 * group_ids
+
+
+def by_length(samples: Samples, *, factor: float) -> torch.Tensor:
+    assert samples.completion_tokens_N is not None
+    return factor * samples.completion_tokens_N
+
+
+def test_an_own_estimator_gets_its_options() -> None:
+    own = {"name": f"{__name__}:scaled", "factor": 2.0}
+    assert resolve_advantage(own) == OwnEstimator(path=f"{__name__}:scaled", options={"factor": 2.0})
+    assert compute_advantages(resolve_estimator(own), SAMPLES).tolist() == [2.0, 0.0, 6.0]
+    assert compute_advantages(resolve_estimator(f"{__name__}:scaled"), SAMPLES).tolist() == [1.0, 0.0, 3.0]
+
+
+def test_an_own_estimator_with_a_parameter_samples_gets_all_that_is_known() -> None:
+    own = {"name": f"{__name__}:by_length", "factor": 2.0}
+    assert compute_advantages(resolve_estimator(own), SAMPLES).tolist() == [8.0, 10.0, 12.0]
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"name": f"{__name__}:scaled", "factr": 1}, r"cannot be called with \(rewards, group_ids, factr\)"),
+        ({"name": f"{__name__}:by_length"}, r"with \(samples\): missing a required .*'factor'"),
+        ({"name": "builtins:len"}, r"with \(rewards, group_ids\): too many positional"),
+    ],
+)
+def test_f28_options_that_an_own_estimator_does_not_take_are_refused(own: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve_estimator(own)
+
+
+def test_an_estimator_of_a_critic_is_not_one_of_rewards() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage = gae: needs a critic"):
+        resolve_estimator("gae")
