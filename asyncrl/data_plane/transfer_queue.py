@@ -80,7 +80,8 @@ class TransferQueueClient(PartitionedClient[str]):
             what=f"fetching {len(keys)} rows from TransferQueue",
         )
         row_of = {key: row for row, key in enumerate(keys)}
-        columns = encode({name: _from_tensordict(batch, name) for name in names}, lengths=None)
+        # each by itself: a put may have kept more of a column than the row's length, which cuts it when it is decoded
+        columns = {name: encode({name: _from_tensordict(batch, name)})[name] for name in names}
         return {name: [(columns[name], row_of[key]) for key in of_field] for name, of_field in places.items()}
 
     def _release(self, partition_id: str, sample_ids: Sequence[str] | None, places: Sequence[str]) -> None:

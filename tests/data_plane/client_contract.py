@@ -332,7 +332,7 @@ class ClientContract:
         assert torch.equal(client.get_data(meta)["input_ids"], ids_BS)  # nothing tells what is padding
         client.put_samples(IDS, partition, fields={"input_lengths": LENGTHS})
         meta = client.put_samples(IDS, partition, fields={"values": values_BS})  # wider, and without lengths
-        fields = ["input_ids", "values"]
+        fields = ["input_ids", "values", "input_lengths"]
         for width in (5, 8):
             meta.extra_info[PAD_SEQLEN] = width
             batch = client.get_data(meta, fields)

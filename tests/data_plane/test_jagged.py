@@ -111,6 +111,11 @@ def test_what_is_packed_materializes_to_the_same_batch_without_the_padding() -> 
     assert materialize(packed, layout="jagged")["input_ids"].is_nested
 
 
+def test_a_packed_column_has_no_gradient() -> None:
+    padded = torch.ones(1, 2, requires_grad=True)
+    assert not any(column.requires_grad for column in pack_jagged_fields({"x": padded}, lengths=[1]).values())
+
+
 def test_only_the_named_columns_are_packed_and_plain_ones_are_padded_to_the_same_width() -> None:
     packed = pack_jagged_fields(batch(), lengths=LENGTHS, token_aligned_fields={"input_ids", "input_lengths"})
     assert packed["input_ids"].is_nested

@@ -14,7 +14,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_scenarios import shard_of
+from rank_scenarios import moments_of, shard_of
+from rounding import SMOOTH_OPTIMIZER
 from tiny_groups import make_batch, make_config
 from torch.distributed import FileStore
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -28,7 +29,7 @@ from asyncrl.policy.worker import PolicyWorker
 
 WORLDS = (1, 2, 4)
 UPDATE_ROWS = 4
-LEARNER = {"optimizer": {"learning_rate": 1e-3, "schedule": "linear", "final_fraction": 0.1}}
+LEARNER = {"optimizer": {**SMOOTH_OPTIMIZER, "schedule": "linear", "final_fraction": 0.1}}
 
 
 def run_saver(rank: int, world_size: int, folder: Path) -> None:
@@ -95,6 +96,7 @@ def _train(policy: PolicyWorker, rank: int, world_size: int, *, steps: int) -> d
         "records": records,
         "rates": rates,
         "weights": {name: tensor.numpy() for name, tensor in policy.gather_weights()},
+        "moments": moments_of(policy),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import torch
+from rounding import SMOOTH_OPTIMIZER
 from tiny_groups import STEP, join, make_batch, make_config, make_group, make_groups
 from torch.distributed import FileStore
 
@@ -163,6 +164,15 @@ def on_fresh_workers(
         made.close()
 
 
+def moments_of(policy: PolicyWorker) -> dict[str, np.ndarray]:
+    """The optimizer's moments in full, by the place of their parameter; a collective."""
+    return {
+        f"{number} {key}": moments[key].full_tensor().numpy()
+        for number, moments in enumerate(policy._optimizer.state.values())
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+
+
 def train_step(policy: PolicyWorker, data: BatchedDataDict, *, updates_per_step: int = 1, **_: Any) -> StepReport:
     """A step as the learner's loop makes one: its stages on this rank's share, and the report over all ranks."""
     ranks, loss_fn = policy.world_size, build_loss(policy._config)
@@ -186,7 +196,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
         store = FileStore(str(folder / f"store-{world_size}-{name}"), world_size)
         return PolicyWorker(
             model_path=str(folder / "model"),
-            config=make_config(loss=LOSSES.get(name, "decoupled_icepop"), **learner),
+            config=make_config(loss=LOSSES.get(name, "decoupled_icepop"), optimizer=SMOOTH_OPTIMIZER, **learner),
             rank=rank,
             world_size=world_size,
             store=store,

@@ -8,7 +8,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_scenarios import PROBE, train_step
+from rank_scenarios import PROBE, moments_of, train_step
+from rounding import SMOOTH_OPTIMIZER
 from tiny_groups import make_batch, make_config
 from torch.distributed import FileStore
 from torch.distributed.tensor import DTensor
@@ -38,7 +39,7 @@ def run_rank(rank: int, folder: Path) -> None:
 
 
 def _worker(name: str, way: str, rank: int, folder: Path) -> PolicyWorker:
-    config = make_config(ranks=WORLD, groups_per_step=WORLD, **WAYS[way])
+    config = make_config(ranks=WORLD, groups_per_step=WORLD, optimizer=SMOOTH_OPTIMIZER, **WAYS[way])
     if way.startswith("engine in bf16"):
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     return PolicyWorker(
@@ -115,8 +116,4 @@ def _hand_on(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def _state(policy: PolicyWorker) -> dict[str, Any]:
-    state = {name: tensor.numpy() for name, tensor in policy.gather_weights()}
-    for number, moments in enumerate(policy._optimizer.state.values()):
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[f"{number} {key}"] = moments[key].full_tensor().numpy()
-    return state
+    return {name: tensor.numpy() for name, tensor in policy.gather_weights()} | moments_of(policy)

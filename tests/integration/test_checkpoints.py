@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_scenarios import WORLDS, run_loader, run_saver
+from checkpoint_scenarios import LEARNER, WORLDS, run_loader, run_saver
+from rounding import GRADIENT, LOSS, UNIT, assert_reordered, assert_within, weight_spread
 from tiny_groups import make_model
 from transformers import AutoTokenizer
 
@@ -42,10 +43,10 @@ def results(folder: Path, stage: str, world_size: int) -> list[dict[str, Any]]:
     return [pickle.loads((folder / f"{stage}-{world_size}-{rank}.pkl").read_bytes()) for rank in range(world_size)]
 
 
-def assert_alike(found: dict[str, Any], wanted: dict[str, Any], **tolerance: float) -> None:
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found.keys() == wanted.keys()
     for name in wanted:
-        np.testing.assert_allclose(found[name], wanted[name], err_msg=name, **tolerance)
+        np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
 
 
 @pytest.mark.parametrize("loaded_by", WORLDS)
@@ -56,20 +57,27 @@ def test_a_policy_trains_on_from_a_checkpoint_as_if_it_had_not_stopped(
     unbroken = [found["policy"]["after"] for found in results(folder, "saved", 1)]
     resumed = [found["policy"][saved_by] for found in results(folder, "loaded", loaded_by)]
     assert resumed[0]["rates"] == unbroken[0]["rates"]
-    assert unbroken[0]["rates"][1] < unbroken[0]["rates"][0] < 1e-3, "the schedule must have moved by then"
+    first_rate = LEARNER["optimizer"]["learning_rate"]
+    assert unbroken[0]["rates"][1] < unbroken[0]["rates"][0] < first_rate, "the schedule must have moved by then"
     for step in range(2):
         wanted = train_result([found["records"][step] for found in unbroken])
         trained = train_result([found["records"][step] for found in resumed])
-        torch.testing.assert_close(trained["loss"], wanted["loss"], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(trained["grad_norm"], wanted["grad_norm"], rtol=1e-5, atol=1e-6)
+        assert_within(trained["loss"], wanted["loss"], bound=LOSS)
+        assert_reordered(trained["grad_norm"], wanted["grad_norm"], spread=GRADIENT)
     for found in resumed:
-        assert_alike(found["weights"], unbroken[0]["weights"], rtol=1e-5, atol=2e-6)
+        assert found["weights"].keys() == unbroken[0]["weights"].keys()
+        for name, weight in unbroken[0]["weights"].items():
+            assert_within(found["weights"][name], weight, bound=weight_spread(4), name=name)
+        assert found["moments"].keys() == unbroken[0]["moments"].keys()
+        for name, moment in unbroken[0]["moments"].items():
+            # the square of a gradient is relatively twice as far off
+            assert_reordered(found["moments"][name], moment, spread=2 * GRADIENT, name=name)
 
 
 def test_weights_alone_leave_the_optimizer_and_the_schedule_where_they_are(folder: Path) -> None:
     for found in results(folder, "saved", 2):
         before, alone = found["policy"]["before"], found["policy"]["weights_only"]
-        assert_alike(alone["weights"], before["weights"], rtol=0)
+        assert_same(alone["weights"], before["weights"])
         assert alone["calls"] == 4
         assert alone["moments"] > 0
 
@@ -99,8 +107,12 @@ def test_uneven_tied_and_stepless_state_is_the_same_on_any_number_of_ranks(
     saved = [found["toy"][str(steps)] for found in results(folder, "saved", saved_by)]
     for rank, ranks in enumerate(results(folder, "loaded", loaded_by)):
         found = ranks["toy"][saved_by][f"{steps} into {start}"]
-        assert_alike(found["loaded"], saved[0]["saved"], rtol=0)
-        assert_alike(found["after"], saved[0]["after"], rtol=1e-6)
+        assert_same(found["loaded"], saved[0]["saved"])
+        assert found["after"].keys() == saved[0]["after"].keys()
+        for name, state in saved[0]["after"].items():
+            # every rank makes the whole gradient, but each cuts the update's elementwise operations into other vectors:
+            # two updates of about 16 operations, each of which may round the other way
+            assert_reordered(found["after"][name], state, spread=2 * 16 * 2 * UNIT, name=name)
         assert found["tied"]
         assert found["train_calls"] == 7
         np.testing.assert_array_equal(found["drawn"], saved[rank % saved_by]["drawn"])
@@ -139,8 +151,8 @@ def test_f7_f27_a_save_that_dies_leaves_the_last_one_and_the_next_one_works(fold
         found = ranks["faults"][fault]
         assert found["error"][0] == "CheckpointError"
         assert "No space left on device" in found["error"][1]
-        assert_alike(found["left"], ranks["faults"]["first"], rtol=0)
-        assert_alike(found["then"], ranks["faults"]["second"], rtol=0)
+        assert_same(found["left"], ranks["faults"]["first"])
+        assert_same(found["then"], ranks["faults"]["second"])
         assert found["files"] == ["optimizer", "weights"], "leftovers must be cleaned"
 
 
@@ -148,7 +160,7 @@ def test_weights_and_optimizer_in_one_directory_are_refused_and_what_is_there_st
     for ranks in results(folder, "saved", 2):
         found = ranks["faults"]["one in the other"]
         assert all(error[0] == "CheckpointError" and "nothing was written" in error[1] for error in found["errors"])
-        assert_alike(found["left"], ranks["faults"]["first"], rtol=0)
+        assert_same(found["left"], ranks["faults"]["first"])
 
 
 def test_a_directory_that_is_no_checkpoint_is_not_replaced(folder: Path) -> None:

@@ -158,9 +158,22 @@ def test_the_readmes_head_is_of_this_machine_alone_and_is_joined(tmp_path: Path)
                 left.kill()
 
 
-@pytest.mark.timeout(480)
-def test_the_page_of_own_loops_runs_as_it_is_and_on_this_machine_alone(model_path: str, tmp_path: Path) -> None:
-    [code] = re.findall(r"```python\n(.*?)```", OWN_LOOP.read_text(), re.DOTALL)
+PAGE = {
+    "a step": (0, r"^loss -?\d.*, effective samples [01]\.\d+$"),
+    "GRPO": (1, r"^step 2: reward [01]\.\d+, losses -?\d+\.\d+, -?\d+\.\d+$"),
+}
+"""The examples of the page: the place of each, and what its output must have."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("example", PAGE)
+def test_an_example_of_own_loops_runs_as_it_is_and_on_this_machine_alone(
+    example: str, model_path: str, tmp_path: Path
+) -> None:
+    codes = re.findall(r"```python\n(.*?)```", OWN_LOOP.read_text(), re.DOTALL)
+    assert len(codes) == len(PAGE)
+    place, said = PAGE[example]
+    code = codes[place]
     assert 'path = "models/tiny-speller"' in code
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny-speller").symlink_to(model_path)
@@ -170,7 +183,7 @@ def test_the_page_of_own_loops_runs_as_it_is_and_on_this_machine_alone(model_pat
         loop = psutil.Popen(
             [sys.executable, str(page)], cwd=tmp_path, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT
         )
-    deadline_s = time.monotonic() + 400
+    deadline_s = time.monotonic() + 800
     try:
         while loop.poll() is None:
             assert time.monotonic() < deadline_s, output.read_text()[-4000:]
@@ -181,6 +194,13 @@ def test_the_page_of_own_loops_runs_as_it_is_and_on_this_machine_alone(model_pat
             for left in [*loop.children(recursive=True), loop]:
                 left.kill()
     assert loop.returncode == 0, output.read_text()[-4000:]
-    assert re.search(r"^loss -?\d.*, effective samples [01]\.\d+$", output.read_text(), re.MULTILINE)
+    assert re.search(said, output.read_text(), re.MULTILINE), output.read_text()[-4000:]
+    checkpoint = tmp_path / "checkpoints" / "step-3"
+    assert checkpoint.exists() == (example == "GRPO")
+    assert not checkpoint.exists() or {path.name for path in checkpoint.iterdir()} == {
+        "weights",
+        "optimizer",
+        "tokenizer",
+    }
     assert {"gcs_server", "raylet"} <= {name for name, _ in seen}
     assert {address for _, address in seen} == {"127.0.0.1"}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rank_scenarios import CUTS, PROBE, matrix_batch, run_rank
+from rounding import GRADIENT, LOGPROB_NATS, LOSS, assert_reordered, assert_within, weight_spread
 from tiny_groups import TEMPERATURE, make_batch, make_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -18,7 +19,11 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.flops import forward_cost
 from asyncrl.policy.step_report import step_report, train_result
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+METRIC = {"rel": 4 * LOGPROB_NATS, "abs": LOGPROB_NATS}
+"""A metric is a mean of log-probs, of their exponentials or of squares of these, or a ratio of two such means: it is
+relatively at most four times as far off as the log-probs."""
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +92,8 @@ def test_any_split_into_ranks_and_micro_batches_gives_the_plain_loops_loss_and_g
 ) -> None:
     report = results[world_size, 0][scenario]["report"]
     loss, grad_norm, tokens = plain
-    assert report.loss == pytest.approx(loss, rel=1e-5)
-    assert report.grad_norm == pytest.approx(grad_norm, rel=1e-5)
+    assert report.loss == pytest.approx(loss, abs=LOSS)
+    assert report.grad_norm == pytest.approx(grad_norm, rel=GRADIENT)
     assert report.trained_tokens == tokens == sum(report.token_staleness)
     assert 0.1 < report.loss_metrics["gated_ratio"] < 0.9, "the case must have tokens inside and outside the band"
     assert report.updates_applied == 1
@@ -101,15 +106,17 @@ def test_any_split_into_ranks_and_micro_batches_gives_the_plain_loops_loss_and_g
 @pytest.mark.parametrize("scenario", ["micro_batch_1", "two_updates", "one_group", "calibrated", "interpolated"])
 def test_two_ranks_report_what_one_rank_reports(results: Any, scenario: str) -> None:
     one, two = results[1, 0][scenario]["report"], results[2, 0][scenario]["report"]
-    for name in ("loss", "grad_norm", "entropy_nats", "ess", "importance_weight_mean", "importance_weight_max"):
-        assert getattr(two, name) == pytest.approx(getattr(one, name), rel=1e-5), name
+    assert two.loss == pytest.approx(one.loss, abs=LOSS)
+    assert two.grad_norm == pytest.approx(one.grad_norm, rel=GRADIENT)
+    for name in ("entropy_nats", "ess", "importance_weight_mean", "importance_weight_max"):
+        assert getattr(two, name) == pytest.approx(getattr(one, name), **METRIC), name
     for name in ("trained_tokens", "trained_samples", "on_policy_tokens", "token_staleness", "updates_applied"):
         assert getattr(two, name) == getattr(one, name), name
-    assert two.on_policy_parity_max_nats == pytest.approx(one.on_policy_parity_max_nats, rel=1e-5)
-    assert two.loss_metrics == pytest.approx(one.loss_metrics)
+    assert two.on_policy_parity_max_nats == pytest.approx(one.on_policy_parity_max_nats, abs=LOGPROB_NATS)
+    assert two.loss_metrics == pytest.approx(one.loss_metrics, **METRIC)
     own = "packing_efficiency_ratio"  # each rank pads its own rows
     measured = {name: value for name, value in one.diagnostics.items() if name != own}
-    assert {name: value for name, value in two.diagnostics.items() if name != own} == pytest.approx(measured, rel=1e-5)
+    assert {name: value for name, value in two.diagnostics.items() if name != own} == pytest.approx(measured, **METRIC)
     assert all(0 < report.diagnostics[own] <= 1 for report in (one, two))
     assert one.diagnostics["kernel_ess_ratio"] < 1
 
@@ -120,7 +127,8 @@ def test_a_user_s_loss_that_asks_for_logits_gets_them_and_its_metrics_add_up(
     results: Any, plain: Any, world_size: int, scenario: str
 ) -> None:
     report = results[world_size, 0][scenario]["report"]
-    assert (report.loss, report.grad_norm) == pytest.approx(plain[:2], rel=1e-5)
+    assert report.loss == pytest.approx(plain[0], abs=LOSS)
+    assert report.grad_norm == pytest.approx(plain[1], rel=GRADIENT)
     assert report.loss_metrics == {"longest_max": 13.0, "rows": 12.0}
 
 
@@ -129,10 +137,11 @@ def test_the_reference_is_the_first_weights_and_stays_so(results: Any, plain: An
     """At the first step policy and reference are one, so the penalty is nothing; at the second it has something to say
     about the step that was made, and the same on any number of ranks."""
     found = results[world_size, 0]["reference"]
-    assert (found["report"].loss, found["report"].grad_norm) == pytest.approx(plain[:2], rel=1e-5)
+    assert found["report"].loss == pytest.approx(plain[0], abs=LOSS)
+    assert found["report"].grad_norm == pytest.approx(plain[1], rel=GRADIENT)
     unpenalised = results[world_size, 0]["micro_batch_all"]["report"]
-    assert found["again"].loss == pytest.approx(results[1, 0]["reference"]["again"].loss, rel=1e-4)
-    assert found["again"].loss > unpenalised.loss + 1e-3
+    assert found["again"].loss == pytest.approx(results[1, 0]["reference"]["again"].loss, abs=2 * LOSS)
+    assert found["again"].loss > unpenalised.loss + 1e-2
 
 
 def test_a_calibrated_gate_takes_out_some_tokens_and_not_all(results: Any) -> None:
@@ -148,10 +157,9 @@ def test_two_updates_move_the_weights_twice_and_keep_the_step_s_proximal_policy(
     report = results[1, 0]["two_updates"]["report"]
     assert report.updates_applied == 2
     # the proximal policy is that of the step's start for both updates, so what depends on it alone is unchanged
-    assert report.ess == pytest.approx(results[1, 0]["micro_batch_all"]["report"].ess, rel=1e-5)
-    assert report.kl_behaviour_k3_nats == pytest.approx(
-        results[1, 0]["micro_batch_all"]["report"].kl_behaviour_k3_nats, rel=1e-5
-    )
+    once = results[1, 0]["micro_batch_all"]["report"]
+    assert report.ess == pytest.approx(once.ess, **METRIC)
+    assert report.kl_behaviour_k3_nats == pytest.approx(once.kl_behaviour_k3_nats, **METRIC)
 
 
 def whole(results: Any, world_size: int, cut: str, column: str) -> np.ndarray:
@@ -171,27 +179,27 @@ def test_rows_give_the_same_log_probs_loss_and_weights_however_they_are_cut(
     ranks = [results[world_size, rank]["interface"][cut] for rank in range(world_size)]
     first = results[1, 0]["interface"]["padded all"]
     for column in ("before", "after", "reference"):
-        np.testing.assert_allclose(
-            whole(results, world_size, cut, column), whole(results, 1, "padded all", column), rtol=1e-5, atol=2e-6
+        assert_within(
+            whole(results, world_size, cut, column), whole(results, 1, "padded all", column), bound=LOGPROB_NATS
         )
     np.testing.assert_array_equal(
         whole(results, world_size, cut, "before"), whole(results, world_size, cut, "reference")
     )
-    assert np.abs(whole(results, 1, "padded all", "after") - whole(results, 1, "padded all", "before")).max() > 1e-3
+    assert np.abs(whole(results, 1, "padded all", "after") - whole(results, 1, "padded all", "before")).max() > 1e-2
     trained = train_result([found["trained"] for found in ranks])
     wanted = train_result([first["trained"]])
     assert len(trained["loss"]) == 2
-    torch.testing.assert_close(trained["loss"], wanted["loss"], rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(trained["grad_norm"], wanted["grad_norm"], rtol=1e-5, atol=0.0)
+    assert_within(trained["loss"], wanted["loss"], bound=LOSS)
+    assert_reordered(trained["grad_norm"], wanted["grad_norm"], spread=GRADIENT)
     for name, values in wanted["all_mb_metrics"].items():
         found = trained["all_mb_metrics"][name]
         if name in AVERAGED_METRICS:  # told of every micro-batch, of which there are more or fewer
             assert {*found} == {*values}, name
         else:
-            assert sum(found) == pytest.approx(sum(values)), name
+            assert sum(found) == pytest.approx(sum(values), **METRIC), name
     for found in ranks:
         for name, weight in first["weights"].items():
-            np.testing.assert_allclose(found["weights"][name], weight, rtol=1e-5, atol=2e-6, err_msg=name)
+            assert_within(found["weights"][name], weight, bound=weight_spread(2), name=name)
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -204,7 +212,7 @@ def test_evaluation_gives_the_loss_and_changes_nothing(results: Any, world_size:
         "a call of two updates is a step of the schedule, this one none"
     )
     assert not evaluated["grad_norm"].any()
-    assert evaluated["loss"][0] == pytest.approx(trained["loss"][0].item(), rel=1e-6)
+    assert evaluated["loss"][0] == pytest.approx(trained["loss"][0].item(), abs=LOSS)
     assert evaluated["loss"][1] != trained["loss"][1], "the second update of training saw other weights"
 
 
@@ -240,9 +248,9 @@ def test_a_rank_with_few_rows_or_none_keeps_step(results: Any, world_size: int) 
     ranks = [results[world_size, rank]["interface"]["uneven"] for rank in range(world_size)]
     first = results[1, 0]["interface"]["uneven"]
     trained, wanted = train_result([found["trained"] for found in ranks]), train_result([first["trained"]])
-    torch.testing.assert_close(trained["loss"], wanted["loss"], rtol=1e-5, atol=1e-7)
+    assert_within(trained["loss"], wanted["loss"], bound=LOSS)
     for name, weight in first["weights"].items():
-        np.testing.assert_allclose(ranks[-1]["weights"][name], weight, rtol=1e-5, atol=2e-6, err_msg=name)
+        assert_within(ranks[-1]["weights"][name], weight, bound=weight_spread(1), name=name)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -250,8 +258,8 @@ def test_a_bare_call_on_rows_without_advantages_trains(results: Any, world_size:
     ranks = [results[world_size, rank]["interface"]["bare"] for rank in range(world_size)]
     trained, wanted = train_result(ranks), train_result([results[1, 0]["interface"]["bare"]])
     assert wanted["grad_norm"] > 0
-    for name in ("loss", "grad_norm"):
-        torch.testing.assert_close(trained[name], wanted[name], rtol=1e-5, atol=0.0)
+    assert_within(trained["loss"], wanted["loss"], bound=LOSS)
+    assert_reordered(trained["grad_norm"], wanted["grad_norm"], spread=GRADIENT)
 
 
 @pytest.mark.parametrize("key", [(1, 0), (2, 0), (2, 1)])
@@ -267,7 +275,7 @@ def test_f21_all_ranks_skip_the_update_when_one_rank_is_not_finite(results: Any,
 def test_a_token_without_a_number_is_left_out_as_if_it_were_masked_and_counted(results: Any, world_size: int) -> None:
     found, masked = (results[world_size, 0][name]["report"] for name in ("with_nan", "without_it"))
     assert (found.trained_tokens, found.updates_applied) == (masked.trained_tokens, 1)
-    assert (found.loss, found.grad_norm) == pytest.approx((masked.loss, masked.grad_norm), rel=1e-6)
+    assert (found.loss, found.grad_norm) == (masked.loss, masked.grad_norm), "the same sums in the same order"
     assert (found.diagnostics["nonfinite_tokens"], masked.diagnostics["nonfinite_tokens"]) == (1.0, 0.0)
     assert sum(found.token_staleness) == found.trained_tokens
 
@@ -323,11 +331,11 @@ def test_probe_is_at_temperature_1_and_logprobs_at_the_sampler_s(results: Any, f
         return logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]].numpy()
 
     for tokens, scored in zip(PROBE, found["probe"], strict=True):
-        np.testing.assert_allclose(scored, expected(tokens, 1.0), atol=2e-6)
+        assert_within(scored, expected(tokens, 1.0), bound=LOGPROB_NATS)
     own = PROBE[:2] if key[1] == 0 else []
     for tokens, scored in zip(own, found["logprobs"], strict=True):
         assert scored[0] == 0.0
-        np.testing.assert_allclose(scored[1 : len(tokens)], expected(tokens, TEMPERATURE), atol=2e-6)
+        assert_within(scored[1 : len(tokens)], expected(tokens, TEMPERATURE), bound=LOGPROB_NATS)
         assert not scored[len(tokens) :].any()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from rank_scenarios import CUTS, UPDATE_ROWS, matrix_batch, on_fresh_workers, shard_of
+from rounding import SMOOTH_OPTIMIZER
 from tiny_groups import make_config
 from torch.distributed import FileStore
 
@@ -17,9 +18,8 @@ from asyncrl.errors import MissingColumns
 from asyncrl.policy.sharded import gather_weights
 from asyncrl.value.worker import ValueWorker
 
-OPTIMIZER = {"learning_rate": 3e-3, "betas": (0.9, 0.95), "eps": 1e-5}
-"""A step that is seen in the values, and an ε above the rounding of gradients that are nearly 0."""
-LOSS = ClippedValueLoss(clip=0.2)
+OPTIMIZER = {**SMOOTH_OPTIMIZER, "betas": (0.9, 0.95)}
+VALUE_LOSS = ClippedValueLoss(clip=0.2)
 
 
 def value_batch() -> BatchedDataDict:
@@ -73,9 +73,9 @@ def _cut(critic: ValueWorker, learner: dict[str, Any]) -> dict[str, Any]:
     rows, size = UPDATE_ROWS // critic.world_size, {"micro_batch_size": learner.get("micro_batch_size")}
     before = critic.get_values(shard, **size)["values"].numpy()
     untouched = _weights(critic)
-    evaluated = critic.train(shard, LOSS, rows_per_update=rows, eval_mode=True, **size)
+    evaluated = critic.train(shard, VALUE_LOSS, rows_per_update=rows, eval_mode=True, **size)
     kept = all(np.array_equal(weight, untouched[name]) for name, weight in _weights(critic).items())
-    trained = critic.train(shard, LOSS, rows_per_update=rows, **size)
+    trained = critic.train(shard, VALUE_LOSS, rows_per_update=rows, **size)
     return {
         "index": shard["index"].numpy(),
         "before": before,
@@ -84,14 +84,14 @@ def _cut(critic: ValueWorker, learner: dict[str, Any]) -> dict[str, Any]:
         "trained": trained,
         "schedule": critic._calls,
         "after": critic.get_values(shard, **size)["values"].numpy(),
-        "again": critic.train(shard, LOSS, rows_per_update=rows, eval_mode=True, **size),
+        "again": critic.train(shard, VALUE_LOSS, rows_per_update=rows, eval_mode=True, **size),
         "weights": _weights(critic),
         "types": {type(parameter).__name__ for parameter in critic._model.parameters()},
     }
 
 
 def _trained(critic: ValueWorker, shard: BatchedDataDict, *, rows: int) -> dict[str, Any]:
-    found = {"first": _weights(critic), "trained": critic.train(shard, LOSS, rows_per_update=rows)}
+    found = {"first": _weights(critic), "trained": critic.train(shard, VALUE_LOSS, rows_per_update=rows)}
     found["weights"] = _weights(critic)
     critic.close()
     return found
@@ -100,7 +100,7 @@ def _trained(critic: ValueWorker, shard: BatchedDataDict, *, rows: int) -> dict[
 def _refused(critic: ValueWorker, shard: BatchedDataDict) -> str:
     bare = BatchedDataDict({name: column for name, column in shard.items() if name != "returns"})
     try:
-        critic.train(bare, LOSS, rows_per_update=5)
+        critic.train(bare, VALUE_LOSS, rows_per_update=5)
     except MissingColumns as error:
         return str(error)
     finally:
