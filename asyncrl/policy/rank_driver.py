@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
+from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction, input_type_of
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs, require
@@ -129,9 +129,11 @@ class RankDriver:
     def _needed_columns(
         self, loss_fn: LossFunction | ValueLossFunction, *, rows: int, rows_per_update: int, eval_mode: bool
     ) -> frozenset[str]:
-        """The columns that a `train` reads, as far as the loss tells. TypeError for a loss that cannot be called."""
+        """The columns that a `train` reads, as far as the loss tells. TypeError for a loss that cannot be called,
+        ValueError for one whose `input_type` is unknown."""
         if not callable(loss_fn):
             raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, which cannot be called; it must be a LossFunction")
+        input_type_of(loss_fn)
         updates = -(-rows // max(rows_per_update, 1))
         return required_columns(loss_fn, updates=updates, eval_mode=eval_mode)
 

@@ -64,8 +64,7 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
     _check_range("input_lengths", batch["input_lengths"], 0, width, why=f"input_ids is {width} tokens wide")
     for name in ("token_mask", "sample_mask"):
         if name in batch:
-            mask = batch[name].float()
-            _check_range(name, mask.nan_to_num(nan=-1.0), 0.0, torch.finfo(mask.dtype).max, why="it is a weight")
+            _check_range(name, batch[name].float(), 0.0, torch.finfo(torch.float32).max, why="it is a weight")
 
 
 def _tensor(batch: BatchedDataDict, name: str) -> torch.Tensor:
@@ -76,7 +75,7 @@ def _tensor(batch: BatchedDataDict, name: str) -> torch.Tensor:
 
 
 def _check_range(name: str, values: torch.Tensor, least: float, most: float, *, why: str) -> None:
-    outside = (values < least) | (values > most)
+    outside = ~((values >= least) & (values <= most))  # NaN too
     if outside.any():
         place = outside.nonzero()[0].tolist()
         raise CallRefused(

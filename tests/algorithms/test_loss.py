@@ -311,6 +311,23 @@ def test_a_masked_mean_is_a_sum_over_the_global_count_and_looks_at_nothing_maske
     assert masked_mean(values, torch.zeros(2, 3), torch.tensor(0)).item() == 0.0
 
 
+def test_a_masked_mean_takes_a_dimension_numbers_and_factors_below_1_as_they_are() -> None:
+    values = torch.tensor([[1.0, 2.0, math.nan], [3.0, 4.0, math.inf]], requires_grad=True)
+    mask = torch.tensor([[1.0, 0.5, 0.0], [0.0, 2.0, 0.0]])
+    assert masked_mean(values, mask, 20).item() == pytest.approx(0.5)
+    assert masked_mean(values, mask, 0.5).item() == pytest.approx(20.0)
+    assert masked_mean(values, mask, global_normalization_factor=torch.tensor(0.25)).item() == pytest.approx(40.0)
+    assert masked_mean(values, mask, 0).item() == 0.0
+    assert masked_mean(values, mask).item() == pytest.approx(10 / 3.5), "without a factor the mask is summed"
+    rows = masked_mean(values, mask, dim=1)
+    assert rows.tolist() == pytest.approx([2 / 1.5, 4.0])
+    assert masked_mean(values, mask, torch.tensor([2.0, 4.0]), dim=-1).tolist() == pytest.approx([1.0, 2.0])
+    assert masked_mean(values, torch.zeros(2, 3), dim=1).tolist() == [0.0, 0.0]
+    rows.sum().backward()
+    assert values.grad is not None
+    assert values.grad.isfinite().all()
+
+
 def test_the_constant_of_dr_grpo_is_the_longest_completion_unless_it_is_set() -> None:
     config = Config.model_validate({"algorithm": {"loss": "dr_grpo"}, "generator": {"max_completion_tokens": 32}})
     unset = build_loss(config)

@@ -3,10 +3,12 @@
 from typing import Any
 
 import pytest
+import ray
 
+from asyncrl.buffer.records import Version
 from asyncrl.errors import WeightError
 from asyncrl.generation.interfaces import all_succeeded
-from asyncrl.generation.refit import refit_colocated
+from asyncrl.generation.refit import refit_by_broadcast, refit_colocated
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -63,3 +65,35 @@ def test_what_does_not_succeed_is_raised_and_ends_the_refit(call: str, answer: A
 )
 def test_success_is_true_from_everybody_and_nobody_is_no_success(answers: list[Any], success: bool) -> None:
     assert all_succeeded(answers) is success
+
+
+class WithoutVersions:
+    """A policy of a user's own, as the interface was first written: no call of it takes a version."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def offload_before_refit(self) -> None: ...
+    def offload_after_refit(self) -> None: ...
+
+    def prepare_weights_for_ipc(self) -> list[list[str]]:
+        self.calls.append("prepare_weights_for_ipc")
+        return [["a"]]
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        return {}
+
+    def broadcast_weights_for_collective(self) -> list[Any]:
+        self.calls.append("broadcast_weights_for_collective")
+        return ["sent"]
+
+
+def test_a_policy_whose_calls_take_no_version_is_asked_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy: Any = WithoutVersions()
+    engines: Any = Recorder(update_weights_from_collective=["received"])
+    monkeypatch.setattr(ray, "get", lambda ref: True)
+    refit_by_broadcast(policy, engines)
+    refit_colocated(policy, engines)
+    assert policy.calls == ["broadcast_weights_for_collective", "prepare_weights_for_ipc"]
+    with pytest.raises(TypeError, match="version"):
+        refit_by_broadcast(policy, engines, version=Version(1, 2))

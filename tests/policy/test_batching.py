@@ -18,6 +18,7 @@ from asyncrl.policy.batching import (
     token_batch,
     tokens_passed,
     trained_mask,
+    valid_sums,
     without_nonfinite,
 )
 
@@ -150,3 +151,14 @@ def test_numbers_are_left_alone() -> None:
     assert clean is batch
     assert count == 0
     assert without_nonfinite(BatchedDataDict()) == (BatchedDataDict(), 0)
+
+
+def test_a_loss_divides_by_sums_of_masks_and_tokens_are_counted_by_those_above_0() -> None:
+    group = make_group(0, lengths=(2, 3))
+    group["sample_mask"] = torch.tensor([0.5, 0.0])
+    assert count_trained(group) == (2, 1)
+    assert valid_sums(group) == (1.0, 0.5)
+    group["token_mask"] = group["token_mask"] * 0.5
+    group["token_mask"][:, 0] = 1.0  # never trained
+    assert valid_sums(group) == (0.5, 0.5)
+    assert valid_sums(BatchedDataDict()) == (0.0, 0.0)

@@ -1,8 +1,10 @@
 """A micro-batch through a tiny model: what the kernel says of objectives and users' losses; the entropy penalty."""
 
 import copy
+import enum
 import functools
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,6 +105,91 @@ def test_a_loss_without_attributes_gets_logits() -> None:
 
     found = outcome(bare, data)
     assert found.loss == pytest.approx(outcome(Wrapped(objective, LossInputType.LOGPROB), data).loss, rel=1e-5)
+
+
+def test_logits_are_passed_by_the_keyword_that_a_loss_names_or_by_position() -> None:
+    objective, data = ObjectiveLoss(PRESETS["dapo"].objective), on_policy(0, (2, 6))
+    expected = outcome(Wrapped(PRESETS["dapo"].objective, LossInputType.LOGIT), data).loss
+
+    def keyword_only(*, next_token_logits: Any, data: Any, global_valid_seqs: Any, global_valid_toks: Any) -> Any:
+        return objective(next_token_logits, data, global_valid_seqs, global_valid_toks)
+
+    def other_name_and_order(data: Any, global_valid_seqs: Any, global_valid_toks: Any, logits: Any) -> Any:
+        return objective(logits, data, global_valid_seqs, global_valid_toks)
+
+    def any_keyword(data: Any, global_valid_seqs: Any, global_valid_toks: Any, **kwargs: Any) -> Any:
+        assert kwargs["logits"] is kwargs["next_token_logits"]
+        return objective(kwargs["logits"], data, global_valid_seqs, global_valid_toks)
+
+    def name_of_its_own(scores: Any, data: Any, global_valid_seqs: Any, global_valid_toks: Any, **_: Any) -> Any:
+        return objective(scores, data, global_valid_seqs, global_valid_toks)
+
+    for loss in (keyword_only, other_name_and_order, any_keyword, name_of_its_own):
+        assert outcome(loss, data).loss == expected, loss.__name__
+
+
+class Foreign(enum.Enum):
+    LOGPROB = "logprob"
+
+
+@pytest.mark.parametrize("input_type", ["logprob", Foreign.LOGPROB, LossInputType.LOGPROB])
+def test_the_input_type_is_compared_by_value(input_type: Any) -> None:
+    loss = Wrapped(PRESETS["dapo"].objective, input_type)
+    assert outcome(loss, on_policy(0, (2, 6))).kernel.means(), "it was given log-probs, whose slopes are measured"
+
+
+def test_an_unknown_input_type_is_named() -> None:
+    with pytest.raises(ValueError, match="input_type is 'hidden_states'; it must be one of 'logit', 'logprob'"):
+        outcome(Wrapped(PRESETS["dapo"].objective, "hidden_states"), on_policy(0, (2, 6)))  # type: ignore[arg-type]
+
+
+class Kind:
+    """A bare function as a loss with an input type."""
+
+    def __init__(self, input_type: str, function: Any) -> None:
+        self.input_type, self._function = input_type, function
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self._function(**arguments)
+
+
+def raising(**_: Any) -> Any:
+    raise KeyError("prev_logprobs")
+
+
+@pytest.mark.parametrize("input_type", ["logit", "logprob"])
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (None, r"KeyError: 'prev_logprobs' \(.*test_micro_batch\.py:\d+\)"),
+        (torch.ones(3), r"a loss returns \(scalar, metrics\), this one a Tensor"),
+        ((torch.ones(3), {}), r"a scalar tensor and a dict, this one shape \[3\] and dict"),
+        ((1.0, {}), "this one float and dict"),
+        ((torch.ones(()), {"text": "no number"}), "ValueError: could not convert"),
+    ],
+)
+def test_a_loss_that_fails_leaves_a_gradient_of_0_so_that_collectives_line_up(
+    answer: Any, text: str, input_type: str
+) -> None:
+    loss: Any = raising if answer is None else lambda **_: answer
+    found = outcome(Kind(input_type, loss), on_policy(0, (2, 6)))
+    assert found.failure is not None
+    assert re.search(text, str(found.failure))
+    gradients = torch.autograd.grad(found.differentiable, list(model().parameters()))
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_only_a_sole_update_gives_the_loss_this_pass_as_the_start_of_the_step() -> None:
+    seen: list[bool] = []
+
+    def loss(*, next_token_logits: torch.Tensor, data: Any, **_: Any) -> Any:
+        seen.append("prev_logprobs" in data)
+        return next_token_logits.sum() * 0, {}
+
+    for sole_update in (True, False):
+        found = outcome(loss, on_policy(0, (2, 6)), sole_update=sole_update)
+        assert found.sums.tokens == 8, "the distance to the sampler is measured all the same"
+    assert seen == [True, False]
 
 
 def test_a_model_in_bfloat16_gives_losses_log_probs_and_logits_in_float32() -> None:

@@ -7,16 +7,20 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import (
+    CallRefused,
     CheckpointError,
     CollectiveError,
     ImpreciseColumns,
+    LossFailed,
     MissingColumns,
     Offloaded,
     RowsLost,
+    StalenessViolation,
     WeightError,
 )
 from asyncrl.policy.rank_actor import POLICY_RANKS, RankActor
 from asyncrl.policy.ranks import RankGroup
+from asyncrl.policy.sharded_worker import ShardedWorker
 
 
 class Worker:
@@ -37,6 +41,9 @@ def rank() -> RankActor:
 REFUSED = [
     RowsLost("gone", sample_ids=["a"]),
     MissingColumns("returns"),
+    CallRefused("input_ids is wrong"),
+    LossFailed("ZeroDivisionError"),
+    StalenessViolation("old"),
     ImpreciseColumns("prev_logprobs is bfloat16"),
     Offloaded("away"),
     WeightError("another order"),
@@ -75,7 +82,36 @@ class Remote:
         return type("Method", (), {"remote": staticmethod(remote)})
 
 
-def test_the_driver_raises_a_refusal_and_ends_nobody() -> None:
+class Neighbours:
+    """A rank and its neighbours: what they gathered, without a process group."""
+
+    def __init__(self, *others: Exception | None) -> None:
+        self._others = others
+
+    def gather(self, own: Exception | None) -> list[Exception | None]:
+        return [own, *self._others]
+
+    together = ShardedWorker.together
+
+
+def test_what_one_rank_refuses_all_ranks_refuse_and_any_error_of_an_argument_is_a_refusal() -> None:
+    done = []
+    with Neighbours(None).together():  # type: ignore[arg-type]
+        done.append(1)
+    assert done
+    with pytest.raises(MissingColumns, match="theirs"), Neighbours(None, MissingColumns("theirs")).together():  # type: ignore[arg-type]
+        pass
+    with pytest.raises(CallRefused, match=r"KeyError: 'a' \(.*test_refusals\.py:\d+\)"), Neighbours(None).together():  # type: ignore[arg-type]
+        raise KeyError("a")
+    with pytest.raises(StalenessViolation, match="old"), Neighbours(None).together():  # type: ignore[arg-type]
+        raise StalenessViolation("old")
+    theirs = RowsLost("theirs", sample_ids=["b", "c"])
+    with pytest.raises(RowsLost, match="ours; theirs") as lost, Neighbours(theirs).together():  # type: ignore[arg-type]
+        raise RowsLost("ours", sample_ids=["a"])
+    assert lost.value.sample_ids == ("a", "b", "c")
+
+
+def test_the_driver_raises_a_refusal_and_ends_no_rank() -> None:
     group = RankGroup(Config.model_validate({"learner": {"ranks": 2}}), model_path="nowhere")
     group._ranks = [Remote(rank()), Remote(rank())]
     with pytest.raises(Offloaded):

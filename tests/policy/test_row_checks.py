@@ -1,0 +1,56 @@
+"""Rows that a model or a loss cannot use are refused before a pass, with the column, the place and the value."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_groups import VOCABULARY, make_batch
+
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import CallRefused
+from asyncrl.policy.row_checks import check_rows
+
+
+def changed(**columns: Any) -> BatchedDataDict:
+    return BatchedDataDict({**make_batch(), **columns})
+
+
+def with_value(name: str, value: float) -> BatchedDataDict:
+    """The batch with `value` at the last place of a column."""
+    column = make_batch()[name].clone()
+    column.view(-1)[-1] = value
+    return changed(**{name: column})
+
+
+def test_rows_of_the_tests_and_no_rows_are_fine() -> None:
+    check_rows(make_batch(), vocabulary=VOCABULARY)
+    check_rows(changed(advantages=torch.zeros(12, 13)), vocabulary=VOCABULARY)
+    check_rows(changed(sample_mask=torch.full((12,), 0.5), token_mask=torch.ones(12, 13).bool()), vocabulary=VOCABULARY)
+    check_rows(BatchedDataDict(), vocabulary=VOCABULARY)
+    check_rows(make_batch().slice(0, 0), vocabulary=VOCABULARY)
+
+
+WRONG = {
+    "token beyond the vocabulary": (with_value("input_ids", VOCABULARY), r"input_ids\[11, 12\] is 40; .* 0 to 39"),
+    "negative token": (with_value("input_ids", -1), r"input_ids\[11, 12\] is -1"),
+    "length beyond the width": (with_value("input_lengths", 14), r"input_lengths\[11\] is 14; .* 0 to 13"),
+    "negative mask": (with_value("sample_mask", -0.5), r"sample_mask\[11\] is -0.5; .* it is a weight"),
+    "mask of NaN": (with_value("token_mask", torch.nan), r"token_mask\[11, 12\] is nan"),
+    "ids of floats": (changed(input_ids=torch.zeros(12, 13)), "input_ids is torch.float32; it must be an integer"),
+    "lengths of floats": (changed(input_lengths=torch.ones(12)), "input_lengths is torch.float32"),
+    "one id a row": (changed(input_ids=torch.zeros(12).long()), r"input_ids has shape \[12\]"),
+    "a mask a token": (changed(sample_mask=torch.ones(12, 13)), r"sample_mask has shape \[12, 13\]; it must be \[B\]"),
+    "log-probs of next tokens": (
+        changed(generation_logprobs=torch.zeros(12, 12)),
+        r"generation_logprobs has shape \[12, 12\]; it must be \[B, S\], and input_ids has B = 12 rows and S = 13",
+    ),
+    "advantages of another kind": (changed(advantages=torch.zeros(12, 13, 1)), r"must be \[B\] or \[B, S\]"),
+    "a list": (changed(advantages=[0.0] * 12), "advantages is a list; it must be a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_column_is_named_with_its_place_and_what_it_must_be(name: str) -> None:
+    batch, text = WRONG[name]
+    with pytest.raises(CallRefused, match=text):
+        check_rows(batch, vocabulary=VOCABULARY)
