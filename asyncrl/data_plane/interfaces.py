@@ -164,8 +164,10 @@ class DataPlaneClient(ABC):
 
     KeyError for a partition that was not registered, and for a row or field that was never produced or is cleared;
     ValueError for arguments that contradict each other, and for a task that was not registered; TimeoutError when an
-    answer is late;
-    ActorGone when a process that keeps rows or the books is dead. RunError after `close`.
+    answer is late; ActorGone when a process that keeps rows or the books is dead. RunError after `close`.
+
+    A client of your own implements the abstract calls. It may leave out the keyword `pad_value_dict`: asyncrl passes it
+    only for a caller that gave one.
     """
 
     @abstractmethod

@@ -94,7 +94,7 @@ class TQPolicy(MetaDriver, Policy):
             meta.sequence_lengths = self.dp_client.lengths_of(meta.sample_ids, meta.partition_id)
         columns = encode(fields, lengths=meta.sequence_lengths)
         self.dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=columns)
-        name_fields(meta, fields)
+        name_fields(meta, columns)
 
     # -- stages --------------------------------------------------------------------------------------------------
 

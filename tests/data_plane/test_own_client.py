@@ -1,12 +1,15 @@
 """A user's own client has the calls of the interface document and nothing else: what asyncrl adds has defaults."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane import clients
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 
 
@@ -63,7 +66,9 @@ class OwnClient(DataPlaneClient):
         return False
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        self.rows.clear()
+        for key in list(self.rows):
+            if key[0] == partition_id and (sample_ids is None or key[1] in sample_ids):
+                del self.rows[key]
 
     def close(self) -> None:
         pass
@@ -77,6 +82,16 @@ def test_an_own_client_needs_only_the_calls_of_the_document_and_what_it_cannot_t
     assert client.lengths_of(["b", "a"], "p") == [1, 3]
     with pytest.raises(KeyError, match="zzz"):
         client.lengths_of(["zzz"], "p")
+
+
+def test_groups_are_put_and_cleared_through_an_own_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = OwnClient()
+    monkeypatch.setattr(clients, "open_client", lambda config: client)
+    rows = clients.GroupRows(SimpleNamespace(learner=SimpleNamespace(group_size=2)))  # type: ignore[arg-type]
+    asyncio.run(rows.put({"0.0": BatchedDataDict(input_ids=torch.ones(2, 3))}))
+    assert client.get_samples(["0.0_g1"], clients.TRAIN_PARTITION, ["input_ids"])["input_ids"].tolist() == [[1, 1, 1]]
+    asyncio.run(rows.clear(["0.0"]))
+    assert not client.rows
 
 
 def test_lengths_are_not_known_when_an_own_client_tells_that_rows_lack_the_column() -> None:
