@@ -6,7 +6,7 @@ EXTRA := $(if $(shell command -v nvidia-smi),gpu,cpu)
 STAMP := .venv/.installed-$(EXTRA)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
 
-.PHONY: train test unit check docs mutations
+.PHONY: train test unit check docs mutations processors
 
 train: $(STAMP)
 	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
@@ -32,6 +32,10 @@ check: $(STAMP)
 # Breaks the loss and the advantages on purpose, one way after the other: each must fail a test. Minutes.
 mutations: $(STAMP)
 	$(BIN)/python tests/algorithms/run_mutations.py $(ARGS)
+
+# The tests that compare computed numbers, under settings that change the order of sums. About five minutes for each.
+processors: $(STAMP)
+	$(BIN)/python tests/run_processors.py $(ARGS)
 
 docs: $(STAMP)
 	$(BIN)/python -m asyncrl.config.docs

@@ -11,7 +11,7 @@ from asyncrl.errors import PlacementError
 
 pytest.importorskip("transfer_queue", reason="the extra transfer-queue is not installed")
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.integration
 
 NAMESPACE = "plane"
 STORAGE_UNITS = 2
@@ -33,7 +33,7 @@ def cluster() -> Iterator[None]:
 
 
 def connect_client() -> TransferQueueClient:
-    return TransferQueueClient(namespace=NAMESPACE, timeout_s=30.0, storage_units=STORAGE_UNITS, start_timeout_s=150.0)
+    return TransferQueueClient(namespace=NAMESPACE, timeout_s=120.0, storage_units=STORAGE_UNITS, start_timeout_s=400.0)
 
 
 def test_without_room_for_its_actors_the_start_ends_with_the_numbers() -> None:

@@ -47,7 +47,7 @@ async def test_f29_sigterm_asks_for_a_clean_end_after_ray_was_started(start: Cal
     try:
         start()
         os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await stop.wait()
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
@@ -79,15 +79,14 @@ from asyncrl.deployment import cluster
 signal.signal(signal.SIGTERM, lambda *_: None)
 cluster.start_local(Config())
 os.killpg(0, signal.SIGTERM)
-print("answer", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=60))
+print("answer", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=240))
 """
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(180)
 def test_f29_ray_answers_after_a_signal_to_our_whole_process_group() -> None:
     done = subprocess.run(
         [sys.executable, "-c", GROUP_SIGNAL],
-        start_new_session=True, capture_output=True, text=True, timeout=150, check=False,
+        start_new_session=True, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert "answer 7" in done.stdout, done.stderr

@@ -80,7 +80,7 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
 
     async def ended(*_: Any) -> None:
         kept.clear()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await kept.wait()
 
     monkeypatch.setattr(generators, "enter_run", enter_run)
@@ -90,7 +90,7 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
     monkeypatch.setattr(deployment, "_end", ended)
     stop = asyncio.Event()
     running = asyncio.create_task(deployment.run(stop))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await kept.wait()
         stop.set()
         await running
@@ -122,7 +122,7 @@ async def test_f2_a_deployment_that_lost_a_replica_goes_on_while_enough_are_left
     left.running = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
     lost.running = asyncio.create_task(killed())
     handles: Any = SimpleNamespace(buffer=SimpleNamespace(status=status))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         watching = deployment._watch(replicas, handles, asyncio.Event())
         if survives:
             await watching

@@ -96,7 +96,7 @@ async def test_a_ray_that_does_not_list_its_nodes_is_a_failure_that_its_caller_k
 
     monkeypatch.setattr(cluster.ray, "nodes", gone)
     with pytest.raises(RunError, match=r"does not list its nodes.*not been started"):
-        await cluster.ray_nodes(timeout_s=10)
+        await cluster.ray_nodes(timeout_s=60)
     ended = threading.Event()
     monkeypatch.setattr(cluster.ray, "nodes", lambda: ended.wait(60))
     try:

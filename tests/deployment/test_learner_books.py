@@ -29,7 +29,7 @@ from asyncrl.metrics.discovery import Target
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 def deployment_in(run: RunDir, config: Config) -> LearnerDeployment:
@@ -324,7 +324,7 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
         deployment = deployment_in(run, config)
         handles: Any = SimpleNamespace(buffer=SimpleNamespace(status=status))
         discovering = asyncio.create_task(deployment._discover(handles))
-        await asyncio.wait_for(found.wait(), 10)
+        await asyncio.wait_for(found.wait(), DEADLINE_S)
         discovering.cancel()
     assert "targets are not up to date: Ray does not list its nodes" in caplog.text
     assert deployment._targets == [

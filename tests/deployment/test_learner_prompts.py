@@ -87,7 +87,7 @@ async def test_f29_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_en
             started_s=0.0,
             show=show,
         )
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             with pytest.raises(Stopped):
                 await deployment._train(
                     SimpleNamespace(buffer=SimpleNamespace(call=accept)),  # type: ignore[arg-type]

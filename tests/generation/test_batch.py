@@ -15,7 +15,7 @@ from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.batch import continue_rows
 from asyncrl.generation.interfaces import Completion, verify_right_padding
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio]
+pytestmark = pytest.mark.asyncio
 
 PAD = 7
 CONFIG = Config.model_validate(

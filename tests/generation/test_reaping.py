@@ -14,13 +14,13 @@ NOTHING: list[str] = []
 def test_f2_an_engine_that_ends_while_it_is_reaped_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait(30)
-    reap([ended.pid], segments=NOTHING, timeout_s=1.0)
+    reap([ended.pid], segments=NOTHING, timeout_s=60.0)
     monkeypatch.setattr(psutil, "pid_exists", lambda pid: True)  # it was there a moment ago
-    reap([ended.pid], segments=NOTHING, timeout_s=1.0)
+    reap([ended.pid], segments=NOTHING, timeout_s=60.0)
 
 
 def test_a_process_that_took_an_engines_pid_is_left_alone() -> None:
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as other:
-        reap([other.pid], segments=NOTHING, timeout_s=1.0)
+        reap([other.pid], segments=NOTHING, timeout_s=60.0)
         assert other.poll() is None
         other.kill()

@@ -10,8 +10,6 @@ from asyncrl.errors import WeightError
 from asyncrl.generation.interfaces import all_succeeded
 from asyncrl.generation.refit import refit_by_broadcast, refit_colocated
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Recorder:
     """Policy and engines in one: keeps the calls in their order, and answers with `answers` or what it should."""

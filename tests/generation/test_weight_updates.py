@@ -17,8 +17,6 @@ from asyncrl.errors import ManifestMismatch, ParityError, TornReplica, WeightErr
 from asyncrl.generation.interfaces import LoadTimes
 from asyncrl.weights.manifest import Manifest
 
-pytestmark = pytest.mark.timeout(60)
-
 MakeScene = Callable[..., Scene]
 
 OTHER_MODEL = {"w": ((3,), "float32")}

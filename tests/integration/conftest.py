@@ -30,6 +30,7 @@ SMALL = [
     "eval.prompts=16",
     "staleness.max_versions=2",
     "learner.optimizer.warmup_steps=0",
+    "run.shutdown_grace_s=60",
 ]
 
 
@@ -65,7 +66,7 @@ async def engine(model_path: str) -> AsyncIterator[VLLMEngine]:
     yield engine
     processes = [psutil.Process(pid) for pid in engine.pids()]
     await engine.shutdown()
-    assert not psutil.wait_procs(processes, timeout=10)[1], "the engine left processes behind"
+    assert not psutil.wait_procs(processes, timeout=60)[1], "the engine left processes behind"
 
 
 def ray_session(process: psutil.Process) -> str:
@@ -138,7 +139,7 @@ class Command:
             family = [*self.process.children(recursive=True), self.process]
             for process in family:
                 process.kill()
-            psutil.wait_procs(family, timeout=10)
+            psutil.wait_procs(family, timeout=60)
         self._file.close()
 
 

@@ -13,7 +13,7 @@ from conftest import REPOSITORY, Command
 from asyncrl.learner.records import StepRecord, read_lines, state_shares
 from asyncrl.views.bottleneck import Bottleneck, Bound, bottleneck
 
-HEARD_S = 200.0
+HEARD_S = 400.0
 ONE_LINE = {"COLUMNS": "500"}
 """Room for a sentence: what is no terminal has 80 columns."""
 
@@ -50,7 +50,7 @@ def said_by(*arguments: str) -> str:
         [sys.executable, "-m", "asyncrl", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         cwd=REPOSITORY,
         env=os.environ | ONE_LINE,
         check=False,

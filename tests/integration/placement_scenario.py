@@ -27,11 +27,11 @@ CONFIG = {
 
 
 def node_of(handle: Any) -> str:
-    return str(ray.get(handle.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()), timeout=60))
+    return str(ray.get(handle.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()), timeout=240))
 
 
 def gpus_of(handle: Any) -> list[int]:
-    return [int(gpu) for gpu in ray.get(handle.__ray_call__.remote(lambda _: ray.get_gpu_ids()), timeout=60)]
+    return [int(gpu) for gpu in ray.get(handle.__ray_call__.remote(lambda _: ray.get_gpu_ids()), timeout=240)]
 
 
 def ranks(config: Config) -> list[str]:

@@ -22,7 +22,7 @@ from conftest import REPOSITORY
 PROGRAM = "prometheus"
 DEPLOY = REPOSITORY / "deploy"
 INTERVAL_S = 1
-READY_S = 30.0
+READY_S = 120.0
 ANSWER_S = 30.0
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 PORTS_OF_A_WORKER = 200
@@ -82,10 +82,10 @@ class PrometheusServer:
     def end(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(10)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
         self._log.close()
 
     def _ask(self, what: str, **parameters: str) -> Any:

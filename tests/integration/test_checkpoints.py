@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.policy.step_report import train_result
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from rounding import SMOOTH_OPTIMIZER, assert_within, weight_spread
 from safetensors import safe_open
 from tiny_groups import STEP, make_batch
 from torch.distributed import FileStore
@@ -26,17 +27,19 @@ from asyncrl.policy import complete_directory, export
 from asyncrl.policy.complete_directory import complete
 from asyncrl.policy.worker import PolicyWorker
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 PARITY_NATS = 1e-4
 TRAIN_STEPS = 3
-ENGINE_S = 200.0
+ENGINE_S = 600.0
 WORLDS = (1, 2)
 SEQUENCES = [[40, 41, 42, 43, 44, 45, 46], [50, 41, 40], [7 * i % 50 for i in range(1, 40)]]
 
 
 def train_and_export(rank: int, world_size: int, folder: Path, config: Config) -> None:
     """A few steps, then the export and what the ranks compute with the weights that are in it."""
+    optimizer = config.learner.optimizer.model_copy(update=SMOOTH_OPTIMIZER | {"learning_rate": 1e-3})
+    config = config.model_copy(update={"learner": config.learner.model_copy(update={"optimizer": optimizer})})
     store = FileStore(str(folder / f"store-{world_size}"), world_size)
     policy = PolicyWorker(model_path=config.model.path, config=config, rank=rank, world_size=world_size, store=store)
     before = policy.probe(SEQUENCES)
@@ -127,7 +130,7 @@ def test_vllm_starts_from_the_export_of_two_ranks_and_gives_their_log_probs(fold
     try:
         assert mine.poll(ENGINE_S), "no answer from vLLM"
         scores = mine.recv()
-        process.join(20)
+        process.join(120)
         assert process.exitcode == 0
     finally:
         family = psutil.Process(process.pid).children(recursive=True) if process.is_alive() else []
@@ -176,4 +179,7 @@ def test_one_rank_and_two_export_the_same_files_and_tensors(folder: Path) -> Non
     with safe_open(one / "model.safetensors", "pt") as first, safe_open(two / "model.safetensors", "pt") as second:
         assert sorted(first.keys()) == sorted(second.keys())
         for name in first.keys():  # noqa: SIM118 - it is no dictionary
-            torch.testing.assert_close(first.get_tensor(name), second.get_tensor(name), rtol=1e-4, atol=1e-5)
+            # the learning rate is a tenth of that in `rounding`; the model's sums have less than four times the terms,
+            # of which the root counts
+            bound = 0.1 * 2 * weight_spread(TRAIN_STEPS)
+            assert_within(second.get_tensor(name), first.get_tensor(name), bound=bound, name=name)

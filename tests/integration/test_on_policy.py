@@ -26,7 +26,7 @@ from asyncrl.views.bottleneck import Bound
 from asyncrl.weights.manifest import Manifest, Probe, layout
 from asyncrl.weights.publisher import take_snapshot
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.integration
 
 STEPS = 3
 """So many are compared."""

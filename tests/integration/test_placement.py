@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.integration
 
 SCENARIO = Path(__file__).parent / "placement_scenario.py"
 
@@ -21,7 +21,7 @@ def found() -> dict[str, Any]:
         env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -25,7 +25,7 @@ from asyncrl.errors import PlacementError, RowsLost, RunError, StalenessViolatio
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.tq_policy import TQPolicy
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.integration
 
 LOSS = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
 IDS = [f"{group}.0_g{i}" for group in range(4) for i in range(3)]

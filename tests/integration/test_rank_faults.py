@@ -11,9 +11,9 @@ import torch
 from fault_scenarios import DEADLINE_S, FAILURES, WORLD, run_lone_rank, run_reference_rank
 from tiny_groups import make_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.integration
 
-SLACK_S = 15.0
+SLACK_S = 180.0
 """Of a machine that is busy with other things. gloo's own deadline is half an hour."""
 
 

@@ -12,7 +12,7 @@ from rounding import GRADIENT, LOGPROB_NATS, LOSS, assert_within, weight_spread
 from sharding_scenarios import WAYS, WORLD, run_rank
 from tiny_groups import make_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 FLOAT32 = {"two shards": "plain", "four shards": "plain", "recomputed": "plain", "packed, recomputed": "packed"}
 """Ways that must give the numbers of another one."""

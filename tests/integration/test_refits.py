@@ -43,13 +43,13 @@ from asyncrl.generation.shared_memory import segments_of
 from asyncrl.generation.vllm_generation import VLLMGeneration
 from asyncrl.policy.lm_policy import Policy
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.integration
 
 LOSS = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
 LOOPBACK = "127.0.0.1"
 PARITY_NATS = 1e-4
 RANKS = ENGINES = 2
-FAR_S = 60.0
+FAR_S = 240.0
 """A deadline that a test which passes has not waited for."""
 GIB = 2**30
 SMALL_GB = 2**18 / GIB
@@ -337,7 +337,7 @@ def test_a_world_of_another_size_is_refused_at_once_or_within_the_deadline(
     monkeypatch.setattr(scene.generation, "_config", soon)
     started_s = time.monotonic()
     found = outcomes(scene.joining(world_size=5))
-    assert time.monotonic() - started_s < 10
+    assert time.monotonic() - started_s < FAR_S / 4
     assert all(isinstance(outcome, CollectiveError) for outcome in found), found
     assert "ranks [4] of 5 did not come" in str(found[0])
 

@@ -25,7 +25,7 @@ from asyncrl.value.estimators import GAE, whitened_advantages
 from asyncrl.value.lm_value import Value
 from asyncrl.value.tq_value import TQValue
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 LOSS = ClippedValueLoss(clip=0.2)
 ESTIMATOR = GAE(gamma=1.0, lam=0.9, value_lam=1.0)

@@ -17,7 +17,7 @@ from value_scenarios import OPTIMIZER, run_rank, value_batch
 from asyncrl.policy.step_report import step_report, train_result
 from asyncrl.value.model import load_value_model, model_values
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 WORLDS = (1, 2, 4)
 LOSS = 2 * OUTPUT

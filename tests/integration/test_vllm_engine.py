@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 import torch
-from engine_contract import CONTRACT, MAX_TOKENS, PROMPT
+from engine_contract import CONTRACT, MAX_TOKENS, PARITY_NATS, PROMPT
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +19,7 @@ from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.weights.manifest import Manifest, Probe, check_parameters, layout
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.integration
 
 SMALL_BUCKETS = 2**18
 
@@ -84,9 +84,9 @@ async def test_after_an_update_engine_and_trainer_agree_on_every_token(engine: V
         [completion] = await engine.generate(PROMPT, n=1, seed=step, temperature=1.0, max_tokens=MAX_TOKENS)
         tokens = PROMPT + completion.token_ids
         expected = trainer.log_probs(tokens)
-        assert max(abs(a - b) for a, b in zip(await engine.score(tokens), expected, strict=True)) < 1e-5
+        assert max(abs(a - b) for a, b in zip(await engine.score(tokens), expected, strict=True)) < PARITY_NATS
         sampled = zip(completion.logprobs, expected[len(PROMPT) - 1 :], strict=True)
-        assert max(abs(a - b) for a, b in sampled) < 1e-5
+        assert max(abs(a - b) for a, b in sampled) < PARITY_NATS
 
 
 @pytest.mark.asyncio(loop_scope="session")
@@ -123,7 +123,7 @@ async def test_f11_half_an_update_leaves_the_engine_paused_until_a_whole_one(
     for completion in [*await pending, *await late]:
         assert len(completion.token_ids) == len(completion.versions)
     scores = await engine.score(PROMPT)
-    assert max(abs(a - b) for a, b in zip(scores, trainer.log_probs(PROMPT), strict=True)) < 1e-5
+    assert max(abs(a - b) for a, b in zip(scores, trainer.log_probs(PROMPT), strict=True)) < PARITY_NATS
 
 
 @pytest.mark.asyncio(loop_scope="session")
@@ -135,7 +135,7 @@ async def test_f11_an_update_with_too_few_tensors_is_torn_although_vllm_would_fi
         await engine.load(manifest, buckets[:-1])
     await engine.load(manifest, buckets)
     scores = await engine.score(PROMPT)
-    assert max(abs(a - b) for a, b in zip(scores, trainer.log_probs(PROMPT), strict=True)) < 1e-5
+    assert max(abs(a - b) for a, b in zip(scores, trainer.log_probs(PROMPT), strict=True)) < PARITY_NATS
 
 
 def test_f12_the_models_own_config_tells_what_a_manifest_must_hold(model_path: str, trainer: Trainer) -> None:
@@ -174,7 +174,7 @@ async def test_vllms_own_metrics_are_on_the_generators_port_beside_ours(engine: 
 
 def samples_at(url: str) -> dict[str, float]:
     """Sums by name of what an endpoint serves."""
-    with urllib.request.urlopen(url, timeout=20) as response:
+    with urllib.request.urlopen(url, timeout=120) as response:
         text = response.read().decode()
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(text):

@@ -19,7 +19,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.flops import forward_cost
 from asyncrl.policy.step_report import step_report, train_result
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 METRIC = {"rel": 4 * LOGPROB_NATS, "abs": LOGPROB_NATS}
 """A metric is a mean of log-probs, of their exponentials or of squares of these, or a ratio of two such means: it is

@@ -51,7 +51,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
     def worker(name: str, **learner: Any) -> ValueWorker:
         return ValueWorker(
             model_path=str(folder / "model"),
-            config=make_config(optimizer=OPTIMIZER, collective_timeout_s=240.0, **learner),
+            config=make_config(optimizer=OPTIMIZER, **learner),
             rank=rank,
             world_size=world_size,
             store=FileStore(str(folder / f"store-{world_size}-{name}"), world_size),

@@ -288,7 +288,6 @@ def test_of_two_builders_the_later_finds_the_earliers_equal_model_and_keeps_it(
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(240)
 def test_the_quickstarts_recipe_leaves_reinforcement_learning_more_than_half_to_do(tmp_path: Path) -> None:
     lines: list[str] = []
     quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

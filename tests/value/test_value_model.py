@@ -7,7 +7,7 @@ from tiny_groups import VOCABULARY, make_batch, make_model
 
 from asyncrl.value.model import ValueModel, load_value_model, model_values
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

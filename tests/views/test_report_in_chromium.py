@@ -20,7 +20,7 @@ from written_runs import HOSTILE, critic_step, far_behind, lively_step, write_ru
 
 from asyncrl.views.report import write_report
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 PROGRAM = "chromium"
 AUDIT = (Path(__file__).parent / "report_audit.js").read_text()

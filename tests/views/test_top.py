@@ -25,7 +25,7 @@ from asyncrl.metrics.server import MetricsServer
 from asyncrl.views import live, top
 from asyncrl.views.live import LiveView, plain_line, render
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.slow
 
 
 def named(run: str) -> Config:
@@ -229,7 +229,7 @@ def speaking(run_dir: Path) -> Iterator[Said]:
         thread.start()
         yield said
         server.shutdown()
-        thread.join(10)
+        thread.join(60)
 
 
 HEARD = 'asyncrl_run_info{run_name="r"} 1\nasyncrl_heartbeat_timestamp_seconds 1\n'

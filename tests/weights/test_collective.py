@@ -30,8 +30,8 @@ from asyncrl.weights.transports.peers import Peers, Rendezvous
 
 pytestmark = pytest.mark.slow  # imports torch
 
-FAR_S = 30.0
-SOON_S = 2.0
+FAR_S = 120.0
+SOON_S = 5.0
 TRAINERS, WORKERS = 2, 2
 CPU = torch.device("cpu")
 WEIGHTS = {f"layer.{index}": torch.arange(6.0).reshape(2, 3) + index for index in range(5)}
