@@ -25,7 +25,7 @@ from asyncrl.policy.interfaces import Timer
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.meta_driver import MetaDriver, name_fields
 
-STEP_FIELDS = (*DP_TRAIN_FIELDS, "weight_versions", *CRITIC_FIELDS)
+STEP_FIELDS = (*DP_TRAIN_FIELDS, "weight_versions", "group_ids", *CRITIC_FIELDS)
 """Every column that a stage of a step may write or read."""
 
 
