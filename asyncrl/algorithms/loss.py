@@ -17,7 +17,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType, MetricNormalization
+from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType, MetricNormalization, masked_mean
 from asyncrl.algorithms.objective import (
     Aggregation,
     Clamp,
@@ -90,7 +90,8 @@ class Segments:
 class TokenTerms:
     """What the objective says of every token, zero and false at masked ones. `loss_BT` and `push_BT` carry gradient.
 
-    `push_BT` is W · K · S alone: what the advantage asks for, without penalties and aggregation.
+    `loss_BT` is what the aggregation sums: every term but `positive_nll`. `push_BT` is W · K · S alone: what the
+    advantage asks for, without penalties and aggregation.
     """
 
     loss_BT: torch.Tensor
@@ -130,6 +131,8 @@ def token_terms(
     # where, not only a product with 0: the surrogate of a gated token may be inf
     push_BT = loss_BT = inside(torch.where(gated_BT, 0.0, push_BT))
     for penalty in objective.penalties:
+        if penalty.kind == "positive_nll":
+            continue  # has coefficients of its own: `ObjectiveLoss` adds it
         loss_BT = loss_BT + penalty.beta * inside(_penalty(penalty, lp_BT=lp_BT, fixed=fixed, entropy_BT=entropy_BT))
     return TokenTerms(loss_BT=loss_BT, push_BT=push_BT, clipped_BT=clipped_BT & mask_BT, gated_BT=gated_BT & mask_BT)
 
@@ -290,18 +293,31 @@ def interpolated_proximal(
 
 
 def coefficients(
-    objective: Objective, *, segments: Segments, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor
+    objective: Objective,
+    *,
+    segments: Segments,
+    token_mask_BT: torch.Tensor,
+    sample_mask_B1: torch.Tensor,
+    global_valid_seqs: torch.Tensor,
+    global_valid_toks: torch.Tensor,
+    prompt_share_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a_t, [B, T]: what every token's loss is multiplied by before all are added; zero at masked tokens.
 
-    A count of zero divides by 1: then there is nothing to sum either (F24).
+    Masks are weights: the global counts are their sums, and a row whose sample mask is ½ counts half. A count of zero
+    divides by 1, because there is nothing to sum then (F24). `prompt_share_BT` [B, T] or [B, 1] is read by the prompt
+    mean only (`asyncrl.algorithms.shares`).
     """
-    share_BT = segments.mask_BT.float()
-    sequences, tokens = global_valid_seqs.clamp(min=1), global_valid_toks.clamp(min=1)
+    token_BT = torch.where(segments.mask_BT, token_mask_BT.float(), 0.0)
+    share_BT = token_BT * sample_mask_B1.float()
+    if objective.aggregation is Aggregation.PROMPT_MEAN:
+        assert prompt_share_BT is not None, "the prompt mean needs a coefficient of every token"
+        return share_BT * prompt_share_BT
+    sequences, tokens = _divisor(global_valid_seqs), _divisor(global_valid_toks)
     if objective.aggregation is Aggregation.TOKEN_MEAN:
         return share_BT / tokens
     if objective.aggregation is Aggregation.SEQUENCE_MEAN:
-        return share_BT / segments.sizes_BT.clamp(min=1) / sequences
+        return share_BT / _divisor(segments.pool(token_BT, "sum")) / sequences
     if objective.aggregation is Aggregation.SEQUENCE_SUM:
         return share_BT / sequences
     if objective.aggregation is Aggregation.SEQUENCE_SUM_CONSTANT:
@@ -310,12 +326,19 @@ def coefficients(
     return share_BT
 
 
+def _divisor(count: torch.Tensor) -> torch.Tensor:
+    return torch.where(count > 0, count, 1)
+
+
 class ObjectiveLoss:
     """An `Objective` as a `LossFunction`.
 
-    Reads the columns `advantages`, `token_mask` [B, S] and `sample_mask` [B], those of `columns` [B, S], `input_ids`
-    [B, S] when it is given logits and, if it is there, `segment_ids` [B, S], which sequence of a packed row a token
-    belongs to. RunError names a column that is missing.
+    Reads the columns `advantages`, `token_mask` [B, S] and `sample_mask` [B], those of `columns` ([B, S]; `group_ids`
+    and `rewards` are [B]), `input_ids` [B, S] when it is given logits and, if it is there, `segment_ids` [B, S], which
+    sequence of a packed row a token belongs to. RunError names a column that is missing. Where `columns` has
+    `group_ids` or `rewards`, it also reads the columns that `asyncrl.algorithms.shares` makes of them.
+
+    Its metrics are shares of the global batch's trained tokens. A micro-batch returns its part, and the parts add up.
 
     With an entropy penalty it takes logits, or log-probs and entropies.
     """
@@ -356,16 +379,30 @@ class ObjectiveLoss:
             next_token_entropies = entropy(next_token_logits) if self.needs_entropy else None
         if next_token_logprobs is None or (self.needs_entropy and next_token_entropies is None):
             raise TypeError(f"this loss needs next_token_{self.input_type.value}s")
+        # once: the gradients of several casts would be added up in half precision
+        next_token_logprobs = _wide(next_token_logprobs)
         terms = self.terms(data, logprobs_BT=next_token_logprobs, entropy_BT=next_token_entropies)
+        segments = _segments(data)
+        token_mask_BT, sample_mask_B1 = data["token_mask"][:, 1:], data["sample_mask"].unsqueeze(1)
+        prompt_mean = self.objective.aggregation is Aggregation.PROMPT_MEAN
         a_BT = coefficients(
             self.objective,
-            segments=_segments(data),
+            segments=segments,
+            token_mask_BT=token_mask_BT,
+            sample_mask_B1=sample_mask_B1,
             global_valid_seqs=global_valid_seqs,
             global_valid_toks=global_valid_toks,
+            prompt_share_BT=_share(data, "prompt_share") if prompt_mean else None,
         )
-        return (a_BT * terms.loss_BT).sum(), {
-            "clipped_ratio": float(terms.clipped_BT.sum()),
-            "gated_ratio": float(terms.gated_BT.sum()),
+        weight_BT = token_mask_BT.float() * sample_mask_B1.float()
+        loss = (a_BT * terms.loss_BT).sum()
+        for penalty in self.objective.penalties:
+            if penalty.kind == "positive_nll":
+                lp_BT = torch.where(segments.mask_BT, next_token_logprobs, 0.0)
+                loss = loss - penalty.beta * (_share(data, "positive_share") * weight_BT * lp_BT).sum()
+        return loss, {
+            "clipped_ratio": float(masked_mean(terms.clipped_BT, weight_BT, global_valid_toks)),
+            "gated_ratio": float(masked_mean(terms.gated_BT, weight_BT, global_valid_toks)),
         }
 
     def check_precision(self, columns: Mapping[str, Any]) -> None:
@@ -413,18 +450,41 @@ def _segments(data: BatchedDataDict) -> Segments:
     return Segments(mask_BT, data["segment_ids"][:, 1:] if "segment_ids" in data else None)
 
 
+def _share(data: BatchedDataDict, name: str) -> torch.Tensor:
+    """A column of `asyncrl.algorithms.shares`, [B, 1] or [B, T]."""
+    if name not in data:
+        raise RunError(
+            f"the loss reads {name}, a coefficient that needs counts of the whole update, and the rows do not have it: "
+            "Policy.train adds it; in a loop of your own call asyncrl.algorithms.shares.with_shares on the global batch"
+        )
+    column: torch.Tensor = data[name]
+    return column.unsqueeze(1) if column.ndim == 1 else column[:, 1:]
+
+
 def _columns(objective: Objective) -> frozenset[str]:
-    """The columns of other policies' log-probs that an objective reads, and of what its proximal policy is made of."""
+    """The columns that an objective reads beside advantages and masks: other policies' log-probs, what its proximal
+    policy is made of, and what `asyncrl.algorithms.shares` counts by."""
+    counted = {"group_ids"} if objective.aggregation is Aggregation.PROMPT_MEAN else set()
+    if any(penalty.kind == "positive_nll" for penalty in objective.penalties):
+        counted.add("rewards")
     sources = objective.sources()
     if objective.proximal == "interpolated":
-        return frozenset({SOURCE_COLUMNS[name] for name in sources - {"proximal"} | {"behaviour"}} | {"staleness"})
-    return frozenset(SOURCE_COLUMNS[name] for name in sources)
+        counted.add("staleness")
+        sources = sources - {"proximal"} | {"behaviour"}
+    return frozenset({SOURCE_COLUMNS[name] for name in sources} | counted)
+
+
+_HINTS = {
+    "staleness": "; `staleness` is made of `weight_versions` where a step is given",
+    "group_ids": "; `group_ids` is an int a row [B], equal for the rows of one prompt",
+    "rewards": "; `rewards` is a number a row [B]",
+}
 
 
 def missing_columns(names: Sequence[str]) -> RunError:
     """What to raise where rows lack columns that the loss reads."""
-    hint = "; `staleness` is made of `weight_versions` where a step is given" if "staleness" in names else ""
-    return RunError(f"algorithm.loss reads {', '.join(names)}, which the rows do not have{hint}")
+    hints = [hint for name, hint in _HINTS.items() if name in names]
+    return RunError(f"algorithm.loss reads {', '.join(names)}, which the rows do not have{''.join(hints)}")
 
 
 def gather_logprobs(logits_BSV: torch.Tensor, *, input_ids_BS: torch.Tensor) -> torch.Tensor:

@@ -200,15 +200,18 @@ class Gate(_Axis, frozen=True, kw_only=True):
 
 
 class Penalty(_Axis, frozen=True, kw_only=True):
-    """β · P, added to every token's loss, untouched by weights and gates. With d = lp − q:
+    """β · P, added to every token's loss, untouched by advantages, weights and gates. With d = lp − q:
 
     k1 = d · k2 = d²/2 · k3 = e^(−d) − 1 + d · `k3+`: k3's value with k2's gradient · `entropy` = −H of the next token.
+
+    `positive_nll` = −lp of the tokens of rows with a reward above 0. It is divided by the number of these tokens in the
+    whole update, not by the aggregation (VAPO, 2504.05118, where β is μ = 0.1). It reads the column `rewards`.
 
     `corrected_by` multiplies P by e^(lp − that), gradient included, so that the estimate is of the policy's own KL.
     """
 
     beta: float
-    kind: Literal["k1", "k2", "k3", "k3+", "entropy"]
+    kind: Literal["k1", "k2", "k3", "k3+", "entropy", "positive_nll"]
     q: Literal["reference", "proximal", "behaviour"] = "reference"
     corrected_by: Literal["none", "current", "proximal", "behaviour"] = "none"
 
@@ -217,10 +220,13 @@ class Penalty(_Axis, frozen=True, kw_only=True):
             raise ValueError(
                 f"a penalty's beta is positive and finite, got {self.beta}; without one there is no penalty"
             )
+        if self.kind == "positive_nll" and (self.q != "reference" or self.corrected_by != "none"):
+            raise ValueError("positive_nll compares the policy with no other: remove q and corrected_by")
 
 
 class Aggregation(StrEnum):
-    """How token losses become one number. T: trained tokens of the whole step, N: its trained sequences."""
+    """How token losses become one number. T: trained tokens of the whole step, N: its trained sequences, P: its prompt
+    groups with a trained token."""
 
     TOKEN_MEAN = "token_mean"
     """Σ tokens / T."""
@@ -230,6 +236,9 @@ class Aggregation(StrEnum):
     """Σ tokens / N."""
     SEQUENCE_SUM_CONSTANT = "sequence_sum_constant"
     """Σ tokens / (N · C), C being `constant`."""
+    PROMPT_MEAN = "prompt_mean"
+    """Mean over each prompt group's own tokens, then Σ groups / P (prompt average of 2510.13786). It reads the column
+    `group_ids`, equal for the rows of one prompt."""
     SUM = "sum"
     """Σ tokens."""
 
@@ -276,7 +285,7 @@ class Objective(_Axis, frozen=True, kw_only=True):
         """Whose log-probs it needs besides the current ones."""
         pairs: list[tuple[str, str]] = [(gate.p, gate.q) for gate in self.gates]
         pairs += [(self.weight.p, self.weight.q)] if self.weight is not None else []
-        pairs += [(p.q, p.corrected_by) for p in self.penalties if p.kind != "entropy"]
+        pairs += [(p.q, p.corrected_by) for p in self.penalties if p.kind not in ("entropy", "positive_nll")]
         used = {source for pair in pairs for source in pair} - {"current", "none"}
         return used | ({self.anchor} - {"current"} if uses_ratio(self.surrogate) else set())
 

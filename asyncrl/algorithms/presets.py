@@ -209,8 +209,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "vapo": Preset(
             source="2504.05118",
-            use="On-policy, with a critic, length-adaptive GAE and long answers.",
-            objective=Objective(surrogate=_ppo_clip(hi=1.28)),
+            use="On-policy, with a critic, length-adaptive GAE and long answers; good answers are imitated as well.",
+            objective=Objective(surrogate=_ppo_clip(hi=1.28), penalties=(Penalty(beta=0.1, kind="positive_nll"),)),
             baseline="gae",
         ),
         "dual_clip": Preset(

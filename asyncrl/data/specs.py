@@ -78,6 +78,10 @@ class TrainDatumSpec(TypedDict):
     """float32 [B, S]: 1 on tokens to be trained."""
     sample_mask: torch.Tensor
     """float32 [B]: 0 takes a row out."""
+    group_ids: NotRequired[torch.Tensor]
+    """int64 [B]: equal for the rows of one prompt; for the aggregation `prompt_mean`."""
+    rewards: NotRequired[torch.Tensor]
+    """float32 [B]: for the penalty `positive_nll`."""
 
 
 def verify_right_padding(

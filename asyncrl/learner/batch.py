@@ -47,6 +47,7 @@ class StepSamples:
     """
 
     rewards_B: torch.Tensor
+    group_ids_B: torch.Tensor
     advantages_B: torch.Tensor | None
     mask_B: torch.Tensor
     zero_variance_ratio: float
@@ -77,6 +78,7 @@ def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator | None,
     mask_N = (tokens_N > 0) & ~filters.masked(zero_variance_N=zero_variance_N, truncated_N=truncated_N)
     return StepSamples(
         rewards_B=rewards_N,
+        group_ids_B=ids_N,
         advantages_B=advantages_N,
         mask_B=mask_N.float(),
         zero_variance_ratio=sum(bool(part.all()) for part in torch.split(zero_variance_N, sizes)) / compared,

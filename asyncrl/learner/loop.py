@@ -185,12 +185,16 @@ class LearnerLoop:
         more, and its advantages are made anew."""
         policy, critic = self._policy, self._critic
         critic_meta = meta.slice(0, meta.size)
-        mask = {"sample_mask": samples.mask_B}
+        read: frozenset[str] = getattr(self._loss, "columns", frozenset())
+        columns = {"sample_mask": samples.mask_B}
+        # some objectives count tokens by prompt, or those of good rows
+        columns |= {"rewards": samples.rewards_B} if "rewards" in read else {}
+        columns |= {"group_ids": samples.group_ids_B} if "group_ids" in read else {}
         if critic is None:
-            await asyncio.to_thread(policy.write_to_dataplane, meta, {"advantages": samples.advantages_B, **mask})
+            await asyncio.to_thread(policy.write_to_dataplane, meta, {"advantages": samples.advantages_B, **columns})
         else:
-            await asyncio.to_thread(policy.write_to_dataplane, critic_meta, {"rewards": samples.rewards_B, **mask})
-            meta = meta.with_fields(["advantages", *mask])
+            await asyncio.to_thread(policy.write_to_dataplane, critic_meta, columns | {"rewards": samples.rewards_B})
+            meta = meta.with_fields(["advantages", *columns])
         with self._states.within("log_probs"):
             await self._score(meta, critic_meta)
         critic_report = None

@@ -129,8 +129,9 @@ class PolicyInterface(ABC):
         """One optimizer step for every `gbs` rows (all of them unless given), one scheduler step a call.
 
         `data` has the columns that the loss reads: `staleness` [B, S], in versions, among them where the proximal
-        policy is interpolated, and `prev_logprobs` when there are several updates. `advantages` may be [B, S] or [B].
-        `mbs` rows of a rank share a pass, padded, when it is given. In eval mode nothing changes.
+        policy is interpolated, `prev_logprobs` when there are several updates, `group_ids` [B] where the loss averages
+        over prompts, `rewards` [B] where it imitates good rows. `advantages` may be [B, S] or [B]. `mbs` rows of a rank
+        share a pass, padded, when it is given. In eval mode nothing changes.
 
         Returns `loss`, `grad_norm` float32 [steps], `all_mb_metrics` (by name a value for every micro-batch of all
         ranks: the loss's own, `lr`, `wd` and its update's `global_valid_seqs` and `global_valid_toks`; the loss's own

@@ -24,6 +24,7 @@ _KINDS = {
     "sample_mask": _Kind(("[B]",)),
     "advantages": _Kind(("[B]", "[B, S]")),
     "rewards": _Kind(("[B]",)),
+    "group_ids": _Kind(("[B]",), integer=True),
     **dict.fromkeys(
         (
             "generation_logprobs",

@@ -11,6 +11,7 @@ import torch
 from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.loss import SOURCE_COLUMNS, ObjectiveLoss, interpolated_proximal
+from asyncrl.algorithms.shares import SHARES, TokenCounts, add_shares, count_tokens
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import LP_SEED_FIELDS
@@ -121,6 +122,21 @@ def needs_proximal(loss_fn: LossFunction, *, updates: int) -> bool:
         if loss_fn.objective.proximal == "interpolated":
             return False
     return updates > 1
+
+
+def add_update_shares(
+    loss_fn: LossFunction, updates: Sequence[PlannedUpdate], *, gather: Callable[[Any], list[Any]]
+) -> None:
+    """Adds the columns of `asyncrl.algorithms.shares` that the loss reads to every micro-batch, from counts of its
+    update over all ranks. A collective if the loss reads any."""
+    if not (isinstance(loss_fn, ObjectiveLoss) and loss_fn.columns & set(SHARES)):
+        return
+    own = [sum(map(count_tokens, update.parts), TokenCounts()) for update in updates]
+    ranks: list[list[TokenCounts]] = gather(own)
+    for i, update in enumerate(updates):
+        counts = sum((rank[i] for rank in ranks), TokenCounts())
+        for part in update.parts:
+            add_shares(part, counts)
 
 
 def calibrated_loss(

@@ -24,7 +24,7 @@ from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.meta_driver import MetaDriver, name_fields
 from asyncrl.policy.rank_driver import ignore_arguments
 
-STEP_FIELDS = (*DP_TRAIN_FIELDS, "weight_versions", *CRITIC_FIELDS)
+STEP_FIELDS = (*DP_TRAIN_FIELDS, "weight_versions", "group_ids", *CRITIC_FIELDS)
 """The columns that the stages of a step write or read. Others are registered when they are first written."""
 TRAIN_TASKS = ("prev_lp", "ref_lp", "train")
 """Consumer tasks of the training partition, by the names that trainers on TransferQueue use."""

@@ -30,7 +30,7 @@ from asyncrl.policy.micro_batch import MicroBatchOutcome, aligned, loss_of
 from asyncrl.policy.packed import ATTENTION
 from asyncrl.policy.sharded import gather_weights, move_model, parameter_specs
 from asyncrl.policy.sharded_worker import HOST, ShardedWorker
-from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, needs_reference
+from asyncrl.policy.step_plan import PlannedUpdate, add_update_shares, calibrated_loss, needs_reference
 from asyncrl.policy.step_report import RankRecord
 from asyncrl.weights.manifest import layout
 from asyncrl.weights.publisher import Snapshot, take_snapshot
@@ -108,6 +108,7 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         return without_nonfinite(data)
 
     def _step_loss(self, loss_fn: LossFunction, updates: Sequence[PlannedUpdate]) -> LossFunction:
+        add_update_shares(loss_fn, updates, gather=self.gather)
         return calibrated_loss(loss_fn, updates, reduce=self.add_up)
 
     def _outcome(

@@ -40,6 +40,7 @@ LOSS = [
         "behaviour_BT, staleness_BT = _wide(behaviour_BT), _wide(staleness_BT)",
         "pass",
     ),
+    ("gradients add up in half precision", "next_token_logprobs = _wide(next_token_logprobs)", "pass"),
     ("half precision is pooled", "if _is_half(columns[name].dtype):", "if False:"),
     (
         "the pooled ratio of GSPO-token carries gradient",
@@ -133,6 +134,22 @@ LOSS = [
     ("a mean for a sum", 'if how == "mean" else pooled', "if how else pooled"),
     ("a sum for a mean", 'if how == "mean" else pooled', "if not how else pooled"),
     ("max for min", "limit = math.inf if how", "limit = -math.inf if how"),
+    ("good rows become less likely", "loss = loss - penalty.beta *", "loss = loss + penalty.beta *"),
+    (
+        "masked tokens are imitated",
+        "lp_BT = torch.where(segments.mask_BT, next_token_logprobs, 0.0)",
+        "lp_BT = next_token_logprobs",
+    ),
+    (
+        "penalties where there is an advantage only",
+        "penalty.beta * inside(",
+        "penalty.beta * (adv_BT != 0) * inside(",
+    ),
+    (
+        "the prompt mean of masked tokens",
+        "return torch.where(segments.mask_BT, prompt_share_BT, 0.0)",
+        "return prompt_share_BT.expand_as(share_BT)",
+    ),
     ("tokens counted in the micro-batch", "return share_BT / tokens", "return share_BT / share_BT.sum().clamp(min=1)"),
     (
         "sequences counted in the micro-batch",
@@ -150,6 +167,17 @@ LOSS = [
         "(a_BT * terms.loss_BT).sum(), {",
         "(a_BT * terms.loss_BT).sum() * mask_BT.sum() / (mask_BT & ~terms.gated_BT).sum().clamp(min=1), {",
     ),
+]
+SHARES = [
+    ("prompt groups weigh by their tokens", "1 / (groups * count)", "1 / sum(counts.by_group.values())"),
+    ("prompt groups are not averaged", "1 / (groups * count)", "1 / count"),
+    ("every group counts, trained or not", "sum(tokens > 0 for tokens in counts.by_group.values())", "len(ids)"),
+    ("bad rows are imitated", '(data["rewards"] > 0).float()', '(data["rewards"] < 0).float()'),
+    ("good rows are imitated without a mean", "/ max(counts.positive, 1)", "/ 1"),
+    ("masked rows count", '(data["token_mask"] * data["sample_mask"].unsqueeze(1)) > 0', 'data["token_mask"] > 0'),
+    ("a row's first token counts", "mask_BS[:, 0] = False", "pass"),
+    ("ranks do not add up", "by_group.update(other.by_group)", "pass"),
+    ("good tokens of other parts are lost", "positive=self.positive + other.positive", "positive=self.positive"),
 ]
 ADVANTAGES = [
     ("leave-one-out leaves none out", "(groups.sum(rewards_N) - rewards_N) /", "groups.sum(rewards_N) /"),
@@ -298,6 +326,7 @@ PRESETS = [
     ("m2po with ten times its budget", "budget=0.02", "budget=0.2"),
     ("opsm a tenth wider", 'hi=0.02, p="current"', 'hi=0.022, p="current"'),
     ("dppo_kl wider", 'stat="binary_kl", hi=0.05', 'stat="binary_kl", hi=0.08'),
+    ("vapo imitates twice as much", 'Penalty(beta=0.1, kind="positive_nll")', 'Penalty(beta=0.2, kind="positive_nll")'),
     ("rloo with grpo's baseline", 'baseline="leave_one_out"', 'baseline="group_norm"'),
     ("overrides are shallow", "{key: _replaced(current.get(key), part) for key, part in value.items()}", "value"),
     (
@@ -410,6 +439,7 @@ OBJECTIVE = [
     ),
     ("gates without a bound", "if self.budget is None and self.lo <= least", "if False and self.lo <= least"),
     ("any beta", "if not 0 < self.beta < math.inf", "if False"),
+    ("a likelihood against another policy", 'if self.kind == "positive_nll" and (', "if False and ("),
 ]
 CHECKS = [
     (
@@ -436,6 +466,7 @@ MUTATIONS = [
     Mutation(name, file, old, new)
     for file, found in (
         ("loss.py", LOSS),
+        ("shares.py", SHARES),
         ("advantages.py", ADVANTAGES),
         ("baselines.py", BASELINES),
         ("presets.py", PRESETS),

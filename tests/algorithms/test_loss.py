@@ -10,6 +10,7 @@ from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType,
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss, entropy, gather_logprobs
 from asyncrl.algorithms.objective import Aggregation, Clipped, Gate, Objective, Penalty, Reinforce, Weight
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.algorithms.shares import with_shares
 from asyncrl.config.schema import AlgorithmSection, Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import ConfigError, RunError
@@ -46,9 +47,10 @@ def make_batch(seed: int = 0) -> tuple[BatchedDataDict, torch.Tensor]:
             "advantages": normal(ROWS, 1).expand(ROWS, TOKENS).clone(),
             "token_mask": token_mask,
             "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64),
+            "group_ids": torch.tensor([3, 8, 3, 8, 3]),
         }
     )
-    return data, 0.3 * normal(ROWS, TOKENS, VOCABULARY)
+    return with_shares(data), 0.3 * normal(ROWS, TOKENS, VOCABULARY)
 
 
 def counts(data: BatchedDataDict) -> dict[str, torch.Tensor]:
@@ -144,11 +146,12 @@ def test_masked_samples_and_prompt_tokens_have_no_gradient() -> None:
         (Aggregation.SEQUENCE_MEAN, -(1.0 + 2.0) / 2),
         (Aggregation.SEQUENCE_SUM, -(3 * 1.0 + 1 * 2.0) / 2),
         (Aggregation.SEQUENCE_SUM_CONSTANT, -(3 * 1.0 + 1 * 2.0) / (2 * 4)),
+        (Aggregation.PROMPT_MEAN, -(3 * 1.0 + 1 * 2.0) / 4),
         (Aggregation.SUM, -(3 * 1.0 + 1 * 2.0)),
     ],
 )
 def test_aggregations_by_hand(aggregation: Aggregation, expected: float) -> None:
-    """Two sequences of 3 and 1 tokens, A = 1 and 2, everything on-policy: each token's loss is −A."""
+    """Two sequences of 3 and 1 tokens of one prompt, A = 1 and 2, everything on-policy: each token's loss is −A."""
     logprobs = torch.full((2, 3), -1.0)
     data = BatchedDataDict(
         {
@@ -158,8 +161,10 @@ def test_aggregations_by_hand(aggregation: Aggregation, expected: float) -> None
             "advantages": torch.tensor([[1.0], [2.0]]).expand(2, 4),
             "token_mask": torch.tensor([[0.0, 1, 1, 1], [0, 1, 0, 0]]),
             "sample_mask": torch.ones(2),
+            "group_ids": torch.zeros(2, dtype=torch.int64),
         }
     )
+    data = with_shares(data)
     loss, _ = ObjectiveLoss(objective(aggregation))(data=data, next_token_logprobs=logprobs, **counts(data))
     assert float(loss) == pytest.approx(expected)
 

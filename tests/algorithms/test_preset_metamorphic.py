@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from asyncrl.algorithms.loss import ObjectiveLoss
-from asyncrl.algorithms.objective import Aggregation, Objective, Reinforce
+from asyncrl.algorithms.objective import Aggregation, Clipped, Objective, Penalty, Reinforce
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.algorithms.shares import with_shares
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
 pytestmark = pytest.mark.slow
@@ -19,11 +20,20 @@ pytestmark = pytest.mark.slow
 LENGTHS = (5, 3, 6, 1)
 PROMPT = 2
 PER_TOKEN = ("logprobs", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages", "staleness")
+PER_ROW = ("sample_mask", "group_ids", "rewards", "prompt_share", "positive_share")
 Row = dict[str, torch.Tensor]
+# what no preset has of the axes, and a split, order or packing could change
+OWN = {
+    "prompt_mean": Objective(
+        surrogate=Clipped(),
+        aggregation=Aggregation.PROMPT_MEAN,
+        penalties=(Penalty(beta=0.3, kind="positive_nll"), Penalty(beta=0.1, kind="k3")),
+    )
+}
 
 
 def runnable(name: str) -> Objective:
-    objective = PRESETS[name].objective
+    objective = PRESETS[name].objective if name in PRESETS else OWN[name]
     if objective.aggregation is Aggregation.SEQUENCE_SUM_CONSTANT:
         objective = msgspec.structs.replace(objective, constant=4.0)
     gates = tuple(
@@ -57,8 +67,14 @@ def rows(*, off_policy: float = 0.3) -> list[Row]:
                 "staleness": torch.randint(0, 4, (total,), generator=draw).double(),
                 "token_mask": (torch.arange(total) >= PROMPT).double(),
                 "sample_mask": torch.tensor(0.0 if index == 3 else 1.0, dtype=torch.float64),
+                "group_ids": torch.tensor(index % 2),
+                "rewards": torch.tensor(float(index > 0), dtype=torch.float64),
             }
         )
+    # of the whole step: a part of it has the same
+    whole = with_shares(padded(found))
+    for index, row in enumerate(found):
+        row |= {name: whole[name][index] for name in ("prompt_share", "positive_share")}
     return found
 
 
@@ -69,7 +85,9 @@ def padded(batch: list[Row], *, extra: int = 0) -> BatchedDataDict:
         return torch.stack([torch.nn.functional.pad(row[name], (0, width - len(row[name]))) for row in batch])
 
     data = BatchedDataDict({name: column(name) for name in (*PER_TOKEN, "token_mask")})
-    data["sample_mask"] = torch.stack([row["sample_mask"] for row in batch])
+    for name in PER_ROW:
+        if name in batch[0]:
+            data[name] = torch.stack([row[name] for row in batch])
     return data
 
 
@@ -78,6 +96,8 @@ def packed(batch: list[Row]) -> BatchedDataDict:
     data = BatchedDataDict({name: torch.cat([row[name] for row in batch])[None] for name in PER_TOKEN})
     data["token_mask"] = torch.cat([row["token_mask"] * row["sample_mask"] for row in batch])[None]
     data["segment_ids"] = torch.cat([torch.full((len(row["logprobs"]),), i) for i, row in enumerate(batch)])[None]
+    for name in PER_ROW:
+        data[name] = torch.cat([row[name].expand(len(row["logprobs"])) for row in batch])[None]
     data["sample_mask"] = torch.ones(1, dtype=torch.float64)
     return data
 
@@ -103,7 +123,7 @@ def evaluated(
     return loss.detach(), leaf.grad, metrics
 
 
-every_preset = pytest.mark.parametrize("name", list(PRESETS))
+every_preset = pytest.mark.parametrize("name", [*PRESETS, *OWN])
 
 
 @every_preset
@@ -158,8 +178,10 @@ def test_nan_in_masked_slots_changes_nothing(name: str) -> None:
 
 @every_preset
 def test_on_policy_the_gradient_is_that_of_reinforce_with_the_same_aggregation(name: str) -> None:
-    """u = ρ = 1 and the policy is its own reference: clips, weights, gates and penalties say nothing."""
+    """u = ρ = 1 and the policy is its own reference: clips, weights, gates and divergences say nothing."""
     batch, objective = rows(off_policy=0.0), runnable(name)
+    divergences = tuple(penalty for penalty in objective.penalties if penalty.kind != "positive_nll")
+    objective = msgspec.structs.replace(objective, penalties=divergences)
     plain = Objective(surrogate=Reinforce(), aggregation=objective.aggregation, constant=objective.constant)
     _, gradient, metrics = evaluated(objective, padded(batch), **counts(batch))
     torch.testing.assert_close(gradient, evaluated(plain, padded(batch), **counts(batch))[1])

@@ -55,7 +55,22 @@ PLAIN = {
 
 WORKED: dict[str, tuple[Worked, ...]] = {
     "ppo": ppo_clip(T),
-    "vapo": CLIP_HIGHER,
+    # a sequence with a positive reward adds 0.1 · −lp over the 5 tokens of such sequences: as 0.2 · −lp over 10
+    "vapo": (
+        *CLIP_HIGHER,
+        Worked(
+            advantage=2,
+            current=(0.3, 0.1),
+            reward=0.5,
+            losses=(-2.56 - 0.2 * math.log(0.3), -1 - 0.2 * math.log(0.1)),
+            gradients=(-0.2, -1.2),
+            over=T,
+        ),
+        Worked(
+            advantage=-2, current=(0.25,), reward=1.0, losses=(2.5 - 0.2 * math.log(0.25),), gradients=(2.3,), over=T
+        ),
+        Worked(advantage=-2, current=(0.25,), reward=-1.0, losses=(2.5,), gradients=(2.5,), over=T),
+    ),
     "dapo": CLIP_HIGHER,
     # N · C with C = 5, whatever the lengths
     "dr_grpo": ppo_clip(N * 5),

@@ -2,7 +2,8 @@
 
 What `asyncrl/algorithms/loss.py` is held against; nothing here computes a loss. Prompts and padding carry ratios of
 their own, so that whatever leaks from a masked slot shows. The sequences are a micro-batch of a step of STEP_TOKENS
-trained tokens in STEP_SEQUENCES sequences, so that a count of the micro-batch's own shows too.
+trained tokens in STEP_SEQUENCES sequences, STEP_POSITIVE_TOKENS of them in sequences with a positive reward, so that a
+count of the micro-batch's own shows too.
 """
 
 import math
@@ -16,6 +17,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 
 STEP_TOKENS = 10
 STEP_SEQUENCES = 4
+STEP_POSITIVE_TOKENS = 5
 PROMPT = 2
 MASKED = {
     "logprobs": 0.9,
@@ -43,6 +45,7 @@ class Worked:
     behaviour: float | tuple[float, ...] = 0.05
     reference: float | tuple[float, ...] = 0.6
     staleness: float | tuple[float, ...] = 3.0
+    reward: float = 0.0
 
 
 def log_weighted(
@@ -93,6 +96,8 @@ def batch_of(sequences: tuple[Worked, ...]) -> BatchedDataDict:
         columns.setdefault("token_mask", []).append([0.0] * PROMPT + [1.0] * length + [0.0] * padding)
     data = BatchedDataDict({name: torch.tensor(rows, dtype=torch.float64) for name, rows in columns.items()})
     data["sample_mask"] = torch.ones(len(sequences), dtype=torch.float64)
+    data["rewards"] = torch.tensor([sequence.reward for sequence in sequences], dtype=torch.float64)
+    data["positive_share"] = (data["rewards"] > 0) / STEP_POSITIVE_TOKENS
     return data
 
 

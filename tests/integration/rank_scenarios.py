@@ -15,7 +15,7 @@ from torch.distributed import FileStore
 
 from asyncrl.algorithms.interfaces import LossInputType, LossType, masked_mean
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss, gather_logprobs
-from asyncrl.algorithms.presets import PRESETS
+from asyncrl.algorithms.presets import PRESETS, resolve_objective
 from asyncrl.buffer.records import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import LP_SEED_FIELDS
@@ -93,6 +93,7 @@ TRAINING: dict[str, tuple[dict[str, Any], Any]] = {
     "reference": ({"micro_batch_size": 5}, make_batch),
     "calibrated": ({"micro_batch_size": 5}, make_batch),
     "interpolated": ({"micro_batch_size": 5, "updates_per_step": 2}, make_batch),
+    "counted": ({"micro_batch_size": 5}, make_batch),
 }
 LOSSES: dict[str, Any] = {
     "own_loss": f"{__name__}:LogitLoss",
@@ -103,6 +104,11 @@ LOSSES: dict[str, Any] = {
     },
     "calibrated": "m2po",
     "interpolated": "a3po",
+    "counted": {
+        "surrogate": {"kind": "reinforce"},
+        "aggregation": "prompt_mean",
+        "penalties": [{"kind": "positive_nll", "beta": 0.5}],
+    },
 }
 LOSSES |= dict.fromkeys(("on the device", "offloaded"), LOSSES["reference"])
 
@@ -266,6 +272,7 @@ def _refusals(policy: PolicyWorker) -> list[str]:
 def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str, Any]:
     """`train`, `get_logprobs` and `get_reference_policy_logprobs` on rows, cut in every way."""
     loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
+    counted = ObjectiveLoss(resolve_objective(LOSSES["counted"], {}))
     data = matrix_batch()
     data["index"] = torch.arange(data.size)
     found: dict[str, Any] = {}
@@ -276,12 +283,14 @@ def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str
         shard["prev_logprobs"] = before
         untouched = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
         evaluated = policy.train(shard, loss, rows_per_update=rows, eval_mode=True, **size)
+        counts = policy.train(shard, counted, rows_per_update=rows, eval_mode=True, **size)
         kept = all(np.array_equal(tensor.numpy(), untouched[key]) for key, tensor in policy.gather_weights())
         trained = policy.train(shard, loss, rows_per_update=rows, **size)
         found[name] = {
             "index": shard["index"].numpy(),
             "before": before.numpy(),
             "evaluated": evaluated,
+            "counted": counts,
             "kept": kept,
             "trained": trained,
             "schedule": policy._calls,

@@ -144,6 +144,31 @@ def test_f24_empty_completions_are_masked_and_counted() -> None:
     assert samples.masked_ratio == 0.5
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("critic", [False, True])
+async def test_rewards_and_groups_go_to_the_ranks_where_the_objective_counts_by_them(
+    monkeypatch: pytest.MonkeyPatch, critic: bool
+) -> None:
+    axes = {"aggregation": "prompt_mean", "penalties": [{"kind": "positive_nll", "beta": 0.1}]}
+    section = {"loss": "tis", "overrides": axes}
+    scene = Scene(algorithm=section | {"advantage": "gae"}, critic={}) if critic else Scene(algorithm=section)
+    seen: list[list[list[float]]] = []
+    train = scene.trainer.train_from_meta
+
+    def watched(meta: KVBatchMeta, *given: Any, **settings: Any) -> dict[str, Any]:
+        rows = scene.trainer.read_from_dataplane(meta, select_fields=["group_ids", "rewards"])
+        seen.append([rows["group_ids"].tolist(), rows["rewards"].tolist()])
+        return train(meta, *given, **settings)
+
+    monkeypatch.setattr(scene.trainer, "train_from_meta", watched)
+    await scene.run()
+    assert all({"group_ids", "rewards"} <= fields for fields in scene.trainer.fields)
+    assert len(seen) == 3
+    for (groups, rewards), (_, keys) in zip(seen, scene.trainer.asked, strict=True):
+        assert groups == [int(key.split(".")[0]) for key in keys for _ in range(GROUP_SIZE)]
+        assert len(set(rewards)) > 1
+
+
 def test_a_step_names_its_rows_with_their_lengths_and_limits_in_the_lease_s_order() -> None:
     lease = Lease(incarnation=1, step=4, groups=(VARIED, EQUAL))
     meta = step_meta(lease)

@@ -7,12 +7,19 @@ import pytest
 import torch
 
 from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.objective import Aggregation, Objective, Penalty, Reinforce
 from asyncrl.algorithms.presets import PRESETS, resolve_objective
 from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import MissingColumns
 from asyncrl.policy.batching import empty_micro_batch
-from asyncrl.policy.step_plan import PlannedUpdate, calibrated_loss, check_columns, required_columns
+from asyncrl.policy.step_plan import (
+    PlannedUpdate,
+    add_update_shares,
+    calibrated_loss,
+    check_columns,
+    required_columns,
+)
 from asyncrl.policy.step_report import UpdatePlan
 
 M2PO = ObjectiveLoss(PRESETS["m2po"].objective)
@@ -126,3 +133,43 @@ def test_a_loss_of_a_user_is_asked_for_its_columns() -> None:
     assert required_columns(Own(), updates=2) == {*MASKS, "prev_logprobs", "mine"}  # type: ignore[arg-type]
     assert required_columns(Own(), updates=1) == {*MASKS, "mine"}  # type: ignore[arg-type]
     assert required_columns(lambda *_: None, updates=2) == {*MASKS}  # type: ignore[arg-type]
+
+
+def test_tokens_are_counted_over_all_ranks_in_each_update_apart() -> None:
+    """Two ranks, two updates. Tokens of group 7: 2 and 3 in the first, 4 in the second, whose other group is 8."""
+    loss = ObjectiveLoss(
+        Objective(
+            surrogate=Reinforce(),
+            aggregation=Aggregation.PROMPT_MEAN,
+            penalties=(Penalty(beta=0.1, kind="positive_nll"),),
+        )
+    )
+
+    def row(tokens: int, *, group: int, reward: float) -> BatchedDataDict:
+        data = rows([0.1] * tokens)
+        data["group_ids"], data["rewards"] = torch.tensor([group]), torch.tensor([reward])
+        return data
+
+    first = [*planned(row(2, group=7, reward=1.0), row(1, group=9, reward=0.0)), *planned(row(4, group=7, reward=0.0))]
+    second = [*planned(row(3, group=7, reward=2.0), empty_micro_batch()), *planned(row(5, group=8, reward=0.5))]
+    counts: list[Any] = []
+    for updates in (first, second):
+        add_update_shares(loss, updates, gather=lambda own: counts.append(own) or [own])  # type: ignore[func-returns-value]
+    for updates in (first, second):
+        add_update_shares(loss, updates, gather=lambda own: counts)
+
+    def shares(updates: list[PlannedUpdate], update: int, part: int) -> tuple[float, float]:
+        data = updates[update].parts[part]
+        return data["prompt_share"].item(), data["positive_share"].item()
+
+    assert shares(first, 0, 0) == shares(second, 0, 0) == pytest.approx((1 / (2 * 5), 1 / 5))
+    assert shares(first, 0, 1) == pytest.approx((1 / (2 * 1), 0.0))
+    assert shares(first, 1, 0) == pytest.approx((1 / (2 * 4), 0.0))
+    assert shares(second, 1, 0) == pytest.approx((1 / (2 * 5), 1 / 5))
+
+
+def test_a_loss_that_counts_nothing_costs_no_collective() -> None:
+    def gather(own: Any) -> list[Any]:
+        raise AssertionError("a collective")
+
+    add_update_shares(M2PO, planned(rows([0.1])), gather=gather)

@@ -81,6 +81,8 @@ def make_group(
         rows["token_mask"][i, sampled] = 1.0
     rows["advantages"] = torch.from_numpy(draw.normal(0, 1, len(lengths)).astype(np.float32))
     rows["sample_mask"] = torch.tensor(sample_mask or (1.0,) * len(lengths))
+    rows["group_ids"] = torch.full((len(lengths),), key)
+    rows["rewards"] = rows["advantages"].clone()
     return rows
 
 

@@ -1,0 +1,82 @@
+"""Coefficients of tokens that need counts of a whole update, which the loss of one micro-batch does not have.
+
+Two columns are made of what a row brings, after counting the update's trained tokens over all micro-batches and ranks:
+
+| the row brings | the loss reads | value |
+|---|---|---|
+| `group_ids`, equal for the rows of one prompt | `prompt_share` | 1 / (P · T_g) |
+| `rewards` | `positive_share` | 1 / T₊ where the reward is above 0, else 0 |
+
+P: prompt groups with a trained token. T_g: trained tokens of the row's group. T₊: trained tokens of rows with a reward
+above 0. Tokens count by their weight, token mask times sample mask.
+
+`Policy.train` makes them. A loop that calls an `ObjectiveLoss` itself calls `with_shares` on a whole global batch, and
+cuts it into micro-batches afterwards.
+
+Legend: B rows, S tokens. Both inputs are [B], or [B, S] where a row packs several sequences; outputs have their shape.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from asyncrl.data.batched_data_dict import BatchedDataDict
+
+SHARES: Mapping[str, str] = {"group_ids": "prompt_share", "rewards": "positive_share"}
+"""The column that is made of each column."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCounts:
+    """Trained tokens by prompt group, and those of rows with a positive reward, by weight; `+` adds two micro-batches
+    or ranks."""
+
+    by_group: Mapping[int, float] = field(default_factory=dict)
+    positive: float = 0.0
+
+    def __add__(self, other: "TokenCounts") -> "TokenCounts":
+        groups = {*self.by_group, *other.by_group}
+        by_group = {group: self.by_group.get(group, 0.0) + other.by_group.get(group, 0.0) for group in groups}
+        return TokenCounts(by_group=by_group, positive=self.positive + other.positive)
+
+
+def count_tokens(data: BatchedDataDict) -> TokenCounts:
+    """Counts of one batch, of the columns that it has. The first token of a row has no prefix and never counts."""
+    weight_BS = data["token_mask"].double() * data["sample_mask"].double().unsqueeze(1)
+    weight_BS[:, 0] = 0.0
+    mask_BS = weight_BS > 0
+    by_group: dict[int, float] = {}
+    if "group_ids" in data:
+        ids, index = torch.unique(_by_token(data["group_ids"], mask_BS)[mask_BS], return_inverse=True)
+        tokens = weight_BS.new_zeros(len(ids)).index_add(0, index, weight_BS[mask_BS])
+        by_group = dict(zip(ids.tolist(), tokens.tolist(), strict=True))
+    positive = 0.0
+    if "rewards" in data:
+        positive = float(weight_BS[mask_BS & (_by_token(data["rewards"], mask_BS) > 0)].sum())
+    return TokenCounts(by_group=by_group, positive=positive)
+
+
+def add_shares(data: BatchedDataDict, counts: TokenCounts) -> None:
+    """Adds the columns of `SHARES`, float32, to a micro-batch. `counts` are those of its whole update."""
+    if "group_ids" in data:
+        groups = sum(tokens > 0 for tokens in counts.by_group.values())
+        ids, index = torch.unique(data["group_ids"], return_inverse=True)
+        # a group without a trained token has no coefficient: nothing of it is summed
+        tokens = [counts.by_group.get(group, 0) for group in ids.tolist()]
+        shares = [1 / (groups * count) if count else 0.0 for count in tokens]
+        data["prompt_share"] = torch.tensor(shares, device=ids.device)[index]
+    if "rewards" in data:
+        data["positive_share"] = (data["rewards"] > 0).float() / (counts.positive or 1.0)
+
+
+def with_shares(data: BatchedDataDict) -> BatchedDataDict:
+    """The batch with the columns of `SHARES`. `data` is a whole global batch: all rows of one optimizer update."""
+    data = copy.copy(data)
+    add_shares(data, count_tokens(data))
+    return data
+
+
+def _by_token(column: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
+    return column if column.ndim == 2 else column.unsqueeze(1).expand_as(mask_BS)
