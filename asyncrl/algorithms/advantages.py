@@ -300,11 +300,11 @@ def compute_advantages(estimator: Estimator, samples: Samples) -> torch.Tensor:
     learns nothing.
 
     >>> samples = Samples(rewards_N=torch.tensor([1.0, 0.0, 5.0]), group_ids_N=torch.tensor([7, 7, 8]))
-    >>> compute_advantages(resolve_estimator("group_norm"), samples).round(decimals=3).tolist()
-    [0.707, -0.707, 0.0]
+    >>> compute_advantages(resolve_estimator("group_norm"), samples)
+    tensor([ 0.7071, -0.7071,  0.0000])
     >>> by_n = resolve_estimator({"name": "group_norm", "divisor": "n"})
-    >>> compute_advantages(by_n, samples).round(decimals=3).tolist()
-    [1.0, -1.0, 0.0]
+    >>> compute_advantages(by_n, samples)
+    tensor([ 1.0000, -1.0000,  0.0000])
     """
     for rewards_N in (samples.rewards_N, *(samples.components or {}).values()):
         check_rewards(rewards_N)

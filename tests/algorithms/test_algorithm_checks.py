@@ -7,6 +7,7 @@ from asyncrl.algorithms.baselines import CRITIC_BASED, OUTCOMES
 from asyncrl.algorithms.checks import averages_advantages, check_algorithm
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.algorithms.shares import with_shares
 from asyncrl.config.load import load_config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import ConfigError
@@ -188,7 +189,9 @@ def pushes_opposite_tokens(name: str) -> bool:
         {name: torch.tensor([[0.0, -1.0, -1.0]]) for name in columns}
         | {"advantages": torch.tensor([[0.0, 1.0, -1.0]]), "token_mask": torch.tensor([[0.0, 1.0, 1.0]])}
         | {"sample_mask": torch.ones(1), "staleness": torch.zeros(1, 3)}
+        | {"rewards": torch.zeros(1), "group_ids": torch.zeros(1).long()}
     )
+    data = with_shares(data)
     loss, _ = ObjectiveLoss(PRESETS[name].objective)(
         data=data,
         global_valid_seqs=torch.tensor(1),

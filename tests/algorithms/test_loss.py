@@ -245,7 +245,37 @@ def test_metrics_count_clipped_and_gated_tokens_of_the_mask_only() -> None:
     data, logits = make_batch()
     data["generation_logprobs"] = data["prev_logprobs"] - 10.0
     _, _, metrics = loss_and_gradient(ObjectiveLoss(objective(Aggregation.TOKEN_MEAN)), data, logits)
-    assert metrics["gated_ratio"] == float(counts(data)["global_valid_toks"])
+    assert metrics["gated_ratio"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_row_of_weight_1_is_two_rows_of_weight_one_half(aggregation: Aggregation) -> None:
+    """Global counts are sums of the masks, so that fractions divide what they multiply."""
+    data, logits = make_batch()
+    twice = BatchedDataDict({name: torch.cat([column, column[:2]]) for name, column in data.items()})
+    twice["sample_mask"][[0, 1, -2, -1]] = 0.5
+    loss_fn = ObjectiveLoss(objective(aggregation))
+    assert counts(twice) == counts(data)
+    whole, gradient, metrics = loss_and_gradient(loss_fn, data, logits)
+    halves, halved, same = loss_and_gradient(loss_fn, with_shares(twice), torch.cat([logits, logits[:2]]))
+    torch.testing.assert_close(halves, whole)
+    torch.testing.assert_close(halved[: len(logits)] + torch.cat([halved[-2:], torch.zeros_like(logits[2:])]), gradient)
+    assert same == pytest.approx(metrics)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_one_mask_for_all_rows_is_no_weight(aggregation: Aggregation) -> None:
+    """All rows at one half: counts are halves too, and below 1 they divide as they are."""
+    data, logits = make_batch()
+    loss_fn = ObjectiveLoss(objective(aggregation))
+    whole, gradient, metrics = loss_and_gradient(loss_fn, data, logits)
+    data["sample_mask"] = data["sample_mask"] / 16
+    loss, halved, same = loss_and_gradient(loss_fn, with_shares(data), logits)
+    if aggregation is Aggregation.SUM:
+        whole, gradient = whole / 16, gradient / 16  # which divides by nothing
+    torch.testing.assert_close(loss, whole)
+    torch.testing.assert_close(halved, gradient)
+    assert same == pytest.approx(metrics)
 
 
 def test_a_preset_is_a_loss_function_with_its_kind() -> None:
