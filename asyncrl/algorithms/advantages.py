@@ -35,7 +35,7 @@ from asyncrl.errors import ConfigError, RunError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """What is known of a step's samples. Every tensor is [N]; what a loop does not know is None.
+    """A step's samples, as far as they are known. Every tensor is [N]; a column that a loop does not know is None.
 
     `completion_tokens_N` are the tokens of each completion. `components` are several rewards by name.
     `greedy_rewards_N` is the reward of a greedy completion of the sample's prompt. RunError when the shapes differ.
@@ -94,7 +94,7 @@ class OutcomeEstimator:
         components."""
         found = {"": samples.rewards_N}
         if self.axes.rewards == "components":
-            found = dict(_known(samples.components, "components"))
+            found = dict(_known(samples.components or None, "components"))
         if self.axes.refuses_negative_rewards:
             for rewards_N in found.values():
                 _check_not_negative(rewards_N)
@@ -168,7 +168,7 @@ def _group_baseline(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, samp
 
 
 def _scale(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, teaches_N: torch.Tensor) -> torch.Tensor:
-    """What divides, [N] or a scalar; 1 where a statistic of the group would be one of a single sample."""
+    """The divisor, [N] or a scalar; 1 where a statistic of the group would be one of a single sample."""
     count = max(len(rewards_N), 1)
     match axes.scale:
         case "batch_std":

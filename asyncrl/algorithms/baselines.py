@@ -36,7 +36,7 @@ class Whitening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     eps_in: Literal["std", "variance"] = "std"
     """`std`: divide by std + eps. `variance`: divide by √(variance + eps)."""
     divisor: Literal["n-1", "n"] = "n-1"
-    """What the sum of squares is divided by in a variance."""
+    """A variance is the sum of squares over the number of values, or over one less."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps < math.inf:
@@ -53,11 +53,11 @@ class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
     length_penalty: float | None = None
     """α: a reward is multiplied by 1 / (1 + α · tokens / mean tokens of its group) before everything else."""
     baseline: Literal["none", "group_mean", "leave_one_out", "length_weighted_mean", "greedy"] = "none"
-    """What is subtracted from a reward. `greedy`: the reward of a greedy completion of the same prompt."""
+    """Subtracted from a reward. `greedy`: the reward of a greedy completion of the same prompt."""
     scale: Literal[
         "none", "group_std", "leave_one_out_std", "batch_std", "group_mean", "informative_share", "nonzero_share"
     ] = "none"
-    """What it is divided by. `leave_one_out_std`: the standard deviation of the group's other rewards; where those are
+    """Divides the difference. `leave_one_out_std`: the standard deviation of the group's other rewards; where those are
     all equal, it is not divided. `informative_share`: the share of the step's samples whose group has unequal rewards.
     `nonzero_share`: the share of the step's rewards that are not 0."""
     single: Literal["zero", "raw"] = "zero"
@@ -127,14 +127,14 @@ OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
         "remax": Outcome(baseline="greedy"),
     }
 )
-"""Estimators that a step's rewards are enough for, or what else `Samples` has."""
+"""Estimators that read a step's `Samples` and no token."""
 
 CRITIC_BASED: Mapping[str, CriticBased] = MappingProxyType({"gae": CriticBased(), "vtrace": CriticBased()})
 """Estimators that need the section `critic`."""
 
 
 class PublishedCritic(msgspec.Struct, frozen=True, kw_only=True):
-    """What a paper sets of the section `critic`; it holds where the user leaves the field unset."""
+    """Fields of the section `critic` that a paper sets. They hold where the user leaves the field unset."""
 
     value_lam: float
     length_alpha: float
@@ -183,7 +183,9 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Outcome | CriticBas
     try:
         found = msgspec.convert({**msgspec.to_builtins(row), **options}, type(row))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{KEY}: {error}{_choices(str(error), type(row))} ({dict(options)!r})", key=KEY) from error
+        raise ConfigError(
+            f"{KEY}: {error}{_choices(str(error), type(row), options)} ({dict(options)!r})", key=KEY
+        ) from error
     idle = dict(_idle(found))
     for option in options:
         if option in idle:
@@ -213,9 +215,11 @@ def _idle(axes: Outcome | CriticBased) -> Iterator[tuple[str, str]]:
 _FIELD = re.compile(r"at `\$\.(?P<field>\w+)`")
 
 
-def _choices(error: str, row: type[msgspec.Struct]) -> str:
-    """What a field takes that msgspec found something else in, where that is one of some names."""
+def _choices(error: str, row: type[msgspec.Struct], options: Mapping[str, Any]) -> str:
+    """The names that a field takes, where msgspec's error is about a field that takes names."""
     found = _FIELD.search(error)
     choices = typing.get_args(typing.get_type_hints(row)[found["field"]]) if found else ()
     names = [choice for choice in choices if isinstance(choice, str)]
-    return f"; there are {', '.join(names)}" if names else ""
+    if found is None or not names:
+        return ""
+    return f"; there are {', '.join(names)}{suggest(str(options.get(found['field'])), names)}"

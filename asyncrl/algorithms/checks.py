@@ -79,7 +79,7 @@ def _baseline(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -
 
 
 def _unavailable(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:
-    """What an estimator reads and a run does not have."""
+    """Columns that an estimator reads and a run does not have, and rewards that it cannot take."""
     if not isinstance(advantage, Outcome):
         return
     name = baseline_of(config.algorithm)

@@ -294,7 +294,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "gdpo": Preset(
             source="2601.05242",
-            use="On-policy, with several rewards: each is normalised in its group before they are added.",
+            use="On-policy, several rewards, each normalised in its group before they are added; for your own loops.",
             objective=Objective(surrogate=_ppo_clip()),
             baseline="gdpo",
         ),
@@ -373,7 +373,7 @@ def published_baseline(section: AlgorithmSection) -> str | None:
 
 
 def published_critic(section: AlgorithmSection) -> PublishedCritic | None:
-    """What the loss was published with in the section `critic`, if it is such a preset and its critic is used."""
+    """Fields of `critic` that the loss was published with, if it is such a preset and uses its own estimator."""
     name = section.loss if isinstance(section.loss, str) else None
     return CRITICS.get(name) if name is not None and baseline_of(section) == published_baseline(section) else None
 

@@ -143,8 +143,8 @@ def kl_estimate(
 
 
 def deviation(squares: torch.Tensor, count: torch.Tensor, rule: Whitening) -> torch.Tensor:
-    """What divides: the standard deviation of `count` values whose squares about their mean add up to `squares`, with
-    the rule's eps and divisor. A variance of one value is 0."""
+    """The divisor of a whitening: the standard deviation of `count` values whose squares about their mean add up to
+    `squares`, with the rule's eps and divisor. A variance of one value is 0."""
     variance = squares / (count - 1 if rule.divisor == "n-1" else count).clamp(min=1)
     if rule.eps_in == "variance":
         return (variance + rule.eps).sqrt()

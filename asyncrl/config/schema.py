@@ -268,7 +268,7 @@ class CriticSection(Section):
     """α of VAPO, for `gae`: the policy's λ is 1 − 1 / (α · tokens) for each completion, instead of `lam`. 0: λ is
     `lam`. Unset: 0.05 with `algorithm.loss: vapo`, else 0."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """What the critic's loss is a mean over: all trained tokens, or sequences, each with the mean of its tokens."""
+    """The critic's loss is a mean over all trained tokens, or over sequences, each with the mean of its tokens."""
     value_clip: PositiveFloat | None = 0.2
     """A value that moved further than this from the step's start, towards its return, has no gradient. Unset: no
     clip."""

@@ -1,4 +1,4 @@
-"""A critic's part of a step: what states are worth, token-level advantages from it, and its own training.
+"""A critic's part of a step: the values of states, token-level advantages from it, and its own training.
 
 Values and advantages of a step come from the critic as it was at the step's start. The critic's columns and the
 policy's are named by metas of their own, so that neither fetches what only the other reads.

@@ -238,8 +238,8 @@ ADVANTAGES = [
     ("missing weights are let through", "if weights and set(weights) != names", "if False"),
     (
         "the total for every component",
-        'dict(_known(samples.components, "components"))',
-        'dict.fromkeys(_known(samples.components, "components"), samples.rewards_N)',
+        'dict(_known(samples.components or None, "components"))',
+        'dict.fromkeys(_known(samples.components or None, "components"), samples.rewards_N)',
     ),
     (
         "a length penalty that rewards length",
@@ -354,7 +354,7 @@ RETURNS = [
     ("eps is always added to the variance", 'if rule.eps_in == "variance"', "if True"),
     ("eps is forgotten", "return variance.sqrt() + rule.eps", "return variance.sqrt()"),
     ("weights are forgotten", "if weights is None else torch.where(mask.bool(), weights.double(), 0.0)", ""),
-    ("weights are not squared once", "(counts * inside.square()).sum()", "(counts * inside).square().sum()"),
+    ("moments of squared weights", "(counts * inside.square()).sum()", "(counts * inside).square().sum()"),
     ("the mean of tokens is never kept", "whitened + mean * rule.keep_mean", "whitened"),
     ("equal values are divided", "variance > ROUNDING * mean_square", "variance >= 0"),
     (

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
-from asyncrl.algorithms.baselines import CRITIC_BASED, OUTCOMES, CriticBased, Outcome, OwnEstimator, resolve_advantage
+from asyncrl.algorithms.baselines import (
+    CRITIC_BASED,
+    CRITICS,
+    OUTCOMES,
+    CriticBased,
+    Outcome,
+    OwnEstimator,
+    PublishedCritic,
+    resolve_advantage,
+)
 from asyncrl.errors import ConfigError
 
 SAMPLES = Samples(
@@ -40,6 +49,13 @@ def test_options_replace_only_what_they_name() -> None:
     assert found == CriticBased(whiten="samples", keep_mean=True)
     assert resolve_advantage({"name": "gpg", "single": "raw"}) == msgspec.structs.replace(OUTCOMES["gpg"], single="raw")
     assert resolve_advantage({"name": "vtrace"}) == CRITIC_BASED["vtrace"]
+    assert {row.whiten for row in CRITIC_BASED.values()} == {"tokens"}
+
+
+# numbers that no worked example pins: those of the paper, not those of the table
+def test_vapo_s_critic_is_the_papers() -> None:
+    """2504.05118: returns with λ = 1, advantages with λ = 1 − 1/(0.05 · length)."""
+    assert dict(CRITICS) == {"vapo": PublishedCritic(value_lam=1.0, length_alpha=0.05)}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +68,7 @@ def test_options_replace_only_what_they_name() -> None:
         ({"name": "gae", "single": "raw"}, ["gae has no such option", "there are whiten, keep_mean, eps"]),
         ({"name": "group_norm", "eps": -1.0}, ["eps is -1", "at least 0"]),
         ({"name": "group_norm", "eps": "small"}, ["float", "eps"]),
-        ({"name": "group_norm", "eps_in": "sdt"}, ["there are std, variance"]),
+        ({"name": "group_norm", "eps_in": "sdt"}, ["there are std, variance; did you mean 'std'"]),
         ({"name": "group_norm", "divisor": "n-2"}, ["there are n-1, n"]),
         ({"name": "group_norm", "whiten": "token"}, ["there are none, samples, tokens"]),
         ({"name": "group_norm", "baseline": "greedy"}, ["scale is group_std with baseline greedy", "set one of them"]),

@@ -270,6 +270,12 @@ def test_whitening_over_tokens_counts_a_sample_once_a_token() -> None:
 def test_a_completion_without_a_token_is_zero_where_tokens_are_whitened() -> None:
     lengths = torch.tensor([0, 1, 0, 0, 0, 0, 0, 0, 0])
     assert found({"name": "reinforce_pp", "whiten": "tokens"}, samples(completion_tokens_N=lengths)) == [0.0] * 9
+    some = found(
+        {"name": "reinforce_pp", "whiten": "tokens"}, samples(completion_tokens_N=torch.tensor([0, *TOKENS[1:]]))
+    )
+    spelled = [value for value, length in zip(REWARDS[1:], TOKENS[1:], strict=True) for _ in range(length)]
+    expected = [(value - mean(spelled)) / (stdev(spelled) + EPS) for value in REWARDS[1:]]
+    assert some == pytest.approx([0.0, *expected], rel=CLOSE)
     assert found({"name": "reinforce_pp", "whiten": "tokens"}, samples(completion_tokens_N=0 * lengths)) == [0.0] * 9
 
 
@@ -309,8 +315,9 @@ def test_components_are_weighted_by_their_names() -> None:
     ],
 )
 def test_a_column_that_is_missing_is_named(name: Any, column: str) -> None:
-    with pytest.raises(RunError, match=f"reads {column}, which these samples do not have"):
-        found(name, samples(**{column: None}))
+    for missing in (None, *([{}] if column == "components" else [])):
+        with pytest.raises(RunError, match=f"reads {column}, which these samples do not have"):
+            found(name, samples(**{column: missing}))
 
 
 @pytest.mark.parametrize("name", ["maxrl", "gr3"])

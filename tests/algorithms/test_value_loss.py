@@ -93,17 +93,18 @@ def test_micro_batches_add_up_to_the_whole_batch_in_loss_gradient_and_metrics(ag
 
 
 def test_a_sequence_mean_is_the_mean_over_sequences_of_their_tokens_means() -> None:
-    """R = 0, errors 1 and 3 in a row of two tokens, 2 in a row of one, none in a third: ½ · (5 + 4 + 0) / 3. The token
-    mean is ½ · (1 + 9 + 4) / 3."""
-    values = torch.tensor([[9.0, 1, 3], [9, 9, 2], [9, 9, 9]], requires_grad=True)
-    data = batch(returns=[[0] * 3] * 3, old=[[0] * 3] * 3, mask=[[0, 1, 1], [0, 0, 1], [0, 0, 0]])
-    loss, _ = run(ClippedValueLoss(clip=None, aggregation="sequence_mean"), values, data, 3)
+    """R = 0; errors 1, 3, 1 in a row of three tokens, 2 in a row of one, none in a third: ½ · (11/3 + 4 + 0) over three
+    sequences. The token mean is ½ · (1 + 9 + 1 + 4) over four tokens."""
+    values = torch.tensor([[9.0, 1, 3, 1], [9, 9, 2, 9], [9, 9, 9, 9]], requires_grad=True)
+    zeros = [[0.0] * 4] * 3
+    data = batch(returns=zeros, old=zeros, mask=[[0, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]])
+    loss, _ = run(ClippedValueLoss(clip=None, aggregation="sequence_mean"), values, data, 4)
     loss.backward()
-    assert loss.item() == pytest.approx(0.5 * (5 + 4 + 0) / 3)
+    assert loss.item() == pytest.approx(0.5 * (11 / 3 + 4 + 0) / 3)
     assert values.grad is not None
-    assert values.grad.flatten().tolist() == pytest.approx([0, 1 / 6, 3 / 6, 0, 0, 2 / 3, 0, 0, 0])
-    token_mean, _ = run(ClippedValueLoss(clip=None), values, data, 3)
-    assert token_mean.item() == pytest.approx(0.5 * 14 / 3)
+    assert values.grad.flatten().tolist() == pytest.approx([0, 1 / 9, 3 / 9, 1 / 9, 0, 0, 2 / 3, 0, 0, 0, 0, 0])
+    token_mean, _ = run(ClippedValueLoss(clip=None), values, data, 4)
+    assert token_mean.item() == pytest.approx(0.5 * 15 / 4)
 
 
 @every_aggregation

@@ -135,6 +135,26 @@ def test_evaluation_gives_the_loss_and_changes_nothing(results: Any, world: int,
     assert again["loss"].sum() < evaluated["loss"].sum(), "it has learned"
 
 
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_mean_over_sequences_is_the_same_however_rows_are_cut(results: Any, world: int, cut: str) -> None:
+    """Of the new critic, whose values are 0: a loop over sequences, each with the mean of its tokens."""
+    data, expected = value_batch(), []
+    for start in range(0, data.size, UPDATE_ROWS):
+        means = []
+        for i in range(start, start + UPDATE_ROWS):
+            if data["sample_mask"][i] > 0:
+                trained = data["token_mask"][i, 1:] > 0
+                columns = (data[name][i, 1:][trained].tolist() for name in ("returns", "values"))
+                pairs = list(zip(*columns, strict=True))
+                squares = [max(r**2, (min(max(0, v - 0.2), v + 0.2) - r) ** 2) for r, v in pairs]
+                means.append(sum(squares) / len(squares) if squares else 0.0)
+        expected.append(sum(means) / len(means) / 2)
+    found = train_result([rank[cut]["by sequence"] for rank in results[world]])["loss"]
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+    assert found[0] != pytest.approx(train_result([rank[cut]["evaluated"] for rank in results[world]])["loss"][0])
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_report_has_the_loss_s_metrics_per_trained_token(results: Any, world: int) -> None:
     """Those of an evaluation of the new critic: V is 0, so that the error is −R."""

@@ -20,6 +20,7 @@ from asyncrl.value.worker import ValueWorker
 
 OPTIMIZER = {**SMOOTH_OPTIMIZER, "betas": (0.9, 0.95)}
 VALUE_LOSS = ClippedValueLoss(clip=0.2)
+BY_SEQUENCE = ClippedValueLoss(clip=0.2, aggregation="sequence_mean")
 
 
 def value_batch() -> BatchedDataDict:
@@ -74,12 +75,14 @@ def _cut(critic: ValueWorker, learner: dict[str, Any]) -> dict[str, Any]:
     before = critic.get_values(shard, **size)["values"].numpy()
     untouched = _weights(critic)
     evaluated = critic.train(shard, VALUE_LOSS, rows_per_update=rows, eval_mode=True, **size)
+    by_sequence = critic.train(shard, BY_SEQUENCE, rows_per_update=rows, eval_mode=True, **size)
     kept = all(np.array_equal(weight, untouched[name]) for name, weight in _weights(critic).items())
     trained = critic.train(shard, VALUE_LOSS, rows_per_update=rows, **size)
     return {
         "index": shard["index"].numpy(),
         "before": before,
         "evaluated": evaluated,
+        "by sequence": by_sequence,
         "kept": kept,
         "trained": trained,
         "schedule": critic._calls,
