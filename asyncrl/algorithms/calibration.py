@@ -1,6 +1,7 @@
 """Bounds that need a statistic of the whole step: found once a step, before the first gradient, on all ranks alike.
 
-Both searches are for the largest bound under which a share or a mean holds. Both hold at small bounds and stop holding
+The effective share of the tokens is computed directly. A gate's budget and a weight's `min_ess` are searched. Both
+searches are for the largest bound under which a share or a mean holds. Both hold at small bounds and stop holding
 at larger ones, so a search over a grid that is refined a few times finds the edge; a round costs one sum over the
 ranks of a few numbers a grid point, and no rank sees another's tokens.
 """
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from asyncrl.algorithms.objective import Gate, Objective, Weight
+from asyncrl.algorithms.objective import Clamp, Gamma, Gate, Inverse, Objective, Weight, Weighted, reads_effective_share
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """The sum of a small tensor over all ranks."""
@@ -37,8 +38,10 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True):
 def needs_calibration(objective: Objective) -> bool:
     """Whether some bound is a matter of the whole step."""
     weight = objective.weight
-    return any(gate.budget is not None for gate in objective.gates) or (
-        weight is not None and weight.min_ess is not None
+    return (
+        any(gate.budget is not None for gate in objective.gates)
+        or (weight is not None and weight.min_ess is not None)
+        or reads_effective_share(objective)
     )
 
 
@@ -50,7 +53,37 @@ def calibrated(objective: Objective, *, tokens: StepTokens, reduce: Reduce) -> O
     gates = tuple(
         gate if gate.budget is None else _budgeted(gate, tokens=tokens, reduce=reduce) for gate in objective.gates
     )
-    return msgspec.structs.replace(objective, weight=weight, gates=gates)
+    objective = msgspec.structs.replace(objective, weight=weight, gates=gates)
+    if reads_effective_share(objective):
+        return _with_share(objective, share=_effective_share(tokens, reduce=reduce))
+    return objective
+
+
+def _effective_share(tokens: StepTokens, *, reduce: Reduce) -> float:
+    """e = (Σρ)² / (N · Σρ²) of ρ = current/behaviour over all ranks' tokens; 1 where there is none."""
+    ratio = tokens.log_ratio("current", "behaviour").clamp(-300, 300).exp()
+    sums = torch.stack([ratio.sum(), ratio.square().sum(), torch.tensor(float(ratio.numel()), dtype=torch.float64)])
+    first, second, count = reduce(sums).tolist()
+    return min(1.0, first**2 / (count * second)) if count else 1.0
+
+
+def _with_share(objective: Objective, *, share: float) -> Objective:
+    """The objective with the effective share filled in; a penalty that it leaves nothing of is not there."""
+
+    def capped(kernel: Clamp | Inverse | Gamma) -> Clamp | Inverse | Gamma:
+        if isinstance(kernel, Clamp) and kernel.ess:
+            return msgspec.structs.replace(kernel, hi=min(kernel.hi, share))
+        return kernel
+
+    surrogate = objective.surrogate
+    if isinstance(surrogate, Weighted):
+        surrogate = Weighted(positive=capped(surrogate.positive), negative=capped(surrogate.negative))
+    penalties = tuple(
+        msgspec.structs.replace(penalty, beta=penalty.beta * (1 - share)) if penalty.ess else penalty
+        for penalty in objective.penalties
+        if not penalty.ess or share < 1
+    )
+    return msgspec.structs.replace(objective, surrogate=surrogate, penalties=penalties)
 
 
 def _budgeted(gate: Gate, *, tokens: StepTokens, reduce: Reduce) -> Gate:

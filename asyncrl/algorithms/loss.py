@@ -28,6 +28,8 @@ from asyncrl.algorithms.objective import (
     Linear,
     Objective,
     Penalty,
+    Quadratic,
+    Regression,
     Reinforce,
     SoftGate,
     Surrogate,
@@ -165,6 +167,12 @@ def _surrogate(
     nowhere = torch.zeros_like(lp_BT, dtype=torch.bool)
     if isinstance(surrogate, Reinforce):
         return -adv_BT * lp_BT, nowhere
+    if isinstance(surrogate, Regression):
+        return (surrogate.beta * log_u_BT - adv_BT).square(), nowhere
+    if isinstance(surrogate, Quadratic):
+        # half of the limit: the square, times an unbounded weight, must fit float32
+        u_BT = log_u_BT.clamp(max=MAX_LOG_RATIO / 2).exp()
+        return -adv_BT * u_BT + adv_BT.abs() * (u_BT - 1).square() / (2 * surrogate.width), nowhere
     u_BT = log_u_BT.clamp(max=MAX_LOG_RATIO).exp()
     if isinstance(surrogate, Linear):
         return -adv_BT * u_BT, nowhere
@@ -333,10 +341,10 @@ def _divisor(count: torch.Tensor) -> torch.Tensor:
 class ObjectiveLoss:
     """An `Objective` as a `LossFunction`.
 
-    Reads the columns `advantages`, `token_mask` [B, S] and `sample_mask` [B], those of `columns` ([B, S]; `group_ids`
-    and `rewards` are [B]), `input_ids` [B, S] when it is given logits and, if it is there, `segment_ids` [B, S], which
-    sequence of a packed row a token belongs to. RunError names a column that is missing. Where `columns` has
-    `group_ids` or `rewards`, it also reads the columns that `asyncrl.algorithms.shares` makes of them.
+    Reads the columns `advantages`, `token_mask` [B, S], `sample_mask` [B], those of `columns`, and `input_ids` [B, S]
+    when it is given logits. `columns` are [B, S], but `group_ids` and `rewards` [B]; with them it also reads what
+    `asyncrl.algorithms.shares` makes of them. If `segment_ids` [B, S] are there, they say which sequence of a packed
+    row a token belongs to. RunError names a column that is missing.
 
     Its metrics are shares of the global batch's trained tokens. A micro-batch returns its part, and the parts add up.
 

@@ -59,13 +59,22 @@ class Clipped(_Axis, frozen=True, kw_only=True, tag="clipped", tag_field="kind")
 
 
 class Clamp(_Axis, frozen=True, kw_only=True, tag="clamp", tag_field="kind"):
-    """k(u) = clamp(u, lo, hi); with lo = hi = 1 the weight is 1 whatever u."""
+    """k(u) = clamp(u, lo, hi); with lo = hi = 1 the weight is 1 whatever u.
+
+    With `ess`, hi is lowered once a step to the effective share e = (Σρ)² / (N · Σρ²) of the step's tokens,
+    ρ = current/behaviour, which is at most 1 (P3O, 2605.12380).
+    """
 
     lo: float = 0.0
     hi: float = math.inf
+    ess: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lo <= 1 <= self.hi:
+        if self.ess and not (self.lo == 0 and self.hi > 0):
+            raise ValueError(
+                f"a kernel capped at the effective share has lo 0 and hi above 0, got lo={self.lo}, hi={self.hi}"
+            )
+        if not self.ess and not 0 <= self.lo <= 1 <= self.hi:
             raise ValueError(f"kernel bounds are ratios with 0 ≤ lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}")
 
 
@@ -108,7 +117,30 @@ class SoftGate(_Axis, frozen=True, kw_only=True, tag="soft_gate", tag_field="kin
             raise ValueError(f"temperatures are positive and finite, got {self.positive} and {self.negative}")
 
 
-Surrogate = Reinforce | Linear | Clipped | Weighted | SoftGate
+class Quadratic(_Axis, frozen=True, kw_only=True, tag="quadratic", tag_field="kind"):
+    """S = −A · u + |A| · (u − 1)² / (2 · width): a parabola in u in the place of the clip (CFPO, 2601.22801).
+
+    Its gradient is 0 at u = 1 + width where A > 0 and at u = 1 − width where A < 0, and pulls back beyond.
+    """
+
+    width: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.width < math.inf:
+            raise ValueError(f"width is a positive and finite distance of u from 1, got {self.width}")
+
+
+class Regression(_Axis, frozen=True, kw_only=True, tag="regression", tag_field="kind"):
+    """S = (β · log u − A)²: log u is fitted to A / β, with no importance weight (OAPL, 2602.19362)."""
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"a regression's beta is positive and finite, got {self.beta}")
+
+
+Surrogate = Reinforce | Linear | Clipped | Weighted | SoftGate | Quadratic | Regression
 
 
 class PreClip(_Axis, frozen=True, kw_only=True):
@@ -208,12 +240,15 @@ class Penalty(_Axis, frozen=True, kw_only=True):
     whole update, not by the aggregation (VAPO, 2504.05118, where β is μ = 0.1). It reads the column `rewards`.
 
     `corrected_by` multiplies P by e^(lp − that), gradient included, so that the estimate is of the policy's own KL.
+
+    With `ess`, β is multiplied once a step by 1 − e, e being the effective share of `Clamp` (P3O, 2605.12380).
     """
 
     beta: float
     kind: Literal["k1", "k2", "k3", "k3+", "entropy", "positive_nll"]
     q: Literal["reference", "proximal", "behaviour"] = "reference"
     corrected_by: Literal["none", "current", "proximal", "behaviour"] = "none"
+    ess: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.beta < math.inf:
@@ -273,6 +308,11 @@ class Objective(_Axis, frozen=True, kw_only=True):
             if idle:
                 unset = ", ".join(f"{name}: {_OF_THE_RATIO[name] or 'null'}" for name in idle)
                 raise ValueError(f"the surrogate looks at no ratio, so that nothing reads {', '.join(idle)}: {unset}")
+        if _kernels_with_ess(self.surrogate) and (self.anchor, self.level) != ("behaviour", "token"):
+            raise ValueError(
+                "the effective share is of tokens' ratios to the sampler, and so must be the ratio that it caps: set "
+                f"anchor to behaviour and level to token, got {self.anchor} and {self.level}"
+            )
         if self.level == "sequence_mean_token" and isinstance(self.surrogate, Weighted):
             raise ValueError(
                 "level sequence_mean_token differs from sequence_mean in the ratio's gradient only, and a weighted "
@@ -286,6 +326,7 @@ class Objective(_Axis, frozen=True, kw_only=True):
         pairs: list[tuple[str, str]] = [(gate.p, gate.q) for gate in self.gates]
         pairs += [(self.weight.p, self.weight.q)] if self.weight is not None else []
         pairs += [(p.q, p.corrected_by) for p in self.penalties if p.kind not in ("entropy", "positive_nll")]
+        pairs += [("current", "behaviour")] if reads_effective_share(self) else []
         used = {source for pair in pairs for source in pair} - {"current", "none"}
         return used | ({self.anchor} - {"current"} if uses_ratio(self.surrogate) else set())
 
@@ -299,6 +340,16 @@ def uses_ratio(surrogate: Surrogate) -> bool:
     if isinstance(surrogate, Weighted):
         return not all(isinstance(k, Clamp) and k.lo == k.hi for k in (surrogate.positive, surrogate.negative))
     return not isinstance(surrogate, Reinforce)
+
+
+def _kernels_with_ess(surrogate: Surrogate) -> bool:
+    kernels = (surrogate.positive, surrogate.negative) if isinstance(surrogate, Weighted) else ()
+    return any(isinstance(kernel, Clamp) and kernel.ess for kernel in kernels)
+
+
+def reads_effective_share(objective: Objective) -> bool:
+    """Whether a kernel or a penalty depends on the effective share of the step's tokens."""
+    return _kernels_with_ess(objective.surrogate) or any(penalty.ess for penalty in objective.penalties)
 
 
 def pooled_sources(objective: Objective) -> frozenset[str]:
@@ -342,9 +393,10 @@ def corrects_twice(objective: Objective) -> bool:
 
 def is_product(objective: Objective) -> bool:
     """Whether the ratio or the weight is a product over a whole sequence: its spread grows with the length, whatever
-    bound is put on it afterwards."""
+    bound is put on it afterwards. A regression reads the product's logarithm and weighs nothing by it."""
     weight = objective.weight
-    return objective.level == "sequence_sum" or (weight is not None and weight.pool == "sum")
+    multiplied = objective.level == "sequence_sum" and not isinstance(objective.surrogate, Regression)
+    return multiplied or (weight is not None and weight.pool == "sum")
 
 
 def inert_in_one_update(objective: Objective) -> list[str]:

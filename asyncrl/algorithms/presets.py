@@ -23,6 +23,8 @@ from asyncrl.algorithms.objective import (
     Objective,
     Penalty,
     PreClip,
+    Quadratic,
+    Regression,
     Reinforce,
     SoftGate,
     Weight,
@@ -138,6 +140,47 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 surrogate=_same(Clamp(hi=20.0)),
                 anchor="behaviour",
                 gates=(Gate(stat="binary_kl", hi=0.05, p="current", when="moving_away"),),
+            ),
+        ),
+        "dppo_tv_k2": Preset(
+            source="2602.04879, 2602.02276",
+            use="As dppo_tv without a bound on the ratio; a squared pull of every token towards the sampler instead.",
+            objective=Objective(
+                surrogate=Linear(),
+                anchor="behaviour",
+                gates=(Gate(stat="probability", lo=-0.2, hi=0.2, p="current", when="moving_away"),),
+                penalties=(Penalty(beta=2e-3, kind="k2", q="behaviour"),),
+            ),
+        ),
+        "glm5": Preset(
+            # the objective is the first paper's, which has no numbers; the bounds are the second one's for reasoning
+            source="2602.15763, 2607.07508",
+            use="Long agentic rollouts: one weight against the sampler; tokens outside [0.7, 6] say nothing.",
+            objective=Objective(
+                surrogate=_same(Clamp()),
+                anchor="behaviour",
+                gates=(Gate(stat="ratio", lo=0.7, hi=6.0, p="current"),),
+            ),
+            baseline="group_mean",
+        ),
+        "p3o": Preset(
+            source="2605.12380",
+            use="No bound to tune: the step's effective share caps the weight and sets the pull towards the sampler.",
+            objective=Objective(
+                surrogate=_same(Clamp(ess=True)),
+                anchor="behaviour",
+                penalties=(Penalty(beta=1.0, kind="k3", q="behaviour", ess=True),),
+            ),
+            baseline="group_norm",
+        ),
+        "oapl": Preset(
+            source="2602.19362",
+            use="Very stale data, no importance weights; published with A = r − log mean e^r over a prompt's rewards.",
+            objective=Objective(
+                surrogate=Regression(beta=1e-3),
+                anchor="behaviour",
+                level="sequence_sum",
+                aggregation=SEQUENCE_MEAN,
             ),
         ),
         "topr": Preset(
@@ -280,6 +323,12 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             objective=Objective(surrogate=SoftGate(), aggregation=SEQUENCE_MEAN),
             baseline="group_norm",
         ),
+        "cfpo": Preset(
+            source="2601.22801",
+            use="Several updates a step: a parabola in the place of the clip, so that no token loses its gradient.",
+            objective=Objective(surrogate=Quadratic(width=0.2), aggregation=SEQUENCE_MEAN),
+            baseline="group_norm",
+        ),
         "kimi": Preset(
             source="2501.12599",
             use="Several updates a step: no ratio at all, a squared pull of every token towards the step's start.",
@@ -380,7 +429,7 @@ def published_critic(section: AlgorithmSection) -> PublishedCritic | None:
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`(?: - at `\$\.(?P<place>[^`]*)`)?")
 _AXES: Mapping[str, type[msgspec.Struct]] = {"weight": Weight, "pre_clip": PreClip, "gates": Gate, "penalties": Penalty}
-_KINDS = (Reinforce, Linear, Clipped, Weighted, SoftGate, Clamp, Inverse, Gamma)
+_KINDS = (Reinforce, Linear, Clipped, Weighted, SoftGate, Quadratic, Regression, Clamp, Inverse, Gamma)
 
 
 def _unknown_field(error: str, axes: Mapping[str, Any]) -> str | None:

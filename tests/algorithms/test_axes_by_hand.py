@@ -10,7 +10,17 @@ import torch
 from worked_sequences import STEP_TOKENS, Worked, assert_as_worked, log_weighted
 
 from asyncrl.algorithms.loss import ObjectiveLoss
-from asyncrl.algorithms.objective import Aggregation, Clipped, Gate, Linear, Objective, Penalty, Reinforce, Weight
+from asyncrl.algorithms.objective import (
+    Aggregation,
+    Clipped,
+    Gate,
+    Linear,
+    Objective,
+    Penalty,
+    Regression,
+    Reinforce,
+    Weight,
+)
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
 LN3 = math.log(3)
@@ -178,6 +188,29 @@ def test_levels_where_advantages_differ_between_a_sequence_s_tokens(
     assert_as_worked(
         Objective(surrogate=Clipped(lo=1 - 3e-4, hi=1 + 4e-4), level=level),  # type: ignore[arg-type]
         (Worked(advantage=(2, -2), current=(0.4, 0.9), losses=losses, gradients=gradients, over=T),),
+    )
+
+
+# β = .5, u = 4 and .5: d = .5 · ln u − 2; of the sequence .5 · ln 2 − 2, which either token's log-prob moves in both
+@pytest.mark.parametrize(
+    ("level", "residuals", "moved"),
+    [
+        ("token", (math.log(2) - 2, -0.5 * math.log(2) - 2), 1),
+        ("sequence_sum", (0.5 * math.log(2) - 2,) * 2, 2),
+    ],
+)
+def test_a_regression_of_the_log_ratio(level: str, residuals: tuple[float, float], moved: int) -> None:
+    assert_as_worked(
+        Objective(surrogate=Regression(beta=0.5), level=level),  # type: ignore[arg-type]
+        (
+            Worked(
+                advantage=2,
+                current=(0.8, 0.1),
+                losses=(residuals[0] ** 2, residuals[1] ** 2),
+                gradients=(moved * residuals[0], moved * residuals[1]),
+                over=T,
+            ),
+        ),
     )
 
 

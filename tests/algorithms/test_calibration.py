@@ -3,11 +3,12 @@
 import math
 import threading
 
+import msgspec
 import pytest
 import torch
 
 from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
-from asyncrl.algorithms.objective import Gate, Linear, Objective, Weight
+from asyncrl.algorithms.objective import Clamp, Gate, Inverse, Linear, Objective, Penalty, Weight, Weighted
 from asyncrl.algorithms.presets import PRESETS
 
 
@@ -120,7 +121,10 @@ def test_ranks_find_the_same_bounds_as_one_rank_with_all_tokens() -> None:
     draw = torch.Generator().manual_seed(0)
     ratios = torch.randn(60, generator=draw).tolist()
     objective = Objective(
-        surrogate=Linear(), weight=Weight(min_ess=0.7), gates=(Gate(stat="k2", budget=0.05, when="moving_away"),)
+        surrogate=Linear(),
+        weight=Weight(min_ess=0.7),
+        gates=(Gate(stat="k2", budget=0.05, when="moving_away"),),
+        penalties=(Penalty(beta=0.5, kind="k2", q="behaviour", ess=True),),
     )
     whole = calibrated(objective, tokens=step(ratios), reduce=alone)
     parts = [step(ratios[:17]), step(ratios[17:])]
@@ -143,8 +147,57 @@ def test_ranks_find_the_same_bounds_as_one_rank_with_all_tokens() -> None:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert found == [whole, whole]
+    assert found[0] == found[1], "ranks decide by the same sums"
+    # the share is a sum in another order, so that its last bits differ
+    for objective_of_rank in found:
+        assert objective_of_rank is not None
+        assert objective_of_rank.penalties[0].beta == pytest.approx(whole.penalties[0].beta, rel=1e-12)
+        assert msgspec.structs.replace(objective_of_rank, penalties=()) == msgspec.structs.replace(whole, penalties=())
 
 
-def test_only_m2po_needs_it_among_the_presets() -> None:
-    assert {name for name, preset in PRESETS.items() if needs_calibration(preset.objective)} == {"m2po"}
+def test_the_effective_share_caps_the_weight_and_leaves_the_rest_to_the_penalty_by_hand() -> None:
+    """ρ = 1 and 3: (1 + 3)² / (2 · (1 + 9)) = .8. The proximal policy is another, and is not looked at."""
+    tokens = StepTokens(
+        sources={
+            "current": torch.tensor([0.0, math.log(3.0)]),
+            "proximal": torch.tensor([5.0, 0.0]),
+            "behaviour": torch.zeros(2),
+        },
+        advantages=torch.ones(2),
+    )
+    found = calibrated(PRESETS["p3o"].objective, tokens=tokens, reduce=alone)
+    assert isinstance(found.surrogate, Weighted)
+    for kernel in (found.surrogate.positive, found.surrogate.negative):
+        assert isinstance(kernel, Clamp)
+        assert kernel.hi == pytest.approx(0.8)
+    assert [penalty.beta for penalty in found.penalties] == [pytest.approx(0.2)]
+
+
+def test_a_step_whose_tokens_all_weigh_the_same_has_a_cap_of_one_and_no_pull() -> None:
+    for log_ratios in ([0.0, 0.0, 0.0], []):
+        found = calibrated(PRESETS["p3o"].objective, tokens=step(log_ratios), reduce=alone)
+        assert isinstance(found.surrogate, Weighted)
+        assert found.surrogate.positive == Clamp(ess=True, hi=1.0)
+        assert found.penalties == ()
+
+
+def test_only_what_asks_for_the_effective_share_depends_on_it() -> None:
+    kept = Penalty(beta=0.5, kind="k2", q="behaviour")
+    objective = Objective(
+        surrogate=Weighted(positive=Clamp(ess=True, hi=0.1), negative=Inverse(hi=3.0)),
+        anchor="behaviour",
+        penalties=(kept, Penalty(beta=4.0, kind="k3", q="behaviour", ess=True)),
+    )
+    found = calibrated(objective, tokens=step([0.0, math.log(3.0)]), reduce=alone)
+    assert found.surrogate == Weighted(positive=Clamp(ess=True, hi=0.1), negative=Inverse(hi=3.0)), (
+        "its own cap is lower"
+    )
+    assert found.penalties[0] == kept
+    assert found.penalties[1].beta == pytest.approx(0.8)
+
+
+def test_presets_that_need_it() -> None:
+    assert {name for name, preset in PRESETS.items() if needs_calibration(preset.objective)} == {"m2po", "p3o"}
+    assert needs_calibration(
+        Objective(surrogate=Linear(), penalties=(Penalty(beta=1.0, kind="k2", q="behaviour", ess=True),))
+    )

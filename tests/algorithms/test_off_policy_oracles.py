@@ -12,6 +12,7 @@ import pytest
 from test_preset_oracles import WORKED as WITHOUT_CORRECTION
 from worked_sequences import Worked, assert_as_worked, log_weighted
 
+from asyncrl.algorithms.objective import Clamp, Weighted
 from asyncrl.algorithms.presets import PRESETS
 
 T, N = 10, 4
@@ -44,6 +45,8 @@ def weighted(
         ),
     )
 
+
+DPPO_RATIOS = (2.5, 1.5, 0.4, 0.8, 20.5)
 
 WORKED: dict[str, tuple[Worked, ...]] = {
     # ρ = 4 is cut to 2, ρ = .25 stays: there is no lower bound
@@ -219,6 +222,57 @@ WORKED: dict[str, tuple[Worked, ...]] = {
             gradients=(5, 3, 0, 1.6, 40),
         ),
     ),
+    # −A · r without a bound, nothing where the probability moved by more than .2 the way A pushes, and 1e-3 · ln² r of
+    # every token, of those that say nothing too: its gradient is 2e-3 · ln r. r = 2.5, 1.5, .4, .8, 20.5
+    "dppo_tv_k2": tuple(
+        Worked(
+            advantage=advantage,
+            current=(0.5, 0.3, 0.2, 0.4, 0.205),
+            behaviour=(0.2, 0.2, 0.5, 0.5, 0.01),
+            losses=tuple(s + 1e-3 * math.log(r) ** 2 for s, r in zip(pushes, DPPO_RATIOS, strict=True)),
+            gradients=tuple(s + 2e-3 * math.log(r) for s, r in zip(pushes, DPPO_RATIOS, strict=True)),
+            over=T,
+        )
+        for advantage, pushes in ((2, (0, -3, -0.8, -1.6, -41)), (-2, (5, 3, 0, 1.6, 41)))
+    ),
+    # −A · r · lp with r detached, nothing outside [.7, 6] whatever the sign: r = .65, .75, 5.5, 6.5
+    "glm5": (
+        log_weighted(
+            advantage=2, current=(0.13, 0.15, 0.55, 0.65), behaviour=(0.2, 0.2, 0.1, 0.1), gradients=(0, -1.5, -11, 0)
+        ),
+        log_weighted(
+            advantage=-2, current=(0.13, 0.15, 0.55, 0.65), behaviour=(0.2, 0.2, 0.1, 0.1), gradients=(0, 1.5, 11, 0)
+        ),
+    ),
+    # with an effective share of .5: −A · min(r, .5) · lp + .5 · (1/r − 1 + ln r), the pull's gradient .5 · (1 − 1/r).
+    # r = .25, 4: pulls (3 − ln 4)/2 and (ln 4 − .75)/2, gradients −1.5 and .375
+    "p3o": tuple(
+        Worked(
+            advantage=advantage,
+            current=(0.05, 0.8),
+            behaviour=0.2,
+            losses=(
+                -advantage * 0.25 * math.log(0.05) + (3 - math.log(4)) / 2,
+                -advantage * 0.5 * math.log(0.8) + (math.log(4) - 0.75) / 2,
+            ),
+            gradients=(-advantage * 0.25 - 1.5, -advantage * 0.5 + 0.375),
+            over=T,
+        )
+        for advantage in (2, -2)
+    ),
+    # (β · ln(r₁ · r₂) − A)² of the sequence, β = 1e-3, in each of its two tokens; the mean over them takes it once.
+    # r₁ · r₂ = 4 · .5 = 2: with d = 1e-3 · ln 2 − A, a token's log-prob moves both by 2 · 1e-3 · d
+    "oapl": tuple(
+        Worked(
+            advantage=advantage,
+            current=(0.4, 0.1),
+            behaviour=(0.1, 0.2),
+            losses=((1e-3 * math.log(2) - advantage) ** 2,) * 2,
+            gradients=(4e-3 * (1e-3 * math.log(2) - advantage),) * 2,
+            over=N * 2,
+        )
+        for advantage in (2, -2)
+    ),
     # the same where KL(behaviour ‖ current) of the token against all others is above .05:
     #   .2 → .4: .2 ln ½ + .8 ln(.8/.6) = .092; .5 → .3: .5 ln(5/3) + .5 ln(5/7) = .087
     #   .01 → .06: .01 ln(1/6) + .99 ln(.99/.94) = .033, although KL(current ‖ behaviour) = .059
@@ -243,6 +297,13 @@ def test_value_and_gradient_are_those_worked_by_hand(name: str) -> None:
         for gate in objective.gates
     )
     objective = msgspec.structs.replace(objective, gates=gates)
+    if name == "p3o":
+        capped, [pull] = Clamp(ess=True, hi=0.5), objective.penalties
+        objective = msgspec.structs.replace(
+            objective,
+            surrogate=Weighted(positive=capped, negative=capped),
+            penalties=(msgspec.structs.replace(pull, beta=0.5),),
+        )
     for sequence in WORKED[name]:
         assert_as_worked(objective, (sequence,))
     assert_as_worked(objective, WORKED[name])

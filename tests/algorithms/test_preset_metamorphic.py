@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from asyncrl.algorithms.loss import ObjectiveLoss
-from asyncrl.algorithms.objective import Aggregation, Clipped, Objective, Penalty, Reinforce
+from asyncrl.algorithms.objective import (
+    Aggregation,
+    Clamp,
+    Clipped,
+    Objective,
+    Penalty,
+    Regression,
+    Reinforce,
+    Weighted,
+)
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.shares import with_shares
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -39,7 +48,15 @@ def runnable(name: str) -> Objective:
     gates = tuple(
         msgspec.structs.replace(gate, budget=None, hi=0.05) if gate.budget else gate for gate in objective.gates
     )
-    return msgspec.structs.replace(objective, gates=gates)
+    # bounds of the step's calibration are given here: a share of 1 caps a weight at 1
+    surrogate = objective.surrogate
+    if isinstance(surrogate, Weighted) and Clamp(ess=True) in (surrogate.positive, surrogate.negative):
+        surrogate = Weighted(positive=Clamp(hi=1.0), negative=Clamp(hi=1.0))
+    penalties = tuple(
+        msgspec.structs.replace(penalty, ess=False, beta=0.5) if penalty.ess else penalty
+        for penalty in objective.penalties
+    )
+    return msgspec.structs.replace(objective, surrogate=surrogate, gates=gates, penalties=penalties)
 
 
 def rows(*, off_policy: float = 0.3) -> list[Row]:
@@ -183,19 +200,32 @@ def test_on_policy_the_gradient_is_that_of_reinforce_with_the_same_aggregation(n
     divergences = tuple(penalty for penalty in objective.penalties if penalty.kind != "positive_nll")
     objective = msgspec.structs.replace(objective, penalties=divergences)
     plain = Objective(surrogate=Reinforce(), aggregation=objective.aggregation, constant=objective.constant)
+    scale = 1.0
+    if isinstance(objective.surrogate, Regression):
+        # (β · Σ d − A)² has the gradient −2 · β · A by every token, whatever the sequence's length
+        plain, scale = (
+            Objective(surrogate=Reinforce(), aggregation=Aggregation.SEQUENCE_SUM),
+            2 * objective.surrogate.beta,
+        )
     _, gradient, metrics = evaluated(objective, padded(batch), **counts(batch))
-    torch.testing.assert_close(gradient, evaluated(plain, padded(batch), **counts(batch))[1])
+    torch.testing.assert_close(gradient, scale * evaluated(plain, padded(batch), **counts(batch))[1])
     assert set(metrics.values()) == {0.0}
 
 
 @every_preset
 def test_without_penalties_the_gradient_is_proportional_to_the_advantages(name: str) -> None:
-    batch = rows()
+    """A regression has another gradient too, where advantages are 0: it pulls to the sampler's policy."""
     objective = msgspec.structs.replace(runnable(name), penalties=())
-    _, gradient, _ = evaluated(objective, padded(batch), **counts(batch))
-    for row in batch:
-        row["advantages"] = 3 * row["advantages"]
-    torch.testing.assert_close(evaluated(objective, padded(batch), **counts(batch))[1], 3 * gradient)
+
+    def gradient(factor: float) -> torch.Tensor:
+        batch = rows()
+        for row in batch:
+            row["advantages"] = factor * row["advantages"]
+        return evaluated(objective, padded(batch), **counts(batch))[1]
+
+    at_zero = gradient(0.0)
+    assert bool(at_zero.any()) == isinstance(objective.surrogate, Regression)
+    torch.testing.assert_close(gradient(3.0) - at_zero, 3 * (gradient(1.0) - at_zero))
 
 
 @every_preset

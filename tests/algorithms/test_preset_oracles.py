@@ -207,6 +207,11 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         log_weighted(advantage=2, current=(0.1, 0.05, 0.3, 0.22), gradients=(-4, -6, 0, -2 / 1.1)),
         log_weighted(advantage=-2, current=(0.8, 0.4, 0.1, 0.18), gradients=(6, 4, 0, 1.8)),
     ),
+    # −A·u + |A| (u − 1)² / .4, d/d lp = u · (−A + |A| (u − 1) / .2): 0 at u = 1.2 where A > 0, at .8 where A < 0
+    "cfpo": (
+        Worked(advantage=2, current=(0.3, 0.1, 0.24), losses=(-1.75, 0.25, -2.2), gradients=(4.5, -3.5, 0), over=N * 3),
+        Worked(advantage=-2, current=(0.3, 0.1, 0.16), losses=(4.25, 2.25, 1.8), gradients=(10.5, -1.5, 0), over=N * 3),
+    ),
     # σ(ln 3) = 3/4 and σ(−ln 1.5) = 2/5, so that u = 1 + ln 3 / τ and 1 − ln 1.5 / τ give f = (4/τ) · 3/4 and
     # (4/τ) · 2/5, and d f / d lp = 4 · σ · (1 − σ) · u = .75 u and .96 u. τ is 1 where A > 0, 1.05 where A < 0
     "sapo": (

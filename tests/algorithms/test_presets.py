@@ -16,6 +16,7 @@ from asyncrl.algorithms.objective import (
     Linear,
     Objective,
     Penalty,
+    Regression,
     Reinforce,
     Weight,
     Weighted,
@@ -37,6 +38,7 @@ def test_the_default_is_corrected_and_the_uncorrected_ones_are_known() -> None:
     assert {name for name, preset in PRESETS.items() if not is_corrected(preset.objective)} == {
         *("reinforce", "rloo", "reinforce_pp", "grpo", "dr_grpo", "dapo", "ppo", "vapo", "dual_clip", "two_sided"),
         *("gspo", "gspo_token", "luspo", "gmpo", "cispo", "aspo", "sapo", "kimi", "maxrl", "gdpo", "opo", "gpg"),
+        "cfpo",
     }
 
 
@@ -45,7 +47,7 @@ def test_every_row_of_the_designs_table_is_there() -> None:
         *("reinforce", "rloo", "reinforce_pp", "grpo", "dr_grpo", "dapo", "dual_clip", "two_sided", "gspo", "luspo"),
         *("gmpo", "cispo", "aipo", "topr", "aspo", "sapo", "vespo", "dppo_tv", "dppo_kl", "tis", "icepop", "seq_tis"),
         *("geometric_rejection", "opsm", "decoupled_ppo", "a3po", "m2po", "kimi", "ppo", "vapo", "vtrace"),
-        *("decoupled_icepop", "gspo_token", "maxrl", "gdpo", "opo", "gpg"),
+        *("decoupled_icepop", "gspo_token", "dppo_tv_k2", "glm5", "p3o", "oapl", "cfpo", "maxrl", "gdpo", "opo", "gpg"),
     }
 
 
@@ -109,6 +111,8 @@ def test_an_objective_can_be_made_of_axes_and_bad_ones_name_the_key() -> None:
         (Objective(surrogate=Reinforce(), weight=Weight()), {"proximal", "behaviour"}),
         (Objective(surrogate=Reinforce(), penalties=(Penalty(beta=1.0, kind="k3"),)), {"reference"}),
         (Objective(surrogate=Reinforce(), penalties=(Penalty(beta=1.0, kind="entropy"),)), set()),
+        (Objective(surrogate=Reinforce(), penalties=(Penalty(beta=1.0, kind="positive_nll"),)), set()),
+        (Objective(surrogate=Reinforce(), penalties=(Penalty(beta=1.0, kind="entropy", ess=True),)), {"behaviour"}),
         (Objective(surrogate=Linear(), anchor="current", gates=(Gate(stat="k2", p="current", hi=1.0),)), {"behaviour"}),
     ],
 )
@@ -126,6 +130,9 @@ def test_products_over_sequences_are_told_whatever_bounds_them() -> None:
     assert is_product(Objective(surrogate=Linear(), level="sequence_sum"))
     assert is_product(Objective(surrogate=Reinforce(), weight=Weight(pool="sum")))
     assert not is_product(Objective(surrogate=Linear(), level="sequence_mean", weight=Weight(pool="mean")))
+    regression = Objective(surrogate=Regression(beta=1.0), level="sequence_sum")
+    assert not is_product(regression), "it reads the product's logarithm"
+    assert is_product(msgspec.structs.replace(regression, weight=Weight(pool="sum")))
 
 
 CONSTANT = {"kind": "weighted", "positive": {"kind": "clamp", "lo": 1, "hi": 1}}
@@ -165,6 +172,16 @@ def test_what_does_not_divide_by_the_samplers_probability_is_no_correction(axes:
             },
             "set level to sequence_mean",
         ),
+        (
+            {
+                "surrogate": {
+                    "kind": "weighted",
+                    "positive": {"kind": "clamp", "ess": True},
+                    "negative": {"kind": "clamp"},
+                }
+            },
+            "anchor to behaviour and level to token, got proximal and token",
+        ),
     ],
 )
 def test_f28_an_axis_that_does_nothing_is_refused(axes: dict[str, Any], words: str) -> None:
@@ -189,6 +206,8 @@ def test_a_gate_that_has_one_bound_of_two_or_a_budget_has_enough() -> None:
         ({"surrogate": {"kind": "clipped", "dual": math.inf}}, "dual"),
         ({"gates": [{"stat": "k2", "budget": math.inf}]}, "budget"),
         ({"aggregation": "sequence_sum_constant", "constant": math.inf}, "constant"),
+        ({"surrogate": {"kind": "quadratic", "width": 0}}, "width"),
+        ({"surrogate": {"kind": "regression", "beta": math.inf}}, "beta"),
     ],
 )
 def test_f28_numbers_without_a_meaning_are_refused(axes: dict[str, Any], words: str) -> None:
@@ -222,10 +241,25 @@ def test_thresholds_are_the_papers() -> None:
 def test_advantages_are_those_that_a_paper_was_published_with_and_only_so() -> None:
     assert {name: preset.baseline for name, preset in PRESETS.items() if preset.baseline != "group_norm"} == {
         **{"rloo": "leave_one_out", "reinforce_pp": "reinforce_pp", "dr_grpo": "group_mean", "kimi": "group_mean"},
+        "glm5": "group_mean",
         **{"ppo": "gae", "vapo": "gae", "vtrace": "vtrace"},
         **{"maxrl": "maxrl", "gdpo": "gdpo", "opo": "opo", "gpg": "gpg"},
         **dict.fromkeys(["decoupled_icepop", "decoupled_ppo", "a3po", "tis", "seq_tis", "geometric_rejection"]),
-        **dict.fromkeys(["opsm", "m2po", "aipo", "dppo_tv", "dppo_kl", "topr", "vespo", "reinforce", "dual_clip"]),
+        **dict.fromkeys(
+            [
+                "opsm",
+                "m2po",
+                "aipo",
+                "dppo_tv",
+                "dppo_tv_k2",
+                "dppo_kl",
+                "oapl",
+                "topr",
+                "vespo",
+                "reinforce",
+                "dual_clip",
+            ]
+        ),
     }
 
 
@@ -285,6 +319,12 @@ def test_an_overridden_gate_keeps_what_it_does_not_name() -> None:
     assert other == Gate(stat="ratio", hi=2.0), "another stat is another gate"
     [penalty] = resolve_objective("grpo", {"penalties": [{"kind": "k3", "beta": 0.1}]}).penalties
     assert penalty == msgspec.structs.replace(PRESETS["grpo"].objective.penalties[0], beta=0.1)
+
+
+@pytest.mark.parametrize("bounds", [{"lo": 0.5}, {"lo": 1.0, "hi": 1.0}, {"hi": 0.0}, {"hi": -1.0}])
+def test_f28_a_kernel_capped_at_the_effective_share_has_no_lower_bound(bounds: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="has lo 0 and hi above 0"):
+        resolve_objective("p3o", {"surrogate": {"positive": bounds}})
 
 
 @pytest.mark.parametrize("bounds", [{"hi": 0.2}, {"lo": 0.2, "hi": 0.28}, {"lo": 1.5, "hi": 2.0}])
