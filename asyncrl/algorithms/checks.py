@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 from asyncrl.algorithms.baselines import CRITIC_BASED, CriticBased, Outcome, OwnEstimator, resolve_advantage
 from asyncrl.algorithms.objective import (
-    Clipped,
-    Linear,
     Objective,
-    SoftGate,
+    Reinforce,
+    Weighted,
     corrects_twice,
     inert_in_one_update,
     is_corrected,
@@ -128,7 +127,7 @@ def _pooled(config: Config, objective: Objective) -> Iterator[str]:
 def averages_advantages(objective: Objective) -> bool:
     """Whether every token of a sequence gets the gradient of its mean advantage: the gradient goes through a ratio of
     the whole sequence."""
-    through_the_ratio = isinstance(objective.surrogate, Clipped | Linear | SoftGate)
+    through_the_ratio = not isinstance(objective.surrogate, Reinforce | Weighted)
     return through_the_ratio and objective.level in ("sequence_mean", "sequence_sum")
 
 
