@@ -103,9 +103,7 @@ def test_any_split_into_ranks_and_micro_batches_gives_the_plain_loops_loss_and_g
         assert (efficiency == 1) == (scenario in ("packed", "micro_batch_1")), "these alone have no padding"
 
 
-@pytest.mark.parametrize(
-    "scenario", ["micro_batch_1", "two_updates", "one_group", "calibrated", "interpolated", "counted"]
-)
+@pytest.mark.parametrize("scenario", ["micro_batch_1", "two_updates", "one_group", "interpolated", "counted"])
 def test_two_ranks_report_what_one_rank_reports(results: Any, scenario: str) -> None:
     one, two = results[1, 0][scenario]["report"], results[2, 0][scenario]["report"]
     assert two.loss == pytest.approx(one.loss, abs=LOSS)
@@ -146,8 +144,14 @@ def test_the_reference_is_the_first_weights_and_stays_so(results: Any, plain: An
     assert found["again"].loss > unpenalised.loss + 1e-2
 
 
-def test_a_calibrated_gate_takes_out_some_tokens_and_not_all(results: Any) -> None:
-    assert 0 < results[1, 0]["calibrated"]["report"].loss_metrics["gated_ratio"] < 1
+def test_two_ranks_calibrate_the_gate_of_one_rank_which_takes_out_some_tokens_and_not_all(results: Any) -> None:
+    """The bound lies just below the statistic of the first token that exceeds the budget. Rounding in the training pass
+    may put this token inside, so the number of gated tokens is the same but for one."""
+    one, two = results[1, 0]["calibrated"]["report"], results[2, 0]["calibrated"]["report"]
+    gated_tokens = [round(report.loss_metrics["gated_ratio"] * report.trained_tokens) for report in (one, two)]
+    assert 1 < gated_tokens[0] < one.trained_tokens
+    assert abs(gated_tokens[0] - gated_tokens[1]) <= 1
+    assert two.trained_tokens == one.trained_tokens
 
 
 def test_both_ranks_give_the_same_report(results: Any) -> None:
