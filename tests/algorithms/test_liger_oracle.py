@@ -47,7 +47,6 @@ EQUIVALENTS = {
     "grpo": Liger(settings={"loss_type": "grpo", "beta": 0.04, "use_ref_model": True, **PPO}),
     "ppo": Liger(settings={"loss_type": "bnpo", **PPO}),
     "dapo": Liger(settings={"loss_type": "dapo", **HIGHER}),
-    "vapo": Liger(settings={"loss_type": "dapo", **HIGHER}),
     "dr_grpo": Liger(settings={"loss_type": "dr_grpo", "max_completion_length": CONSTANT, **PPO}),
     "dual_clip": Liger(settings={"loss_type": "dapo", "delta": 3.0, **PPO}),
     "two_sided": Liger(settings={"loss_type": "dapo", "delta": 4.0, **PPO}),
