@@ -107,13 +107,15 @@ class RankDriver:
         **kwargs: Any,
     ) -> None:
         ignore_arguments("save_checkpoint", args, kwargs)
-        self._ranks.call("save_checkpoint", *_absolute(weights_path, optimizer_path, tokenizer_path))
+        paths = [None if path is None else _absolute(path) for path in (optimizer_path, tokenizer_path)]
+        self._ranks.call("save_checkpoint", _absolute(weights_path), *paths)
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
         """Takes over the weights that `save_checkpoint` wrote, by any number of ranks, and with a path the optimizer,
         the place in the schedule of `train` and the random generators. CheckpointError when it cannot: then nothing has
         changed. The reference stays the model that the ranks were started with."""
-        self._ranks.call("load_checkpoint", *_absolute(weights_path, optimizer_path))
+        optimizer = None if optimizer_path is None else _absolute(optimizer_path)
+        self._ranks.call("load_checkpoint", _absolute(weights_path), optimizer)
 
     def shutdown(self) -> bool:
         return self._group.shutdown()
@@ -214,9 +216,9 @@ def ignore_arguments(call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         warnings.warn(f"{call}() ignores {', '.join(names)}: asyncrl has no such argument", stacklevel=3)
 
 
-def _absolute(*paths: str | Path | None) -> list[Path | None]:
-    """The caller's paths: a rank has another working directory."""
-    return [None if path is None else Path(path).absolute() for path in paths]
+def _absolute(path: str | Path) -> Path:
+    """The caller's path: a rank has another working directory."""
+    return Path(path).absolute()
 
 
 def timed(timer: Timer | None, label: str) -> Any:
