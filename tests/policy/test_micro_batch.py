@@ -17,6 +17,7 @@ from asyncrl.algorithms.interfaces import LossInputType, LossType
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.objective import Clipped, Objective, Penalty
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.algorithms.shares import with_shares
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.batching import count_trained
 from asyncrl.policy.logprobs import model_logprobs
@@ -242,6 +243,20 @@ def test_a_penalty_is_no_push() -> None:
     assert means["clipped_positive_ratio"] == 1.0
     [weight, *_] = torch.autograd.grad(found.differentiable, list(model().parameters()))
     assert weight.any(), "the penalty is trained all the same"
+
+
+@pytest.mark.parametrize("kind", ["k3", "entropy", "positive_nll"])
+def test_a_penalty_trains_the_model_where_every_advantage_is_zero(kind: Any) -> None:
+    data = on_policy(0, (2, 6))
+    data["reference_policy_logprobs"] = data["generation_logprobs"] - 0.5
+    data["rewards"] = torch.tensor([1.0, 0.0])
+    data = with_shares(data)
+    data["advantages"] = torch.zeros_like(data["advantages"])
+    loss = ObjectiveLoss(Objective(surrogate=Clipped(), penalties=(Penalty(beta=0.5, kind=kind),)))
+    found = outcome(loss, data)
+    [weight, *_] = torch.autograd.grad(found.differentiable, list(model().parameters()))
+    assert weight.any()
+    assert "silent_ratio" not in found.kernel.means(), "no advantage pushes a token"
 
 
 def test_without_a_step_nothing_is_stale_and_no_bucket_is_made_up() -> None:
