@@ -150,11 +150,6 @@ LOSS = [
         "penalty.beta * inside(",
         "penalty.beta * (adv_BT != 0) * inside(",
     ),
-    (
-        "the prompt mean of masked tokens",
-        "return torch.where(segments.mask_BT, prompt_share_BT, 0.0)",
-        "return prompt_share_BT.expand_as(share_BT)",
-    ),
     ("tokens counted in the micro-batch", "return share_BT / tokens", "return share_BT / share_BT.sum().clamp(min=1)"),
     (
         "sequences counted in the micro-batch",
