@@ -150,11 +150,6 @@ LOSS = [
         "penalty.beta * inside(",
         "penalty.beta * (adv_BT != 0) * inside(",
     ),
-    (
-        "the prompt mean of masked tokens",
-        "return torch.where(segments.mask_BT, prompt_share_BT, 0.0)",
-        "return prompt_share_BT.expand_as(share_BT)",
-    ),
     ("tokens counted in the micro-batch", "return share_BT / tokens", "return share_BT / share_BT.sum().clamp(min=1)"),
     (
         "sequences counted in the micro-batch",
@@ -169,8 +164,9 @@ LOSS = [
     ("the constant is ignored", "(sequences * objective.constant)", "sequences"),
     (
         "gated tokens leave the denominator",
-        "(a_BT * terms.loss_BT).sum(), {",
-        "(a_BT * terms.loss_BT).sum() * mask_BT.sum() / (mask_BT & ~terms.gated_BT).sum().clamp(min=1), {",
+        "loss = (a_BT * terms.loss_BT).sum()",
+        "loss = (a_BT * terms.loss_BT).sum() * segments.mask_BT.sum() / "
+        "(segments.mask_BT & ~terms.gated_BT).sum().clamp(min=1)",
     ),
 ]
 SHARES = [
@@ -326,7 +322,16 @@ PRESETS = [
         "positive=Inverse(hi=3.0), negative=Clamp(hi=3.0)",
         "positive=Clamp(), negative=Inverse(hi=3.0)",
     ),
-    ("dppo_tv against the proximal policy", 'lo=-0.2, hi=0.2, p="current"', "lo=-0.2, hi=0.2"),
+    (
+        "dppo_tv against the proximal policy",
+        'lo=-0.2, hi=0.2, p="current", when="moving_away"),),\n            ),\n        ),\n        "dppo_kl"',
+        'lo=-0.2, hi=0.2, when="moving_away"),),\n            ),\n        ),\n        "dppo_kl"',
+    ),
+    (
+        "dppo_tv_k2 against the proximal policy",
+        'lo=-0.2, hi=0.2, p="current", when="moving_away"),),\n                penalties',
+        'lo=-0.2, hi=0.2, when="moving_away"),),\n                penalties',
+    ),
     ("luspo clips as gspo", "Clipped(lo=1 - 2e-3, hi=1 + 2.5e-3)", "Clipped(lo=1 - 3e-4, hi=1 + 4e-4)"),
     ("m2po with ten times its budget", "budget=0.02", "budget=0.2"),
     ("opsm a tenth wider", 'hi=0.02, p="current"', 'hi=0.022, p="current"'),
@@ -463,7 +468,16 @@ OBJECTIVE = [
         "for part in (objective.weight,):",
     ),
     ("gates without a bound", "if self.budget is None and self.lo <= least", "if False and self.lo <= least"),
-    ("any beta", "if not 0 < self.beta < math.inf", "if False"),
+    (
+        "any beta",
+        'if not 0 < self.beta < math.inf:\n            raise ValueError(\n                f"a penalty',
+        'if False:\n            raise ValueError(\n                f"a penalty',
+    ),
+    (
+        "any beta of a regression",
+        'if not 0 < self.beta < math.inf:\n            raise ValueError(f"a regression',
+        'if False:\n            raise ValueError(f"a regression',
+    ),
     ("a likelihood against another policy", 'if self.kind == "positive_nll" and (', "if False and ("),
 ]
 CHECKS = [
