@@ -134,10 +134,13 @@ class Groups:
     def mean(self, values_N: torch.Tensor) -> torch.Tensor:
         return self.sum(values_N) / self.size_N
 
+    def max(self, values_N: torch.Tensor) -> torch.Tensor:
+        return self._reduced(values_N, "amax")
+
     def varied(self, values_N: torch.Tensor) -> torch.Tensor:
         """Whether a sample's group has unequal values, bool [N]: false in a group of one."""
         # max > min, not std > 0: the mean of equal values may differ from them by a rounding
-        return self._reduced(values_N, "amax") > self._reduced(values_N, "amin")
+        return self.max(values_N) > self._reduced(values_N, "amin")
 
     def _reduced(self, values_N: torch.Tensor, reduce: str) -> torch.Tensor:
         empty = torch.zeros(self._count, dtype=torch.float64)
@@ -164,6 +167,10 @@ def _group_baseline(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, samp
         all_N = groups.sum(tokens_N)
         weighted_N = groups.sum(tokens_N * rewards_N) / all_N.clamp(min=1)
         return torch.where(all_N > 0, weighted_N, groups.mean(rewards_N))
+    if axes.baseline == "soft_value":
+        largest_N = groups.max(rewards_N)  # the exponents are at most 0, so that none overflows
+        shares_N = groups.mean(((rewards_N - largest_N) / axes.temperature).exp())
+        return largest_N + axes.temperature * shares_N.log()
     return groups.mean(rewards_N)
 
 

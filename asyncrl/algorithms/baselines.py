@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError
 
 KEY = "algorithm.advantage"
 
-GROUP_BASELINES = frozenset({"group_mean", "leave_one_out", "length_weighted_mean"})
+GROUP_BASELINES = frozenset({"group_mean", "leave_one_out", "length_weighted_mean", "soft_value"})
 """Baselines that compare the samples of a group: they give 0 where a group's rewards are all equal."""
 
 
@@ -52,8 +52,11 @@ class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Weight of each reward component, by its name. Empty: all 1."""
     length_penalty: float | None = None
     """α: a reward is multiplied by 1 / (1 + α · tokens / mean tokens of its group) before everything else."""
-    baseline: Literal["none", "group_mean", "leave_one_out", "length_weighted_mean", "greedy"] = "none"
-    """Subtracted from a reward. `greedy`: the reward of a greedy completion of the same prompt."""
+    baseline: Literal["none", "group_mean", "leave_one_out", "length_weighted_mean", "soft_value", "greedy"] = "none"
+    """Subtracted from a reward. `soft_value`: temperature · log of the mean of e^(r / temperature) over the group.
+    `greedy`: the reward of a greedy completion of the same prompt."""
+    temperature: float = 1.0
+    """Of `soft_value`: small values weigh the best reward of a group, large ones give its mean."""
     scale: Literal[
         "none", "group_std", "leave_one_out_std", "batch_std", "group_mean", "informative_share", "nonzero_share"
     ] = "none"
@@ -72,6 +75,8 @@ class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if self.length_penalty is not None and not 0 < self.length_penalty < math.inf:
             raise ValueError(f"length_penalty is {self.length_penalty:g}: it must be finite and above 0, or null")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature:g}: it must be finite and above 0")
         if self.weights and (
             not all(map(math.isfinite, self.weights.values())) or not any(weight for weight in self.weights.values())
         ):
@@ -122,6 +127,7 @@ OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
         "maxrl": Outcome(baseline="group_mean", scale="group_mean"),
         "gpg": Outcome(baseline="group_mean", scale="informative_share"),
         "opo": Outcome(baseline="length_weighted_mean"),
+        "oapl": Outcome(baseline="soft_value"),
         "gr3": Outcome(length_penalty=0.33, baseline="group_mean"),
         "gdpo": Outcome(rewards="components", baseline="group_mean", scale="group_std", whiten="samples"),
         "remax": Outcome(baseline="greedy"),
@@ -208,6 +214,8 @@ def _idle(axes: Outcome | CriticBased) -> Iterator[tuple[str, str]]:
         yield "eps", "neither a standard deviation nor a mean divides"
     if axes.baseline not in GROUP_BASELINES:
         yield "single", f"baseline {axes.baseline} does not compare the samples of a group"
+    if axes.baseline != "soft_value":
+        yield "temperature", f"baseline {axes.baseline} has none"
     if axes.rewards == "total":
         yield "weights", "rewards is total: there is one reward"
 

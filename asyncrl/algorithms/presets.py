@@ -175,13 +175,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "oapl": Preset(
             source="2602.19362",
-            use="Very stale data, no importance weights; published with A = r − log mean e^r over a prompt's rewards.",
+            use="Very stale data, no importance weights: the log-ratio is fitted to the advantage.",
             objective=Objective(
                 surrogate=Regression(beta=1e-3),
                 anchor="behaviour",
                 level="sequence_sum",
                 aggregation=SEQUENCE_MEAN,
             ),
+            baseline="oapl",
         ),
         "topr": Preset(
             source="2503.14286",

@@ -297,8 +297,8 @@ class AlgorithmSection(Section):
     of the same stat or kind. Bounds are ratios, a gate's in the unit of its stat; infinity is `.inf`."""
     advantage: str | dict[str, Any] | None = None
     """The advantage estimator: `group_norm`, `group_mean`, `leave_one_out`, `leave_one_out_std`, `batch_std`,
-    `reinforce_pp`, `reinforce_pp_baseline`, `maxrl`, `gpg`, `opo`, `gr3`; with `critic` `gae` or `vtrace`; or an import
-    path `package.module:callable`. With options a mapping: `{name: group_norm, eps: 1e-4, eps_in: variance,
+    `reinforce_pp`, `reinforce_pp_baseline`, `maxrl`, `gpg`, `opo`, `oapl`, `gr3`; with `critic` `gae` or `vtrace`; or
+    an import path `package.module:callable`. With options a mapping: `{name: group_norm, eps: 1e-4, eps_in: variance,
     divisor: n, single: raw, whiten: tokens, keep_mean: true}`; docs/advantages.md lists them. Unset: the one that the
     preset was published with, else `group_norm`."""
     zero_variance: Literal["keep", "mask"] = "keep"

@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator, varied
 from asyncrl.algorithms.baselines import OUTCOMES
-from asyncrl.errors import RunError
+from asyncrl.errors import ConfigError, RunError
 
 REWARDS = [1.0, 0.0, 0.25, 0.5, 0.75, 0.5, 1.0, 0.0, 1.0]
 IDS = [4, 9, 4, 1, 9, 1, 4, 7, 4]
@@ -86,6 +86,11 @@ def opo(r: list[float], tokens: list[int], i: int) -> float:
     return r[i] - sum(length * reward for length, reward in zip(tokens, r, strict=True)) / sum(tokens)
 
 
+def oapl(r: list[float], _: list[int], i: int) -> float:
+    """2602.19362: the baseline is log mean e^r."""
+    return 0.0 if len(set(r)) == 1 else r[i] - math.log(mean(math.exp(reward) for reward in r))
+
+
 def gr3_rewards(r: list[float], tokens: list[int]) -> list[float]:
     return [reward / (1 + 0.33 * length / mean(tokens)) for reward, length in zip(r, tokens, strict=True)]
 
@@ -125,6 +130,7 @@ BY_HAND: dict[str, list[float]] = {
     "maxrl": by_group(maxrl),
     "gpg": gpg(),
     "opo": by_group(opo),
+    "oapl": by_group(oapl),
     "gr3": by_group(gr3),
     "gdpo": gdpo(),
     "remax": [reward - greedy for reward, greedy in zip(REWARDS, GREEDY, strict=True)],
@@ -338,3 +344,16 @@ def test_columns_of_another_length_are_refused(column: str) -> None:
         samples(**{column: torch.zeros(8)})
     with pytest.raises(RunError, match="component 'right'"):
         samples(components={"right": torch.zeros(8)})
+
+
+def test_the_temperature_of_the_soft_value_is_between_the_best_and_the_mean_reward_and_never_overflows() -> None:
+    samples = Samples(rewards_N=torch.tensor([0.0, 900.0]), group_ids_N=torch.tensor([3, 3]))
+
+    def advantages(temperature: float) -> list[float]:
+        return compute_advantages(resolve_estimator({"name": "oapl", "temperature": temperature}), samples).tolist()
+
+    assert advantages(2.0) == pytest.approx([-900 + 2 * math.log(2), 2 * math.log(2)])
+    assert advantages(1e9) == pytest.approx([-450.0, 450.0])
+    for wrong in (0.0, -1.0, math.inf):
+        with pytest.raises(ConfigError, match=r"temperature is .*: it must be finite and above 0"):
+            resolve_estimator({"name": "oapl", "temperature": wrong})

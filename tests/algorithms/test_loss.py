@@ -363,6 +363,17 @@ def test_a_masked_mean_takes_a_dimension_numbers_and_factors_below_1_as_they_are
     assert values.grad.isfinite().all()
 
 
+def test_a_masked_mean_of_half_precision_is_summed_in_float32() -> None:
+    values = torch.linspace(-3, 2, 4096).bfloat16().requires_grad_()
+    mean = masked_mean(values, torch.ones(4096), 4096)
+    assert mean.dtype == torch.float32
+    assert torch.equal(mean, masked_mean(values.detach().float(), torch.ones(4096), 4096))
+    assert masked_mean(values, torch.ones(4096).bfloat16()).dtype == torch.float32
+    mean.backward()
+    assert values.grad is not None
+    assert torch.equal(values.grad, torch.full((4096,), 1 / 4096).bfloat16())
+
+
 def test_the_constant_of_dr_grpo_is_the_longest_completion_unless_it_is_set() -> None:
     config = Config.model_validate({"algorithm": {"loss": "dr_grpo"}, "generator": {"max_completion_tokens": 32}})
     unset = build_loss(config)

@@ -243,7 +243,7 @@ def test_advantages_are_those_that_a_paper_was_published_with_and_only_so() -> N
         **{"rloo": "leave_one_out", "reinforce_pp": "reinforce_pp", "dr_grpo": "group_mean", "kimi": "group_mean"},
         "glm5": "group_mean",
         **{"ppo": "gae", "vapo": "gae", "vtrace": "vtrace"},
-        **{"maxrl": "maxrl", "gdpo": "gdpo", "opo": "opo", "gpg": "gpg"},
+        **{"maxrl": "maxrl", "gdpo": "gdpo", "opo": "opo", "gpg": "gpg", "oapl": "oapl"},
         **dict.fromkeys(["decoupled_icepop", "decoupled_ppo", "a3po", "tis", "seq_tis", "geometric_rejection"]),
         **dict.fromkeys(
             [
@@ -253,7 +253,6 @@ def test_advantages_are_those_that_a_paper_was_published_with_and_only_so() -> N
                 "dppo_tv",
                 "dppo_tv_k2",
                 "dppo_kl",
-                "oapl",
                 "topr",
                 "vespo",
                 "reinforce",

@@ -63,6 +63,12 @@ def die(worker: Any) -> None:
     os._exit(1)
 
 
+def fail_on_rank_1(worker: Any) -> None:
+    if worker.rank == 1:
+        raise ValueError("a bug")
+    worker.gather(None)
+
+
 def weights(worker: Any) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in worker.gather_weights()}
 
@@ -182,11 +188,11 @@ def test_no_bulk_passes_the_driver(model_path: str, monkeypatch: pytest.MonkeyPa
             wide["input_lengths"] = torch.full((len(IDS),), wide["input_ids"].shape[1])
             client.put_samples(IDS, TRAIN_PARTITION, fields={name: wide[name] for name in BULK})
             calls = Counted(policy._ranks.call_each)
-            puts, gets = Counted(policy._open.put_samples), Counted(policy._open.get_data)
+            puts, gets = Counted(policy.dp_client.put_samples), Counted(policy.dp_client.get_data)
             with monkeypatch.context() as patched:
                 patched.setattr(policy._ranks, "call_each", calls)
-                patched.setattr(policy._open, "put_samples", puts)
-                patched.setattr(policy._open, "get_data", gets)
+                patched.setattr(policy.dp_client, "put_samples", puts)
+                patched.setattr(policy.dp_client, "get_data", gets)
                 meta = named()
                 meta.sequence_lengths = wide["input_lengths"].tolist()
                 result = learn(policy, wide, meta)
@@ -244,14 +250,18 @@ def test_f34_f37_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str
     assert set(lost.value.sample_ids) == set(IDS[6:]), "rank 0 has its rows, and did not train alone"
     assert same(trained[0], policy.on_ranks(weights)[0])
 
-    # F34: rank 1 refuses its rows, rank 0 waits for it in a collective
+    # rank 1 refuses its rows, and rank 0 does not wait for it in a collective
     put_rows(client)
     old = named().with_fields(list(for_all))
     assert old.tags is not None
     old.tags[-1]["max_staleness_versions"] = 0
-    with pytest.raises(StalenessViolation, match=r"sample 3\.0_g2") as caught:
+    with pytest.raises(StalenessViolation, match=r"sample 3\.0_g2"):
         policy.train_from_meta(old, LOSS)
-    assert "learner rank 1" in caught.value.__notes__[-1]
+    assert same(trained[0], policy.on_ranks(weights)[0])
+
+    # F34: rank 1 fails, rank 0 waits for it in a collective
+    with pytest.raises(RunError, match="learner rank 1 failed in fail_on_rank_1: ValueError: a bug"):
+        policy.on_ranks(fail_on_rank_1)
     with pytest.raises(RunError, match="no ranks"):
         policy.train_from_meta(named(), LOSS)
     policy.shutdown()
