@@ -9,7 +9,7 @@ unless an estimator's `whiten` is `tokens`.
 - Standard deviations divide by n − 1, unless an estimator's `divisor` is `n`.
 
 `baselines.py` has the estimators as rows of data, docs/advantages.md their formulas and sources. Token-level
-estimators, which need a critic, are in `returns.py`. Legend: N samples of the step, in any order.
+estimators are in `token_estimators.py` and `returns.py`. Legend: N samples of the step, in any order.
 """
 
 import inspect
@@ -23,6 +23,7 @@ from asyncrl.algorithms.baselines import (
     GROUP_BASELINES,
     KEY,
     CriticBased,
+    DiscountedOutcome,
     Outcome,
     OwnEstimator,
     Whitening,
@@ -247,9 +248,15 @@ def resolve_estimator(advantage: str | Mapping[str, Any]) -> Estimator:
 
     A callable by import path gets (rewards [N], group ids [N]); or, if it has a parameter `samples`, the step's
     `Samples`. The other keys of the mapping are its keyword arguments. ConfigError when there is no such estimator,
-    when it needs a critic, or when the options do not fit.
+    when it needs a critic or tokens (`token_estimators.resolve_estimators`), or when the options do not fit.
     """
     found = resolve_advantage(advantage)
+    if isinstance(found, DiscountedOutcome) and found.by_token:
+        raise ConfigError(
+            f"{KEY} = {advantage}: kl and gamma give every token an advantage of its own, and this call has no tokens; "
+            "take `resolve_estimators`, which has a part for the ranks as well, or remove kl and gamma",
+            key=KEY,
+        )
     if isinstance(found, Outcome):
         return OutcomeEstimator(found)
     if isinstance(found, CriticBased):

@@ -1,8 +1,9 @@
 """Advantage estimators as rows of data: a baseline, a scale, a whitening. Torch-free.
 
 `algorithm.advantage` names a row, or a row and the axes that differ from it. `advantages.py` computes the rows of
-`OUTCOMES` from one reward a sample. `asyncrl.value.estimators` computes the rows of `CRITIC_BASED` from a critic's
-values. docs/advantages.md has the formulas of all rows.
+`OUTCOMES` from one reward a sample, and `token_estimators.py` their part of a token where they have one.
+`asyncrl.value.estimators` computes the rows of `CRITIC_BASED` from a critic's values. docs/advantages.md has the
+formulas of all rows.
 """
 
 import math
@@ -41,6 +42,19 @@ class Whitening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"eps is {self.eps:g}: it must be finite and at least 0")
+
+
+class RewardKL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A pull to the reference inside the reward: every trained token earns −beta · KL in nats (InstructGPT,
+    2203.02155)."""
+
+    beta: float
+    kind: Literal["k1", "k2", "k3"] = "k1"
+    """The estimate of the KL: `asyncrl.algorithms.returns.kl_estimate`."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"kl.beta is {self.beta:g}: it must be finite and above 0; without a KL, remove kl")
 
 
 class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,10 +112,39 @@ class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.whiten != "none" or self.scale in ("group_std", "leave_one_out_std", "batch_std")
 
 
+class DiscountedOutcome(Outcome, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An `Outcome` that the last trained token of a sample may earn. A token's advantage is then the discounted sum of
+    what it and later tokens earn, whitened over the step."""
+
+    kl: RewardKL | None = None
+    gamma: float = 1.0
+    """γ: what a reward is worth one trained token earlier."""
+
+    def __post_init__(self) -> None:
+        Outcome.__post_init__(self)
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"gamma is {self.gamma:g}: it must be above 0 and at most 1")
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the tokens of a sample have advantages of their own."""
+        return self.kl is not None or self.gamma != 1
+
+    def outcome(self) -> Outcome:
+        """The part of a sample, which is not whitened: its reward less its baseline."""
+        axes = {name: getattr(self, name) for name in Outcome.__struct_fields__}
+        return Outcome(**{**axes, "whiten": "none", "keep_mean": False})
+
+    def whitening(self) -> Whitening:
+        """How the advantages of tokens are whitened."""
+        return Whitening(**{name: getattr(self, name) for name in Whitening.__struct_fields__})
+
+
 class CriticBased(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One advantage a token, from a critic's values; γ and λ are in the section `critic`."""
 
     whiten: Literal["none", "samples", "tokens"] = "tokens"
+    kl: RewardKL | None = None
 
     @property
     def divides_by_std(self) -> bool:
@@ -122,8 +165,8 @@ OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
         "leave_one_out": Outcome(baseline="leave_one_out"),
         "leave_one_out_std": Outcome(baseline="leave_one_out", scale="leave_one_out_std"),
         "batch_std": Outcome(baseline="group_mean", scale="batch_std"),
-        "reinforce_pp": Outcome(whiten="samples"),
-        "reinforce_pp_baseline": Outcome(baseline="group_mean", whiten="samples"),
+        "reinforce_pp": DiscountedOutcome(whiten="samples"),
+        "reinforce_pp_baseline": DiscountedOutcome(baseline="group_mean", whiten="samples"),
         "maxrl": Outcome(baseline="group_mean", scale="group_mean"),
         "gpg": Outcome(baseline="group_mean", scale="informative_share"),
         "opo": Outcome(baseline="length_weighted_mean"),
@@ -133,7 +176,7 @@ OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
         "remax": Outcome(baseline="greedy"),
     }
 )
-"""Estimators that read a step's `Samples` and no token."""
+"""Estimators that read a step's `Samples`, and no token unless `DiscountedOutcome.by_token`."""
 
 CRITIC_BASED: Mapping[str, CriticBased] = MappingProxyType({"gae": CriticBased(), "vtrace": CriticBased()})
 """Estimators that need the section `critic`."""
@@ -157,10 +200,22 @@ def advantage_name(advantage: str | Mapping[str, Any] | None) -> str | None:
     return advantage if advantage is None or isinstance(advantage, str) else advantage.get("name")
 
 
+def has_token_advantages(axes: Outcome | CriticBased | OwnEstimator) -> bool:
+    """Whether the tokens of a sample have advantages of their own."""
+    return isinstance(axes, CriticBased) or (isinstance(axes, DiscountedOutcome) and axes.by_token)
+
+
+def reward_kl(advantage: str | Mapping[str, Any]) -> RewardKL | None:
+    """The KL to the reference in the reward, where `advantage` has one. ConfigError as `resolve_advantage`."""
+    axes = resolve_advantage(advantage)
+    return axes.kl if isinstance(axes, DiscountedOutcome | CriticBased) else None
+
+
 def resolve_advantage(advantage: str | Mapping[str, Any]) -> Outcome | CriticBased | OwnEstimator:
     """The row that `advantage` names, with the axes that it replaces; or an estimator by import path with its options.
 
-    ConfigError names the key, the value and the choices. An option that changes nothing is refused as well.
+    ConfigError names the key, the value and the choices. An option that changes nothing is refused as well. Where the
+    tokens of a sample have advantages of their own, they are whitened over tokens unless `whiten` is an option.
 
     >>> resolve_advantage({"name": "group_norm", "eps": 1e-4}).eps
     0.0001
@@ -182,8 +237,10 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Outcome | CriticBas
     known = list(row.__struct_fields__)
     for option in options:
         if option not in known:
+            owners = [other for other, axes in rows.items() if option in axes.__struct_fields__]
+            others = f"; {option} is an option of {', '.join(owners)}" if owners else suggest(option, known)
             raise ConfigError(
-                f"{KEY}.{option}: {name} has no such option; there are {', '.join(known)}{suggest(option, known)}",
+                f"{KEY}.{option}: {name} has no such option; there are {', '.join(known)}{others}",
                 key=f"{KEY}.{option}",
             )
     try:
@@ -192,6 +249,8 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Outcome | CriticBas
         raise ConfigError(
             f"{KEY}: {error}{_choices(str(error), type(row), options)} ({dict(options)!r})", key=KEY
         ) from error
+    if isinstance(found, DiscountedOutcome) and found.by_token and "whiten" not in options:
+        found = msgspec.structs.replace(found, whiten="tokens")
     idle = dict(_idle(found))
     for option in options:
         if option in idle:
@@ -220,14 +279,20 @@ def _idle(axes: Outcome | CriticBased) -> Iterator[tuple[str, str]]:
         yield "weights", "rewards is total: there is one reward"
 
 
-_FIELD = re.compile(r"at `\$\.(?P<field>\w+)`")
+_FIELD = re.compile(r"at `\$\.(?P<path>[\w.]+)`")
 
 
 def _choices(error: str, row: type[msgspec.Struct], options: Mapping[str, Any]) -> str:
     """The names that a field takes, where msgspec's error is about a field that takes names."""
     found = _FIELD.search(error)
-    choices = typing.get_args(typing.get_type_hints(row)[found["field"]]) if found else ()
-    names = [choice for choice in choices if isinstance(choice, str)]
-    if found is None or not names:
+    if found is None:
         return ""
-    return f"; there are {', '.join(names)}{suggest(str(options.get(found['field'])), names)}"
+    kind: Any = row
+    value: Any = options
+    for field in found["path"].split("."):
+        # of the two types of an optional mapping, the one with fields
+        structs = [part for part in (kind, *typing.get_args(kind)) if hasattr(part, "__struct_fields__")]
+        kind = typing.get_type_hints(structs[0])[field]
+        value = value.get(field) if isinstance(value, Mapping) else None
+    names = [choice for choice in typing.get_args(kind) if isinstance(choice, str)]
+    return f"; there are {', '.join(names)}{suggest(str(value), names)}" if names else ""

@@ -3,7 +3,15 @@
 import math
 from collections.abc import Iterator
 
-from asyncrl.algorithms.baselines import CRITIC_BASED, CriticBased, Outcome, OwnEstimator, resolve_advantage
+from asyncrl.algorithms.baselines import (
+    CRITIC_BASED,
+    CriticBased,
+    Outcome,
+    OwnEstimator,
+    has_token_advantages,
+    resolve_advantage,
+    reward_kl,
+)
 from asyncrl.algorithms.objective import (
     Objective,
     Reinforce,
@@ -31,6 +39,7 @@ TOKEN_NOISE_NATS = 0.05
 def check_algorithm(config: Config) -> list[str]:
     """Warnings about an algorithm that can run; ConfigError with every violation of one that cannot."""
     violations, warnings = [*_critic(config), *_filters(config)], list[str]()
+    advantage: Outcome | CriticBased | OwnEstimator | None = None
     try:
         advantage = resolve_advantage(advantage_of(config.algorithm))
     except ConfigError as error:
@@ -43,7 +52,10 @@ def check_algorithm(config: Config) -> list[str]:
         warnings += _unknown(config)
     else:
         objective = resolve_objective(config.algorithm.loss, config.algorithm.overrides)
-        violations += [*_uncorrected(config, objective), *_pooled(config, objective)]
+        violations += _uncorrected(config, objective)
+        if advantage is not None:
+            violations += _pooled(config, objective, advantage)
+            warnings += _pulls_twice(config, objective)
         warnings += _warnings(config, objective)
     if violations:
         raise ConfigError("\n".join(violations))
@@ -113,14 +125,25 @@ def _critic(config: Config) -> Iterator[str]:
             )
 
 
-def _pooled(config: Config, objective: Objective) -> Iterator[str]:
+def _pooled(config: Config, objective: Objective, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:
     name = baseline_of(config.algorithm)
-    if name in NEEDS_CRITIC and averages_advantages(objective):
+    if has_token_advantages(advantage) and averages_advantages(objective):
+        options = "" if isinstance(advantage, CriticBased) else " with kl or gamma"
         yield (
-            f"algorithm.advantage = {name} gives every token its own advantage, and algorithm.loss = "
+            f"algorithm.advantage = {name}{options} gives every token its own advantage, and algorithm.loss = "
             f"{config.algorithm.loss} has one ratio a sequence (level: {objective.level}), which every token moves by "
             "the sum of the sequence's advantages: advantages 1 and −1 would have no gradient. Take a token level, "
             "e.g. algorithm.loss: gspo_token, or a group estimator such as group_norm"
+        )
+
+
+def _pulls_twice(config: Config, objective: Objective) -> Iterator[str]:
+    pulls = any(part.q == "reference" and part.kind not in ("entropy", "positive_nll") for part in objective.penalties)
+    if pulls and reward_kl(advantage_of(config.algorithm)) is not None:
+        yield (
+            f"algorithm.advantage.kl: algorithm.loss = {config.algorithm.loss} has a penalty against the reference "
+            "already, so that the policy is pulled to it twice; remove one of them (`algorithm.overrides: "
+            "{penalties: []}` removes the penalties)"
         )
 
 

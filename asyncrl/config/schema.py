@@ -299,8 +299,10 @@ class AlgorithmSection(Section):
     """The advantage estimator: `group_norm`, `group_mean`, `leave_one_out`, `leave_one_out_std`, `batch_std`,
     `reinforce_pp`, `reinforce_pp_baseline`, `maxrl`, `gpg`, `opo`, `oapl`, `gr3`; with `critic` `gae` or `vtrace`; or
     an import path `package.module:callable`. With options a mapping: `{name: group_norm, eps: 1e-4, eps_in: variance,
-    divisor: n, single: raw, whiten: tokens, keep_mean: true}`; docs/advantages.md lists them. Unset: the one that the
-    preset was published with, else `group_norm`."""
+    divisor: n, single: raw, whiten: tokens, keep_mean: true}`; docs/advantages.md lists them. `reinforce_pp`,
+    `reinforce_pp_baseline`, `gae` and `vtrace` take a KL to the reference inside the reward, and the first two a
+    discount: `{name: reinforce_pp, kl: {beta: 0.01, kind: k1}, gamma: 1.0}`. Unset: the one that the preset was
+    published with, else `group_norm`."""
     zero_variance: Literal["keep", "mask"] = "keep"
     """Groups whose rewards are all equal: kept (with a group baseline their advantage is 0, and they still count in
     the loss's denominators), or masked out of the loss."""

@@ -38,7 +38,8 @@ def check_staleness(lease: Lease) -> None:
 class StepSamples:
     """What filters and estimator make of a step: one value a sample [B], group after group in the lease's order.
 
-    `rewards_B` are the filters'; without `advantages_B` a critic makes some of them, a value a token.
+    `rewards_B` are the filters'; without `advantages_B` a critic makes some of them, a value a token. Where the
+    policy's ranks make token-level advantages, `advantages_B` is their column `outcome_advantages`.
     `zero_variance_ratio` is the share of groups whose rewards, as the estimator sees them, are all equal; of those with
     equal rewards as they were scored, `all_right_ratio` is the share above 0 and `all_wrong_ratio` that of the others;
     all three are NaN when no group has two samples that could differ;

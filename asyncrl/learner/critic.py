@@ -10,13 +10,14 @@ from typing import Any
 from asyncrl.algorithms.baselines import CriticBased, advantage_name, resolve_advantage
 from asyncrl.algorithms.interfaces import ValueLossFunction
 from asyncrl.algorithms.presets import advantage_of, published_critic
+from asyncrl.algorithms.token_estimators import TokenEstimator
 from asyncrl.algorithms.value_loss import ClippedValueLoss, explained_variance
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ConfigError
 from asyncrl.learner.interfaces import Critic
 from asyncrl.policy.interfaces import StepReport
-from asyncrl.value.estimators import GAE, TokenEstimator, VTrace
+from asyncrl.value.estimators import GAE, VTrace
 
 
 class CriticStages:
@@ -34,9 +35,9 @@ class CriticStages:
         self._estimator = build_estimator(config)
 
     @property
-    def reads_proximal(self) -> bool:
-        """Whether advantages need the log-probs of the step's start."""
-        return "prev_logprobs" in self._estimator.reads
+    def reads(self) -> tuple[str, ...]:
+        """The columns that advantages are made of."""
+        return self._estimator.reads
 
     def policy_waits(self, step: int) -> bool:
         """Whether the policy is not trained at `step`, for the critic has too little to say yet."""
@@ -62,10 +63,10 @@ def build_estimator(config: Config) -> TokenEstimator:
     """The estimator that `algorithm.advantage`, or the preset, and `critic` ask for."""
     section, advantage = config.critic, advantage_of(config.algorithm)
     assert section is not None
-    whitening = resolve_advantage(advantage)
-    assert isinstance(whitening, CriticBased)
+    axes = resolve_advantage(advantage)
+    assert isinstance(axes, CriticBased)
     if advantage_name(advantage) == "vtrace":
-        return VTrace(gamma=section.gamma, whitening=whitening)
+        return VTrace(gamma=section.gamma, kl=axes.kl, whitening=axes)
     published = published_critic(config.algorithm)
     value_lam, length_alpha = section.value_lam, section.length_alpha
     if value_lam is None:
@@ -77,7 +78,8 @@ def build_estimator(config: Config) -> TokenEstimator:
         lam=section.lam,
         value_lam=value_lam,
         length_alpha=length_alpha or None,
-        whitening=whitening,
+        kl=axes.kl,
+        whitening=axes,
     )
 
 

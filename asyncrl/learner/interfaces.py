@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
+from asyncrl.algorithms.token_estimators import TokenEstimator
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.records import Lease, LeaseWait, Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
-from asyncrl.value.estimators import TokenEstimator
 
 
 class Trainer(Protocol):
@@ -24,6 +24,7 @@ class Trainer(Protocol):
     def read_from_dataplane(self, meta: KVBatchMeta, *, select_fields: Sequence[str]) -> BatchedDataDict: ...
     def get_logprobs_from_meta(self, meta: KVBatchMeta) -> None: ...
     def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta) -> None: ...
+    def get_advantages_from_meta(self, meta: KVBatchMeta, estimator: TokenEstimator) -> None: ...
     def train_from_meta(
         self, meta: KVBatchMeta, loss_fn: LossFunction, eval_mode: bool = False, *, gbs: int | None = None
     ) -> dict[str, Any]: ...

@@ -1,6 +1,7 @@
 """The learner's loop: lease, filters and advantages, train, ack, publish; held-out evaluation at both ends.
 
-With a critic: lease, filters, values, log-probs, token-level advantages, train the critic, train the policy.
+With token-level advantages: lease, filters, log-probs, advantages, train. With a critic: lease, filters, values,
+log-probs, token-level advantages, train the critic, train the policy.
 
 What must hold: a lease ends by ack, skip or give-back, whatever happens in between; a version is published only after
 its ack; the last version is published, evaluated and saved before the run ends. Every stage is timed into the learner's
@@ -13,10 +14,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from asyncrl.algorithms.advantages import resolve_estimator
+from asyncrl.algorithms.advantages import Estimator
 from asyncrl.algorithms.filters import build_filters
 from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import advantage_of
+from asyncrl.algorithms.token_estimators import OUTCOME, DiscountedReturns, resolve_estimators
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.membership import RunState
 from asyncrl.buffer.records import Lease, LeaseWait, Version
@@ -77,7 +79,10 @@ class LearnerLoop:
         self._clock = clock
         self._loss = build_loss(config)
         self._critic = None if critic is None else CriticStages(config=config, critic=critic)
-        self._estimator = resolve_estimator(advantage_of(config.algorithm)) if critic is None else None
+        self._estimator: Estimator | None = None
+        self._by_token: DiscountedReturns | None = None
+        if critic is None:  # else its ranks have an estimator
+            self._estimator, self._by_token = resolve_estimators(advantage_of(config.algorithm))
         self._filters = build_filters(config)
         self._states = states
         self._recorder = StepRecorder(
@@ -184,37 +189,46 @@ class LearnerLoop:
         was not trained. The critic, which is trained before it, may have been: what is left of the rows teaches it once
         more, and its advantages are made anew."""
         policy, critic = self._policy, self._critic
-        critic_meta = meta.slice(0, meta.size)
+        # names what advantages and the critic are made of, which the policy's training does not fetch
+        aside = meta.slice(0, meta.size)
         read: frozenset[str] = getattr(self._loss, "columns", frozenset())
         columns = {"sample_mask": samples.mask_B}
         # some objectives count tokens by prompt, or those of good rows
         columns |= {"rewards": samples.rewards_B} if "rewards" in read else {}
         columns |= {"group_ids": samples.group_ids_B} if "group_ids" in read else {}
-        if critic is None:
+        if critic is None and self._by_token is None:
             await asyncio.to_thread(policy.write_to_dataplane, meta, {"advantages": samples.advantages_B, **columns})
         else:
-            await asyncio.to_thread(policy.write_to_dataplane, critic_meta, columns | {"rewards": samples.rewards_B})
+            made_of = {OUTCOME: samples.advantages_B} if critic is None else {"rewards": samples.rewards_B}
+            await asyncio.to_thread(policy.write_to_dataplane, aside, columns | made_of)
             meta = meta.with_fields(["advantages", *columns])
         with self._states.within("log_probs"):
-            await self._score(meta, critic_meta)
+            await self._score(meta, aside)
         critic_report = None
         if critic is not None:
-            critic_report = await self._timed(critic.train(critic_meta))
+            critic_report = await self._timed(critic.train(aside))
         waits = critic is not None and critic.policy_waits(step)
         self.phase = "training the critic alone (critic.warmup_steps)" if waits else "training"
         return await self._timed(self._train_policy(meta, eval_mode=waits)), critic_report
 
-    async def _score(self, meta: KVBatchMeta, critic_meta: KVBatchMeta) -> None:
-        """What the objective reads of each token, and with a critic the advantages, which may read it too."""
+    async def _score(self, meta: KVBatchMeta, aside: KVBatchMeta) -> None:
+        """What the objective reads of each token, and the advantages where tokens have their own, which may be made of
+        it too."""
         policy, critic, updates = self._policy, self._critic, self._config.learner.updates_per_step
+        reads: tuple[str, ...] = ()
         if critic is not None:
-            await critic.write_values(critic_meta)
-        if needs_reference(self._loss):
+            reads = critic.reads
+            await critic.write_values(aside)
+        elif self._by_token is not None:
+            reads = self._by_token.reads
+        if needs_reference(self._loss) or "reference_policy_logprobs" in reads:
             await asyncio.to_thread(policy.get_reference_policy_logprobs_from_meta, meta)
-        if needs_proximal(self._loss, updates=updates) or (critic is not None and critic.reads_proximal):
+        if needs_proximal(self._loss, updates=updates) or "prev_logprobs" in reads:
             await asyncio.to_thread(policy.get_logprobs_from_meta, meta)
         if critic is not None:
-            await critic.write_advantages(critic_meta)
+            await critic.write_advantages(aside)
+        elif self._by_token is not None:
+            await asyncio.to_thread(policy.get_advantages_from_meta, aside, self._by_token)
 
     async def _train_policy(self, meta: KVBatchMeta, *, eval_mode: bool) -> StepReport:
         """In eval mode the step is only looked at."""

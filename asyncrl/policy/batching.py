@@ -11,6 +11,7 @@ import torch
 from asyncrl.algorithms.loss import SOURCE_COLUMNS
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.masks import trained_mask
 from asyncrl.data.specs import NO_VERSION
 from asyncrl.errors import StalenessViolation
 
@@ -34,13 +35,6 @@ def check_staleness(batch: BatchedDataDict, *, step: int, limits: Sequence[int],
             f"sample {sample_ids[row]}: a token to be trained is {int(newest if newest < 0 else oldest)} versions old; "
             f"the limit of its ticket (staleness.max_versions) is {limits[row]}"
         )
-
-
-def trained_mask(batch: BatchedDataDict) -> torch.Tensor:
-    """Tokens that are trained, bool [B, S]. The first token of a row has no prefix and never is."""
-    mask_BS: torch.Tensor = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) > 0
-    mask_BS[:, 0] = False
-    return mask_BS
 
 
 def without_nonfinite(batch: BatchedDataDict) -> tuple[BatchedDataDict, int]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
+from asyncrl.algorithms.token_estimators import TokenEstimator
 from asyncrl.config.schema import Config
 from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.data_plane.clients import open_client
@@ -108,6 +109,13 @@ class MetaDriver(RankDriver):
             )
         with timed(timer, f"{stage}/ranks"):
             self._dispatch(method, shards, fields=LP_SEED_FIELDS, micro_batch_size=micro_batch_size)
+
+    def _estimate(self, meta: KVBatchMeta, estimator: TokenEstimator, *, timer: Timer | None) -> None:
+        """The stage that makes token-level advantages of the columns that `estimator` reads."""
+        with timed(timer, "get_advantages/shard_data"):
+            shards = self._shards(meta, rows_per_update=meta.size, micro_batch_size=None, stage="logprob_mb_tokens")
+        with timed(timer, "get_advantages/ranks"):
+            self._dispatch("write_advantages", shards, fields=estimator.reads, shared=[estimator])
 
     def _dispatch(
         self, method: str, shards: Sequence[KVBatchMeta], *, fields: Sequence[str], **options: Any

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
+from asyncrl.algorithms.returns import TokenAdvantages
+from asyncrl.algorithms.token_estimators import TokenEstimator, check_shape, whitened_advantages
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
@@ -75,6 +77,19 @@ class MetaRank(Generic[WorkerT]):
         data.elem_counts_per_gb = meta.extra_info.get("elem_counts_per_gb")
         return data
 
+    def _advantages(self, meta: KVBatchMeta, estimator: TokenEstimator) -> TokenAdvantages | None:
+        """The estimator's answer for this rank's rows, whitened over the rows of all ranks; None without rows."""
+        data = self._fetch(meta)
+        estimated: TokenAdvantages | None = None
+        with self._worker.together():
+            rule = estimator.whitening
+            if data.size:
+                estimated = estimator(data)
+                check_shape(
+                    data, estimated
+                )  # here, so that no rank waits in the sum of the moments for one that failed
+        return whitened_advantages(data, estimated, rule=rule, add_up=self._worker.add_up)
+
     def _write(self, meta: KVBatchMeta, columns: Mapping[str, Any]) -> None:
         if meta.size:
             fields = encode(columns, lengths=meta.sequence_lengths)
@@ -94,3 +109,9 @@ class PolicyMetaRank(MetaRank[PolicyWorker]):
         data = self._fetch(meta)
         scored = self._worker.get_reference_policy_logprobs(data, micro_batch_size=micro_batch_size)
         self._write(meta, {"reference_policy_logprobs": scored["reference_logprobs"]})
+
+    def write_advantages(self, meta: KVBatchMeta, estimator: TokenEstimator) -> None:
+        """Adds the column `advantages`, whitened over the rows of all ranks."""
+        found = self._advantages(meta, estimator)
+        if found is not None:
+            self._write(meta, {"advantages": found.advantages_BS})

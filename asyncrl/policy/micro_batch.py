@@ -17,8 +17,8 @@ from asyncrl.algorithms.interfaces import LossFunction, LossInputType, call_with
 from asyncrl.algorithms.kernel import KernelSums, kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.masks import trained_mask
 from asyncrl.errors import LossFailed
-from asyncrl.policy.batching import trained_mask
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.packed import PackedRows
 

@@ -14,9 +14,10 @@ from asyncrl.algorithms.loss import SOURCE_COLUMNS, ObjectiveLoss, interpolated_
 from asyncrl.algorithms.shares import SHARES, TokenCounts, add_shares, count_tokens
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.masks import trained_mask
 from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.errors import MissingColumns
-from asyncrl.policy.batching import count_trained, empty_micro_batch, micro_batches, trained_mask, valid_sums
+from asyncrl.policy.batching import count_trained, empty_micro_batch, micro_batches, valid_sums
 from asyncrl.policy.step_report import UpdatePlan, global_plan
 
 CURRENT = SOURCE_COLUMNS["proximal"]

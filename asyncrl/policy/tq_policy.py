@@ -13,6 +13,7 @@ A call that fails with RowsLost or CallRefused changed nothing, and the ranks go
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
 from asyncrl.config.schema import Config, DataPlaneSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import CRITIC_FIELDS, DP_TRAIN_FIELDS
@@ -24,7 +25,7 @@ from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.meta_driver import MetaDriver, name_fields
 from asyncrl.policy.rank_driver import ignore_arguments
 
-STEP_FIELDS = (*DP_TRAIN_FIELDS, "weight_versions", "group_ids", *CRITIC_FIELDS)
+STEP_FIELDS = (*DP_TRAIN_FIELDS, "weight_versions", "group_ids", OUTCOME, *CRITIC_FIELDS)
 """The columns that the stages of a step write or read. Others are registered when they are first written."""
 TRAIN_TASKS = ("prev_lp", "ref_lp", "train")
 """Consumer tasks of the training partition, by the names that trainers on TransferQueue use."""
@@ -112,6 +113,15 @@ class TQPolicy(MetaDriver, Policy):
         stage = "get_reference_policy_logprobs"
         self._score("write_reference_logprobs", meta, stage=stage, micro_batch_size=micro_batch_size, timer=timer)
         name_fields(meta, ["reference_policy_logprobs"])
+
+    def get_advantages_from_meta(
+        self, meta: KVBatchMeta, estimator: TokenEstimator, timer: Timer | None = None
+    ) -> None:
+        """Adds `advantages` [B, S] of an estimator without a critic, such as `DiscountedReturns`, whitened over the
+        trained tokens of these rows; `meta` names them from then on. The rows have the columns `estimator.reads`.
+        CallRefused when an advantage is not finite, or when `estimator` fails; MissingColumns without a column."""
+        self._estimate(meta, estimator, timer=timer)
+        name_fields(meta, ["advantages"])
 
 
 _IGNORED_KEYS = ("storage_capacity", "claim_meta_poll_interval_s", "observability")

@@ -14,8 +14,10 @@ import torch
 from torch.distributed.distributed_c10d import Store
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl.algorithms.baselines import reward_kl
 from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
+from asyncrl.algorithms.presets import advantage_of
 from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -47,7 +49,8 @@ from asyncrl.weights.transports.peers import Peers, Rendezvous
 
 
 class PolicyWorker(ShardedWorker[LossFunction]):
-    """A rank of the policy at `model_path`, and of its frozen first weights when the objective looks at them."""
+    """A rank of the policy at `model_path`, and of its frozen first weights when the objective or the
+    advantages read them."""
 
     def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
         super().__init__(model_path=model_path, config=config, rank=rank, world_size=world_size, store=store)
@@ -57,7 +60,7 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         self.refit: Refit | None = None
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._first_weights: torch.nn.Module | None = None
-        if needs_reference(build_loss(config)):
+        if needs_reference(build_loss(config)) or reward_kl(advantage_of(config.algorithm)) is not None:
             self._reference()  # what does not fit into memory fails at the start
 
     def _loaded(self, model_path: str) -> PreTrainedModel:

@@ -1,9 +1,8 @@
 """A rank of the critic whose rows come from the data plane."""
 
-from asyncrl.algorithms.returns import TokenAdvantages
+from asyncrl.algorithms.token_estimators import TokenEstimator
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.policy.meta_rank import MetaRank
-from asyncrl.value.estimators import TokenEstimator, whitened_advantages
 from asyncrl.value.worker import ValueWorker
 
 
@@ -17,11 +16,6 @@ class ValueMetaRank(MetaRank[ValueWorker]):
 
     def write_advantages(self, meta: KVBatchMeta, estimator: TokenEstimator) -> None:
         """Adds the columns `advantages`, whitened over the rows of all ranks, and `returns`."""
-        data = self._fetch(meta)
-        estimated: TokenAdvantages | None = None
-        with self._worker.together():
-            rule = estimator.whitening
-            estimated = estimator(data) if data.size else None
-        found = whitened_advantages(data, estimated, rule=rule, add_up=self._worker.add_up)
+        found = self._advantages(meta, estimator)
         if found is not None:
             self._write(meta, {"advantages": found.advantages_BS, "returns": found.returns_BS})

@@ -9,12 +9,11 @@
 Partitions are the policy's. A call that fails with RowsLost or CallRefused changed nothing, and the ranks go on.
 """
 
+from asyncrl.algorithms.token_estimators import TokenEstimator
 from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.policy.interfaces import Timer
 from asyncrl.policy.meta_driver import MetaDriver, name_fields
-from asyncrl.policy.rank_driver import timed
-from asyncrl.value.estimators import TokenEstimator
 from asyncrl.value.lm_value import Value
 
 
@@ -35,8 +34,5 @@ class TQValue(MetaDriver, Value):
     ) -> None:
         """Adds `advantages` [B, S], whitened over the trained tokens of these rows, and `returns`; `meta` names them
         from then on. CallRefused when one is not finite, or when `estimator` fails."""
-        with timed(timer, "get_advantages/shard_data"):
-            shards = self._shards(meta, rows_per_update=meta.size, micro_batch_size=None, stage="logprob_mb_tokens")
-        with timed(timer, "get_advantages/ranks"):
-            self._dispatch("write_advantages", shards, fields=estimator.reads, shared=[estimator])
+        self._estimate(meta, estimator, timer=timer)
         name_fields(meta, ["advantages", "returns"])

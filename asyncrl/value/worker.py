@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.algorithms.interfaces import ValueLossFunction
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.policy.batching import trained_mask
+from asyncrl.data.masks import trained_mask
 from asyncrl.policy.micro_batch import MicroBatchOutcome, checked_loss, loss_failed, slopes_of, with_slopes
 from asyncrl.policy.sharded_worker import ShardedWorker
 from asyncrl.value.model import ValueModel, load_value_model, model_values

@@ -309,6 +309,23 @@ BASELINES = [
         'self.baseline in GROUP_BASELINES and self.single == "zero"',
         "self.baseline in GROUP_BASELINES",
     ),
+    ("any β of a KL", "if not 0 < self.beta < math.inf:", "if False:"),
+    ("any γ", "if not 0 < self.gamma <= 1:", "if False:"),
+    ("γ has no tokens", "self.kl is not None or self.gamma != 1", "self.kl is not None"),
+    ("a KL has no tokens", "self.kl is not None or self.gamma != 1", "self.gamma != 1"),
+    (
+        "tokens are whitened over samples",
+        'found = msgspec.structs.replace(found, whiten="tokens")',
+        "pass",
+    ),
+    ("a whitening of one's own is lost", 'found.by_token and "whiten" not in options', "found.by_token"),
+    ("a part of a sample keeps its mean", '"whiten": "none", "keep_mean": False', '"whiten": "none"'),
+    ("a critic has one advantage a sample", "isinstance(axes, CriticBased) or (isinstance", "(isinstance"),
+    (
+        "a critic has no KL",
+        "axes.kl if isinstance(axes, DiscountedOutcome | CriticBased)",
+        "axes.kl if isinstance(axes, DiscountedOutcome)",
+    ),
 ]
 PRESETS = [
     (
@@ -492,13 +509,38 @@ CHECKS = [
         'objective.level in ("sequence_mean", "sequence_sum")',
         'objective.level == "sequence_sum"',
     ),
-    ("kernels average", "isinstance(objective.surrogate, Clipped | Linear | SoftGate)", "True"),
-    ("token advantages of a sequence", "name in NEEDS_CRITIC and averages_advantages(objective)", "False"),
+    ("kernels average", "not isinstance(objective.surrogate, Reinforce | Weighted)", "True"),
+    (
+        "token advantages of a sequence",
+        "has_token_advantages(advantage) and averages_advantages(objective)",
+        "False",
+    ),
+    ("a second pull to the reference", "if pulls and reward_kl(", "if False and reward_kl("),
+    ("any penalty is a second pull", 'part.q == "reference" and part.kind not in', "part.kind not in"),
+    ("an entropy is a second pull", 'part.kind not in ("entropy", "positive_nll")', "True"),
     ("components in a run", 'if advantage.rewards == "components"', "if False"),
     ("greedy rewards in a run", 'if advantage.baseline == "greedy"', "if False"),
     ("penalties below 0", "if advantage.refuses_negative_rewards and", "if False and"),
     ("idle raw groups of one", 'advantage.single == "raw" and group_size > 1', "False"),
     ("a group of one", "advantage.compares_a_group and group_size < 2", "False"),
+]
+TOKEN_ESTIMATORS = [
+    ("the KL is a bonus", "return rewards_BS - kl.beta *", "return rewards_BS + kl.beta *"),
+    ("the KL without its β", "rewards_BS - kl.beta * kl_estimate(", "rewards_BS - kl_estimate("),
+    (
+        "the reference's KL to the policy",
+        "kl_estimate(policy_BS, reference_BS,",
+        "kl_estimate(reference_BS, policy_BS,",
+    ),
+    ("the reward at every token", "mask_BS & (left_BS == 1)", "mask_BS"),
+    ("the reward at the first trained token", "mask_BS.flip(1).cumsum(1).flip(1)", "mask_BS.cumsum(1)"),
+    ("no discount", 'data["token_mask"], gamma=self.gamma)', 'data["token_mask"], gamma=1.0)'),
+    ("outcomes are whitened twice", "OutcomeEstimator(axes.outcome())", "OutcomeEstimator(axes)"),
+    ("γ alone is forgotten", "DiscountedOutcome) and axes.by_token", "DiscountedOutcome) and axes.kl"),
+    ("every rank is whitened alone", "moments = add_up(moments)", "add_up(moments)"),
+    ("samples weigh as tokens", 'if rule.whiten == "samples":', "if False:"),
+    ("whitening where none is wanted", 'if rule.whiten == "none":', "if False:"),
+    ("a shape of its own", "if tuple(column.shape) != expected:", "if False:"),
 ]
 
 MUTATIONS = [
@@ -516,6 +558,7 @@ MUTATIONS = [
         ("diagnostics.py", DIAGNOSTICS),
         ("objective.py", OBJECTIVE),
         ("checks.py", CHECKS),
+        ("token_estimators.py", TOKEN_ESTIMATORS),
     )
     for name, old, new in found
 ]

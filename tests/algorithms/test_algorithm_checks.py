@@ -216,3 +216,46 @@ def test_f28_a_ratio_of_the_sequence_with_token_advantages_is_refused(loss: str)
     assert f"algorithm.loss = {loss} has one ratio a sequence" in violation
     assert "Take a token level, e.g. algorithm.loss: gspo_token" in violation
     warnings(*here, "algorithm.advantage=gae", "algorithm.overrides.level=token")
+
+
+KL = "algorithm.advantage={name: reinforce_pp, kl: {beta: 0.01}}"
+
+
+@pytest.mark.parametrize("options", ["kl: {beta: 0.01}", "gamma: 0.9"])
+def test_f28_token_advantages_without_a_critic_are_refused_with_a_ratio_of_the_sequence(options: str) -> None:
+    here = ("algorithm.loss=gspo", "staleness.max_versions=0")
+    [violation] = violations(*here, f"algorithm.advantage={{name: reinforce_pp_baseline, {options}}}")
+    assert "algorithm.advantage = reinforce_pp_baseline with kl or gamma gives every token" in violation
+    warnings(*here, "algorithm.advantage=reinforce_pp_baseline")
+    warnings("algorithm.loss=gspo_token", here[1], f"algorithm.advantage={{name: reinforce_pp_baseline, {options}}}")
+
+
+def test_f28_a_kl_in_the_reward_that_is_impossible_is_refused() -> None:
+    assert not warnings(KL)
+    assert not warnings("critic={}", "algorithm.advantage={name: gae, kl: {beta: 0.01, kind: k3}}")
+    for advantage, words in (
+        ("{name: reinforce_pp, kl: {beta: -0.01}}", "kl.beta is -0.01: it must be finite and above 0"),
+        ("{name: reinforce_pp, kl: {beta: 0.01}, gamma: 1.1}", "gamma is 1.1: it must be above 0 and at most 1"),
+        ("{name: group_norm, kl: {beta: 0.01}}", "kl is an option of reinforce_pp, reinforce_pp_baseline, gae, vtrace"),
+        ("{name: group_norm, gamma: 0.9}", "gamma is an option of reinforce_pp, reinforce_pp_baseline"),
+    ):
+        [violation] = violations(f"algorithm.advantage={advantage}")
+        assert words in violation
+    assert (
+        "learner.group_size = 1"
+        in violations("learner.group_size=1", "algorithm.advantage={name: reinforce_pp_baseline, kl: {beta: 0.01}}")[0]
+    )
+    assert "does not use a critic" in violations("critic={}", KL)[0]
+
+
+def test_a_pull_to_the_reference_by_reward_and_by_penalty_is_said_to_be_two() -> None:
+    here = ("algorithm.loss=reinforce_pp", "staleness.max_versions=0")
+    [warning] = [line for line in warnings(*here, KL) if "twice" in line]
+    assert "algorithm.loss = reinforce_pp has a penalty against the reference" in warning
+    for other in (
+        (*here, KL, "algorithm.overrides={penalties: []}"),
+        (*here, KL, "algorithm.overrides={penalties: [{kind: entropy, beta: 0.1}]}"),
+        (*here, KL, "algorithm.overrides={penalties: [{kind: k2, q: proximal, beta: 0.1}]}"),
+        here,
+    ):
+        assert not [line for line in warnings(*other) if "twice" in line]

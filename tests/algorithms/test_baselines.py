@@ -1,5 +1,6 @@
 """`algorithm.advantage` as data: what is refused, with the choices; and own estimators with options."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,13 @@ from asyncrl.algorithms.baselines import (
     CRITICS,
     OUTCOMES,
     CriticBased,
-    Outcome,
+    DiscountedOutcome,
     OwnEstimator,
     PublishedCritic,
+    RewardKL,
+    has_token_advantages,
     resolve_advantage,
+    reward_kl,
 )
 from asyncrl.errors import ConfigError
 
@@ -38,10 +42,11 @@ def test_the_rows_import_without_torch() -> None:
 @pytest.mark.parametrize("name", list(OUTCOMES))
 def test_axes_spelled_out_over_another_row_are_the_row(name: str) -> None:
     """So that every row can be said by its axes, and no name does anything besides."""
-    default, row = Outcome(), OUTCOMES[name]
+    default, row = DiscountedOutcome(), OUTCOMES[name]
     axes = {key: value for key, value in msgspec.to_builtins(row).items() if value != getattr(default, key)}
     base = {"name": "reinforce_pp", "whiten": "none"}
-    assert resolve_advantage({**base, **axes}) == row
+    found = resolve_advantage({**base, **axes})
+    assert msgspec.to_builtins(found) == msgspec.to_builtins(default) | msgspec.to_builtins(row)
 
 
 def test_options_replace_only_what_they_name() -> None:
@@ -50,6 +55,30 @@ def test_options_replace_only_what_they_name() -> None:
     assert resolve_advantage({"name": "gpg", "single": "raw"}) == msgspec.structs.replace(OUTCOMES["gpg"], single="raw")
     assert resolve_advantage({"name": "vtrace"}) == CRITIC_BASED["vtrace"]
     assert {row.whiten for row in CRITIC_BASED.values()} == {"tokens"}
+
+
+def test_a_kl_or_a_discount_gives_tokens_advantages_of_their_own_which_are_whitened_over_tokens() -> None:
+    kl = {"beta": 0.01, "kind": "k2"}
+    for options in ({"kl": kl}, {"gamma": 0.9}, {"kl": kl, "gamma": 0.9}):
+        found = resolve_advantage({"name": "reinforce_pp", **options})
+        assert isinstance(found, DiscountedOutcome)
+        assert (found.whiten, has_token_advantages(found)) == ("tokens", True)
+        kept = resolve_advantage({"name": "reinforce_pp", "whiten": "samples", **options})
+        assert isinstance(kept, DiscountedOutcome)
+        assert kept.whiten == "samples"
+    for whole in ("reinforce_pp", {"name": "reinforce_pp", "gamma": 1.0}, "group_norm", "mine:fn"):
+        assert not has_token_advantages(resolve_advantage(whole))
+    for name in CRITIC_BASED:
+        assert has_token_advantages(resolve_advantage(name))
+
+
+def test_the_kl_in_the_reward_is_found_wherever_an_estimator_has_one() -> None:
+    kl = {"beta": 0.01, "kind": "k2"}
+    for name in ("reinforce_pp", "reinforce_pp_baseline", "gae", "vtrace"):
+        assert reward_kl({"name": name, "kl": kl}) == RewardKL(beta=0.01, kind="k2")
+        assert reward_kl(name) is None
+    assert reward_kl("group_norm") is None
+    assert reward_kl({"name": "mine:fn", "kl": kl}) is None, "an option of its own"
 
 
 # numbers that no worked example pins: those of the paper, not those of the table
@@ -74,6 +103,23 @@ def test_vapo_s_critic_is_the_papers() -> None:
         ({"name": "group_norm", "baseline": "greedy"}, ["scale is group_std with baseline greedy", "set one of them"]),
         ({"name": "gr3", "length_penalty": 0.0}, ["length_penalty is 0", "above 0, or null"]),
         ({"name": "gdpo", "weights": {"a": 0.0}}, ["weights are {'a': 0.0}", "at least one must not be 0"]),
+        ({"name": "reinforce_pp", "gamma": 0.0}, ["gamma is 0", "above 0 and at most 1"]),
+        ({"name": "reinforce_pp_baseline", "gamma": 1.5}, ["gamma is 1.5"]),
+        ({"name": "reinforce_pp", "kl": {"beta": -0.1}}, ["kl.beta is -0.1", "above 0; without a KL, remove kl"]),
+        ({"name": "gae", "kl": {"beta": 0}}, ["kl.beta is 0"]),
+        ({"name": "gae", "kl": {"beta": math.inf}}, ["kl.beta is inf", "must be finite"]),
+        ({"name": "gae", "kl": {"beta": 0.1, "kind": "k4"}}, ["there are k1, k2, k3"]),
+        ({"name": "reinforce_pp", "kl": {"kind": "k1"}}, ["missing required field `beta`"]),
+        ({"name": "reinforce_pp", "kl": {"beta": 0.1, "knd": "k2"}}, ["unknown field `knd`"]),
+        ({"name": "reinforce_pp", "kl": 0.1}, ["$.kl"]),
+        (
+            {"name": "group_norm", "kl": {"beta": 0.1}},
+            ["group_norm has no such option", "kl is an option of reinforce_pp, reinforce_pp_baseline, gae, vtrace"],
+        ),
+        (
+            {"name": "gae", "gamma": 0.9},
+            ["gae has no such option", "gamma is an option of reinforce_pp, reinforce_pp_"],
+        ),
         # options that change nothing
         ({"name": "group_mean", "eps": 1e-3}, ["algorithm.advantage.eps: changes nothing", "remove it"]),
         ({"name": "maxrl", "eps_in": "variance"}, ["eps_in: changes nothing", "no standard deviation divides"]),
@@ -95,7 +141,7 @@ def test_docs_list_every_estimator_and_every_option() -> None:
     page = (Path(__file__).parents[2] / "docs" / "advantages.md").read_text()
     for name in (*OUTCOMES, *CRITIC_BASED):
         assert f"| `{name}` |" in page
-    for option in Outcome.__struct_fields__:
+    for option in DiscountedOutcome.__struct_fields__:
         assert f"| `{option}` |" in page
 
 

@@ -14,16 +14,21 @@ import torch
 from ray.util import placement_group_table
 from tiny_groups import STEP, make_batch, make_config, make_model
 
+from asyncrl.algorithms.advantages import Samples, compute_advantages
+from asyncrl.algorithms.baselines import Whitening
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.algorithms.returns import TokenAdvantages
+from asyncrl.algorithms.token_estimators import OUTCOME, resolve_estimators, whitened_advantages
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.row_store import ensure_row_store
-from asyncrl.errors import PlacementError, RowsLost, RunError, StalenessViolation
+from asyncrl.errors import CallRefused, MissingColumns, PlacementError, RowsLost, RunError, StalenessViolation
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.value.estimators import GAE
 
 pytestmark = pytest.mark.integration
 
@@ -157,6 +162,70 @@ def test_rows_by_name_train_bit_for_bit_as_the_rows_themselves(learner: dict[str
     finally:
         by_name.shutdown()
         by_row.shutdown()
+
+
+KL = {"name": "reinforce_pp_baseline", "kl": {"beta": 0.3, "kind": "k3"}, "gamma": 0.9}
+
+
+def has_reference(worker: Any) -> bool:
+    return worker._first_weights is not None
+
+
+class Failing:
+    """An estimator that fails on one rank only: the one that has the first row."""
+
+    reads = ("input_lengths", "token_mask", "sample_mask", "index")
+    whitening = Whitening(whiten="tokens")
+
+    def __init__(self, *, shape: bool) -> None:
+        self.shape = shape
+
+    def __call__(self, data: BatchedDataDict) -> TokenAdvantages:
+        first = bool((data["index"] == 0).any())
+        if first and not self.shape:
+            raise ValueError("mine")
+        answer = data["index"].float() if first else torch.zeros(data["token_mask"].shape)
+        return TokenAdvantages(advantages_BS=answer, returns_BS=torch.zeros(data["token_mask"].shape))
+
+
+def test_the_kl_in_the_reward_is_whitened_over_two_ranks_as_over_one(model_path: str) -> None:
+    """After a first step the policy is not the reference any more, so that the KL is not 0."""
+    whole = config(ranks=2, optimizer={"learning_rate": 1e-2}, batching="packed", micro_batch_tokens=32).model_dump()
+    settings = Config.model_validate({**whole, "algorithm": {**whole["algorithm"], "advantage": KL}})
+    client, (of_samples, of_tokens) = open_client(settings), resolve_estimators(KL)
+    assert of_tokens is not None
+    policy = started(settings, model_path)
+    try:
+        assert policy.on_ranks(has_reference) == [True, True], "the ranks load it at their start"
+        batch = put_rows(client)
+        learn(policy, batch, named())
+        meta = named()
+        samples = Samples(rewards_N=torch.arange(12.0), group_ids_N=torch.arange(12) // 3)
+        outcomes_B = compute_advantages(of_samples, samples)
+        policy.write_to_dataplane(
+            meta, {OUTCOME: outcomes_B, "sample_mask": batch["sample_mask"], "index": torch.arange(12)}
+        )
+        policy.get_reference_policy_logprobs_from_meta(meta)
+        policy.get_logprobs_from_meta(meta)
+        policy.get_advantages_from_meta(meta, of_tokens)
+        names = [*of_tokens.reads, "advantages"]
+        rows = policy.read_from_dataplane(meta, select_fields=names)
+        assert float((rows["prev_logprobs"] - rows["reference_policy_logprobs"]).abs().max()) > 1e-3
+        found = whitened_advantages(rows, of_tokens(rows), rule=of_tokens.whitening, add_up=lambda moments: moments)
+        assert found is not None
+        torch.testing.assert_close(rows["advantages"], found.advantages_BS)
+
+        for shape, words in ((False, "mine"), (True, "an estimator gave advantages of shape")):
+            with pytest.raises(CallRefused, match=words):
+                policy.get_advantages_from_meta(meta, Failing(shape=shape))
+        with pytest.raises(MissingColumns, match=r"rows have not all of .*values"):
+            policy.get_advantages_from_meta(meta, GAE(gamma=1.0, lam=1.0, value_lam=1.0))
+        again = policy.read_from_dataplane(meta, select_fields=["advantages"])["advantages"]
+        assert torch.equal(again, rows["advantages"]), "what is refused writes nothing"
+        trained = policy.train_from_meta(meta, LOSS)
+        assert float(trained["grad_norm"].max()) > 0, "the ranks go on"
+    finally:
+        policy.shutdown()
 
 
 class Counted:

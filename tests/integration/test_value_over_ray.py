@@ -11,6 +11,7 @@ import ray
 import torch
 from tiny_groups import STEP, make_batch, make_config, make_model
 
+from asyncrl.algorithms.token_estimators import whitened_advantages
 from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -21,7 +22,7 @@ from asyncrl.data_plane.row_store import ensure_row_store
 from asyncrl.errors import PlacementError, RowsLost
 from asyncrl.policy.sharded import gather_weights
 from asyncrl.policy.tq_policy import STEP_FIELDS
-from asyncrl.value.estimators import GAE, whitened_advantages
+from asyncrl.value.estimators import GAE
 from asyncrl.value.lm_value import Value
 from asyncrl.value.tq_value import TQValue
 

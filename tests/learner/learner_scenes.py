@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
+from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
 from asyncrl.buffer.actor import BufferActor, Failure, ReplicaReport, RunStatus
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, LeaseWait, Ticket, Version
 from asyncrl.config.schema import Config
@@ -34,7 +35,6 @@ from asyncrl.policy.complete_directory import COMPLETE
 from asyncrl.policy.interfaces import StepReport
 from asyncrl.policy.meta_driver import name_fields
 from asyncrl.policy.tq_policy import STEP_FIELDS
-from asyncrl.value.estimators import TokenEstimator
 
 GROUPS_PER_STEP = 2
 GROUP_SIZE = 2
@@ -136,6 +136,8 @@ class FakeTrainer:
         self.answers: list[Answer] = []
         self.asked: list[tuple[int, list[str]]] = []
         self.stages: list[str] = []
+        self.estimators: list[TokenEstimator] = []
+        self.outcomes: list[list[float]] = []
         self.gbs: list[int | None] = []
         self.fields: list[set[str]] = []
         self.saved: list[str] = []
@@ -162,6 +164,14 @@ class FakeTrainer:
 
     def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta) -> None:
         self.stages.append("reference")
+
+    def get_advantages_from_meta(self, meta: KVBatchMeta, estimator: TokenEstimator) -> None:
+        """Gives every token of a sample its `outcome_advantages`."""
+        self.stages.append("advantages")
+        self.estimators.append(estimator)
+        rows = self.read_from_dataplane(meta, select_fields=["token_mask", "sample_mask", OUTCOME])
+        self.outcomes.append(rows[OUTCOME].tolist())
+        self.write_to_dataplane(meta, {"advantages": rows["token_mask"] * rows[OUTCOME].unsqueeze(1)})
 
     def train_from_meta(
         self, meta: KVBatchMeta, loss_fn: LossFunction, eval_mode: bool = False, *, gbs: int | None = None

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from learner_scenes import FakeCritic, Scene, judged, skipped, trained
 
-from asyncrl.algorithms.baselines import CriticBased
+from asyncrl.algorithms.baselines import CriticBased, RewardKL
 from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.buffer.ledger import Fate
 from asyncrl.data_plane.interfaces import KVBatchMeta
@@ -91,6 +91,18 @@ async def test_v_trace_has_the_log_probs_of_the_step_s_start_before_its_advantag
     await run.run()
     assert run.trainer.stages == ["values", "log-probs", "advantages", "train critic", "train"] * 3
     assert critic.estimators == [VTrace(gamma=0.9)] * 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["gae", "vtrace"])
+async def test_a_kl_in_the_reward_has_the_reference_and_the_log_probs_before_the_advantages(name: str) -> None:
+    advantage = {"name": name, "kl": {"beta": 0.1, "kind": "k3"}}
+    algorithm = {**PPO, "advantage": advantage} if name == "gae" else {"loss": "vtrace", "advantage": advantage}
+    run, critic = scene(algorithm=algorithm)
+    await run.run()
+    assert run.trainer.stages == ["values", "reference", "log-probs", "advantages", "train critic", "train"] * 3
+    assert [getattr(estimator, "kl", None) for estimator in critic.estimators] == [RewardKL(beta=0.1, kind="k3")] * 3
+    assert not run.trainer.estimators, "the critic's ranks make them"
 
 
 @pytest.mark.asyncio

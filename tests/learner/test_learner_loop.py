@@ -10,11 +10,13 @@ import learner_scenes
 import pytest
 from learner_scenes import GROUPS_PER_STEP, Scene, skipped, trained
 
+from asyncrl.algorithms.token_estimators import resolve_estimators
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.membership import RunState
 from asyncrl.buffer.records import Version
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ActorGone, NonFiniteError, ParityError, RowsLost, RunError, StallError
+from asyncrl.generation.rollout import GENERATED_FIELDS
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.policy.interfaces import StepReport
 
@@ -237,6 +239,50 @@ async def test_only_the_log_probs_that_the_objective_needs_are_asked_for(
     await scene.run()
     assert scene.trainer.stages == stages * 3
     assert scene.trainer.gbs == [gbs] * 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("advantage", "made_of", "outcomes"),
+    [
+        ({"kl": {"beta": 0.1, "kind": "k2"}, "gamma": 0.9}, ["reference", "log-probs"], [0.0, 1.0] * 2),
+        ({"name": "reinforce_pp_baseline", "kl": {"beta": 0.1}}, ["reference", "log-probs"], [-0.5, 0.5] * 2),
+        ({"gamma": 0.9}, [], [0.0, 1.0] * 2),
+    ],
+)
+async def test_token_advantages_are_made_on_the_ranks_after_what_they_are_made_of(
+    advantage: dict[str, Any], made_of: list[str], outcomes: list[float]
+) -> None:
+    section = {"name": "reinforce_pp", **advantage}
+    scene = Scene(algorithm={"advantage": section})
+    await scene.run()
+    assert scene.trainer.stages == [*made_of, "advantages", "train"] * 3
+    assert scene.trainer.outcomes == [outcomes] * 3, "the driver's part: rewards 0 and 1 in every group"
+    assert scene.trainer.estimators == [resolve_estimators(section)[1]] * 3
+    for fields in scene.trainer.fields:
+        assert fields == {*GENERATED_FIELDS, "sample_mask", "advantages"}, "training does not fetch the driver's part"
+    assert not scene.trainer.kept
+    logged = {sample.reward: sample.advantage for sample in scene.log.samples[0]}
+    assert logged == {0.0: outcomes[0], 1.0: outcomes[1]}
+
+
+@pytest.mark.asyncio
+async def test_f37_rows_lost_while_token_advantages_are_made_give_the_lease_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(algorithm={"advantage": {"name": "reinforce_pp", "kl": {"beta": 0.1}}})
+    make, lost = scene.trainer.get_advantages_from_meta, []
+
+    def lose_one(meta: KVBatchMeta, estimator: Any) -> None:
+        if not lost:
+            lost.append(meta.sample_ids[0])
+            raise RowsLost("a node is gone", sample_ids=meta.sample_ids[:1])
+        make(meta, estimator)
+
+    monkeypatch.setattr(scene.trainer, "get_advantages_from_meta", lose_one)
+    await scene.run()
+    assert [step for step, _ in scene.trainer.asked] == [0, 1, 2]
+    assert (await groups_by_fate(scene))[Fate.ROWS_LOST] == 1
 
 
 @pytest.mark.asyncio

@@ -8,6 +8,7 @@ from tiny_groups import STEP, make_batch, make_group
 
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.masks import trained_mask
 from asyncrl.errors import StalenessViolation
 from asyncrl.policy.batching import (
     check_staleness,
@@ -17,7 +18,6 @@ from asyncrl.policy.batching import (
     staleness_counts,
     token_batch,
     tokens_passed,
-    trained_mask,
     valid_sums,
     without_nonfinite,
 )

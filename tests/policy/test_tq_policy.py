@@ -7,8 +7,10 @@ import torch
 from noted_ranks import DYNAMIC, LOSS, PACKED, named, settings, stored, tq_on
 from tiny_groups import make_batch
 
+from asyncrl.algorithms.baselines import RewardKL
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.algorithms.token_estimators import DiscountedReturns
 from asyncrl.data_plane import PAD_SEQLEN, KVBatchMeta
 from asyncrl.data_plane.memory import MemoryClient
 from asyncrl.errors import CallRefused, MissingColumns, RowsLost, RunError
@@ -82,6 +84,27 @@ def test_what_a_stage_wrote_is_named_by_the_meta_and_lost_rows_are_not(monkeypat
             call(fresh)
     with pytest.raises(RowsLost, match="gone"):
         policy.train_from_meta(fresh, LOSS)
+    assert fresh.fields == ["input_ids"]
+
+
+def test_token_advantages_are_made_by_ranks_that_fetch_what_the_estimator_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, noted, client = tq_on(2, monkeypatch)
+    meta = stored(client, make_batch())
+    estimator = DiscountedReturns(kl=RewardKL(beta=0.1))
+    policy.get_advantages_from_meta(meta, estimator)
+    method, shards, options = noted.calls[-1]
+    assert (method, options) == ("write_advantages", {"with_meta": True})
+    assert sorted(name for shard, _ in shards for name in shard.sample_ids) == sorted(meta.sample_ids)
+    for shard, passed in shards:
+        assert shard.fields == list(estimator.reads)
+        assert passed is estimator
+    assert meta.fields == ["input_ids", "advantages"]
+    noted.lost = RowsLost("gone", sample_ids=["0.0_g0"])
+    fresh = stored(client, make_batch())
+    with pytest.raises(RowsLost, match="gone"):
+        policy.get_advantages_from_meta(fresh, estimator)
     assert fresh.fields == ["input_ids"]
 
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.algorithms.baselines import CriticBased
+from asyncrl.algorithms.baselines import CriticBased, RewardKL
 from asyncrl.algorithms.returns import gae, masked_moments, whiten
+from asyncrl.algorithms.token_estimators import token_rewards, whitened_advantages
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CallRefused
-from asyncrl.value.estimators import GAE, RewardKL, VTrace, token_rewards, whitened_advantages
+from asyncrl.value.estimators import GAE, VTrace
 
 ROWS, TOKENS = 6, 8
 
@@ -58,7 +59,7 @@ def over_ranks(data: BatchedDataDict, estimator: Any, *, ranks: int) -> tuple[to
 
 def test_the_reward_is_at_the_last_trained_token_beyond_which_the_environment_may_speak() -> None:
     data = scene()
-    rewards_BS = token_rewards(data)
+    rewards_BS = token_rewards(data, data["rewards"])
     assert rewards_BS[0].tolist() == [0, 0, 0, 0, pytest.approx(float(data["rewards"][0])), 0, 0, 0]
     assert not rewards_BS[2].any()
     assert ((rewards_BS != 0).sum(1) == (data["token_mask"].sum(1) > 0)).all()
@@ -82,7 +83,7 @@ def test_any_number_of_ranks_gives_the_same_advantages_with_mean_0_and_std_1(est
 
 def test_policy_and_value_have_a_lambda_of_their_own_and_lengths_may_set_the_policy_s() -> None:
     data = scene()
-    rewards_BS, values_BS, mask_BS = token_rewards(data), data["values"], data["token_mask"]
+    rewards_BS, values_BS, mask_BS = token_rewards(data, data["rewards"]), data["values"], data["token_mask"]
     found = GAE(gamma=0.9, lam=0.5, value_lam=1.0)(data)
     torch.testing.assert_close(
         found.advantages_BS, gae(rewards_BS, values_BS, mask_BS, gamma=0.9, lam=0.5).advantages_BS
@@ -171,5 +172,19 @@ def test_the_kl_to_the_reference_is_paid_at_every_trained_token(kind: Any) -> No
             assert float(advantages_BS[b, t]) == pytest.approx(left, rel=1e-5, abs=1e-6)
 
 
+def test_v_trace_pays_the_kl_as_gae_does() -> None:
+    """Where policy and sampler agree, V-trace's advantages are those of λ = 1."""
+    data = scene()
+    data["generation_logprobs"] = data["prev_logprobs"]
+    kl = RewardKL(beta=0.3, kind="k3")
+    by_ratio = VTrace(gamma=0.9, kl=kl)
+    assert {"prev_logprobs", "generation_logprobs", "reference_policy_logprobs"} <= set(by_ratio.reads)
+    assert len(set(by_ratio.reads)) == len(by_ratio.reads)
+    expected = GAE(gamma=0.9, lam=1.0, value_lam=1.0, kl=kl)(data)
+    torch.testing.assert_close(by_ratio(data).advantages_BS, expected.advantages_BS)
+    torch.testing.assert_close(by_ratio(data).returns_BS, expected.returns_BS)
+
+
 def test_without_a_kl_the_reference_is_not_read() -> None:
-    assert "reference_policy_logprobs" not in GAE(gamma=1.0, lam=1.0, value_lam=1.0).reads
+    for estimator in (GAE(gamma=1.0, lam=1.0, value_lam=1.0), VTrace(gamma=1.0)):
+        assert "reference_policy_logprobs" not in estimator.reads
