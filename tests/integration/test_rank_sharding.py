@@ -106,7 +106,7 @@ def test_bfloat16_learns_about_the_same(results: Any, way: str) -> None:
             assert_within(scored, wanted, bound=BFLOAT16_NATS)
             assert np.abs(scored - wanted).max() > LOGPROB_NATS, "the passes were in float32"
         report, wanted_report = found["reports"][0], plain["reports"][0]
-        assert report.loss == pytest.approx(wanted_report.loss, rel=0.02, abs=0.01)
+        assert report.loss == pytest.approx(wanted_report.loss, abs=0.02)
         assert report.grad_norm == pytest.approx(wanted_report.grad_norm, rel=0.05)
         apart = np.concatenate(
             [np.abs(found["weights"][name] - plain["weights"][name]).ravel() for name in plain["weights"]]
