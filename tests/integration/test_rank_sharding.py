@@ -97,21 +97,21 @@ def test_mixed_precision_is_of_the_passes_and_not_of_weights_or_optimizer(result
 
 @pytest.mark.parametrize("way", ["bf16", "all"])
 def test_bfloat16_learns_about_the_same(results: Any, way: str) -> None:
-    """Within what 8 bits leave: log-probs to hundredths of a nat, the gradient's norm to 2 %. The updated weights are
-    float32: an update of 1e-3 that bfloat16 would round away is there, though where a gradient is about zero AdamW may
-    step the other way."""
+    """Within what 8 bits leave: log-probs to hundredths of a nat, the gradient's norm to 5 %. The updated weights are
+    float32: rounding them to bfloat16 would move half of them by more than 5e-5, while a gradient that is off by some
+    per cent moves half of them by about 5e-6 in two updates."""
     for rank in range(WORLD):
         found, plain = results[rank][way], results[rank]["plain"]
         for scored, wanted in zip(found["probe"], plain["probe"], strict=True):
             assert_within(scored, wanted, bound=BFLOAT16_NATS)
             assert np.abs(scored - wanted).max() > LOGPROB_NATS, "the passes were in float32"
         report, wanted_report = found["reports"][0], plain["reports"][0]
-        assert report.loss == pytest.approx(wanted_report.loss, rel=0.02, abs=0.01)
-        assert report.grad_norm == pytest.approx(wanted_report.grad_norm, rel=0.02)
+        assert report.loss == pytest.approx(wanted_report.loss, abs=0.02)
+        assert report.grad_norm == pytest.approx(wanted_report.grad_norm, rel=0.05)
         apart = np.concatenate(
             [np.abs(found["weights"][name] - plain["weights"][name]).ravel() for name in plain["weights"]]
         )
-        assert np.median(apart) < 1e-4
+        assert np.median(apart) < 2.5e-5
 
 
 @pytest.mark.parametrize("handed", ["plain to all", "all to plain"])
