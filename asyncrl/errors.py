@@ -117,7 +117,8 @@ class PlacementError(RunError):
 
 
 class CallRefused(RunError):
-    """The ranks cannot use the arguments of a call. No rank has changed anything, and the next call can go on."""
+    """The ranks cannot use the arguments of a call. The next call can go on, and no rank has changed anything but what
+    LossFailed says."""
 
 
 class MissingColumns(CallRefused):
@@ -228,5 +229,5 @@ class UpdateRefused(WeightError):
 
 
 REFUSALS = (CallRefused, RowsLost, StalenessViolation, WeightError, CheckpointError)
-"""What a model's rank answers with instead of failing. All ranks raise it together, or it leaves their process group
-whole: the next call can go on."""
+"""Errors that a model's rank answers with instead of failing. All ranks raise them together, or they leave the process
+group whole: the next call can go on."""

@@ -37,6 +37,7 @@ def masked_mean(
     weighted = torch.where(mask != 0, values * mask, 0.0)
     total = weighted.sum() if dim is None else weighted.sum(dim=dim)
     if global_normalization_factor is None:
+        mask = mask.expand_as(weighted)
         global_normalization_factor = mask.sum() if dim is None else mask.sum(dim=dim)
     factor = torch.as_tensor(global_normalization_factor, device=total.device)
     return torch.where(factor == 0, 0.0, total / torch.where(factor == 0, 1, factor))

@@ -139,7 +139,9 @@ def kl_estimate(
             return difference
         case "k2":
             return difference.square() / 2
-    return (-difference).exp() - 1 + difference
+        case "k3":
+            return (-difference).exp() - 1 + difference
+    raise ValueError(f"kind is {kind!r}; a KL estimate is one of k1, k2, k3")
 
 
 def deviation(squares: torch.Tensor, count: torch.Tensor, rule: Whitening) -> torch.Tensor:

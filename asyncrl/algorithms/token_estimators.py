@@ -75,7 +75,7 @@ def resolve_estimators(advantage: str | Mapping[str, Any]) -> tuple[Estimator, D
 
 def token_rewards(data: BatchedDataDict, rewards_B: torch.Tensor, *, kl: RewardKL | None = None) -> torch.Tensor:
     """[B, S]: the row's entry of `rewards_B` at its last trained token, 0 elsewhere; nothing in a row without one. With
-    `kl`, every token pays beta times its `kl_estimate`; what is not trained has no meaning then.
+    `kl`, every token pays beta times its `kl_estimate`; tokens that are not trained have no meaning then.
 
     >>> rows = BatchedDataDict(token_mask=torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
     >>> token_rewards(rows, torch.tensor([2.0, 3.0])).tolist()
@@ -90,12 +90,22 @@ def token_rewards(data: BatchedDataDict, rewards_B: torch.Tensor, *, kl: RewardK
     return rewards_BS - kl.beta * kl_estimate(policy_BS, reference_BS, kind=kl.kind)
 
 
-def check_shape(data: BatchedDataDict, found: TokenAdvantages) -> None:
-    """CallRefused when an estimator's answer is not [B, S]."""
-    expected = tuple(data["token_mask"].shape)
-    for name, column in (("advantages", found.advantages_BS), ("returns", found.returns_BS)):
-        if tuple(column.shape) != expected:
-            raise CallRefused(f"an estimator gave {name} of shape {tuple(column.shape)} for rows of shape {expected}")
+def check_estimate(data: BatchedDataDict, found: TokenAdvantages) -> None:
+    """CallRefused when an estimator's answer is not [B, S], or not finite at a trained token. Whitening would make such
+    an advantage 0 like all others, in a run that looks healthy and learns nothing."""
+    mask_BS = trained_mask(data)
+    for name, column_BS in (("advantages", found.advantages_BS), ("returns", found.returns_BS)):
+        if column_BS.shape != mask_BS.shape:
+            raise CallRefused(
+                f"an estimator gave {name} of shape {tuple(column_BS.shape)} for rows of shape {tuple(mask_BS.shape)}"
+            )
+        broken_BS = mask_BS & ~column_BS.isfinite()
+        if broken_BS.any():
+            row, token = broken_BS.nonzero()[0].tolist()
+            raise CallRefused(
+                f"an estimator gave {int(broken_BS.sum())} {name} that are not finite, the first at row {row}, token "
+                f"{token}: {column_BS[row, token].item()}; look at the rewards, values and log-probs of that row"
+            )
 
 
 def whitened_advantages(
@@ -119,7 +129,7 @@ def whitened_advantages(
         moments = masked_moments(found.advantages_BS, mask_BS, weights=weights_BS)
     moments = add_up(moments)
     if not bool(torch.isfinite(moments).all()):
-        raise CallRefused("advantages of the step are not finite: a reward, value or log-prob that they are made of is")
+        raise CallRefused("the sum of the step's advantages is not finite: look at its rewards, values and log-probs")
     if found is None:
         return None
     if rule.whiten == "none":

@@ -118,8 +118,14 @@ def _save_training(
 
 
 def save_tokenizer(model_path: str, path: Path, *, group: dist.ProcessGroup) -> None:
-    """Writes the files of the tokenizer of the model at `model_path`."""
-    on_first_rank(lambda: AutoTokenizer.from_pretrained(model_path).save_pretrained(path), group=group)
+    """Writes the files of the tokenizer of the model at `model_path`. CheckpointError when `path` is no directory and
+    cannot become one: transformers only logs that."""
+
+    def save() -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        AutoTokenizer.from_pretrained(model_path).save_pretrained(path)
+
+    on_first_rank(save, group=group)
 
 
 def _write_state(tensors: Tensors, path: Path, *, group: dist.ProcessGroup) -> None:

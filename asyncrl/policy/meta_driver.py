@@ -1,9 +1,10 @@
 """A driver that names rows and never holds them: its ranks fetch and write their own.
 
 Invariants: rows are cut by their lengths as `RankDriver` cuts the rows themselves. A call that fails with RowsLost or
-CallRefused changed nothing, and the ranks go on.
+CallRefused changed nothing, but for the updates before the one whose loss failed, and the ranks go on.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,8 +85,10 @@ class MetaDriver(RankDriver):
 
     def _fields_to_train(self, meta: KVBatchMeta, needed: frozenset[str]) -> list[str]:
         """The columns that ranks fetch to train: those that `meta` names, those of training that the rows have, and
-        those that the loss needs. A client that cannot tell what the rows have is asked for the first and the last."""
+        those that the loss needs."""
         if STEP in meta.extra_info:
+            if not isinstance(meta.extra_info[STEP], int):
+                raise CallRefused(f"the meta's extra_info[{STEP!r}] is {meta.extra_info[STEP]!r}; it must be an int")
             needed = needed - {"staleness"} | {"weight_versions"}
             if any(LIMIT not in tags for tags in meta.tags or [{}]):
                 raise CallRefused(
@@ -95,9 +98,17 @@ class MetaDriver(RankDriver):
         named = [*(meta.fields or []), *sorted(needed)]
         present = self.dp_client.fields_of(meta.sample_ids, meta.partition_id)
         if present is None:
-            return list(dict.fromkeys(named))
+            present = {name for name in {*named, *self._train_fields} if self._has_field(meta, name)}
         check_columns(present, named, reader="training")
         return list(dict.fromkeys([*named, *(name for name in self._train_fields if name in present)]))
+
+    def _has_field(self, meta: KVBatchMeta, name: str) -> bool:
+        """Whether the first row has a field, for a client that cannot tell: the field of that row is read."""
+        try:
+            self.dp_client.get_samples(meta.sample_ids[:1], meta.partition_id, [name])
+        except KeyError:
+            return False
+        return True
 
     def _score(
         self, method: str, meta: KVBatchMeta, *, stage: str, micro_batch_size: int | None, timer: Timer | None
@@ -130,6 +141,11 @@ class MetaDriver(RankDriver):
     ) -> list[KVBatchMeta]:
         """A meta a rank, cut as `_cut` cuts rows."""
         check_micro_batch_size(micro_batch_size)
+        repeated = [name for name, count in Counter(meta.sample_ids).items() if count > 1]
+        if repeated:
+            raise ValueError(
+                f"the meta names the samples {repeated[:5]} more than once; a row is trained and scored once"
+            )
         self._stamp_pad_seqlen(meta)
         if rows_per_update == meta.size and meta.size % self._ranks.size:
             return shard_meta_for_dp(meta, dp_world=self._ranks.size, allow_uneven_shards=True)[0]

@@ -4,16 +4,18 @@ Invariants: either all ranks have their rows or none goes on (F37). A token olde
 trained.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
+from asyncrl.algorithms.baselines import Whitening
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.returns import TokenAdvantages
-from asyncrl.algorithms.token_estimators import TokenEstimator, check_shape, whitened_advantages
+from asyncrl.algorithms.token_estimators import TokenEstimator, check_estimate, whitened_advantages
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from asyncrl.errors import MissingColumns
+from asyncrl.errors import CallRefused, MissingColumns
 from asyncrl.policy.batching import check_staleness
 from asyncrl.policy.sharded_worker import ShardedWorker
 from asyncrl.policy.step_report import RankRecord
@@ -81,19 +83,22 @@ class MetaRank(Generic[WorkerT]):
         """The estimator's answer for this rank's rows, whitened over the rows of all ranks; None without rows."""
         data = self._fetch(meta)
         estimated: TokenAdvantages | None = None
+        # all checks are here, so that no rank waits in the sum of the moments for one that has failed
         with self._worker.together():
             rule = estimator.whitening
+            if not isinstance(rule, Whitening):
+                raise CallRefused(f"an estimator's whitening is {rule!r}; it must be a Whitening")
             if data.size:
-                estimated = estimator(data)
-                check_shape(
-                    data, estimated
-                )  # here, so that no rank waits in the sum of the moments for one that failed
+                self._worker.check_rows(data)
+                estimated = estimator(copy.copy(data))
+                check_estimate(data, estimated)
         return whitened_advantages(data, estimated, rule=rule, add_up=self._worker.add_up)
 
     def _write(self, meta: KVBatchMeta, columns: Mapping[str, Any]) -> None:
-        if meta.size:
-            fields = encode(columns, lengths=meta.sequence_lengths)
-            self._client.put_samples(meta.sample_ids, meta.partition_id, fields=fields)
+        with self._worker.together():
+            if meta.size:
+                fields = encode(columns, lengths=meta.sequence_lengths)
+                self._client.put_samples(meta.sample_ids, meta.partition_id, fields=fields)
 
 
 class PolicyMetaRank(MetaRank[PolicyWorker]):
@@ -113,5 +118,4 @@ class PolicyMetaRank(MetaRank[PolicyWorker]):
     def write_advantages(self, meta: KVBatchMeta, estimator: TokenEstimator) -> None:
         """Adds the column `advantages`, whitened over the rows of all ranks."""
         found = self._advantages(meta, estimator)
-        if found is not None:
-            self._write(meta, {"advantages": found.advantages_BS})
+        self._write(meta, {} if found is None else {"advantages": found.advantages_BS})

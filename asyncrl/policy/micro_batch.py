@@ -3,6 +3,8 @@
 Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
 
+import copy
+import sysconfig
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ from asyncrl.errors import LossFailed
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.packed import PackedRows
 
-_PACKAGE = Path(__file__).parents[1]
+_LIBRARIES = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,6 @@ def loss_of(
     proximal_BS = data["prev_logprobs"] if "prev_logprobs" in data else aligned(logprobs_BT.detach())
     if sole_update:
         data["prev_logprobs"] = proximal_BS  # before the first update the weights at the step's start are the current
-    kernel = KernelSums()
     columns = {"next_token_logprobs": logprobs_BT} if from_logprobs else {"next_token_logits": logits_BSV}
     if objective is not None and objective.needs_entropy:
         columns["next_token_entropies"] = entropy_BT
@@ -83,46 +84,79 @@ def loss_of(
     # loss that fails leaves the collectives of that pass whole.
     leaves = {name: column.detach().requires_grad_() for name, column in columns.items()}
     try:
-        with torch.enable_grad():  # the slopes are measured in evaluation too
-            if from_logprobs:
-                returned = loss_fn(data=data, **counts, **leaves)
-            else:
-                returned = call_with_logits(loss_fn, leaves["next_token_logits"], data, counts)
-            loss, metrics = checked_loss(returned)
-            slopes = slopes_of(loss, *leaves.values())
+        # a copy: the loss may change its columns, and the diagnostics read them afterwards
+        loss, metrics, slopes = _differentiated(loss_fn, copy.copy(data), counts=counts, leaves=leaves)
+        sums, kernel = OffPolicySums(), KernelSums()
+        if "generation_logprobs" in data:
+            sums, kernel = _diagnosed(
+                data,
+                objective=objective,
+                slopes_BT=slopes[0] if from_logprobs else None,
+                logprobs_BT=logprobs_BT,
+                proximal_BT=proximal_BS[:, 1:].float(),
+                entropy_BT=entropy_BT,
+                mask_BT=mask_BT,
+                step=step,
+            )
     except Exception as error:
         return MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum(), failure=loss_failed(error))
     parts = [with_slopes(column, slope) for column, slope in zip(columns.values(), slopes, strict=True)]
-    differentiable = torch.stack(parts).sum()
-    sums = OffPolicySums()
-    if "generation_logprobs" in data:
-        # in float32: the difference of two bfloat16 columns would be rounded to bfloat16
-        proximal_BT, behaviour_BT = proximal_BS[:, 1:].float(), data["generation_logprobs"][:, 1:].float()
-        if from_logprobs and "advantages" in data:
-            push_slopes_BT, shares_BT = (slopes[0], {}) if objective is None else _push(objective, data, logprobs_BT)
-            kernel = kernel_sums(
-                slopes_BT=push_slopes_BT,
-                advantages_BT=data["advantages"][:, 1:],
-                staleness_BT=data["staleness"][:, 1:] if "staleness" in data else None,
-                log_rho_BT=proximal_BT - behaviour_BT,
-                mask_BT=mask_BT,
-                shares_BT=shares_BT,
-            )
-        sums = off_policy_sums(
-            proximal_BT=proximal_BT,
-            behaviour_BT=behaviour_BT,
-            entropy_BT=entropy_BT,
-            mask_BT=mask_BT,
-            reference_BT=data["reference_policy_logprobs"][:, 1:] if "reference_policy_logprobs" in data else None,
-            on_policy_BT=data["weight_versions"][:, 1:] == step if step is not None else torch.zeros_like(mask_BT),
-        )
     return MicroBatchOutcome(
-        differentiable=differentiable,
-        loss=float(loss.detach()),
-        sums=sums,
-        kernel=kernel,
-        metrics=metrics,
+        differentiable=torch.stack(parts).sum(), loss=loss, sums=sums, kernel=kernel, metrics=metrics
     )
+
+
+def _differentiated(
+    loss_fn: LossFunction,
+    data: BatchedDataDict,
+    *,
+    counts: Mapping[str, torch.Tensor],
+    leaves: Mapping[str, torch.Tensor],
+) -> tuple[float, dict[str, float], tuple[torch.Tensor, ...]]:
+    """The loss, its metrics, and its slopes by `leaves`, which are measured in evaluation too."""
+    with torch.enable_grad():
+        if "next_token_logits" in leaves:
+            returned = call_with_logits(loss_fn, leaves["next_token_logits"], data, counts)
+        else:
+            returned = loss_fn(data=data, **counts, **leaves)
+        loss, metrics = checked_loss(returned)
+        return float(loss.detach()), metrics, slopes_of(loss, *leaves.values())
+
+
+def _diagnosed(
+    data: BatchedDataDict,
+    *,
+    objective: ObjectiveLoss | None,
+    slopes_BT: torch.Tensor | None,
+    logprobs_BT: torch.Tensor,
+    proximal_BT: torch.Tensor,
+    entropy_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    step: int | None,
+) -> tuple[OffPolicySums, KernelSums]:
+    """How far the data is from the policy, and how a loss of log-probs pushes its tokens."""
+    # in float32: the difference of two bfloat16 columns would be rounded to bfloat16
+    behaviour_BT = data["generation_logprobs"][:, 1:].float()
+    kernel = KernelSums()
+    if slopes_BT is not None and "advantages" in data:
+        push_slopes_BT, shares_BT = (slopes_BT, {}) if objective is None else _push(objective, data, logprobs_BT)
+        kernel = kernel_sums(
+            slopes_BT=push_slopes_BT,
+            advantages_BT=data["advantages"][:, 1:],
+            staleness_BT=data["staleness"][:, 1:] if "staleness" in data else None,
+            log_rho_BT=proximal_BT - behaviour_BT,
+            mask_BT=mask_BT,
+            shares_BT=shares_BT,
+        )
+    sums = off_policy_sums(
+        proximal_BT=proximal_BT,
+        behaviour_BT=behaviour_BT,
+        entropy_BT=entropy_BT,
+        mask_BT=mask_BT,
+        reference_BT=data["reference_policy_logprobs"][:, 1:] if "reference_policy_logprobs" in data else None,
+        on_policy_BT=data["weight_versions"][:, 1:] == step if step is not None else torch.zeros_like(mask_BT),
+    )
+    return sums, kernel
 
 
 def checked_loss(returned: object) -> tuple[torch.Tensor, dict[str, float]]:
@@ -144,13 +178,13 @@ def loss_failed(error: Exception) -> LossFailed:
 def described(error: Exception) -> str:
     """Type, text, and the place in the innermost file outside libraries."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not _is_ours(frame.filename)]
+    own = [frame for frame in frames if not _is_library(frame.filename)]
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{place}"
 
 
-def _is_ours(filename: str) -> bool:
-    return Path(filename).is_relative_to(_PACKAGE)
+def _is_library(filename: str) -> bool:
+    return "site-packages" in filename or any(Path(filename).is_relative_to(folder) for folder in _LIBRARIES)
 
 
 def aligned(logprobs_BT: torch.Tensor) -> torch.Tensor:

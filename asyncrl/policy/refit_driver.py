@@ -78,6 +78,8 @@ class RefitDriver(RankDriver, ColocatablePolicyInterface):
 
     def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, Any]:
         assert self._sharing, "prepare_weights_for_ipc() comes first"
+        if not all(isinstance(key, str) for key in keys):
+            raise TypeError(f"keys are {keys!r}; they must be names of weights, a group of prepare_weights_for_ipc()")
         by_rank: list[dict[str, SharedGroup]] = self._ranks.call("get_weights_ipc_handles", list(keys))
         # ranks on one device share the same bytes: the first one's will do
         return {device: group for handles in reversed(by_rank) for device, group in handles.items()}
@@ -90,6 +92,8 @@ class RefitDriver(RankDriver, ColocatablePolicyInterface):
         self._ranks.call("offload_after_refit")
 
     def _next(self, version: Version | None) -> Version:
+        if not isinstance(version, Version | None):
+            raise TypeError(f"version is {version!r}; it must be a Version, or None for the next one")
         if version is None:
             version = Version(1, 0) if self._sent is None else Version(self._sent.incarnation, self._sent.step + 1)
         # an older one is for the engines to refuse; what comes after it is newer than all

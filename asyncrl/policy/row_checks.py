@@ -44,28 +44,39 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
     """CallRefused, which names the column, the row and the value, when rows cannot go through a model.
 
     Checks shapes and kinds of the known columns, token ids against `vocabulary`, lengths against the width, and masks.
+    Rows without `input_ids`, which an estimator reads, are measured by their `token_mask`.
     """
     if batch.size == 0:
         return
-    ids_BS = _tensor(batch, "input_ids")
-    if ids_BS.ndim != 2:
-        raise CallRefused(f"input_ids has shape {list(ids_BS.shape)}; it must be [rows, tokens]")
-    rows, width = ids_BS.shape
+    first = "input_ids" if "input_ids" in batch else "token_mask"
+    column_BS = _tensor(batch, first)
+    if column_BS.ndim != 2 or column_BS.shape[1] == 0:
+        raise CallRefused(f"{first} has shape {list(column_BS.shape)}; it must be [rows, tokens], one token at least")
+    rows, width = column_BS.shape
     shapes = {"[B]": (rows,), "[B, S]": (rows, width)}
     for name in (name for name in _KINDS if name in batch):
         column, kind = _tensor(batch, name), _KINDS[name]
         if tuple(column.shape) not in {shapes[shape] for shape in kind.shapes}:
             raise CallRefused(
-                f"{name} has shape {list(column.shape)}; it must be {' or '.join(kind.shapes)}, and input_ids has "
+                f"{name} has shape {list(column.shape)}; it must be {' or '.join(kind.shapes)}, and {first} has "
                 f"B = {rows} rows and S = {width} tokens"
             )
-        if kind.integer and (column.is_floating_point() or column.is_complex()):
-            raise CallRefused(f"{name} is {column.dtype}; it must be an integer dtype")
-    _check_range("input_ids", ids_BS, 0, vocabulary - 1, why=f"the model's vocabulary has {vocabulary} tokens")
-    _check_range("input_lengths", batch["input_lengths"], 0, width, why=f"input_ids is {width} tokens wide")
+        if kind.integer and column.dtype not in (torch.int32, torch.int64):
+            raise CallRefused(f"{name} is {column.dtype}; it must be torch.int64 or torch.int32")
+        if column.is_complex():
+            raise CallRefused(f"{name} is {column.dtype}; it must be a real number")
+    if "input_ids" in batch:
+        why = f"the model's vocabulary has {vocabulary} tokens"
+        _check_range("input_ids", batch["input_ids"], 0, vocabulary - 1, why=why)
+    if "input_lengths" in batch:
+        _check_range("input_lengths", batch["input_lengths"], 0, width, why=f"{first} is {width} tokens wide")
     for name in ("token_mask", "sample_mask"):
         if name in batch:
             _check_range(name, batch[name].float(), 0.0, torch.finfo(torch.float32).max, why="it is a weight")
+    if "token_mask" in batch and "input_lengths" in batch:
+        beyond_BS = torch.arange(width) >= batch["input_lengths"].unsqueeze(1)
+        masked_BS = batch["token_mask"].float() * beyond_BS
+        _check_range("token_mask", masked_BS, 0.0, 0.0, why="the token is beyond its row's input_lengths")
 
 
 def _tensor(batch: BatchedDataDict, name: str) -> torch.Tensor:

@@ -83,6 +83,7 @@ class ShardedWorker(ABC, Generic[LossT]):
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         self._calls = 0  # of `train`, which the schedule counts
+        self._updates = 0  # that the optimizer has applied
         self._offloaded: frozenset[str] = frozenset()
 
     # -- which model it is ---------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ class ShardedWorker(ABC, Generic[LossT]):
         if data.size:
             needed = required_columns(loss_fn, updates=updates, eval_mode=eval_mode)
             check_columns(data, needed, reader="the loss")
-        check_rows(data, vocabulary=self._vocabulary)
+        self.check_rows(data)
         return data, 0
 
     def _step_loss(self, loss_fn: LossT, updates: Sequence[PlannedUpdate]) -> LossT:
@@ -160,18 +161,23 @@ class ShardedWorker(ABC, Generic[LossT]):
         with _timed(seconds, "log_probs"):
             loss_fn = self._step_loss(loss_fn, planned)
         rate = self._set_learning_rate(self._calls)
-        outcomes = tuple(
-            self._update(
-                update,
-                loss_fn=loss_fn,
-                step=step,
-                sole_update=eval_mode or len(planned) == 1,
-                seconds=seconds,
-                train=not eval_mode,
+        updates_before = self._updates
+        try:
+            outcomes = tuple(
+                self._update(
+                    update,
+                    loss_fn=loss_fn,
+                    step=step,
+                    sole_update=eval_mode or len(planned) == 1,
+                    seconds=seconds,
+                    train=not eval_mode,
+                )
+                for update in planned
+                if update.plan.tokens > 0
             )
-            for update in planned
-            if update.plan.tokens > 0
-        )
+        except LossFailed:
+            self._calls += self._updates > updates_before
+            raise
         parts = [part for update in planned if update.plan.tokens > 0 for part in update.parts]
         real_tokens, passed_tokens = tokens_passed(parts, packed=self._packed)
         # this rank's own rows: empty micro-batches that fill its place in the collectives are no work
@@ -241,6 +247,7 @@ class ShardedWorker(ABC, Generic[LossT]):
             finite, failures = all(own for own, _ in verdicts), [error for _, error in verdicts if error is not None]
             if train and finite and not failures:
                 self._optimizer.step()
+                self._updates += 1
             self._optimizer.zero_grad()
             if failures:
                 raise failures[0]
@@ -269,7 +276,7 @@ class ShardedWorker(ABC, Generic[LossT]):
         with self.together():
             if data.size:
                 check_columns(data, _SCORED_COLUMNS, reader="scoring")
-            check_rows(data, vocabulary=self._vocabulary)
+            self.check_rows(data)
             rows = copy.copy(data)
             rows["row"] = torch.arange(data.size)
             cuts = cut_updates(rows, self._config.learner, rows_per_update=data.size, micro_batch_size=micro_batch_size)
@@ -344,6 +351,10 @@ class ShardedWorker(ABC, Generic[LossT]):
         """No gradient is kept."""
         self._optimizer.zero_grad(set_to_none=True)
 
+    def check_rows(self, data: BatchedDataDict) -> None:
+        """CallRefused when the model cannot use these rows; no collective."""
+        check_rows(data, vocabulary=self._vocabulary)
+
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
         """A small tensor added up over the ranks."""
         dist.all_reduce(values, group=self._control)
@@ -352,7 +363,7 @@ class ShardedWorker(ABC, Generic[LossT]):
     @contextmanager
     def together(self) -> Iterator[None]:
         """Raises on every rank what fails inside on any of them: the errors of `REFUSALS` as they are, others as
-        CallRefused. A collective, and there must be none inside."""
+        CallRefused. It is a collective, and none may be inside."""
         refusal: Exception | None = None
         try:
             yield

@@ -85,7 +85,10 @@ def required_columns(
     A call with one update makes `prev_logprobs` in its own pass, because the weights at its start are the current ones.
     With several updates they are not, and bounds that are calibrated over the step need the column before the pass.
     """
-    needed = {*LP_SEED_FIELDS, *getattr(loss_fn, "columns", ())}
+    columns = getattr(loss_fn, "columns", ())
+    if isinstance(columns, str):
+        raise TypeError(f"the loss's columns are the text {columns!r}; they must be a collection of names")
+    needed = {*LP_SEED_FIELDS, *columns}
     if updates == 1 or eval_mode:
         needed.discard(CURRENT)
     if isinstance(loss_fn, ObjectiveLoss):

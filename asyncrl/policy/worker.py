@@ -85,17 +85,19 @@ class PolicyWorker(ShardedWorker[LossFunction]):
     ) -> RankRecord:
         """`ShardedWorker.train`; `advantages`, if the loss reads them, may be a value a row [B]. Tokens whose advantage
         or log-prob is not finite are left out, and counted."""
-        record = super().train(
-            data,
-            loss_fn,
-            rows_per_update=rows_per_update,
-            micro_batch_size=micro_batch_size,
-            eval_mode=eval_mode,
-            step=step,
-        )
-        if not eval_mode:
-            void_weights_for_ipc(self)
-        return record
+        updates_before = self._updates
+        try:
+            return super().train(
+                data,
+                loss_fn,
+                rows_per_update=rows_per_update,
+                micro_batch_size=micro_batch_size,
+                eval_mode=eval_mode,
+                step=step,
+            )
+        finally:
+            if self._updates > updates_before:
+                void_weights_for_ipc(self)
 
     def _prepared(
         self, data: BatchedDataDict, loss_fn: LossFunction, *, step: int | None, updates: int, eval_mode: bool

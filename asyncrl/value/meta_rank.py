@@ -17,5 +17,5 @@ class ValueMetaRank(MetaRank[ValueWorker]):
     def write_advantages(self, meta: KVBatchMeta, estimator: TokenEstimator) -> None:
         """Adds the columns `advantages`, whitened over the rows of all ranks, and `returns`."""
         found = self._advantages(meta, estimator)
-        if found is not None:
-            self._write(meta, {"advantages": found.advantages_BS, "returns": found.returns_BS})
+        columns = {} if found is None else {"advantages": found.advantages_BS, "returns": found.returns_BS}
+        self._write(meta, columns)

@@ -3,6 +3,7 @@
 Legend: B rows, S tokens.
 """
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -42,13 +43,12 @@ class ValueWorker(ShardedWorker[ValueLossFunction]):
         leaf_BS = values_BS.detach().requires_grad_()
         try:
             with torch.enable_grad():  # the loss alone is differentiated first: no failure of it reaches the model
-                loss, metrics = checked_loss(loss_fn(leaf_BS, part, **counts))
+                loss, metrics = checked_loss(loss_fn(leaf_BS, copy.copy(part), **counts))
                 [slopes_BS] = slopes_of(loss, leaf_BS)
+                value = float(loss.detach())
         except Exception as error:
             return MicroBatchOutcome(differentiable=0.0 * values_BS.sum(), failure=loss_failed(error))
-        return MicroBatchOutcome(
-            differentiable=with_slopes(values_BS, slopes_BS), loss=float(loss.detach()), metrics=metrics
-        )
+        return MicroBatchOutcome(differentiable=with_slopes(values_BS, slopes_BS), loss=value, metrics=metrics)
 
     def _values(self, part: BatchedDataDict) -> torch.Tensor:
         lengths_B = part["input_lengths"] if self._packed else None

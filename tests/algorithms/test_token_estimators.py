@@ -13,11 +13,12 @@ from asyncrl.algorithms.returns import TokenAdvantages
 from asyncrl.algorithms.token_estimators import (
     OUTCOME,
     DiscountedReturns,
-    check_shape,
+    check_estimate,
     resolve_estimators,
     whitened_advantages,
 )
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.masks import trained_mask
 from asyncrl.errors import CallRefused, ConfigError
 
 ROWS, TOKENS, GROUP = 6, 9, 2
@@ -165,9 +166,17 @@ def test_the_part_of_a_sample_keeps_its_other_axes_and_is_whitened_once() -> Non
 
 def test_an_answer_of_another_shape_is_refused_with_both_shapes() -> None:
     data, right = scene(), torch.zeros(ROWS, TOKENS)
-    check_shape(data, TokenAdvantages(advantages_BS=right, returns_BS=right))
+    check_estimate(data, TokenAdvantages(advantages_BS=right, returns_BS=right))
     wrong = torch.zeros(ROWS)
     with pytest.raises(CallRefused, match=r"gave advantages of shape \(6,\) for rows of shape \(6, 9\)"):
-        check_shape(data, TokenAdvantages(advantages_BS=wrong, returns_BS=right))
+        check_estimate(data, TokenAdvantages(advantages_BS=wrong, returns_BS=right))
     with pytest.raises(CallRefused, match="gave returns"):
-        check_shape(data, TokenAdvantages(advantages_BS=right, returns_BS=wrong))
+        check_estimate(data, TokenAdvantages(advantages_BS=right, returns_BS=wrong))
+    broken = right.clone()
+    place = tuple(int(index) for index in trained_mask(data).nonzero()[0])
+    broken[place] = math.nan
+    for columns in ((broken, right), (right, broken)):
+        with pytest.raises(CallRefused, match=f"not finite, the first at row {place[0]}, token {place[1]}: nan"):
+            check_estimate(data, TokenAdvantages(advantages_BS=columns[0], returns_BS=columns[1]))
+    broken = torch.where(trained_mask(data), right, math.nan)
+    check_estimate(data, TokenAdvantages(advantages_BS=broken, returns_BS=broken))

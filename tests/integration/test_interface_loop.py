@@ -72,6 +72,15 @@ class Failing(ClippedRatio):
         return super().__call__(**arguments)
 
 
+class FailingLater(ClippedRatio):
+    """Fails in the second of two updates."""
+
+    def __call__(self, **arguments: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        if bool((arguments["data"]["index"] >= ROWS // 2).any()):
+            raise ZeroDivisionError("in the second update")
+        return super().__call__(**arguments)
+
+
 def no_scalar(next_token_logits: torch.Tensor, data: Any, global_valid_seqs: Any, global_valid_toks: Any) -> Any:
     return next_token_logits
 
@@ -207,6 +216,9 @@ def train_by_value(policy: Policy, rows: BatchedDataDict, rewards: torch.Tensor)
     weightless["sample_mask"] = -batch["sample_mask"]
     refused(lambda: policy.train(weightless, loss), CallRefused, r"sample_mask\[0\] is -1")
     result = policy.train(batch, loss, gbs=ROWS // 2)
+    [first, *_] = policy.prepare_weights_for_ipc()
+    refused(lambda: policy.train(batch, FailingLater(), gbs=ROWS // 2), LossFailed, "in the second update")
+    refused(lambda: policy.get_weights_ipc_handles(first), WeightError, "")  # the first update has moved the weights
     policy.finish_training()
     return result
 

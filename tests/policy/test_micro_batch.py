@@ -180,6 +180,24 @@ def test_a_loss_that_fails_leaves_a_gradient_of_0_so_that_collectives_line_up(
     assert not any(gradient.any() for gradient in gradients)
 
 
+def test_a_loss_may_change_its_columns_and_the_diagnostics_are_those_of_the_rows() -> None:
+    def loss(*, next_token_logprobs: torch.Tensor, data: Any, **_: Any) -> Any:
+        data.clear()
+        return next_token_logprobs.sum() * 0.1, {}
+
+    data = on_policy(0, (2, 6))
+    found = outcome(Kind("logprob", loss), data)
+    assert found.failure is None
+    assert found.sums.tokens == 8
+    assert found.kernel.means()
+    assert "advantages" in data
+
+
+def test_a_complex_loss_fails_like_any_other() -> None:
+    found = outcome(Kind("logprob", lambda **_: (torch.ones(()) * 1j, {})), on_policy(0, (2, 6)))
+    assert found.failure is not None
+
+
 def test_only_a_sole_update_gives_the_loss_this_pass_as_the_start_of_the_step() -> None:
     seen: list[bool] = []
 

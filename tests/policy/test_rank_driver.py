@@ -134,6 +134,17 @@ def test_weights_without_a_version_of_their_own_are_newer_than_all_that_were_sen
     assert sent == [Version(1, 0), Version(2, 7), Version(1, 3), Version(2, 8)]
 
 
+def test_a_version_or_a_key_of_another_type_is_refused_and_changes_nothing() -> None:
+    policy = Policy(settings(), model_path="nowhere")
+    noted = on(policy, ranks=2)
+    with pytest.raises(TypeError, match="version is 3; it must be a Version"):
+        policy.prepare_weights_for_ipc(version=3)  # type: ignore[arg-type]
+    policy.prepare_weights_for_ipc()
+    with pytest.raises(TypeError, match=r"keys are \[0\]; they must be names of weights"):
+        policy.get_weights_ipc_handles([0])  # type: ignore[list-item]
+    assert [(name, args[0][1]) for name, args, _ in noted.calls] == [("prepare_weights_for_ipc", Version(1, 0))]
+
+
 def test_lifecycle_calls_reach_every_rank_and_paths_are_the_callers() -> None:
     here = Path.cwd()
     policy, critic = Policy(settings(), model_path="nowhere"), Value(settings(), model_path="nowhere")

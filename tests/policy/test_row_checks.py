@@ -25,7 +25,11 @@ def with_value(name: str, value: float) -> BatchedDataDict:
 def test_rows_of_the_tests_and_no_rows_are_fine() -> None:
     check_rows(make_batch(), vocabulary=VOCABULARY)
     check_rows(changed(advantages=torch.zeros(12, 13)), vocabulary=VOCABULARY)
-    check_rows(changed(sample_mask=torch.full((12,), 0.5), token_mask=torch.ones(12, 13).bool()), vocabulary=VOCABULARY)
+    halves = changed(sample_mask=torch.full((12,), 0.5), token_mask=make_batch()["token_mask"].bool())
+    check_rows(halves, vocabulary=VOCABULARY)
+    check_rows(changed(input_ids=make_batch()["input_ids"].int()), vocabulary=VOCABULARY)
+    estimated = {name: make_batch()[name] for name in ("input_lengths", "token_mask", "sample_mask")}
+    check_rows(BatchedDataDict(estimated), vocabulary=VOCABULARY)
     check_rows(BatchedDataDict(), vocabulary=VOCABULARY)
     check_rows(make_batch().slice(0, 0), vocabulary=VOCABULARY)
 
@@ -36,7 +40,15 @@ WRONG = {
     "length beyond the width": (with_value("input_lengths", 14), r"input_lengths\[11\] is 14; .* 0 to 13"),
     "negative mask": (with_value("sample_mask", -0.5), r"sample_mask\[11\] is -0.5; .* it is a weight"),
     "mask of NaN": (with_value("token_mask", torch.nan), r"token_mask\[11, 12\] is nan"),
-    "ids of floats": (changed(input_ids=torch.zeros(12, 13)), "input_ids is torch.float32; it must be an integer"),
+    "ids of floats": (changed(input_ids=torch.zeros(12, 13)), "input_ids is torch.float32; it must be torch.int64"),
+    "short ids": (changed(input_ids=torch.zeros(12, 13).short()), "input_ids is torch.int16; it must be torch.int64"),
+    "short lengths": (changed(input_lengths=torch.ones(12).byte()), "input_lengths is torch.uint8"),
+    "no token": (changed(input_ids=torch.zeros(12, 0).long()), r"input_ids has shape \[12, 0\]; .* one token at least"),
+    "complex rewards": (changed(rewards=torch.zeros(12) * 1j), "rewards is torch.complex64; it must be a real number"),
+    "a mask beyond the length": (
+        changed(token_mask=torch.ones(12, 13)),
+        r"token_mask\[0, 8\] is 1.0; .* the token is beyond its row's input_lengths",
+    ),
     "lengths of floats": (changed(input_lengths=torch.ones(12)), "input_lengths is torch.float32"),
     "one id a row": (changed(input_ids=torch.zeros(12).long()), r"input_ids has shape \[12\]"),
     "a mask a token": (changed(sample_mask=torch.ones(12, 13)), r"sample_mask has shape \[12, 13\]; it must be \[B\]"),

@@ -133,6 +133,9 @@ def test_a_loss_of_a_user_is_asked_for_its_columns() -> None:
     assert required_columns(Own(), updates=2) == {*MASKS, "prev_logprobs", "mine"}  # type: ignore[arg-type]
     assert required_columns(Own(), updates=1) == {*MASKS, "mine"}  # type: ignore[arg-type]
     assert required_columns(lambda *_: None, updates=2) == {*MASKS}  # type: ignore[arg-type]
+    Own.columns = "advantages"  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="columns are the text 'advantages'"):
+        required_columns(Own(), updates=1)  # type: ignore[arg-type]
 
 
 def test_tokens_are_counted_over_all_ranks_in_each_update_apart() -> None:

@@ -248,3 +248,37 @@ def test_a_meta_without_lengths_learns_them_and_a_narrow_stamp_grows(monkeypatch
     assert PAD_SEQLEN not in loose.extra_info
     with pytest.raises(ValueError, match="no sequence_lengths"):
         policy.get_logprobs_from_meta(loose)
+
+
+def test_rows_that_are_named_twice_are_refused_before_a_rank_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, noted, client = tq_on(2, monkeypatch)
+    meta = stored(client, make_batch())
+    noted.calls.clear()
+    twice = meta.subset([*range(11), 0])
+    for call in (
+        policy.get_logprobs_from_meta,
+        policy.get_reference_policy_logprobs_from_meta,
+        lambda meta: policy.train_from_meta(meta, LOSS),
+    ):
+        with pytest.raises(ValueError, match=r"names the samples \['0.0_g0'\] more than once"):
+            call(twice)
+    stepped = meta.with_fields([])
+    stepped.extra_info["step"] = 5.0
+    with pytest.raises(CallRefused, match=r"extra_info\['step'\] is 5.0; it must be an int"):
+        policy.train_from_meta(stepped, LOSS)
+    assert not noted.calls, "a rank was called"
+
+
+def test_a_client_that_cannot_tell_fields_gives_training_the_same_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, noted, client = tq_on(2, monkeypatch)
+    batch = make_batch()
+    meta = stored(client, batch)
+    policy.write_to_dataplane(named(batch), {"prev_logprobs": batch["generation_logprobs"]})
+    meta.fields = None
+    policy.train_from_meta(meta, LOSS)
+    told = noted.calls[-1][1][0][0].fields
+    monkeypatch.setattr(client, "fields_of", lambda sample_ids, partition_id: None)
+    policy.train_from_meta(meta, LOSS)
+    assert sorted(noted.calls[-1][1][0][0].fields) == sorted(told)
+    with pytest.raises(MissingColumns, match="reads reference_policy_logprobs, which"):
+        policy.train_from_meta(meta, ObjectiveLoss(PRESETS["grpo"].objective))
