@@ -310,7 +310,8 @@ def test_f34_f37_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str
     with pytest.raises(RowsLost) as lost:
         policy.get_logprobs_from_meta(named())
     assert set(lost.value.sample_ids) == set(IDS), "what either rank lacks is named"
-    client.put_samples(IDS[:6], TRAIN_PARTITION, fields={name: batch.slice(0, 6)[name] for name in BULK})
+    first = BatchedDataDict(**batch.slice(0, 6), prev_logprobs=batch["generation_logprobs"][:6])
+    client.put_samples(IDS[:6], TRAIN_PARTITION, fields={name: first[name] for name in (*BULK, "prev_logprobs")})
     for_all = {"advantages": batch["advantages"], "sample_mask": batch["sample_mask"]}
     policy.write_to_dataplane(named(), for_all)
     meta = named().with_fields(list(for_all))

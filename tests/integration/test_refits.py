@@ -291,9 +291,9 @@ def test_rows_that_cannot_be_continued_are_refused(scene: Scene) -> None:
 
 
 def test_calls_out_of_their_order_are_refused_and_end_nobody(scene: Scene) -> None:
-    with pytest.raises(WeightError, match=r"prepare_refit_info\(\) comes first"):
+    with pytest.raises(WeightError, match=r"call prepare_refit_info\(\) first"):
         scene.generation.update_weights_from_collective()
-    with pytest.raises(WeightError, match=r"prepare_refit_info\(\) comes first"):
+    with pytest.raises(WeightError, match=r"call prepare_refit_info\(\) first"):
         scene.generation.update_weights_from_ipc_handles({})
     with pytest.raises(AssertionError, match=r"prepare_weights_for_ipc\(\) comes first"):
         scene.policy.get_weights_ipc_handles(["a"])
