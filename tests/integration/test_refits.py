@@ -318,7 +318,7 @@ def test_f12_the_policys_weights_are_compared_with_the_model_before_the_first_tr
     ):
         with pytest.raises(ManifestMismatch, match=name):
             scene.generation.prepare_refit_info(wrong)
-        with pytest.raises(WeightError, match="comes first"):
+        with pytest.raises(WeightError, match="call prepare_refit_info"):
             scene.generation.update_weights_from_collective()
     assert scene.generation.prepare_refit_info(info) is True
 
