@@ -322,6 +322,7 @@ def test_f34_f37_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str
 
     # rank 1 refuses its rows, and rank 0 does not wait for it in a collective
     put_rows(client)
+    client.put_samples(IDS, TRAIN_PARTITION, fields={"prev_logprobs": batch["generation_logprobs"]})
     old = named().with_fields(list(for_all))
     assert old.tags is not None
     old.tags[-1]["max_staleness_versions"] = 0
