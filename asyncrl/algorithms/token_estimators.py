@@ -23,7 +23,7 @@ from asyncrl.errors import CallRefused
 OUTCOME = "outcome_advantages"
 """Column [B]: the advantage of a sample as a whole, which `DiscountedReturns` puts at its last trained token."""
 KL_COLUMNS = ("prev_logprobs", "reference_policy_logprobs")
-"""What a KL to the reference in the reward is made of: the policy at the step's start, and the reference."""
+"""Columns that a KL in the reward reads: the policy at the step's start, and the reference."""
 
 
 class TokenEstimator(Protocol):

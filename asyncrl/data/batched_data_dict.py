@@ -301,7 +301,7 @@ class SlicedDataDict(BatchedDataDict[ColumnsT]):
 
 
 def _without_rows(column: Any) -> bool:
-    """Of other types, which no batch may have, the answer is False."""
+    """Whether a tensor or a list is empty along its rows; False for other types, which no batch may have."""
     if isinstance(column, torch.Tensor):
         return column.ndim > 0 and len(column) == 0
     return isinstance(column, list) and not column

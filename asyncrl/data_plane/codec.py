@@ -181,7 +181,7 @@ def _check_widths(widths: Mapping[str, int], *, lengths: Sequence[int]) -> None:
 
 
 def _check_tokens(columns: Mapping[str, Column], *, lengths: Sequence[int]) -> None:
-    """What was cut fits; jagged columns came with ends of their own."""
+    """ValueError for a row longer than its length. Only jagged columns can have one: padded columns were cut."""
     for name, column in columns.items():
         if not column.per_token:
             continue

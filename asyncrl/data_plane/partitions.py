@@ -45,7 +45,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located(Generic[W]):
-    """Where samples are: a place a sample, by field; and the tokens of each sample, None where they are not known."""
+    """The place of each sample, by field, and the tokens of each sample; None where they are not known."""
 
     places: dict[str, list[W]]
     lengths: list[int | None]

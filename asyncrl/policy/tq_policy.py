@@ -7,7 +7,7 @@
     result = policy.train_from_meta(meta, loss_fn, gbs=128)
     policy.finish_step(meta)                                    # now they are cleared
 
-A call that fails with RowsLost or CallRefused changed nothing, and the ranks go on.
+After RowsLost or CallRefused the ranks go on. Nothing has changed, but for updates before one whose loss failed.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,7 +6,8 @@
     critic.get_advantages_from_meta(meta, GAE(gamma=1.0, lam=0.95, value_lam=0.95))  # adds advantages and returns
     result = critic.train_from_meta(meta, ClippedValueLoss(clip=0.2), gbs=128)
 
-Partitions are the policy's. A call that fails with RowsLost or CallRefused changed nothing, and the ranks go on.
+Partitions are the policy's. After RowsLost or CallRefused the ranks go on. Nothing has
+changed, but for updates before one whose loss failed.
 """
 
 from asyncrl.algorithms.token_estimators import TokenEstimator
