@@ -23,13 +23,13 @@ from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.interfaces import Reward, build_reward
 from asyncrl.errors import ConfigError
+from asyncrl.user_code import describe_error
 
 MAX_FRAME_BYTES = 64 * 2**20
 """Longest message either way; a group of completions is far below it."""
 
 HEADER_BYTES = 4
 _SPARE_PROCESSES = 512
-_MESSAGE_CHARACTERS = 500
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -103,7 +103,7 @@ def score_group(reward: Reward, request: Request) -> Reply:
             failure = Failure(reason=error.reason, sample=sample, message=str(error))
             return Reply(id=request.id, failure=failure)
         except BaseException as error:  # SystemExit and the like included: it is foreign code
-            failure = Failure(reason=RewardFailure.RAISED, sample=sample, message=_describe(error))
+            failure = Failure(reason=RewardFailure.RAISED, sample=sample, message=describe_error(error))
             return Reply(id=request.id, failure=failure, retire=isinstance(error, MemoryError))
     return Reply(id=request.id, rewards=tuple(rewards))
 
@@ -126,14 +126,6 @@ def _checked(value: object) -> float:
     return number
 
 
-def _describe(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception:  # an exception whose __str__ raises must not become a crash of ours
-        text = "(no message)"
-    return f"{type(error).__name__}: {text[:_MESSAGE_CHARACTERS]}".encode("utf-8", "replace").decode()
-
-
 def main(connection: socket.socket, *, parent_pid: int) -> None:
     """Serve until the parent closes its end."""
     _die_with(parent_pid)
@@ -144,7 +136,7 @@ def main(connection: socket.socket, *, parent_pid: int) -> None:
         connection.sendall(encode(Started(error=str(error), key=error.key)))
         return
     except Exception as error:  # an environment's own constructor
-        message = f"environment: cannot be made from its options, {_describe(error)}"
+        message = f"environment: cannot be made from its options, {describe_error(error)}"
         connection.sendall(encode(Started(error=message, key="environment.options")))
         return
     _limit(memory_bytes=section.score_memory_mib * 2**20)

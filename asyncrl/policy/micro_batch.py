@@ -4,11 +4,8 @@ Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
 
 import copy
-import sysconfig
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,8 +20,7 @@ from asyncrl.data.masks import trained_mask
 from asyncrl.errors import LossFailed
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.packed import PackedRows
-
-_LIBRARIES = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")))
+from asyncrl.user_code import describe_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,19 +168,7 @@ def checked_loss(returned: object) -> tuple[torch.Tensor, dict[str, float]]:
 
 def loss_failed(error: Exception) -> LossFailed:
     """The error of a loss as an error of the call."""
-    return LossFailed(f"the loss failed: {described(error)}")
-
-
-def described(error: Exception) -> str:
-    """Type, text, and the place in the innermost file outside libraries."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_library(frame.filename)]
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{place}"
-
-
-def _is_library(filename: str) -> bool:
-    return "site-packages" in filename or any(Path(filename).is_relative_to(folder) for folder in _LIBRARIES)
+    return LossFailed(f"the loss failed: {describe_error(error)}")
 
 
 def aligned(logprobs_BT: torch.Tensor) -> torch.Tensor:

@@ -35,12 +35,13 @@ from asyncrl.errors import REFUSALS, CallRefused, LossFailed, Offloaded, RowsLos
 from asyncrl.policy.accelerator import forget_accelerator, make_accelerator
 from asyncrl.policy.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
 from asyncrl.policy.checkpoint import load_checkpoint, save_checkpoint, save_tokenizer
-from asyncrl.policy.micro_batch import MicroBatchOutcome, described
+from asyncrl.policy.micro_batch import MicroBatchOutcome
 from asyncrl.policy.row_checks import check_rows
 from asyncrl.policy.schedule import learning_rate
 from asyncrl.policy.sharded import move_model, move_optimizer
 from asyncrl.policy.step_plan import PlannedUpdate, check_columns, cut_updates, planned_updates, required_columns
 from asyncrl.policy.step_report import RankRecord, UpdateOutcome
+from asyncrl.user_code import describe_error
 
 HOST = torch.device("cpu")
 _SCORED_COLUMNS = ("input_ids", "input_lengths")
@@ -370,7 +371,7 @@ class ShardedWorker(ABC, Generic[LossT]):
         except REFUSALS as error:
             refusal = error
         except Exception as error:  # a caller's argument must not end the ranks
-            refusal = CallRefused(described(error))
+            refusal = CallRefused(describe_error(error))
         refusals: list[Exception] = [found for found in self.gather(refusal) if found is not None]
         lost = [found for found in refusals if isinstance(found, RowsLost)]
         if lost:
