@@ -156,20 +156,22 @@ class FailureClass(StrEnum):
 
 
 class RolloutError(AsyncRLError):
-    """One rollout failed. `reason` is a short label from a bounded set, fit for a metric."""
+    """One rollout failed. `reason` is a short label from a bounded set, fit for a metric. `completion` is the text of
+    the completion that could not be scored; it is empty when the failure is not of one completion."""
 
     failure_class: FailureClass
 
-    def __init__(self, message: str, *, reason: str) -> None:
+    def __init__(self, message: str, *, reason: str, completion: str = "") -> None:
         super().__init__(message)
         self.reason = reason
+        self.completion = completion
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_rollout_error, (type(self), str(self), self.reason)
+        return _rebuild_rollout_error, (type(self), str(self), self.reason, self.completion)
 
 
-def _rebuild_rollout_error(cls: type[RolloutError], message: str, reason: str) -> RolloutError:
-    return cls(message, reason=reason)
+def _rebuild_rollout_error(cls: type[RolloutError], message: str, reason: str, completion: str) -> RolloutError:
+    return cls(message, reason=reason, completion=completion)
 
 
 class InfraError(RolloutError):

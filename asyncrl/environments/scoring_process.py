@@ -123,7 +123,11 @@ class ScoringProcess:
             self._replace(f"left more than {_MAX_LEFT_BEHIND} processes behind")
         if reply.failure is not None:
             failure = reply.failure
-            raise DataError(f"sample {failure.sample}: {failure.message}", reason=failure.reason)
+            raise DataError(
+                f"sample {failure.sample}: {failure.message}",
+                reason=failure.reason,
+                completion=completions[failure.sample],
+            )
         return list(reply.rewards)
 
     def kill(self) -> None:

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -76,6 +77,9 @@ async def test_f19_a_raising_or_lying_reward_fails_its_group_and_the_process_goe
         failure = await failure_of(scorer, "abc", "raise")
         assert failure.reason == RewardFailure.RAISED
         assert "sample 1: RuntimeError: the verifier is broken" in str(failure)
+        assert "hostile_rewards.py:" in str(failure)
+        assert failure.completion == "raise"
+        assert pickle.loads(pickle.dumps(failure)).completion == "raise"
         assert (await failure_of(scorer, "nan")).reason == RewardFailure.NOT_FINITE
         assert (await failure_of(scorer, "string")).reason == RewardFailure.WRONG_TYPE
         assert await scorer.score(TASK, ["fork_and_return", "ab"]) == [1.0, 2.0]
