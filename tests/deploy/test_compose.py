@@ -1,10 +1,12 @@
 """The compose file: valid, on this machine only, and with commands that asyncrl takes. There is no daemon to run it."""
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -20,9 +22,15 @@ def file(deploy: Path) -> Path:
     return deploy / "compose" / "compose.yaml"
 
 
+def services_of(file: Path, given: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """The services with `${NAME:-default}` filled in, as Compose does it from deploy/compose/.env."""
+    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: given.get(found[1], found[2]), file.read_text())
+    return dict(yaml.safe_load(text)["services"])
+
+
 @pytest.fixture
 def services(file: Path) -> dict[str, Any]:
-    return dict(yaml.safe_load(file.read_text())["services"])
+    return services_of(file)
 
 
 @pytest.mark.slow
@@ -79,8 +87,7 @@ def spoken(service: dict[str, Any], folder: Path) -> Iterator[list[str]]:
     for name in ("ray", "asyncrl"):
         (folder / name).write_text(f'#!/bin/sh\nfor word in {name} "$@"; do printf "%s\\0" "$word"; done; echo\n')
         (folder / name).chmod(0o755)
-    given = {"CONFIG": "configs/quickstart.yaml", "RUN": "quickstart", "RAY_AUTH_TOKEN": "t"}
-    environment = {name: given.get(name, value) for name, value in service["environment"].items()}
+    environment = {name: str(value) for name, value in service["environment"].items()} | {"RAY_AUTH_TOKEN": "t"}
     done = subprocess.run(
         [word.replace("$$", "$") for word in service["command"]],
         env=environment | {"PATH": f"{folder}:{os.environ['PATH']}"},
@@ -97,6 +104,7 @@ def test_a_pool_is_a_node_with_its_label_and_a_driver_whose_configuration_can_ru
     pool, _, gpu = name.partition("-")
     node, driver = spoken(services[name], tmp_path)
     assert node[:4] == ["ray", "start", "--address=ray-head:6379", f"--labels=pool={pool}"]
+    assert node[-1] == "--object-store-memory=1800000000"
     assert driver[:7] == [
         "asyncrl",
         pool,
@@ -113,5 +121,37 @@ def test_a_pool_is_a_node_with_its_label_and_a_driver_whose_configuration_can_ru
     assert section.node_labels == {"pool": pool}
     assert section.gpus == (1 if gpu else 0)
     # one folder for the model, one for the run: what is mounted
-    mounted = {volume.partition(":")[2] for volume in services[name]["volumes"]}
-    assert {str(config.run.dir), str(Path(config.model.path).parent)} == mounted
+    mounted = {volume.split(":")[1] for volume in services[name]["volumes"]}
+    assert {str(config.run.dir), str(Path(config.model.path).parent), "/tasks"} == mounted
+
+
+OWN_TASK = {
+    "TASKS": "../../configs",
+    "CONFIG": "/tasks/own_task.yaml",
+    "RUN": "own-task",
+    "MODEL": "/models/tiny-larger",
+}
+
+
+def test_a_task_of_ones_own_is_a_folder_that_the_env_file_names(file: Path, tmp_path: Path, repository: Path) -> None:
+    commented = [line.removeprefix("#").strip() for line in file.read_text().splitlines() if line.startswith("#  ")]
+    assert [f"{name}={value}" for name, value in OWN_TASK.items()] == commented[-4:]
+    for pool in ("learner", "generator"):
+        service = services_of(file, OWN_TASK)[pool]
+        _, driver = spoken(service, tmp_path)
+        assert driver[5:7] == ["-c", "/tasks/own_task.yaml"]
+        config = load_config([repository / "configs" / "own_task.yaml"], driver[7:])
+        check_config(config)
+        assert (config.run.name, config.model.path) == ("own-task", "/models/tiny-larger")
+        # the image has /tasks on Python's search path
+        assert "../../configs:/tasks:ro" in service["volumes"]
+        assert (file.parent / OWN_TASK["TASKS"] / "own_task.py").is_file()
+
+
+def test_the_object_store_fits_into_the_containers_shared_memory(services: dict[str, Any]) -> None:
+    for name in ("ray-head", "learner", "generator", "learner-gpu", "generator-gpu"):
+        assert services[name]["shm_size"] == "2gb", name
+    [head] = re.findall(r"--object-store-memory=(\d+)", services["ray-head"]["command"])
+    store_bytes = services["learner"]["environment"]["OBJECT_STORE_BYTES"]
+    assert int(head) == store_bytes
+    assert store_bytes < 0.95 * 2 * 2**30, "Ray leaves 5 % of /dev/shm free, or goes to the disk"

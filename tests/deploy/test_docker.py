@@ -46,6 +46,11 @@ def test_nothing_runs_as_root_and_versions_are_those_of_the_tests(
     assert f'pip install ".[{target}]" --constraint constraints.txt' in install
 
 
+def test_a_mounted_tasks_folder_is_on_pythons_search_path(instructions: list[tuple[str, str]]) -> None:
+    assert [rest for name, rest in instructions if name == "ENV" and "PYTHONPATH=/tasks " in rest]
+    assert [rest for name, rest in instructions if name == "RUN" and " /tasks " in rest], "the folder is there, empty"
+
+
 def test_what_is_copied_is_there_and_is_all_that_is_sent(
     instructions: list[tuple[str, str]], deploy: Path, repository: Path
 ) -> None:

@@ -23,7 +23,7 @@ from asyncrl.metrics.server import DISCOVERY_S
 
 KUBERNETES = "1.34"
 CORE = ("v1", "networking.k8s.io/v1")
-OVERLAYS = ["cpu", "gpu"]
+OVERLAYS = ["cpu", "gpu", "own-task"]
 
 
 def documents(text: str) -> list[dict[str, Any]]:
@@ -69,6 +69,51 @@ def validate(resources: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 def test_core_kinds_and_all_pods_are_what_kubernetes_allows(base: list[dict[str, Any]]) -> None:
     validate(base)
+
+
+def shared_memory_bytes(pod: dict[str, Any]) -> int:
+    [size] = [v["emptyDir"]["sizeLimit"] for v in pod["spec"]["volumes"] if v["name"] == "shm"]
+    return gib(size)
+
+
+def gib(quantity: str) -> int:
+    return int(quantity.removesuffix("Gi")) * 2**30
+
+
+def test_rays_object_store_fits_into_every_pods_shared_memory(base: list[dict[str, Any]]) -> None:
+    for name, template in pods(base):
+        if name != "submitter":
+            [container] = template["spec"]["containers"]
+            check_object_store(gib(container["resources"]["limits"]["memory"]), shared_memory_bytes(template))
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_rays_object_store_fits_into_the_gpu_overlays_shared_memory(group: int, deploy: Path) -> None:
+    patches = yaml.safe_load((deploy / "kuberay" / "overlays" / "gpu" / "gpus.yaml").read_text())
+    values = {patch["path"]: patch["value"] for patch in patches if patch["op"] == "replace"}
+    pod = f"/spec/workerGroupSpecs/{group}/template/spec"
+    memory = values[f"{pod}/containers/0/resources/limits/memory"]
+    check_object_store(gib(memory), gib(values[f"{pod}/volumes/3/emptyDir/sizeLimit"]))
+
+
+def check_object_store(memory_bytes: int, shm_bytes: int) -> None:
+    """Ray takes this share of a pod's memory, and goes to the disk when 95 % of /dev/shm are less."""
+    from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
+
+    assert DEFAULT_OBJECT_STORE_MEMORY_PROPORTION * memory_bytes < 0.95 * shm_bytes < memory_bytes / 2
+
+
+def test_a_task_of_ones_own_is_on_the_search_path_of_every_ray_pod(base: list[dict[str, Any]], deploy: Path) -> None:
+    for name, template in pods(base):
+        if name == "submitter":
+            continue
+        [volume] = [each for each in template["spec"]["volumes"] if each["name"] == "tasks"]
+        # optional: the quickstart has no such ConfigMap
+        assert volume["configMap"] == {"name": "asyncrl-tasks", "optional": True}
+        [container] = template["spec"]["containers"]
+        # where the image has its search path: PYTHONPATH=/tasks
+        assert {"name": "tasks", "mountPath": "/tasks", "readOnly": True} in container["volumeMounts"], name
+    assert "PYTHONPATH=/tasks" in (deploy / "docker" / "Dockerfile").read_text()
 
 
 def test_every_pod_is_unprivileged_and_reachable_by_its_run_only(base: list[dict[str, Any]]) -> None:
@@ -162,8 +207,11 @@ def test_an_overlays_patches_point_at_what_is_there(overlay: str, deploy: Path, 
 
 
 def run_config(overlay: str, deploy: Path, repository: Path) -> Config:
-    files = [repository / "configs" / "quickstart.yaml", deploy / "kuberay" / "overlays" / overlay / "run.yaml"]
-    return load_config(files, ["ray.address=auto"])
+    """What the overlay's job runs: in a pod /work has configs/, /tasks what the task's ConfigMap was made from."""
+    folder = deploy / "kuberay" / "overlays" / overlay
+    entrypoint = (folder / "task.yaml", folder.parents[1] / "base" / "rayjob.yaml")[overlay != "own-task"].read_text()
+    [first] = re.findall(r"-c (?:/work/configs|/tasks)/(\S+)", entrypoint)
+    return load_config([repository / "configs" / first, folder / "run.yaml"], ["ray.address=auto"])
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -195,7 +243,7 @@ def test_kustomize_renders_what_kubernetes_allows(overlay: str, deploy: Path, re
     validate(rendered)
     for _, template in pods(rendered):
         assert {each["image"] for each in template["spec"]["containers"]} == {
-            f"registry.example/asyncrl:0.1.0-{overlay}"
+            f"registry.example/asyncrl:0.1.0-{'gpu' if overlay == 'gpu' else 'cpu'}"
         }
     config = run_config(overlay, deploy, repository)
     cluster = groups(one("RayCluster", rendered))

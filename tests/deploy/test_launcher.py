@@ -27,3 +27,11 @@ def test_every_node_has_the_token_and_asks_for_it(cluster: dict[str, Any]) -> No
         [start] = [line for line in cluster[f"{role}_start_ray_commands"] if "ray start" in line]
         assert start.startswith("RAY_AUTH_MODE=token ")
         assert "0.0.0.0" not in start
+
+
+def test_the_object_store_fits_into_the_containers_shared_memory(cluster: dict[str, Any]) -> None:
+    [shm_gib] = [int(option[len("--shm-size=") : -1]) for option in cluster["docker"]["run_options"] if "shm" in option]
+    for role in ("head", "worker"):
+        [start] = [line for line in cluster[f"{role}_start_ray_commands"] if "ray start" in line]
+        [store_bytes] = [int(word.partition("=")[2]) for word in start.split() if "object-store-memory" in word]
+        assert store_bytes < 0.95 * shm_gib * 2**30, "Ray leaves 5 % of /dev/shm free, or goes to the disk"
