@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("asyncrl.cli.up", "Run everything on this machine: Ray, generators, learner, a live view."),
     "generator": ("asyncrl.cli.generator", "Add generators to a run on a Ray cluster."),
     "learner": ("asyncrl.cli.learner", "Train a run on a Ray cluster."),
+    "init": ("asyncrl.cli.init", "Write a first configuration for your model and your data."),
     "status": ("asyncrl.cli.status", "Show where a run stands."),
     "top": ("asyncrl.cli.top", "Watch a run live, from its metrics endpoints alone."),
     "down": ("asyncrl.cli.down", "End what is left of a run."),
@@ -42,6 +43,7 @@ A run is described by YAML files (-c, several merge left to right) and overrides
   asyncrl config check -c configs/quickstart.yaml   can this run, and what should I know?
   asyncrl up -c configs/quickstart.yaml staleness.max_versions=4
                                                     run it here
+  asyncrl init models/my-llama questions.jsonl      a configuration for your model and data
 """
 _EPILOG = "Every command explains itself: asyncrl COMMAND --help. ASYNCRL_DEBUG=1 shows the traceback of an error."
 

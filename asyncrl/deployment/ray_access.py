@@ -28,6 +28,8 @@ def require_token() -> None:
     writes a new one readable for everybody: so the file is made here. RunError when the environment forbids tokens, or
     when there is no place for one.
     """
+    # Ray prints how to switch its token off, which a Ray of our own never does
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode != "token":
         raise RunError(

@@ -194,6 +194,7 @@ def test_an_example_of_own_loops_runs_as_it_is_and_on_this_machine_alone(
                 left.kill()
     assert loop.returncode == 0, output.read_text()[-4000:]
     assert re.search(said, output.read_text(), re.MULTILINE), output.read_text()[-4000:]
+    assert "RAY_AUTH_MODE" not in output.read_text(), "a Ray of one's own does not say how to switch its token off"
     checkpoint = tmp_path / "checkpoints" / "step-3"
     assert checkpoint.exists() == (example == "GRPO")
     assert not checkpoint.exists() or {path.name for path in checkpoint.iterdir()} == {

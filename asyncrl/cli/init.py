@@ -1,0 +1,141 @@
+"""`asyncrl init MODEL DATA`: a first configuration for a model and a dataset of one's own."""
+
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl.cli.options import checked_config, command_app, print_warnings
+from asyncrl.config.import_path import call_with_options, is_import_path, resolve
+from asyncrl.config.starter import Facts, starter_yaml
+from asyncrl.data.prompts import Task, read_jsonl
+from asyncrl.errors import ConfigError
+
+LOOKED_AT = 10_000
+"""Prompts whose lengths are measured: enough to know the longest of most datasets, in seconds."""
+
+app = command_app()
+
+
+@app.command()
+def init(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, or a model of the hub.")],
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA",
+            help="A JSONL file with `prompt` and `answer` on each line, or package.module:function that returns tasks.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")] = Path(
+        "run.yaml"
+    ),
+    reward: Annotated[
+        str, typer.Option(metavar="REWARD", help="exact_match, math_verify, or package.module:function.")
+    ] = "exact_match",
+    completion_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, show_default=False, help="Longest completion; by default four times the longest answer."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+) -> None:
+    """Write a YAML for your model and your data, with the numbers that depend on each other.
+
+    It measures prompts and answers with the model's tokenizer, looks for GPUs, and checks what it wrote:
+
+    \b
+      asyncrl init models/my-llama questions.jsonl
+      asyncrl up -c run.yaml
+    """
+    if output.exists() and not force:
+        raise ConfigError(f"{output} is there already; name another file with --output, or add --force")
+    tasks = _tasks(data)
+    if not tasks:
+        raise ConfigError(f"{data}: has no prompts")
+    facts = _facts(model, data, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion_tokens)
+    text = starter_yaml(facts)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {output}: {error.strerror}") from None
+    typer.echo(
+        f"wrote {output}: {facts.prompts} prompts of at most {facts.longest_prompt} tokens, {_places(facts.gpus)}"
+    )
+    _, warnings = checked_config([output], [])
+    print_warnings(warnings)
+    typer.echo(f"start it with: asyncrl up -c {output}")
+
+
+def _places(gpus: int) -> str:
+    return f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU: both pools run on CPUs"
+
+
+def _tasks(data: str) -> Sequence[Task]:
+    if is_import_path(data):
+        return list(call_with_options(resolve(data, key="DATA"), {}, key="DATA"))
+    tasks, _ = read_jsonl(Path(data))
+    return tasks
+
+
+def _facts(model: str, data: str, tasks: Sequence[Task], *, prompts: int, reward: str, completion: int | None) -> Facts:
+    from asyncrl.data.tokenizer import encode_prompts, load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    answers = tokenizer([task.answer for task in tasks], add_special_tokens=False)["input_ids"]
+    described = _model_description(model)
+    longest = described.get("max_position_embeddings")
+    name = Path(data.partition(":")[0]).stem.replace("_", "-")
+    return Facts(
+        name=name if name[:1].isalnum() else "run",
+        model=model,
+        data_path=None if is_import_path(data) else Path(data),
+        dataset=data if is_import_path(data) else None,
+        reward=reward,
+        prompts=prompts,
+        longest_prompt=max(map(len, encode_prompts(tokenizer, [task.question for task in tasks]))),
+        longest_answer=1 + max(map(len, answers)),  # with the end-of-sequence token
+        completion_tokens=completion,
+        longest_model=longest if isinstance(longest, int) else None,
+        parameters=_parameters(model),
+        gpus=_gpus(),
+    )
+
+
+def _model_description(model: str) -> dict[str, object]:
+    """config.json: of a directory as it is, of the hub's after one request."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    path = Path(model, "config.json")
+    try:
+        described = json.loads((path if path.is_file() else Path(hf_hub_download(model, "config.json"))).read_text())
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ConfigError(f"MODEL {model}: its config.json cannot be read ({error})", key="model.path") from None
+    return described if isinstance(described, dict) else {}
+
+
+def _parameters(model: str) -> int | None:
+    """From the headers of a directory's safetensors files; None where there are none, as for a model of the hub."""
+    from safetensors import safe_open
+
+    files = sorted(Path(model).glob("*.safetensors"))
+    total = 0
+    for file in files:
+        with safe_open(file, framework="numpy") as tensors:
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return total or None
+
+
+def _gpus() -> int:
+    """GPUs that this machine's driver lists."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=False)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

@@ -1,0 +1,76 @@
+"""`asyncrl init`: measures prompts with the model's tokenizer and writes a configuration that can run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli.main import app
+from asyncrl.config.load import load_config
+
+pytestmark = pytest.mark.slow
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory with a character tokenizer, a configuration and weights of 3 × 5 numbers."""
+    import torch
+    from safetensors.torch import save_file
+
+    from asyncrl.policy.tiny_model import build_tokenizer
+
+    folder = tmp_path / "models" / "small"
+    build_tokenizer(max_length=200).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 200}))
+    save_file({"weight": torch.zeros(3, 5)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    file = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(120)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_the_file_that_it_writes_holds_what_it_measured(
+    model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, ["init", "models/small", "sums.jsonl"])
+    assert result.exit_code == 0, result.output
+    assert "wrote run.yaml: 120 prompts of at most 8 tokens" in result.stdout
+    assert "start it with: asyncrl up -c run.yaml" in result.stdout
+    config = load_config([tmp_path / "run.yaml"], [])
+    assert (config.run.name, config.model.path, str(config.data.path)) == ("sums", "models/small", "sums.jsonl")
+    assert config.data.max_prompt_tokens == len("119+119=")
+    assert config.generator.max_completion_tokens == 4 * (len("238") + 1)
+
+
+def test_a_file_that_is_there_is_written_over_only_when_that_is_asked_for(
+    model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("mine")
+    refused = runner.invoke(app, ["init", "models/small", "sums.jsonl"])
+    assert refused.exit_code == 2
+    assert "run.yaml is there already" in refused.stderr
+    assert Path("run.yaml").read_text() == "mine"
+    assert runner.invoke(app, ["init", "models/small", "sums.jsonl", "--force"]).exit_code == 0
+    assert Path("run.yaml").read_text() != "mine"
+
+
+def test_a_model_or_data_that_is_not_there_is_refused_before_anything_is_written(
+    model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["models/small", "nosuch.jsonl"], ["models/small", "nosuch_module:tasks"]):
+        result = runner.invoke(app, ["init", *arguments])
+        assert result.exit_code in (1, 2)
+        assert "nosuch" in result.stderr
+        assert "Traceback" not in result.stderr
+    assert not Path("run.yaml").exists()
