@@ -245,8 +245,11 @@ class LearnerSection(Section):
     ran; values in Ray's own words, such as `in(a,b)` or `!c`."""
     threads: PositiveInt = 1
     """Torch threads of a rank on the CPU."""
-    samples_logged: NonNegativeInt = 4
-    """Rollouts a step that are written to `samples/step-N.jsonl`."""
+    groups_logged: NonNegativeInt = 1
+    """Groups a step whose samples are all written to `samples/step-N.jsonl`, and shown by trackers."""
+    logprobs_logged: bool = False
+    """Write the log-probs of each completion token with the samples: the engine's, and the policy's where the objective
+    reads them."""
 
 
 class CriticSection(Section):

@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 PROBE_TASKS = 4
 TARGETS_EVERY_S = 2.0
 SHOW_EVERY_S = 0.5
+SAMPLES_TRACKED_EVERY = 10
+"""Steps between two tables of samples for trackers, which keep every one: all of them are in samples/."""
+TRACKED_COLUMNS = ("group", "prompt", "completion", "answer", "reward", "advantage", "staleness")
 LEAVE_S = 3.0
 """What a run that was asked to end keeps of its grace for its last moves."""
 
@@ -279,17 +282,24 @@ class LearnerDeployment:
     # --- the loop's log -----------------------------------------------------------------------------------------
 
     def append_step(self, record: StepRecord) -> None:
+        before = self._steps[-1] if self._steps else None
         self._steps.append(record)
         self._run_dir.append_step(record)
-        self._trackers.log(record.version_after, record.numbers())
+        self._trackers.log(record.version_after, record.numbers(before))
 
     def append_eval(self, record: EvalRecord) -> None:
         self._evals.append(record)
         self._run_dir.append_eval(record)
-        self._trackers.log(record.version, {"heldout_reward_mean": record.reward_mean})
+        self._trackers.log(record.version, {"reward/heldout_mean": record.reward_mean})
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         self._run_dir.write_samples(step, samples)
+        if step % SAMPLES_TRACKED_EVERY == 0:
+            cells = [
+                [s.group, s.prompt, s.completion, s.answer, s.reward, s.advantage, s.staleness_versions]
+                for s in samples
+            ]
+            self._trackers.log_samples(step, TRACKED_COLUMNS, cells)
 
 
 def tracked_settings(config: Config) -> dict[str, str | int | float]:

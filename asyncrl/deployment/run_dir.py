@@ -4,7 +4,7 @@
     run.json  lock       who runs here; a second run is refused (F35)
     logs/<role>-<n>.log  one file a process
     metrics/             targets.json for Prometheus
-    samples/step-N.jsonl a few full rollouts a step
+    samples/step-N.jsonl whole groups of each step
     steps.jsonl  evals.jsonl  summary.json  report.html
 
 Only the learner writes here, while it holds `lock` by flock: the kernel lets go of it when the process dies, so that a

@@ -124,22 +124,35 @@ def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
 
 
 def sample_record(
-    leased: LeasedGroup, rows: BatchedDataDict, *, row: int, sample: int, decode: Callable[[Sequence[int]], str]
+    leased: LeasedGroup,
+    rows: BatchedDataDict,
+    *,
+    step: int,
+    row: int,
+    sample: int,
+    decode: Callable[[Sequence[int]], str],
 ) -> SampleRecord:
     """One rollout of a group in full, from row `row` of `rows`: `input_ids`, `weight_versions`, `advantages`, of which
-    the mean over the completion is kept when there is one a token."""
+    the mean over the completion is kept when there is one a token, and the log-probs that are among them."""
     prompt, tokens = leased.meta.prompt_tokens, leased.meta.completion_tokens[sample]
     cut = slice(prompt, prompt + tokens)
     advantage = rows["advantages"][row]
     if advantage.ndim:
         advantage = advantage[cut].sum() / max(tokens, 1)
+    spans = tuple(sorted(Counter(rows["weight_versions"][row, cut].tolist()).items()))
+    logprobs = {
+        name: tuple(rows[name][row, cut].tolist()) for name in ("generation_logprobs", "prev_logprobs") if name in rows
+    }
     return SampleRecord(
+        step=step,
         group=leased.meta.group,
         prompt=leased.task.prompt,
         completion=decode(rows["input_ids"][row, cut].tolist()),
         answer=leased.task.answer,
         reward=leased.meta.rewards[sample],
         advantage=float(advantage),
-        version_spans=tuple(sorted(Counter(rows["weight_versions"][row, cut].tolist()).items())),
+        version_spans=spans,
+        staleness_versions=step - spans[0][0] if spans else 0,
         truncated=leased.meta.truncated[sample],
+        **logprobs,
     )

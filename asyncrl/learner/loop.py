@@ -88,7 +88,7 @@ class LearnerLoop:
         self._recorder = StepRecorder(
             log=log,
             metrics=metrics,
-            samples_logged=config.learner.samples_logged,
+            groups_logged=config.learner.groups_logged,
             decode=decode,
             elapsed_s=lambda: clock() - started_s,
             state_seconds=states.seconds,
@@ -272,7 +272,7 @@ class LearnerLoop:
             await asyncio.sleep(ROWS_POLL_S)
 
     async def _write_samples(self, lease: Lease, meta: KVBatchMeta) -> None:
-        """The first `learner.samples_logged` rollouts in full: one of each group before a second of any."""
+        """The first `learner.groups_logged` groups in full."""
         places = self._recorder.logged_samples(lease)
         if places:
             row_of = {name: row for row, name in enumerate(meta.sample_ids)}
@@ -280,9 +280,15 @@ class LearnerLoop:
             rows = await asyncio.to_thread(
                 self._policy.read_from_dataplane,
                 meta.subset([row_of[name] for name in names]),
-                select_fields=["input_ids", "weight_versions", "advantages"],
+                select_fields=["input_ids", "weight_versions", "advantages", *self._logged_logprobs()],
             )
             self._recorder.write_samples(lease, places, rows)
+
+    def _logged_logprobs(self) -> list[str]:
+        if not self._config.learner.logprobs_logged:
+            return []
+        computed = needs_proximal(self._loss, updates=self._config.learner.updates_per_step)
+        return ["generation_logprobs", *(["prev_logprobs"] if computed else [])]
 
     async def _ack(self, lease: Lease) -> RunStatus:
         """The step is trained: the version grows, and is published if the gate says so."""

@@ -6,6 +6,7 @@ counts the lost groups.
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,8 +59,8 @@ class EndedStep:
 class StepRecorder:
     """Records steps one after the other and adds up what only the learner knows.
 
-    `elapsed_s` is the time since the run's start, `state_seconds` the learner's seconds by state; `samples_logged`
-    rollouts of a trained step are written in full.
+    `elapsed_s` is the time since the run's start, `state_seconds` the learner's seconds by state. The first
+    `groups_logged` groups of a trained step are written with all of their samples.
     """
 
     def __init__(
@@ -67,14 +68,14 @@ class StepRecorder:
         *,
         log: RunLog,
         metrics: LearnerMetrics,
-        samples_logged: int,
+        groups_logged: int,
         decode: Callable[[Sequence[int]], str],
         elapsed_s: Callable[[], float],
         state_seconds: Callable[[], dict[str, float]],
     ) -> None:
         self._log = log
         self._metrics = metrics
-        self._samples_logged = samples_logged
+        self._groups_logged = groups_logged
         self._decode = decode
         self._elapsed_s = elapsed_s
         self._state_seconds = state_seconds
@@ -152,12 +153,22 @@ class StepRecorder:
     def _record(self, step: EndedStep) -> StepRecord:
         report, status = step.report, step.status
         trained = not report.skipped
+        metas = [group.meta for group in step.lease.groups]
+        rewards = [reward for meta in metas for reward in meta.rewards]
+        tokens = [count for meta in metas for count in meta.completion_tokens]
         return StepRecord(
             step=step.lease.step,
             wall_s=self._elapsed_s(),
             duration_s=step.duration_s,
             trained=trained,
             reward_mean=_reward_mean(step.lease),
+            reward_std=statistics.pstdev(rewards),
+            reward_min=min(rewards),
+            reward_max=max(rewards),
+            zero_variance_ratio=_finite(step.samples.zero_variance_ratio),
+            completion_tokens_mean=statistics.fmean(tokens),
+            completion_tokens_max=max(tokens),
+            truncated_ratio=_finite(step.samples.overlong_ratio),
             loss=_finite(report.loss),
             grad_norm=_finite(report.grad_norm),
             entropy_nats=_finite(report.entropy_nats),
@@ -201,17 +212,16 @@ class StepRecorder:
     # --- samples ------------------------------------------------------------------------------------------------
 
     def logged_samples(self, lease: Lease) -> list[tuple[int, int]]:
-        """(group, sample) of the rollouts to be written in full: one of each group before a second of any."""
-        size = max(len(group.meta.rewards) for group in lease.groups)
-        places = [(group, sample) for sample in range(size) for group in range(len(lease.groups))]
-        return [p for p in places if p[1] < len(lease.groups[p[0]].meta.rewards)][: self._samples_logged]
+        """(group, sample) of the rollouts to be written in full: those of whole groups, which can be compared."""
+        groups = enumerate(lease.groups[: self._groups_logged])
+        return [(place, sample) for place, group in groups for sample in range(len(group.meta.rewards))]
 
     def write_samples(self, lease: Lease, places: Sequence[tuple[int, int]], rows: BatchedDataDict) -> None:
         """Writes the rollouts at `places`, whose rows are those of `rows`."""
         self._log.write_samples(
             lease.step,
             [
-                sample_record(lease.groups[group], rows, row=row, sample=sample, decode=self._decode)
+                sample_record(lease.groups[group], rows, step=lease.step, row=row, sample=sample, decode=self._decode)
                 for row, (group, sample) in enumerate(places)
             ],
         )

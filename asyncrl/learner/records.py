@@ -41,6 +41,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     groups. `model_flops` are those of the policy's passes, of a skipped step's too, and `mfu_ratio` is their share of
     what the devices could have done in `duration_s`; null where it is not known. `diagnostics` are by name: the step
     report's, the loss's own, and shares of groups whose rewards are equal.
+
+    `reward_std` is the population standard deviation over the step's samples. `zero_variance_ratio` is the share of
+    groups whose rewards are all equal: they have no gradient with advantages of groups. `completion_tokens_mean` and
+    `_max` count generated tokens of a sample, and `truncated_ratio` is the share of samples that were cut at
+    `generator.max_completion_tokens`.
     """
 
     step: int
@@ -48,6 +53,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     trained: bool
     reward_mean: float | None
+    reward_std: float | None
+    reward_min: float | None
+    reward_max: float | None
+    zero_variance_ratio: float | None
+    completion_tokens_mean: float | None
+    completion_tokens_max: int
+    truncated_ratio: float | None
     loss: float | None
     grad_norm: float | None
     entropy_nats: float | None
@@ -77,25 +89,70 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         """The learner's version when this was written: a skipped step leaves it where it was."""
         return self.step + self.trained
 
-    def numbers(self) -> dict[str, float | None]:
-        """The step for a tracker: one number a name."""
+    def numbers(self, before: "StepRecord | None") -> dict[str, float | None]:
+        """The step for a tracker: one number a name. The part before the slash groups them.
+
+        Speeds and seconds by state are those since `before`, the record before this one. The first record has none.
+        """
         ages = [age for age, tokens in self.token_staleness.items() if tokens]
         return {
-            "reward_mean": self.reward_mean,
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "entropy_nats": self.entropy_nats,
-            "ess_ratio": self.ess_ratio,
-            "learning_rate": self.learning_rate,
-            "parity_nats": self.parity_nats,
-            "token_staleness_max_versions": max(ages, default=None),
-            "step_duration_s": self.duration_s,
-            "trained_tokens": self.trained_tokens,
-            "trained_samples": self.trained_samples,
-            "model_flops": self.model_flops,
-            "mfu_ratio": self.mfu_ratio,
-            **self.diagnostics,
+            "reward/mean": self.reward_mean,
+            "reward/std": self.reward_std,
+            "reward/min": self.reward_min,
+            "reward/max": self.reward_max,
+            "reward/zero_variance_ratio": self.zero_variance_ratio,
+            "length/completion_tokens_mean": self.completion_tokens_mean,
+            "length/completion_tokens_max": self.completion_tokens_max,
+            "length/truncated_ratio": self.truncated_ratio,
+            "train/loss": self.loss,
+            "train/grad_norm": self.grad_norm,
+            "train/entropy_nats": self.entropy_nats,
+            "train/learning_rate": self.learning_rate,
+            "train/tokens": self.trained_tokens,
+            "train/samples": self.trained_samples,
+            "staleness/max_versions": max(ages, default=None),
+            "staleness/ess_ratio": self.ess_ratio,
+            "staleness/parity_nats": self.parity_nats,
+            "speed/step_duration_s": self.duration_s,
+            "speed/model_flops": self.model_flops,
+            "speed/mfu_ratio": self.mfu_ratio,
+            **({} if before is None else self._since(before)),
+            **{f"{_group(name)}/{name}": value for name, value in self.diagnostics.items()},
         }
+
+    def _since(self, before: "StepRecord") -> dict[str, float | None]:
+        """Speeds, and each side's seconds by state."""
+        span_s = max(self.wall_s - before.wall_s, 1e-9)
+        since: dict[str, float | None] = {
+            "speed/trained_tokens_per_s": self.trained_tokens / span_s,
+            "speed/generated_tokens_per_s": (self.generated_tokens - before.generated_tokens) / span_s,
+            "speed/trained_samples_per_s": self.trained_samples / span_s,
+        }
+        for side, now, then in (
+            ("learner", self.learner_state_s, before.learner_state_s),
+            ("generator", self.generator_state_s, before.generator_state_s),
+        ):
+            since |= {f"time/{side}_{state}_s": total - then.get(state, 0.0) for state, total in now.items()}
+        return since
+
+
+_GROUPS = {
+    "kl_to_reference_nats": "train",
+    "all_right_ratio": "reward",
+    "all_wrong_ratio": "reward",
+    "value_loss": "critic",
+    "explained_variance": "critic",
+    "value_clipped_ratio": "critic",
+}
+
+
+def _group(diagnostic: str) -> str:
+    """Where a tracker shows a diagnostic.
+
+    >>> [_group(name) for name in ("value_loss", "abs_log_rho_nats_staleness_1", "clipped_ratio")]
+    ['critic', 'staleness', 'diagnostics']
+    """
+    return _GROUPS.get(diagnostic, "staleness" if "staleness" in diagnostic else "diagnostics")
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,8 +165,14 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout in full. `version_spans`: (step of the weights, completion tokens that they produced), in order."""
+    """One rollout in full, as it was trained at `step`.
 
+    `version_spans`: (step of the weights, completion tokens that they produced), in order. `staleness_versions` is the
+    age of its oldest token at `step`. With `learner.logprobs_logged`, `generation_logprobs` has the engine's log-prob
+    of each completion token, and `prev_logprobs` that of the policy before the step, where the objective reads it.
+    """
+
+    step: int
     group: int
     prompt: str
     completion: str
@@ -117,7 +180,10 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     advantage: float | None
     version_spans: tuple[tuple[int, int], ...]
+    staleness_versions: int
     truncated: bool
+    generation_logprobs: tuple[float, ...] | None = None
+    prev_logprobs: tuple[float, ...] | None = None
 
 
 class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,8 +248,8 @@ def build_summary(
         wall_s=totals.wall_s,
         time_to_first_step_s=steps[0].wall_s,
         samples_per_s=_samples_per_s(steps),
-        reward_first=_mean([record.reward_mean for record in steps[:window]]),
-        reward_last=_mean([record.reward_mean for record in steps[-window:]]),
+        reward_first=mean([record.reward_mean for record in steps[:window]]),
+        reward_last=mean([record.reward_mean for record in steps[-window:]]),
         heldout_first=evals[0].reward_mean if evals else None,
         heldout_last=evals[-1].reward_mean if len(evals) > 1 else None,
         staleness_limit=staleness_limit,
@@ -233,7 +299,8 @@ def _samples_per_s(steps: Sequence[StepRecord]) -> float:
     return samples / max(steps[-1].wall_s - steps[0].wall_s, 1e-9)
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def mean(values: Sequence[float | None]) -> float | None:
+    """The mean of those that are numbers; None when there is none."""
     present = _present(values)
     return sum(present) / len(present) if present else None
 

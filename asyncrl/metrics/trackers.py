@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 30.0
 
 Settings = Mapping[str, str | int | float]
+Cell = str | int | float | None
 
 
 class Trackers:
@@ -26,7 +27,7 @@ class Trackers:
     dotted key, `folder` is where files go that belong to the run.
 
     >>> trackers = Trackers([], project="asyncrl", run="quickstart", folder=Path("runs/quickstart"), settings={})
-    >>> trackers.log(1, {"reward_mean": 0.5, "parity_nats": None})
+    >>> trackers.log(1, {"reward/mean": 0.5, "staleness/parity_nats": None})
     >>> trackers.close()
     """
 
@@ -49,6 +50,11 @@ class Trackers:
             return
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         self._work.put(lambda: self._each(lambda tracker: tracker.log(known, step=step)))
+
+    def log_samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """A table of rollouts of one step. Returns at once."""
+        if self._names and rows:
+            self._work.put(lambda: self._each_by_name(partial(_log_table, step=step, columns=columns, rows=rows)))
 
     def close(self) -> None:
         """Waits for what is under way, `CLOSE_S` seconds at most."""
@@ -80,12 +86,48 @@ class Trackers:
             _report(f"the tracker {name} did not start; the run goes on without it", error)
 
     def _each(self, act: Callable[[Any], None]) -> None:
+        self._each_by_name(lambda _, tracker: act(tracker))
+
+    def _each_by_name(self, act: Callable[[str, Any], None]) -> None:
         for name, tracker in list(self._live.items()):
             try:
-                act(tracker)
+                act(name, tracker)
             except Exception as error:
                 del self._live[name]
                 _report(f"the tracker {name} failed and is fed no more", error)
+
+
+def _log_table(name: str, tracker: Any, *, step: int, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+    """accelerate has no common call for tables: each library's own, and Markdown where there is only text."""
+    match name:
+        case "wandb":
+            tracker.log_table("samples", columns=list(columns), data=[list(row) for row in rows], step=step)
+        case "trackio":
+            import trackio
+
+            table = trackio.Table(columns=list(columns), data=[list(row) for row in rows])
+            tracker.log({"samples": table}, step=step)
+        case "tensorboard":
+            tracker.writer.add_text("samples", _markdown(columns, rows), global_step=step)
+        case "mlflow":
+            import mlflow
+
+            mlflow.log_text(_markdown(columns, rows), f"samples/step-{step}.md")
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    r"""
+    >>> print(_markdown(["prompt", "reward"], [["a|b\nc", 0.5]]))
+    | prompt | reward |
+    | --- | --- |
+    | a\|b\nc | 0.5 |
+    """
+
+    def line(cells: Sequence[Cell]) -> str:
+        texts = [str(cell).replace("|", "\\|").replace("\n", "\\n") for cell in cells]
+        return f"| {' | '.join(texts)} |"
+
+    return "\n".join([line(columns), line(["---"] * len(columns)), *map(line, rows)])
 
 
 def _report(what: str, error: Exception) -> None:

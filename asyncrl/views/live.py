@@ -64,6 +64,9 @@ class LiveView:
     ess_ratio: float | None = None
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
+    zero_variance_ratio: float | None = None
+    completion_tokens_mean: float | None = None
+    truncated_ratio: float | None = None
     buffer_groups: Mapping[str, int] | None = None
     buffer_capacity_groups: int | None = None
     published_version: int | None = None
@@ -93,6 +96,8 @@ def render(view: LiveView) -> RenderableType:
     rows.add_column()
     rows.add_row("step", _progress(view))
     rows.add_row("reward", Text.assemble(_last(view.rewards), "  ", (sparkline(view.rewards), "cyan"), _heldout(view)))
+    if view.completion_tokens_mean is not None:
+        rows.add_row("samples", Text(_samples(view)))
     rows.add_row("data", _data(view))
     rows.add_row("speed", Text(_speed(view)))
     if view.buffer_groups is not None:
@@ -197,6 +202,19 @@ def _data(view: LiveView) -> Text:
     if view.ess_ratio is not None:
         text.append(f"{'; ' if text else ''}effective sample size {view.ess_ratio:.0%}")
     return text
+
+
+def _samples(view: LiveView) -> str:
+    """Lengths of completions, and how many groups teach nothing.
+
+    >>> _samples(LiveView(name="r", phase="", elapsed_s=0, total_steps=None, staleness_limit=2,
+    ...     completion_tokens_mean=41.5, truncated_ratio=0.25, zero_variance_ratio=0.5))
+    '41.5 tokens long, 25 % cut off; rewards all equal in 50 % of groups'
+    """
+    cut = "" if view.truncated_ratio is None else f", {view.truncated_ratio * 100:.0f} % cut off"
+    equal = view.zero_variance_ratio
+    groups = "" if equal is None else f"; rewards all equal in {equal * 100:.0f} % of groups"
+    return f"{number(view.completion_tokens_mean or 0.0)} tokens long{cut}{groups}"
 
 
 def _speed(view: LiveView) -> str:

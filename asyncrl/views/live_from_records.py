@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from asyncrl.buffer.actor import limits_of
 from asyncrl.config.schema import Config
-from asyncrl.learner.records import EvalRecord, StepRecord, state_shares
+from asyncrl.learner.records import EvalRecord, StepRecord, mean, state_shares
 from asyncrl.views.live import LiveView, starting_view
 
 RECENT_STEPS = 20
@@ -34,6 +34,9 @@ def live_view(
         oldest_token_versions=max(trained.token_staleness, default=0) if trained is not None else None,
         ess_ratio=last.ess_ratio,
         samples_per_s=sum(record.trained_samples for record in recent[1:]) / span_s if done else None,
+        zero_variance_ratio=mean([record.zero_variance_ratio for record in recent]),
+        completion_tokens_mean=mean([record.completion_tokens_mean for record in recent]),
+        truncated_ratio=mean([record.truncated_ratio for record in recent]),
         tokens_per_s=sum(record.trained_tokens for record in recent[1:]) / span_s if done else None,
         buffer_groups=last.buffer_groups,
         buffer_capacity_groups=limits_of(config).capacity_groups,

@@ -205,11 +205,13 @@ def _samples(samples: dict[int, list[SampleRecord]]) -> str:
     rows = [
         (
             f"{step}",
+            f"{sample.group}",
             _shortened(sample.prompt),
             _shortened(sample.completion) + (" … (cut off)" if sample.truncated else ""),
             _shortened(sample.answer),
             _number(sample.reward),
             _number(sample.advantage),
+            f"{sample.staleness_versions}",
             ", ".join(f"{version} × {tokens}" for version, tokens in sample.version_spans),
         )
         for step, records in samples.items()
@@ -217,12 +219,14 @@ def _samples(samples: dict[int, list[SampleRecord]]) -> str:
     ]
     if not rows:
         return ""
-    head = ("step", "prompt", "completion", "answer", "reward", "advantage", "weights")
+    head = ("step", "group", "prompt", "completion", "answer", "reward", "advantage", "staleness", "weights")
     note = (
-        "Rollouts of the first, the middle and the last step that logged any. Under weights, “92 × 4” is four tokens "
-        "by the weights that 92 steps had made."
+        "Whole groups of the first, the middle and the last step that logged any. Staleness is the age of the oldest "
+        "token, in versions. Under weights, “92 × 4” is four tokens by the weights that 92 steps had made."
     )
-    return section("Samples", note, table(rows, head=head, numeric=frozenset({0, 4, 5}), verbatim=frozenset({1, 2, 3})))
+    return section(
+        "Samples", note, table(rows, head=head, numeric=frozenset({0, 1, 5, 6, 7}), verbatim=frozenset({2, 3, 4}))
+    )
 
 
 def _shortened(text: str) -> str:

@@ -3,10 +3,9 @@
 Long runs are drawn as means over bins: more than `CURVE_POINTS` points cannot be told apart at a chart's width.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncrl.learner.records import EvalRecord, StepRecord, state_shares
+from asyncrl.learner.records import EvalRecord, StepRecord, mean, state_shares
 from asyncrl.views.charts import Series, line_chart, share_chart
 from asyncrl.views.report_page import section
 
@@ -55,15 +54,33 @@ def learning(steps: Steps, evals: Sequence[EvalRecord]) -> str:
     ]
     if evals:
         reward_lines.append(Series(name="held out", ys=_at_versions(evals, xs), color="amber", style="dots"))
+    spread = [
+        Series(name=name, ys=curve(read), color=color)
+        for name, color, read in (
+            ("standard deviation", "blue", lambda record: record.reward_std),
+            ("all equal in a group", "rose", lambda record: record.zero_variance_ratio),
+        )
+    ]
+    lengths = [
+        Series(name="mean", ys=curve(lambda record: record.completion_tokens_mean), color="blue"),
+        Series(name="longest", ys=curve(lambda record: record.completion_tokens_max), color="gray"),
+    ]
+    truncated = Series(name="cut off", ys=curve(lambda record: record.truncated_ratio), color="rose")
     ess = Series(name="effective samples", ys=curve(lambda record: record.ess_ratio), color="blue")
     figures = [
         line_chart("Reward", xs, reward_lines),
+        line_chart("Spread of rewards", xs, spread, unit="of samples; share of groups", include=(0,)),
+        line_chart("Completion length", xs, lengths, unit="tokens", include=(0,)),
+        line_chart("Completions cut off", xs, [truncated], unit="share of samples", include=(0, 1)),
         line_chart("Effective sample size", xs, [ess], unit="share of tokens", include=(0, 1)),
         chart("Loss", "", lambda record: record.loss),
         chart("Entropy", "nats per token", lambda record: record.entropy_nats),
         chart("Gradient norm", "before clipping", lambda record: record.grad_norm),
         chart("Learning rate", "", lambda record: record.learning_rate),
     ]
+    if any("kl_to_reference_nats" in record.diagnostics for record in steps):
+        kl = chart("KL to the reference", "nats", lambda record: record.diagnostics.get("kl_to_reference_nats"))
+        figures.append(kl)
     if any("value_loss" in record.diagnostics for record in steps):
         explained = curve(lambda record: record.diagnostics.get("explained_variance"))
         figures += [
@@ -77,8 +94,8 @@ def learning(steps: Steps, evals: Sequence[EvalRecord]) -> str:
             chart("Critic: loss", "", lambda record: record.diagnostics.get("value_loss")),
         ]
     note = (
-        "Held-out points are greedy answers to questions that were never issued. An effective sample size that falls "
-        "says that data is too old: lower staleness.max_versions."
+        "Orange: greedy accuracy on questions kept out of training. If the effective sample size falls, samples are "
+        "too old: lower staleness.max_versions. A group whose rewards are all equal has no gradient."
     )
     return section("Learning", note, chart_grid(figures))
 
@@ -175,11 +192,6 @@ def smooth(values: Values) -> Values:
     """Trailing means over a twenty-fifth of the curve."""
     window = max(1, len(values) // 25)
     return [mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None and math.isfinite(value)]
-    return sum(present) / len(present) if present else None
 
 
 def chart_grid(figures: Sequence[str]) -> str:

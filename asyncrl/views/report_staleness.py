@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncrl.learner.records import StepRecord
+from asyncrl.learner.records import StepRecord, mean
 from asyncrl.views.charts import Series, line_chart, share_chart, version_bars
 from asyncrl.views.report_page import AGE_COLORS, section
 from asyncrl.views.report_panels import (
@@ -16,7 +16,6 @@ from asyncrl.views.report_panels import (
     bins_of,
     chart_grid,
     last_steps,
-    mean,
 )
 
 DRIFT = "abs_log_rho_nats_staleness_"

@@ -202,6 +202,7 @@ def test_a_directory_that_cannot_be_made_is_refused_by_key(tmp_path: Path) -> No
 
 def test_steps_evals_and_samples_are_appended_as_lines(tmp_path: Path) -> None:
     sample = SampleRecord(
+        step=4,
         group=7,
         prompt="cat>",
         completion="tac",
@@ -209,6 +210,7 @@ def test_steps_evals_and_samples_are_appended_as_lines(tmp_path: Path) -> None:
         reward=1.0,
         advantage=0.5,
         version_spans=((3, 2), (4, 2)),
+        staleness_versions=1,
         truncated=False,
     )
     evaluation = EvalRecord(version=0, wall_s=9.0, prompts=128, reward_mean=0.4)

@@ -144,7 +144,7 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
 ) -> None:
     name = tmp_path.name
     overrides = [
-        "learner.samples_logged=4",  # one of each group of a step
+        "learner.groups_logged=4",  # those of a step
         "generator.max_starts_per_s=1",  # a replica holds tickets that it has not started yet: none is ever idle
     ]
     first = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)

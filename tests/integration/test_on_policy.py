@@ -35,7 +35,7 @@ OVERRIDES = [
     ENDLESS,
     "staleness.max_versions=0",
     "weights.publish_every_steps=1",
-    "learner.samples_logged=1000",
+    "learner.groups_logged=1000",
 ]
 
 

@@ -53,7 +53,7 @@ def summary_of(run: Path) -> dict[str, Any]:
 
 
 def issued_prompts(run: Path) -> list[str]:
-    """The prompt of every group that was trained; `learner.samples_logged` must be at least the groups of a step."""
+    """The prompt of every group that was trained; `learner.groups_logged` must be at least the groups of a step."""
     lines = [line for file in (run / "samples").glob("step-*.jsonl") for line in file.read_text().splitlines()]
     prompts = {record["group"]: record["prompt"] for record in map(json.loads, lines)}
     return list(prompts.values())
@@ -93,7 +93,8 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         [
             "up", "-c", str(QUICKSTART), f"run.dir={run.parent}", f"metrics.learner_port={port}",
             *small_overrides(model_path),
-            f"learner.total_steps={STEPS}", "staleness.max_versions=2", "learner.samples_logged=4",
+            f"learner.total_steps={STEPS}", "staleness.max_versions=2", "learner.groups_logged=4",
+            "learner.logprobs_logged=true",
             f"checkpoint.every_steps={STEPS // 4}", "checkpoint.keep=2",
             "environment.reward=dense_reward:by_length",
         ],

@@ -29,6 +29,9 @@ async def test_a_trained_step_is_recorded_with_what_it_trained() -> None:
     assert (first.step, first.version_after, first.duration_s) == (0, 1, 1.0)
     assert (first.loss, first.grad_norm, first.learning_rate, first.parity_nats) == (0.5, 2.0, 1e-3, 1e-6)
     assert first.reward_mean == 0.5, "rewards of a group are 0 and 1"
+    assert (first.reward_std, first.reward_min, first.reward_max) == (0.5, 0.0, 1.0)
+    assert first.zero_variance_ratio == 0.0
+    assert (first.completion_tokens_mean, first.completion_tokens_max) == (1.5, 2), "completions of one and two tokens"
     assert (first.trained_samples, first.trained_tokens) == (4, 6)
     assert first.group_staleness == {0: 2}
     assert first.token_staleness == {0: 4, 1: 2}
@@ -87,7 +90,7 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
     )
     metrics = LearnerMetrics()
     recorder = StepRecorder(
-        log=Scene().log, metrics=metrics, samples_logged=0, decode=str, elapsed_s=lambda: 1.0, state_seconds=dict
+        log=Scene().log, metrics=metrics, groups_logged=0, decode=str, elapsed_s=lambda: 1.0, state_seconds=dict
     )
     recorder.trained(step)
     expected = measured | same | of_samples | of_loss
@@ -119,22 +122,51 @@ async def test_a_step_s_flops_are_recorded_and_their_share_of_what_the_devices_c
         (10**12, None),
         (None, None),
     ]
-    assert scene.log.steps[0].numbers()["mfu_ratio"] == 0.3
+    assert scene.log.steps[0].numbers(None)["speed/mfu_ratio"] == 0.3
     assert scene.metrics.registry.get_sample_value("asyncrl_learner_model_flops_total") == 4e12
 
 
 @pytest.mark.asyncio
-async def test_samples_are_one_of_each_group_before_a_second_of_any() -> None:
-    scene = Scene(learner={"samples_logged": 3})
+async def test_samples_are_those_of_whole_groups_with_step_and_staleness() -> None:
+    scene = Scene(learner={"groups_logged": 1})
     await scene.run()
-    groups = [int(key.split(".")[0]) for key in scene.trainer.asked[0][1]]
+    for step, logged in scene.log.samples.items():
+        group = int(scene.trainer.asked[step][1][0].split(".")[0])
+        assert [(sample.step, sample.group, sample.completion, sample.reward) for sample in logged] == [
+            (step, group, "10", 0.0),
+            (step, group, "10 11", 1.0),
+        ]
+        assert logged[1].version_spans[0] == (step - logged[1].staleness_versions, 2)
+        assert logged[1].generation_logprobs is None, "log-probs only where they are asked for"
+
+
+@pytest.mark.asyncio
+async def test_samples_have_the_log_probs_of_their_completions_when_they_are_asked_for() -> None:
+    scene = Scene(learner={"groups_logged": 2, "logprobs_logged": True})
+    await scene.run()
     logged = scene.log.samples[0]
-    assert [(sample.group, sample.completion, sample.reward) for sample in logged] == [
-        (groups[0], "10", 0.0),
-        (groups[1], "10", 0.0),
-        (groups[0], "10 11", 1.0),
-    ]
-    assert logged[2].version_spans == ((0, 2),)
+    assert len(logged) == 4
+    for sample in logged:
+        assert sample.generation_logprobs is not None
+        assert len(sample.generation_logprobs) == len(sample.completion.split())
+
+
+@pytest.mark.asyncio
+async def test_a_tracker_gets_groups_of_names_and_speeds_since_the_step_before() -> None:
+    scene = Scene()
+    await scene.run()
+    first, second = scene.log.steps[:2]
+    alone, after = first.numbers(None), second.numbers(first)
+    assert {name.partition("/")[0] for name in alone} <= {
+        *("reward", "length", "train", "staleness", "speed", "diagnostics", "critic")
+    }
+    assert not [name for name in alone if name.startswith(("time/", "speed/trained"))], "nothing to subtract from"
+    span_s = second.wall_s - first.wall_s
+    assert after["speed/trained_tokens_per_s"] == pytest.approx(second.trained_tokens / span_s)
+    spent = [value for name, value in after.items() if name.startswith("time/learner_")]
+    assert sum(value or 0.0 for value in spent) == pytest.approx(
+        sum(second.learner_state_s.values()) - sum(first.learner_state_s.values())
+    )
 
 
 @pytest.mark.asyncio

@@ -1,6 +1,7 @@
 """Trackers for real, without a network: what was logged is read back with each tracker's own reader."""
 
 import doctest
+import json
 import logging
 import os
 import subprocess
@@ -23,8 +24,11 @@ def follow(name: str, folder: Path) -> None:
     """A run of two steps and an evaluation."""
     trackers = Trackers([name], project="tests", run="quick", folder=folder, settings={"staleness.max_versions": 3})
     for step, reward in REWARDS.items():
-        trackers.log(step, {"reward_mean": reward, "parity_nats": None, "explained_variance": float("nan")})
-    trackers.log(2, {"heldout_reward_mean": 0.75})
+        trackers.log(
+            step, {"reward/mean": reward, "staleness/parity_nats": None, "critic/explained_variance": float("nan")}
+        )
+    trackers.log(2, {"reward/heldout_mean": 0.75})
+    trackers.log_samples(2, ["prompt", "completion", "reward"], [["tree>", "ee|rt\n", 1.0], ["lamp>", "lamp", 0.0]])
     trackers.close()
 
 
@@ -38,9 +42,14 @@ def test_tensorboard_has_a_scalar_a_step_and_the_settings(tmp_path: Path) -> Non
     follow("tensorboard", tmp_path)
     events = EventAccumulator(str(tmp_path / "tensorboard" / "quick"))
     events.Reload()
-    assert {event.step: event.value for event in events.Scalars("reward_mean")} == REWARDS
-    assert [event.value for event in events.Scalars("heldout_reward_mean")] == [0.75]
-    assert not {"parity_nats", "explained_variance"} & set(events.Tags()["scalars"]), "what was not measured"
+    assert {event.step: event.value for event in events.Scalars("reward/mean")} == REWARDS
+    assert [event.value for event in events.Scalars("reward/heldout_mean")] == [0.75]
+    assert not {"staleness/parity_nats", "critic/explained_variance"} & set(events.Tags()["scalars"]), (
+        "what was not measured"
+    )
+    [table] = events.Tensors("samples/text_summary")
+    assert table.step == 2
+    assert "| tree> | ee\\|rt\\n | 1.0 |" in table.tensor_proto.string_val[0].decode()
     (settings,) = tmp_path.glob("tensorboard/quick/*/hparams.yml")
     assert settings.read_text() == "staleness.max_versions: 3\n"
 
@@ -58,7 +67,9 @@ def test_mlflow_has_the_history_of_every_metric(tmp_path: Path, monkeypatch: pyt
     assert run.info.run_name == "quick"
     assert run.info.status == "FINISHED"
     assert run.data.params["staleness.max_versions"] == "3"
-    history = client.get_metric_history(run.info.run_id, "reward_mean")
+    samples = Path(client.download_artifacts(run.info.run_id, "samples/step-2.md"))
+    assert "| lamp> | lamp | 0.0 |" in samples.read_text()
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert {point.step: point.value for point in history} == REWARDS
 
 
@@ -68,9 +79,11 @@ def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     follow("wandb", tmp_path)
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     content = log.read_bytes()
-    for text in (b"quick", b"staleness.max_versions", b"reward_mean", b"heldout_reward_mean"):
+    for text in (b"quick", b"staleness.max_versions", b"reward/mean", b"reward/heldout_mean"):
         assert text in content, text
-    assert b"parity_nats" not in content
+    assert b"staleness/parity_nats" not in content
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    assert json.loads(table.read_text())["data"][0] == ["tree>", "ee|rt\n", 1.0]
 
 
 def test_trackio_keeps_the_run_in_its_own_database(tmp_path: Path) -> None:
@@ -82,7 +95,8 @@ from trackio.sqlite_storage import SQLiteStorage
 follow("trackio", Path({str(tmp_path)!r}))
 (run,) = SQLiteStorage.get_runs("tests")
 logs = SQLiteStorage.get_logs("tests", run)
-print(run, [log["reward_mean"] for log in logs if "reward_mean" in log])
+tables = [log["samples"] for log in logs if "samples" in log]
+print(run, [log["reward/mean"] for log in logs if "reward/mean" in log], "tree>" in str(tables))
 """
     folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")  # of tests that were one
@@ -91,7 +105,7 @@ print(run, [log["reward_mean"] for log in logs if "reward_mean" in log])
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.stdout.splitlines()[-1:] == ["quick [0.25, 0.5]"], done.stderr
+    assert done.stdout.splitlines()[-1:] == ["quick [0.25, 0.5] True"], done.stderr
 
 
 def test_a_tracker_that_does_not_start_is_said_once_and_the_run_goes_on(
@@ -132,7 +146,7 @@ def test_a_tracker_that_fails_is_fed_no_more_and_the_others_are(
     trackers._names, trackers._live = ("a", "b"), {"a": failing, "b": working}
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
-            trackers.log(step, {"reward_mean": 0.5})
+            trackers.log(step, {"reward/mean": 0.5})
         trackers.close()
     assert failing.calls == ["log 1", "log 2"]
     assert working.calls == ["log 1", "log 2", "log 3", "finish"]
@@ -149,7 +163,7 @@ def test_a_tracker_that_hangs_holds_up_neither_the_steps_nor_the_end(
     trackers._names, trackers._live = ("a",), {"a": hanging}
     try:
         for step in range(100):
-            trackers.log(step, {"reward_mean": 0.5})
+            trackers.log(step, {"reward/mean": 0.5})
         with caplog.at_level(logging.WARNING):
             trackers.close()
         assert "not done" in caplog.text
@@ -171,7 +185,7 @@ class Hanging:
 module.CLOSE_S = 0.1
 trackers = module.Trackers([], project="tests", run="quick", folder=Path({str(tmp_path)!r}), settings={{}})
 trackers._names, trackers._live = ("a",), {{"a": Hanging()}}
-trackers.log(1, {{"reward_mean": 0.5}})
+trackers.log(1, {{"reward/mean": 0.5}})
 trackers.close()
 print("closed")
 """

@@ -70,15 +70,23 @@ def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Pat
     assert target == path / "report.html"
     page = Page(target.read_text())
     for words in (
-        "Learning", "Reward", "held out", "Effective sample size", "Loss", "Entropy", "Gradient norm",
+        "Learning", "Reward", "held out", "Effective sample size", "Spread of rewards",
+        "Completion length", "Completions cut off", "Loss", "Entropy", "Gradient norm",
         "who waits for whom", "Learner", "Generators", "Samples", "Tokens", "Groups in the buffer",
         "Age when trained", "limit 2", "Log-prob parity",
         "Totals", "fate of issued groups", "640", "Configuration", "max_versions: 2", "0.50 → 0.69",
     ):  # fmt: skip
         assert words in page.text, words
-    assert page.tags.count("figure") == page.tags.count("svg") == 17
+    assert page.tags.count("figure") == page.tags.count("svg") == 20
     assert "prompt of step 0" in page.text
     assert "prompt of step 39" in page.text
+
+
+def test_only_a_run_that_looks_at_a_reference_shows_the_distance_to_it(tmp_path: Path) -> None:
+    for name, diagnostics in (("plain", {}), ("reference", {"kl_to_reference_nats": 0.25})):
+        steps = [make_step(step, diagnostics=diagnostics) for step in range(5)]
+        page = Page(report_html(read_run(write_run(tmp_path / name, steps))))
+        assert ("KL to the reference" in page.text) == bool(diagnostics)
 
 
 def test_only_a_run_with_a_critic_shows_what_it_learns(tmp_path: Path) -> None:
@@ -89,7 +97,7 @@ def test_only_a_run_with_a_critic_shows_what_it_learns(tmp_path: Path) -> None:
     page = Page(report_html(read_run(write_run(tmp_path / "ppo", steps))))
     assert "Critic: explained variance" in page.text
     assert "Critic: loss" in page.text
-    assert page.tags.count("svg") == 19
+    assert page.tags.count("svg") == 22
     without = Page(report_html(read_run(write_run(tmp_path / "grpo", [make_step(step) for step in range(5)]))))
     assert "Critic" not in without.text
 

@@ -79,6 +79,7 @@ def write_run(
             record.step,
             [
                 SampleRecord(
+                    step=record.step,
                     group=record.step,
                     prompt=f"prompt of step {record.step}",
                     completion=HOSTILE,
@@ -86,6 +87,7 @@ def write_run(
                     reward=1.0,
                     advantage=None,
                     version_spans=((record.step, 3),),
+                    staleness_versions=0,
                     truncated=True,
                 )
             ],
