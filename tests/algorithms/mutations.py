@@ -153,12 +153,12 @@ LOSS = [
     ("tokens counted in the micro-batch", "return share_BT / tokens", "return share_BT / share_BT.sum().clamp(min=1)"),
     (
         "sequences counted in the micro-batch",
-        "segments.sizes_BT.clamp(min=1) / sequences",
-        "segments.sizes_BT.clamp(min=1) / len(share_BT)",
+        '_divisor(segments.pool(token_BT, "sum")) / sequences',
+        '_divisor(segments.pool(token_BT, "sum")) / len(share_BT)',
     ),
     (
         "the sequence mean does not divide by length",
-        "share_BT / segments.sizes_BT.clamp(min=1) / sequences",
+        'share_BT / _divisor(segments.pool(token_BT, "sum")) / sequences',
         "share_BT / sequences",
     ),
     ("the constant is ignored", "(sequences * objective.constant)", "sequences"),
@@ -174,10 +174,10 @@ SHARES = [
     ("prompt groups are not averaged", "1 / (groups * count)", "1 / count"),
     ("every group counts, trained or not", "sum(tokens > 0 for tokens in counts.by_group.values())", "len(ids)"),
     ("bad rows are imitated", '(data["rewards"] > 0).float()', '(data["rewards"] < 0).float()'),
-    ("good rows are imitated without a mean", "/ max(counts.positive, 1)", "/ 1"),
-    ("masked rows count", '(data["token_mask"] * data["sample_mask"].unsqueeze(1)) > 0', 'data["token_mask"] > 0'),
-    ("a row's first token counts", "mask_BS[:, 0] = False", "pass"),
-    ("ranks do not add up", "by_group.update(other.by_group)", "pass"),
+    ("good rows are imitated without a mean", "/ (counts.positive or 1.0)", "/ 1.0"),
+    ("masked rows count", '.double() * data["sample_mask"].double().unsqueeze(1)', ".double()"),
+    ("a row's first token counts", "weight_BS[:, 0] = 0.0", "pass"),
+    ("ranks do not add up", " + other.by_group.get(group, 0.0)", ""),
     ("good tokens of other parts are lost", "positive=self.positive + other.positive", "positive=self.positive"),
 ]
 ADVANTAGES = [
@@ -410,10 +410,14 @@ VALUE_LOSS = [
     ("the value clip is a bonus", "torch.maximum(square_BT", "torch.minimum(square_BT"),
     ("the token mean without its half", "loss = 0.5 * masked_mean(square_BT", "loss = masked_mean(square_BT"),
     ("the sequence mean without its half", "loss = 0.5 * masked_mean(means_BT", "loss = masked_mean(means_BT"),
-    ("the sequence mean by tokens", "mask_BT, global_valid_seqs)", "mask_BT, global_valid_toks)"),
-    ("the sequence mean of sums", "square_BT / mask_BT.sum(1, keepdim=True).clamp(min=1)", "square_BT"),
-    ("the sequence mean over the width", "mask_BT.sum(1, keepdim=True).clamp(min=1)", "mask_BT.shape[1]"),
-    ("the sequence mean by the micro-batch", "mask_BT, global_valid_seqs)", "mask_BT, torch.tensor(len(mask_BT)))"),
+    (
+        "the sequence mean by tokens",
+        "means_BT, weight_BT, global_valid_seqs)",
+        "means_BT, weight_BT, global_valid_toks)",
+    ),
+    ("the sequence mean of sums", "square_BT / torch.where(tokens_B1 > 0, tokens_B1, 1)", "square_BT"),
+    ("the sequence mean over the width", "torch.where(tokens_B1 > 0, tokens_B1, 1)", "mask_BT.shape[1]"),
+    ("the sequence mean by the micro-batch", "weight_BT, global_valid_seqs)", "weight_BT, torch.tensor(len(mask_BT)))"),
     ("a sample mask weighs values", 'data["sample_mask"].unsqueeze(1)) > 0', 'data["sample_mask"].unsqueeze(1)) > 0.6'),
     ("values are clipped about the returns", 'old_BT = inside(data["values"]', 'old_BT = inside(data["returns"]'),
     ("explained variance of the returns", "1 - left / spread", "left / spread"),
@@ -456,7 +460,7 @@ DIAGNOSTICS = [
     ("ρ for e^|log ρ|", "bounded.abs().exp()", "bounded.exp()"),
     ("no token reads healthy", "return math.nan", "return 1.0"),
     ("a NaN drops out of the parity", ".abs().nan_to_num(nan=torch.inf)", ".abs().nan_to_num(nan=0.0)"),
-    ("extremes are added", 'if name.endswith("_max")', 'if name.endswith("_most")'),
+    ("the least for the largest", "max(self.abs_log_rho_max_nats, other.", "min(self.abs_log_rho_max_nats, other."),
 ]
 OBJECTIVE = [
     (
@@ -540,7 +544,7 @@ TOKEN_ESTIMATORS = [
     ("every rank is whitened alone", "moments = add_up(moments)", "add_up(moments)"),
     ("samples weigh as tokens", 'if rule.whiten == "samples":', "if False:"),
     ("whitening where none is wanted", 'if rule.whiten == "none":', "if False:"),
-    ("a shape of its own", "if tuple(column.shape) != expected:", "if False:"),
+    ("a shape of its own", "if column_BS.shape != mask_BS.shape:", "if False:"),
 ]
 
 MUTATIONS = [

@@ -75,7 +75,7 @@ def main(wanted: list[str]) -> int:
     # a stale .pyc of a file that changed twice within a second would be the unbroken package
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
-    chosen = [mutation for mutation in MUTATIONS if all(part in mutation.name for part in wanted)]
+    chosen = [mutation for mutation in MUTATIONS if not wanted or any(part in mutation.name for part in wanted)]
     wrong: list[Mutation] = []
     with tempfile.TemporaryDirectory() as folder:
         root, log = Path(folder).resolve(), Path(folder).resolve() / "log"
