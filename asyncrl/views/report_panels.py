@@ -77,8 +77,8 @@ def learning(steps: Steps, evals: Sequence[EvalRecord]) -> str:
             chart("Critic: loss", "", lambda record: record.diagnostics.get("value_loss")),
         ]
     note = (
-        "Held-out points are greedy answers to questions that were never issued. An effective sample size that falls "
-        "says that data is too old: lower staleness.max_versions."
+        "Orange: the mean reward of greedy answers to questions kept out of training. A falling effective sample size "
+        "means that the data is too old: lower staleness.max_versions."
     )
     return section("Learning", note, chart_grid(figures))
 

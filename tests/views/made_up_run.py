@@ -12,6 +12,7 @@ TOTALS = RunTotals(
     wall_s=50.0,
     generated_tokens=9000,
     groups_discarded=0,
+    groups_failed={},
     ledger_closed=True,
     rows_outstanding=0,
     weight_updates=12,
@@ -54,7 +55,7 @@ def make_step(step: int, **changed: Any) -> StepRecord:
         "oldest_replica_version": step,
         "weight_updates": step,
         "mid_sequence_updates": step // 2,
-        "diagnostics": {"kernel_ess_ratio": 0.9, "clipped_ratio": 0.0},
+        "diagnostics": {"kernel_ess_ratio": 0.9, "clipped_ratio": 0.0, "zero_variance_ratio": 0.25},
     }
     return StepRecord(**(fields | changed))
 
@@ -79,9 +80,10 @@ def make_status(**changed: Any) -> RunStatus:
             booked_bytes=0,
             oldest_group_age_s=0.0,
             lease_wait=None,
-            data_failures_in_a_row=0,
         ),
-        "account": Account(issued=Amount(), fates=dict.fromkeys(Fate, Amount()), events={}, failures={}),
+        "account": Account(issued=Amount(), fates=dict.fromkeys(Fate, Amount()), events={}),
+        "failures": (),
+        "failure_streak": None,
         "replicas": (
             ReplicaView(
                 replica="generator-a",
