@@ -20,6 +20,9 @@ from asyncrl.buffer.membership import Deployment, Membership, Role, RunState
 from asyncrl.buffer.records import (
     CommitOutcome,
     Counts,
+    Failure,
+    FailureCount,
+    FailureStreak,
     GroupMeta,
     Lease,
     LeaseWait,
@@ -36,13 +39,15 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, Task
 from asyncrl.data_plane.calls import finished
 from asyncrl.data_plane.clients import GroupRows
-from asyncrl.errors import FailureClass
 from asyncrl.metrics.catalogue import BUFFER_WAITS
 from asyncrl.metrics.recorders import BufferMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock, monotonic_at_process_start
 
 logger = logging.getLogger(__name__)
+
+_NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
+"""Answers that no wait can change."""
 
 _WAITS = {
     (False, False): "nobody_waits",
@@ -71,13 +76,12 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     parity_max_nats: float
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A ticket that could not be filled."""
+class FailedTicket(msgspec.Struct, frozen=True, kw_only=True):
+    """A ticket that could not be filled, and why."""
 
     key: str
     incarnation: int
-    failure_class: FailureClass
-    reason: str
+    failure: Failure
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +98,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     capacity_groups: int
     counts: Counts
     account: Account
+    failures: tuple[FailureCount, ...]
+    failure_streak: FailureStreak | None
     replicas: tuple[ReplicaView, ...]
     reports: dict[str, ReplicaReport]
     deployments: tuple[Deployment, ...]
@@ -113,6 +119,7 @@ def limits_of(config: Config) -> Limits:
         worst_group_bytes=worst_case_group_bytes(config),
         total_steps=learner.total_steps,
         max_attempts=config.buffer.max_attempts,
+        max_data_failures=config.generator.max_data_failures,
         heartbeat_timeout_s=config.buffer.heartbeat_timeout_s,
     )
 
@@ -227,6 +234,8 @@ class BufferActor:
             capacity_groups=self._limits.capacity_groups,
             counts=self._buffer.counts(),
             account=self._buffer.ledger,
+            failures=self._buffer.failures.counts(),
+            failure_streak=self._buffer.failures.streak,
             replicas=replicas,
             reports=dict(self._reports),
             deployments=tuple(self._members.live()),
@@ -287,14 +296,9 @@ class BufferActor:
         await self._notify()
         return outcomes
 
-    async def fail(self, failures: Sequence[Failure]) -> None:
-        for failure in failures:
-            self._buffer.fail(
-                failure.key,
-                incarnation=failure.incarnation,
-                failure_class=failure.failure_class,
-                reason=failure.reason,
-            )
+    async def fail(self, tickets: Sequence[FailedTicket]) -> None:
+        for ticket in tickets:
+            self._buffer.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
         await self._notify()
 
     # --- learner ------------------------------------------------------------------------------------------------
@@ -307,10 +311,19 @@ class BufferActor:
                 answer = self._buffer.lease()
                 self._clear(self._buffer.take_dropped())
                 left_s = wait_s - (self._clock() - started_s)
-                if isinstance(answer, Lease) or answer is LeaseWait.FINISHED or left_s <= 0:
+                if isinstance(answer, Lease) or answer in _NO_LEASE_EVER or left_s <= 0:
                     self._metrics.lease_waited(self._clock() - started_s)
                     return answer
                 await self._change_within(left_s, who=Role.LEARNER)
+
+    async def failures(self, known_rollouts: int, wait_s: float) -> tuple[FailureCount, ...]:
+        """The failed rollouts so far, as soon as there are more than `known_rollouts`, else after `wait_s`."""
+        log = self._buffer.failures
+        async with self._changed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait_for(lambda: log.rollouts > known_rollouts)
+        return log.counts()
 
     async def ack(self, incarnation: int, step: int) -> RunStatus:
         """The step is trained; where the run stands now."""

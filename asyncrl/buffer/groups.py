@@ -114,13 +114,15 @@ class Groups:
         self.ready.push(slot)
         self._ledger.generated(meta.generated_tokens)
 
-    def retry(self, slot: Slot) -> None:
-        """A reserved group's attempt is over without a result: its prompt goes to the front, or has failed for good."""
+    def retry(self, slot: Slot) -> bool:
+        """A reserved group's attempt is over without a result: its prompt goes to the front. False when it had its last
+        attempt, so that the group has failed."""
         if slot.ticket.attempt + 1 >= self._limits.max_attempts:
             self.fail(slot)
-            return
+            return False
         self._leave_reserved(slot)
         self._to_front(slot, issued=True)
+        return True
 
     def fail(self, slot: Slot) -> None:
         """A reserved group will never be committed. Another prompt may take its slot."""

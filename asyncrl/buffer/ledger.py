@@ -69,15 +69,11 @@ class Amount(msgspec.Struct, frozen=True):
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """The ledger at one moment, open groups included: what is exported, shown and checked.
-
-    `failures` counts failed rollouts by `<class>/<reason>`.
-    """
+    """The ledger at one moment, open groups included: what is exported, shown and checked."""
 
     issued: Amount
     fates: dict[Fate, Amount]
     events: dict[Event, int]
-    failures: dict[str, int]
 
     @property
     def closed(self) -> bool:
@@ -92,7 +88,6 @@ class Ledger:
         self._issued = Amount()
         self._final: dict[Fate, Amount] = {fate: Amount() for fate in Fate if fate not in OPEN_FATES}
         self._events: Counter[Event] = Counter()
-        self._failures: Counter[str] = Counter()
 
     def issue(self, *, samples: int) -> None:
         """One group was issued; its tokens follow at its commit."""
@@ -109,10 +104,6 @@ class Ledger:
     def count(self, event: Event, times: int = 1) -> None:
         self._events[event] += times
 
-    def failure(self, label: str) -> None:
-        """A rollout failed; `label` is `<class>/<reason>`, from a bounded set."""
-        self._failures[label] += 1
-
     def account(self, *, reserved: Amount, ready: Amount, leased: Amount) -> Account:
         """The whole account, with what the buffer holds open."""
         open_ = {Fate.RESERVED: reserved, Fate.READY: ready, Fate.LEASED: leased}
@@ -120,5 +111,4 @@ class Ledger:
             issued=self._issued,
             fates={fate: open_[fate] if fate in OPEN_FATES else self._final[fate] for fate in Fate},
             events={event: self._events[event] for event in Event},
-            failures=dict(self._failures),
         )

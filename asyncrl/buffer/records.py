@@ -9,6 +9,10 @@ from enum import StrEnum
 import msgspec
 
 from asyncrl.data.prompts import Task
+from asyncrl.errors import FailureClass, RolloutError
+
+MAX_FAILURE_CHARS = 1000
+"""Longest text of a failure that is kept, each of message, prompt and completion."""
 
 
 class Version(msgspec.Struct, frozen=True, order=True):
@@ -40,13 +44,15 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
 class Refusal(StrEnum):
     """Why a reserve got fewer tickets than it asked for. NO_PROMPTS: the source is exhausted. NO_STEPS: the groups in
-    flight already fill every step up to `total_steps`."""
+    flight already fill every step up to `total_steps`. TOO_MANY_FAILURES: the run is about to end, because
+    `generator.max_data_failures` groups failed in a row."""
 
     STALENESS = "staleness"
     CAPACITY = "capacity"
     NO_PROMPTS = "no_prompts"
     NO_STEPS = "no_steps"
     PAUSED = "paused"
+    TOO_MANY_FAILURES = "too_many_failures"
     OLD_INCARNATION = "old_incarnation"
 
 
@@ -145,11 +151,12 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseWait(StrEnum):
-    """Why there is no lease now."""
+    """Why there is no lease now. TOO_MANY_FAILURES: there will be none any more, as `Refusal` explains."""
 
     NOT_ENOUGH_READY = "not_enough_ready"
     STRAGGLER = "straggler"
     FINISHED = "finished"
+    TOO_MANY_FAILURES = "too_many_failures"
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,4 +191,75 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     booked_bytes: int
     oldest_group_age_s: float
     lease_wait: LeaseWait | None
-    data_failures_in_a_row: int
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why one rollout failed. Texts have at most `MAX_FAILURE_CHARS` characters. `prompt` and `completion` are empty
+    when the failure is not of one prompt, or not of one completion."""
+
+    failure_class: FailureClass
+    reason: str
+    message: str = ""
+    prompt: str = ""
+    completion: str = ""
+
+    @classmethod
+    def of(cls, error: RolloutError, *, prompt: str = "") -> "Failure":
+        """The failure of a rollout on `prompt` that raised `error`."""
+        return cls(
+            failure_class=error.failure_class,
+            reason=error.reason,
+            message=cut_text(str(error)),
+            prompt=cut_text(prompt),
+            completion=cut_text(error.completion),
+        )
+
+    @property
+    def label(self) -> str:
+        """`<class>/<reason>`, from a bounded set."""
+        return f"{self.failure_class.value}/{self.reason}"
+
+    @property
+    def of_reward(self) -> bool:
+        """Whether the reward failed, and not the generation."""
+        return self.reason.startswith("reward_")
+
+    @property
+    def words(self) -> str:
+        """The cause on one line.
+
+        >>> Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="reward = tasks:judge raised "
+        ...     "KeyError: 'KEY' (tasks.py:30)", prompt="0+3=", completion="4").words
+        "reward = tasks:judge raised KeyError: 'KEY' (tasks.py:30) for prompt '0+3=' and completion '4'"
+        """
+        cause = self.message or self.label
+        if self.prompt:
+            cause += f" for prompt {self.prompt!r}"
+        return cause + (f" and completion {self.completion!r}" if self.completion else "")
+
+
+class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
+    """Failed rollouts of one class and reason: their number, the number of groups that ended with one (an INFRA
+    failure is tried again first), and the first failure."""
+
+    rollouts: int
+    groups: int
+    first: Failure
+
+
+class FailureStreak(msgspec.Struct, frozen=True, kw_only=True):
+    """DATA failures since the last group that did not fail: their number, the first and the last one."""
+
+    groups: int
+    first: Failure
+    last: Failure
+
+
+def cut_text(text: str) -> str:
+    """At most `MAX_FAILURE_CHARS` characters and `…`, without lone surrogates, which can be neither written nor sent.
+
+    >>> cut_text("x" * 1001) == "x" * 1000 + "…", cut_text("a\\ud800")
+    (True, 'a?')
+    """
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= MAX_FAILURE_CHARS else f"{text[:MAX_FAILURE_CHARS]}…"

@@ -15,11 +15,15 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
+import msgspec
+
+from asyncrl.buffer.failures import FailureLog
 from asyncrl.buffer.groups import Groups, Prompts
 from asyncrl.buffer.ledger import Account, Event, Fate, Ledger
 from asyncrl.buffer.records import (
     CommitOutcome,
     Counts,
+    Failure,
     GroupMeta,
     Lease,
     LeaseWait,
@@ -28,6 +32,7 @@ from asyncrl.buffer.records import (
     Reservation,
     Ticket,
     Version,
+    cut_text,
 )
 from asyncrl.buffer.replicas import Replicas
 from asyncrl.buffer.slots import Slot
@@ -74,7 +79,7 @@ class ReplayBuffer:
         self._lease_wait: LeaseWait | None = None
         self._published: Version | None = None
         self._paused = False
-        self._data_failures_in_a_row = 0
+        self._failures = FailureLog(max_streak=limits.max_data_failures)
 
     # For generators.
 
@@ -120,22 +125,25 @@ class ReplayBuffer:
             return outcome
         self._check(meta, slot.ticket)
         self._groups.commit(slot, meta, step=self._step)
-        self._data_failures_in_a_row = 0
+        self._failures.succeeded()
         return CommitOutcome.ACCEPTED
 
-    def fail(self, key: str, *, incarnation: int, failure_class: FailureClass, reason: str) -> bool:
+    def fail(self, key: str, *, incarnation: int, failure: Failure) -> bool:
         """A rollout failed. INFRA goes to the front until `max_attempts`; DATA, and what exceeds them, ends the group,
-        and another prompt may take its slot. False when the ticket was held no longer."""
+        and another prompt may take its slot. False when the ticket was held no longer.
+
+        The buffer knows the ticket's prompt: it keeps that with the failure. After `max_data_failures` DATA failures
+        in a row there are no more tickets and leases: see `Refusal.TOO_MANY_FAILURES`.
+        """
         slot = self._groups.reserved.get(key)
         if slot is None or incarnation != self._incarnation:
             self._ledger.count(Event.FAIL_REFUSED)
             return False
-        self._ledger.failure(f"{failure_class.value}/{reason}")
-        if failure_class is FailureClass.INFRA:
-            self._groups.retry(slot)
-        else:
-            self._data_failures_in_a_row += 1
+        failure = msgspec.structs.replace(failure, prompt=cut_text(slot.ticket.task.prompt))
+        tried_again = failure.failure_class is FailureClass.INFRA and self._groups.retry(slot)
+        if failure.failure_class is FailureClass.DATA:
             self._groups.fail(slot)
+        self._failures.failed(failure, ended_group=not tried_again)
         return True
 
     def expire(self) -> tuple[str, ...]:
@@ -248,8 +256,12 @@ class ReplayBuffer:
             booked_bytes=groups.booked_bytes,
             oldest_group_age_s=0.0 if oldest is None else self._clock() - oldest.reserved_at_s,
             lease_wait=self._lease_wait,
-            data_failures_in_a_row=self._data_failures_in_a_row,
         )
+
+    @property
+    def failures(self) -> FailureLog:
+        """The failed rollouts so far."""
+        return self._failures
 
     def _room(self, version: Version) -> Room:
         if version.incarnation != self._incarnation:
@@ -257,6 +269,8 @@ class ReplayBuffer:
             return Room(0, Refusal.OLD_INCARNATION)
         if version.step > self._step:
             raise ValueError(f"a replica claims version {version}, but the learner has acked only {self._step} steps")
+        if self._failures.too_many:
+            return Room(0, Refusal.TOO_MANY_FAILURES)
         if self._paused:
             return Room(0, Refusal.PAUSED)
         if self._groups.exhausted and not self._groups.front:
@@ -307,6 +321,8 @@ class ReplayBuffer:
         groups, size = self._groups, self._limits.groups_per_step
         if self._step >= self._limits.total_steps:
             return LeaseWait.FINISHED
+        if self._failures.too_many:
+            return LeaseWait.TOO_MANY_FAILURES
         if len(groups.ready) < size:
             if groups.reserved or groups.front or not groups.exhausted:
                 return LeaseWait.NOT_ENOUGH_READY

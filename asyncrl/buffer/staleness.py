@@ -38,6 +38,7 @@ class Limits:
     worst_group_bytes: int
     total_steps: int
     max_attempts: int
+    max_data_failures: int
     heartbeat_timeout_s: float
 
     def __post_init__(self) -> None:
@@ -77,7 +78,8 @@ def admissible(limits: Limits, *, slots: int, booked_bytes: int, learner_step: i
     before capacity (the default capacity is what staleness allows).
 
     >>> limits = Limits(max_staleness_versions=1, groups_per_step=4, group_size=2, capacity_groups=8,
-    ...     capacity_bytes=800, worst_group_bytes=100, total_steps=9, max_attempts=3, heartbeat_timeout_s=9.0)
+    ...     capacity_bytes=800, worst_group_bytes=100, total_steps=9, max_attempts=3,
+    ...     max_data_failures=9, heartbeat_timeout_s=9.0)
     >>> admissible(limits, slots=6, booked_bytes=0, learner_step=3, replica_step=3)
     Room(groups=2, refusal=<Refusal.STALENESS: 'staleness'>)
     >>> admissible(limits, slots=0, booked_bytes=0, learner_step=3, replica_step=1)

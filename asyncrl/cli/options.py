@@ -15,7 +15,7 @@ from asyncrl.config.checks import check_config
 from asyncrl.config.exposure import check_exposure
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 
 if TYPE_CHECKING:
     from asyncrl.deployment.run_dir import RunDir
@@ -141,10 +141,41 @@ def print_outcome(summary: "Summary | None", run_dir: Path) -> None:
         typer.echo("stopped before the first step", err=True)
         raise typer.Exit(1)
     if summary.heldout_first is not None and summary.heldout_last is not None:
-        typer.echo(f"held-out reward {summary.heldout_first:.3f} → {summary.heldout_last:.3f}")
+        asked = summary.heldout_prompts + summary.heldout_failed
+        got = f" ({summary.heldout_prompts} of {asked} prompts)" if summary.heldout_failed else ""
+        typer.echo(f"held-out reward {summary.heldout_first:.3f} → {summary.heldout_last:.3f}{got}")
     typer.echo(
         f"{summary.steps} steps in {summary.wall_s:.0f} s, staleness at most {summary.max_token_staleness} of "
-        f"{summary.staleness_limit} versions, {summary.groups_discarded} groups discarded, "
-        f"ledger {'closed' if summary.ledger_closed else 'NOT closed'}"
+        f"{summary.staleness_limit} versions, {dropped_in_words(summary)}"
     )
+    print_headline(run_dir)
     typer.echo(f"report: {run_dir / 'report.html'}")
+
+
+def dropped_in_words(summary: "Summary") -> str:
+    """How many groups were dropped, why, and whether all are accounted for."""
+    failed = sum(summary.groups_failed.values())
+    others = summary.groups_discarded - failed
+    parts = []
+    if failed:
+        of_reward = all(reason.startswith("reward_") for reason in summary.groups_failed)
+        reasons = ", ".join(f"{reason} {groups}" for reason, groups in summary.groups_failed.items())
+        what = "the reward" if of_reward else "their rollouts"
+        parts.append(f"{failed} groups were dropped because {what} failed ({reasons})")
+    if others:
+        parts.append(f"{others} {'other ' if failed else ''}groups were dropped")
+    words = " and ".join(parts) or "no group was dropped"
+    closed = "all groups are accounted for" if summary.ledger_closed else "NOT all groups are accounted for: a bug"
+    return f"{words}; {closed}"
+
+
+def print_headline(run_dir: Path) -> None:
+    """The report's headline, when it is a warning."""
+    from asyncrl.views.report import read_run
+
+    try:
+        found = read_run(run_dir).headline
+    except (AsyncRLError, OSError):  # records that cannot be read must not turn a finished run into a failed one
+        return
+    if found is not None and found.warns:
+        typer.echo(f"{typer.style('warning:', fg='yellow', bold=True)} {found.sentence}")

@@ -1,6 +1,7 @@
 """`asyncrl status`: one screen about a run, from its buffer."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,13 +25,14 @@ def status(
 
     import msgspec.json
 
-    from asyncrl.deployment.known_runs import ended_run
+    from asyncrl.deployment.known_runs import ended_run, named_run
     from asyncrl.deployment.launch import use_ray_token
 
     use_ray_token()
     from asyncrl.deployment.cluster import find_run, join
     from asyncrl.metrics.discovery import targets_of
     from asyncrl.metrics.scrape import scrape
+    from asyncrl.views.run_facts import setting_at
     from asyncrl.views.status import status_json, status_lines
     from asyncrl.views.top import ANSWER_S
 
@@ -41,8 +43,9 @@ def status(
         ended = ended_run(run)
         raise RunError(f"{ended}\n{error}" if ended else str(error)) from error
     scraped = scrape(targets_of(found.targets), run=run, timeout_s=ANSWER_S)
+    setting = setting_at(named_run(Path(run)))
     if json:
-        encoded = status_json(found, scraped=scraped)
+        encoded = status_json(found, scraped=scraped, setting=setting)
         typer.echo((msgspec.json.format(encoded, indent=2) if sys.stdout.isatty() else encoded).decode())
     else:
-        typer.echo("\n".join(status_lines(found, scraped=scraped)))
+        typer.echo("\n".join(status_lines(found, scraped=scraped, setting=setting)))

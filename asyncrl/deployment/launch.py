@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,13 +93,23 @@ async def ready_model(
     return await asyncio.to_thread(build)
 
 
+class _Stderr(logging.Handler):
+    """Writes to what `sys.stderr` is at that moment: a live view replaces it, to show lines above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
 @contextlib.contextmanager
 def log_to(path: Path | None) -> Iterator[None]:
     """Everything that is logged goes to `path`, warnings to stderr as well; without a path, all of it to stderr.
 
     An error that ends what is logged goes to `path` with its traceback: on stderr it is the command's to say.
     """
-    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    handlers: list[logging.Handler] = [_Stderr()]
     if path is not None:
         handlers[0].setLevel(logging.WARNING)
         handlers.append(logging.FileHandler(path))

@@ -18,6 +18,7 @@ from asyncrl.deployment.launch import Prompts, fitting_prompts
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
 from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.failures import FailureWatch, groups_by_reason, in_words
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publication import Publisher
@@ -34,6 +35,7 @@ from asyncrl.value.lm_value import critic_config
 from asyncrl.value.tq_value import TQValue
 from asyncrl.views.live import LiveView
 from asyncrl.views.live_from_records import live_view
+from asyncrl.views.run_facts import setting_of, usable_cores
 from asyncrl.weights.manifest import Manifest, layout
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
@@ -79,6 +81,9 @@ class LearnerDeployment:
             folder=run_dir.path,
             settings=tracked_settings(config),
         )
+        self._failures: FailureWatch | None = None
+        self._cores = usable_cores()
+        self._setting = setting_of(config, cores=self._cores)
         self._loop: LearnerLoop | None = None
         self._checkpoints: Checkpoints | None = None
         self._phase = "making prompts"
@@ -106,7 +111,9 @@ class LearnerDeployment:
             port=config.metrics.learner_port,
             discovery=lambda: target_groups(run=config.run.name, targets=self._targets),
         )
+        self._failures = failures = FailureWatch(buffer=handles.buffer, keep=self._run_dir.write_failures)
         beside = [
+            asyncio.create_task(failures.run()),
             asyncio.create_task(keep_attached(handles, every_s=config.buffer.heartbeat_timeout_s / 5)),
             asyncio.create_task(self._discover(handles)),
             asyncio.create_task(self._show_regularly()),
@@ -125,6 +132,8 @@ class LearnerDeployment:
             totals = await self._train(handles, policy, critic, model_path, prompts, metrics, stop)
             if stop.is_set():
                 self._run_dir.exit_reason = f"stopped after {len(self._steps)} of {config.learner.total_steps} steps"
+            else:
+                await self._check_trained(failures)
             return self._summary(totals)
         except Stopped:
             self._run_dir.exit_reason = "stopped before the first step"
@@ -138,6 +147,8 @@ class LearnerDeployment:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
+            with contextlib.suppress(Exception):
+                await failures.finish()
             self._show_now()
             if not failure:
                 self._publish_targets([])  # what has ended must not look like what has died; what failed must
@@ -221,6 +232,17 @@ class LearnerDeployment:
         )
         return await self._loop.run(stop)
 
+    async def _check_trained(self, failures: FailureWatch) -> None:
+        """RunError when the prompts ran out and all groups had failed."""
+        if self._steps:
+            return
+        await failures.finish()
+        if failures.counts:
+            raise RunError(
+                f"no step was trained: the prompts ran out, and rollouts failed ({in_words(failures.counts)}). "
+                f"The first cause: {failures.counts[0].first.words}. Fix it and start again."
+            )
+
     async def _rescue_weights(self) -> None:
         """A run that fails keeps what it has trained, if its ranks still can."""
         if self._checkpoints is None or not self._steps:
@@ -247,6 +269,9 @@ class LearnerDeployment:
                 logger.warning("Prometheus' targets are not up to date: %s", error)
             else:
                 self._publish_targets([*targets_of(status.targets), *ray_targets(nodes)])
+                # a Ray of our own has the CPUs that the run asked for, a cluster those of all of its machines
+                cores = sum(int(node["Resources"].get("CPU", 0)) for node in nodes if node["Alive"])
+                self._setting = setting_of(self._config, cores=max(self._cores, cores))
             await asyncio.sleep(TARGETS_EVERY_S)
 
     def _publish_targets(self, targets: list[Target]) -> None:
@@ -277,7 +302,17 @@ class LearnerDeployment:
 
     def _show_now(self) -> None:
         elapsed_s = time.monotonic() - self._started_s
-        self._show(live_view(self._config, phase=self.phase, elapsed_s=elapsed_s, steps=self._steps, evals=self._evals))
+        self._show(
+            live_view(
+                self._config,
+                phase=self.phase,
+                elapsed_s=elapsed_s,
+                steps=self._steps,
+                evals=self._evals,
+                setting=self._setting,
+                failures=groups_by_reason(self._failures.counts) if self._failures is not None else {},
+            )
+        )
 
     # --- the loop's log -----------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
     logs/<role>-<n>.log  one file a process
     metrics/             targets.json for Prometheus
     samples/step-N.jsonl whole groups of each step
-    steps.jsonl  evals.jsonl  summary.json  report.html
+    steps.jsonl  evals.jsonl  failures.json  summary.json  report.html
 
 Only the learner writes here, while it holds `lock` by flock: the kernel lets go of it when the process dies, so that a
 dead holder needs no clean-up. An earlier run of the same name is moved aside to `<name>.1`, `<name>.2`, …, never
@@ -28,6 +28,7 @@ from typing import BinaryIO, Literal
 import msgspec
 
 from asyncrl.atomic_write import write_atomically
+from asyncrl.buffer.records import FailureCount
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.provenance import provenance
@@ -36,7 +37,7 @@ from asyncrl.learner.records import EvalRecord, RunInfo, SampleRecord, StepRecor
 
 logger = logging.getLogger(__name__)
 
-OF_EVERY_START = {"config.yaml", "run.json", "lock", "logs", "metrics", "samples", "report.html"}
+OF_EVERY_START = {"config.yaml", "run.json", "lock", "logs", "metrics", "samples", "failures.json", "report.html"}
 """What a directory holds before its run has recorded anything."""
 
 
@@ -100,6 +101,10 @@ class RunDir:
     def targets_path(self) -> Path:
         return self.path / "metrics" / "targets.json"
 
+    @property
+    def failures_path(self) -> Path:
+        return self.path / "failures.json"
+
     def log_path(self, role: str, number: int) -> Path:
         """Where process `number` of a role logs."""
         return self.path / "logs" / f"{role}-{number}.log"
@@ -130,6 +135,13 @@ class RunDir:
         """`samples/step-N.jsonl`; nothing when there are none."""
         if samples:
             self._append(self.path / "samples" / f"step-{step}.jsonl", samples)
+
+    def write_failures(self, failures: Sequence[FailureCount]) -> None:
+        """`failures.json`: failed rollouts by class and reason, with the first failure of each."""
+        try:
+            write_atomically(self.failures_path, _pretty(failures))
+        except OSError as error:
+            logger.error("cannot write %s: %s", self.failures_path, error)
 
     def write_summary(self, summary: Summary) -> None:
         write_atomically(self.path / "summary.json", _pretty(summary))
@@ -162,7 +174,8 @@ class RunDir:
         """run.json comes last: it is what makes the directory a run that a later one must not overwrite."""
         for folder in ("logs", "metrics", "samples"):
             (self.path / folder).mkdir(exist_ok=True)
-        for left in (self.path / "report.html", self.targets_path):  # of a start that failed: they speak of no other
+        # these are of a start that failed, and not of this one
+        for left in (self.path / "report.html", self.failures_path, self.targets_path):
             left.unlink(missing_ok=True)
         comments = "".join(f"# {key}: {value}\n" for key, value in provenance().items())
         write_atomically(self.path / "config.yaml", (comments + dump_config(config)).encode())
@@ -243,7 +256,7 @@ def _free_name(path: Path) -> Path:
     return aside
 
 
-def _pretty(record: msgspec.Struct) -> bytes:
+def _pretty(record: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
 
 

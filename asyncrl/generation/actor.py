@@ -11,7 +11,7 @@ import msgspec
 import ray
 
 from asyncrl.buffer.actor import BufferClient
-from asyncrl.buffer.records import Version
+from asyncrl.buffer.records import Failure, Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -114,8 +114,8 @@ class GeneratorActor:
         if self._generator is not None:
             self._generator.drain()
 
-    async def evaluate(self, tasks: Sequence[Task]) -> tuple[Version | None, list[float | None]]:
-        """The version afterwards, and a greedy reward a task: None where the rollout failed."""
+    async def evaluate(self, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
+        """The version afterwards, and for each task a greedy reward, or the failure of its rollout."""
         assert self._generator is not None, "start comes first"
         rewards = await self._generator.evaluate(tasks)
         return self._generator.version, rewards

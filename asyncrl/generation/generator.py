@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from asyncio_throttle.throttler import Throttler
 
-from asyncrl.buffer.actor import Failure, ReplicaReport
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, Refusal, Reservation, Ticket, Version
+from asyncrl.buffer.actor import FailedTicket, ReplicaReport
+from asyncrl.buffer.records import CommitOutcome, Failure, GroupMeta, Refusal, Reservation, Ticket, Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
@@ -25,6 +25,7 @@ from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.catalogue import GENERATOR_STATES
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.states import SlotStates
+from asyncrl.user_code import describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -140,20 +141,20 @@ class Generator:
         self._draining.set()
         self._slot_freed.set()
 
-    async def evaluate(self, tasks: Sequence[Task]) -> list[float | None]:
+    async def evaluate(self, tasks: Sequence[Task]) -> list[float | Failure]:
         """Greedy rewards on tasks that are outside the ledger, as many at a time as all slots have sequences.
 
-        None where the rollout failed: it is logged, and is no reason to give up the others.
+        A rollout that failed has its failure instead. It does not end the others.
         """
         limit = asyncio.Semaphore(self._slots * self._config.learner.group_size)
 
-        async def one(task: Task) -> float | None:
+        async def one(task: Task) -> float | Failure:
             async with limit:
                 try:
                     reward, _ = await self._rollouts.answer(task)
                 except RolloutError as error:
                     logger.warning("held-out question %.40r failed (%s): %s", task.question, error.reason, error)
-                    return None
+                    return Failure.of(error, prompt=task.prompt)
                 return reward
 
         return list(await asyncio.gather(*[one(task) for task in tasks]))
@@ -204,7 +205,7 @@ class Generator:
             except (RolloutError, asyncio.CancelledError):
                 raise
             except Exception as error:
-                raise DataError(f"{type(error).__name__}: {error}", reason="unknown") from error
+                raise DataError(describe_error(error), reason="unknown") from error
             self._metrics.rollout(
                 duration_s=self._clock() - started_s,
                 prompt_tokens=group.meta.prompt_tokens,
@@ -229,11 +230,11 @@ class Generator:
         self._metrics.samples(group_size, outcome="failed")
         if error.reason.startswith("reward_"):
             self._metrics.reward_failed(reason=error.reason, samples=group_size)
-        failure = Failure(key=key, incarnation=incarnation, failure_class=error.failure_class, reason=error.reason)
+        ticket = FailedTicket(key=key, incarnation=incarnation, failure=Failure.of(error))
         try:
-            await self._buffer.call("fail", [failure])
-        except (RunError, TimeoutError) as unheard:
-            logger.warning("the buffer did not hear that group %s failed, its ticket expires: %s", key, unheard)
+            await self._buffer.call("fail", [ticket])
+        except (RunError, TimeoutError) as lost:
+            logger.warning("the failure of group %s did not reach the buffer, its ticket expires: %s", key, lost)
         finally:
             self._settle(key)  # a ticket that heartbeats go on naming would never expire
 

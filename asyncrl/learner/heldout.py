@@ -2,6 +2,8 @@
 
 Any live replica that has loaded the version answers. The caller pauses admission first, so that the replica has
 nothing newer to do; rewards count only when the replica still stands at that version afterwards.
+
+A run whose first evaluation gets not one reward cannot learn: it ends there with the cause.
 """
 
 import asyncio
@@ -12,7 +14,7 @@ from typing import Protocol
 
 import ray
 
-from asyncrl.buffer.records import Version
+from asyncrl.buffer.records import Failure, Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished
@@ -30,8 +32,9 @@ REPLICA_POLL_S = 0.1
 class Replicas(Protocol):
     """Generators, by the name of their actor."""
 
-    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | None]]:
-        """The version that the replica stands at afterwards, and a greedy reward a task: None where the rollout failed.
+    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
+        """The version that the replica stands at afterwards, and for each task a greedy reward, or the failure of its
+        rollout.
 
         ActorGone when the replica has ended.
         """
@@ -45,12 +48,12 @@ class ReplicaClient:
         self._namespace = namespace
         self._timeout_s = timeout_s
 
-    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | None]]:
+    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
         try:
             handle = ray.get_actor(actor, namespace=self._namespace)
         except ValueError as error:
             raise ActorGone(f"replica {actor} has ended") from error
-        answer: tuple[Version | None, list[float | None]] = await finished(
+        answer: tuple[Version | None, list[float | Failure]] = await finished(
             handle.evaluate.remote(list(tasks)), timeout_s=self._timeout_s, what="held-out evaluation"
         )
         return answer
@@ -80,6 +83,7 @@ class HeldoutEvaluation:
         self._started_s = started_s
         self._clock = clock
         self._gone: set[str] = set()
+        self._evaluated = False
 
     @property
     def wanted(self) -> bool:
@@ -106,31 +110,40 @@ class HeldoutEvaluation:
     async def evaluate(self, version: Version, *, actor: str) -> None:
         """Has `actor` answer the held-out questions, and records the mean reward as that of `version`.
 
-        A rollout that fails is left out of the mean, as in training: one bad question must not end a run.
+        A rollout that fails is left out of the mean, as in training: one bad question must not end a run. RunError
+        when all rollouts of the first evaluation fail: nothing was trained yet, and training would fail alike.
         A replica that ends before it has answered is replaced by another one at that version (F2).
         """
         while True:
             try:
-                at, rewards = await self._replicas.evaluate(actor, self._tasks)
+                at, answers = await self._replicas.evaluate(actor, self._tasks)
                 break
             except ActorGone as error:
-                logger.warning("held-out evaluation of version %s: %s; another replica is asked", version, error)
+                logger.warning("held-out evaluation of %s: %s; another replica is asked", version.words, error)
                 self._gone.add(actor)
                 actor = await self.replica_at(version)
         if at != version:
             raise RunError(f"replica {actor} evaluated version {at} instead of {version}")
-        answered = [reward for reward in rewards if reward is not None]
-        if not answered:
-            logger.error("held-out evaluation of version %s: none of %d rollouts got a reward", version, len(rewards))
-            return
-        mean = sum(answered) / len(answered)
-        self._metrics.heldout(mean)
+        rewards = [answer for answer in answers if not isinstance(answer, Failure)]
+        failures = [answer for answer in answers if isinstance(answer, Failure)]
+        first_one, self._evaluated = not self._evaluated, True
+        if failures:
+            what = f"held-out evaluation of {version.words}: {len(failures)} of {len(answers)} prompts got no reward"
+            if first_one and not rewards:
+                raise RunError(f"{what}, so training did not start: {failures[0].words}. Fix it and start again.")
+            logger.warning("%s. The first cause: %s", what, failures[0].words)
+        mean = sum(rewards) / len(rewards) if rewards else None
         self._log.append_eval(
             EvalRecord(
                 version=version.step,
                 wall_s=self._clock() - self._started_s,
-                prompts=len(answered),
+                prompts=len(rewards),
+                failed=len(failures),
                 reward_mean=mean,
             )
         )
-        logger.info("held-out reward of version %s over %d prompts: %.3f", version, len(answered), mean)
+        if mean is not None:
+            self._metrics.heldout(mean)
+            logger.info(
+                "held-out reward of %s: %.3f (%d of %d prompts)", version.words, mean, len(rewards), len(answers)
+            )

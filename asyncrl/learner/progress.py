@@ -1,19 +1,17 @@
-"""When a learner that waits must give up: the run stands still, or its prompts cannot be answered. Pure."""
+"""When a learner that waits must give up: the run stands still, or too many rollouts failed. Pure."""
 
 from asyncrl.buffer.actor import RunStatus
-from asyncrl.buffer.records import LeaseWait
+from asyncrl.buffer.records import FailureStreak, LeaseWait
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError, StallError
 
 
 def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config) -> None:
-    """Raises RunError after too many DATA failures in a row, StallError (F5) when nothing moves on either side."""
-    failures = status.counts.data_failures_in_a_row
-    if failures >= config.generator.max_data_failures:
-        raise RunError(
-            f"{failures} rollouts in a row failed for a reason that another attempt does not mend "
-            f"({_most_common(status.account.failures)}); generator.max_data_failures is the limit"
-        )
+    """RunError when the buffer gave up after too many failures in a row, StallError (F5) when nothing moves on either
+    side."""
+    streak = status.failure_streak
+    if waits is LeaseWait.TOO_MANY_FAILURES and streak is not None:
+        raise RunError(f"{_streak_in_words(streak, limit=config.generator.max_data_failures)}. Fix it and start again.")
     limit_s = config.run.stall_timeout_s
     if status.quiet_s > limit_s:
         raise StallError(
@@ -35,5 +33,9 @@ def replicas_in_words(status: RunStatus) -> str:
     return "generators: " + "; ".join(words)
 
 
-def _most_common(failures: dict[str, int]) -> str:
-    return max(failures, key=lambda label: failures[label]) if failures else "unknown"
+def _streak_in_words(streak: FailureStreak, *, limit: int) -> str:
+    """How often in a row which part failed, with the first cause, and with the last one where it is another."""
+    first, last = streak.first, streak.last
+    what = "your reward" if first.of_reward and last.of_reward else "generating a group"
+    words = f"{what} failed {streak.groups} times in a row (generator.max_data_failures = {limit}): {first.words}"
+    return words if last.message == first.message else f"{words}; the last time: {last.words}"

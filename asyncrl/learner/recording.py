@@ -18,6 +18,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.learner.batch import StepSamples, counts_by_staleness, sample_record
 from asyncrl.learner.critic import critic_numbers
+from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.interfaces import RunLog
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -100,6 +101,7 @@ class StepRecorder:
             wall_s=self._elapsed_s(),
             generated_tokens=status.account.issued.tokens,
             groups_discarded=sum(fates[fate].groups for fate in DISCARDED_FATES),
+            groups_failed=_groups_failed(status),
             ledger_closed=status.account.closed,
             rows_outstanding=rows_outstanding,
             weight_updates=sum(report.weight_updates for report in status.reports.values()),
@@ -225,6 +227,13 @@ class StepRecorder:
                 for row, (group, sample) in enumerate(places)
             ],
         )
+
+
+def _groups_failed(status: RunStatus) -> dict[str, int]:
+    """Groups that failed for good, by reason. `expired`: their replicas fell silent, and no attempt was left."""
+    by_reason = groups_by_reason(status.failures)
+    expired = status.account.fates[Fate.FAILED].groups - sum(by_reason.values())
+    return by_reason | ({"expired": expired} if expired > 0 else {})
 
 
 def _mfu_ratio(step: EndedStep) -> float | None:

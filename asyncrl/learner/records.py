@@ -156,11 +156,13 @@ def _group(diagnostic: str) -> str:
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One held-out evaluation of the weights that `version` steps made; `prompts` is how many got a reward."""
+    """One held-out evaluation of the weights that `version` steps made. `prompts` is how many got a reward, `failed`
+    how many got none; `reward_mean` is null when all failed."""
 
     version: int
     wall_s: float
     prompts: int
+    failed: int = 0
     reward_mean: float | None
 
 
@@ -188,11 +190,13 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     """What only the end of a run knows. `rows_outstanding` is what the data plane still holds, 0 unless the run was
-    stopped; `probe_parity_max_nats` is the worst probe of any replica."""
+    stopped; `probe_parity_max_nats` is the worst probe of any replica. `groups_failed` are the discarded groups whose
+    rollouts failed, by reason."""
 
     wall_s: float
     generated_tokens: int
     groups_discarded: int
+    groups_failed: dict[str, int]
     ledger_closed: bool
     rows_outstanding: int
     weight_updates: int
@@ -203,11 +207,12 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A run in some twenty numbers: `summary.json`. Steps are trained steps: a skipped one is nothing but time lost.
 
-    `heldout_last` is None when there was one evaluation. `reward_first` and `reward_last` are means over the first and
-    last 5 % of steps, at least 1 and at most 10. `samples_per_s` counts trained samples between the first and the last
-    step's end, as do the busy ratios: the learner's is the time that it neither waited for groups nor did `other`, the
-    generators' their share of `generating`. `parity_max_nats` is the worst over all probes and all on-policy tokens
-    trained.
+    `heldout_last` is None when there was one evaluation; the last evaluation gave `heldout_prompts` prompts a reward,
+    and `heldout_failed` none. `groups_failed` are the discarded groups whose rollouts failed, by reason. `reward_first`
+    and `reward_last` are means over the first and last 5 % of steps, at least 1 and at most 10. `samples_per_s` counts
+    trained samples between the first and the last step's end, as do the busy ratios: the learner's is the time that it
+    neither waited for groups nor did `other`, the generators' their share of `generating`. `parity_max_nats` is the
+    worst over all probes and all on-policy tokens trained.
     """
 
     steps: int
@@ -218,10 +223,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reward_last: float | None
     heldout_first: float | None
     heldout_last: float | None
+    heldout_prompts: int
+    heldout_failed: int
     staleness_limit: int
     max_group_staleness: int
     max_token_staleness: int
     groups_discarded: int
+    groups_failed: dict[str, int]
     ledger_closed: bool
     rows_outstanding: int
     weight_updates: int
@@ -252,10 +260,13 @@ def build_summary(
         reward_last=mean([record.reward_mean for record in steps[-window:]]),
         heldout_first=evals[0].reward_mean if evals else None,
         heldout_last=evals[-1].reward_mean if len(evals) > 1 else None,
+        heldout_prompts=evals[-1].prompts if evals else 0,
+        heldout_failed=evals[-1].failed if evals else 0,
         staleness_limit=staleness_limit,
         max_group_staleness=max(max(record.group_staleness, default=0) for record in steps),
         max_token_staleness=max(max(record.token_staleness, default=0) for record in steps),
         groups_discarded=totals.groups_discarded,
+        groups_failed=totals.groups_failed,
         ledger_closed=totals.ledger_closed,
         rows_outstanding=totals.rows_outstanding,
         weight_updates=totals.weight_updates,

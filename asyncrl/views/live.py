@@ -5,6 +5,7 @@ Pure rendering: `LiveView` holds what is known now, `render` and `plain_line` tu
 """
 
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.config.schema import Config
-from asyncrl.views.bottleneck import bottleneck
+from asyncrl.views.headline import Concern, Headline
 from asyncrl.views.quantities import duration, number
 
 BAR_CELLS = 30
@@ -48,7 +49,7 @@ class LiveView:
 
     `rewards` are the means of all steps so far, oldest first; shares are of recent time and add up to 1;
     `oldest_token_versions` is the largest staleness of the last step; `replica_versions` are the steps of the weights
-    that each replica runs.
+    that each replica runs; `headline` is the sentence below the numbers.
     """
 
     name: str
@@ -73,6 +74,7 @@ class LiveView:
     replica_versions: Mapping[str, int] = field(default_factory=dict)
     learner_shares: Mapping[str, float] | None = None
     generator_shares: Mapping[str, float] | None = None
+    headline: Headline | None = None
 
 
 def starting_view(config: Config, *, phase: str, elapsed_s: float) -> LiveView:
@@ -89,8 +91,9 @@ def starting_view(config: Config, *, phase: str, elapsed_s: float) -> LiveView:
 def render(view: LiveView) -> RenderableType:
     """The panel of the live view."""
     title = Text.assemble((view.name, "bold"), "  ", (", ".join(_phase(view)), "dim"))
+    sentence = [] if view.headline is None else [Text(view.headline.sentence, style=_style(view.headline))]
     if view.step == 0:
-        return Panel(Text(f"{view.phase} …"), title=title, title_align="left", border_style="dim")
+        return Panel(Group(Text(f"{view.phase} …"), *sentence), title=title, title_align="left", border_style="dim")
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column()
@@ -108,10 +111,7 @@ def render(view: LiveView) -> RenderableType:
         rows.add_row("learner", share_bar(view.learner_shares))
     if view.generator_shares:
         rows.add_row("generators", share_bar(view.generator_shares))
-    parts: list[RenderableType] = [rows]
-    if view.learner_shares and view.generator_shares:
-        parts.append(Text(bottleneck(view.learner_shares, view.generator_shares).sentence, style="italic"))
-    return Panel(Group(*parts), title=title, title_align="left", border_style="dim")
+    return Panel(Group(rows, *sentence), title=title, title_align="left", border_style="dim")
 
 
 def plain_line(view: LiveView) -> str:
@@ -170,6 +170,10 @@ def share_bar(shares: Mapping[str, float], *, cells: int = BAR_CELLS) -> Text:
             bar.append(f"  {state.replace('_', ' ')} ", style=STATE_STYLES.get(state, "white"))
             bar.append(f"{share:.0%}")
     return bar
+
+
+def _style(headline: Headline) -> str:
+    return "bold yellow" if headline.warns else "italic"
 
 
 def _phase(view: LiveView) -> list[str]:
@@ -246,7 +250,8 @@ def _last(rewards: Sequence[float]) -> str:
 
 
 class LiveDisplay:
-    """Shows views on a console: a live panel when it is a terminal, else a line a phase and every `every_steps` steps.
+    """Shows views on a console: a live panel when it is a terminal, else a line a phase and every `every_steps` steps,
+    and one for each new warning. What is written to a terminal's stderr meanwhile appears above the panel.
 
     >>> with LiveDisplay(Console(), every_steps=10) as display:
     ...     display.update(LiveView(name="r", phase="starting", elapsed_s=0, total_steps=9, staleness_limit=2))
@@ -256,8 +261,12 @@ class LiveDisplay:
     def __init__(self, console: Console, *, every_steps: int) -> None:
         self._console = console
         self._every_steps = every_steps
-        self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        self._live: Live | None = None
+        if console.is_terminal:
+            # an stderr that goes to a file stays there
+            self._live = Live(console=console, refresh_per_second=4, redirect_stderr=sys.stderr.isatty())
         self._phase = ""
+        self._warned: set[Concern] = set()
         self._printed_steps = 0
 
     def update(self, view: LiveView) -> None:
@@ -273,6 +282,9 @@ class LiveDisplay:
         if new_phase:
             self._print(phase_line(view))
             self._phase = view.phase
+        if view.headline is not None and view.headline.warns and view.headline.concern not in self._warned:
+            self._print(f"warning: {view.headline.sentence}")
+            self._warned.add(view.headline.concern)
 
     def _print(self, line: str) -> None:
         # soft_wrap: a line of a log is not folded at whatever width the console guesses.

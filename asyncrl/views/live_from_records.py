@@ -1,22 +1,31 @@
 """From a run's records to what the live display shows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from asyncrl.buffer.actor import limits_of
 from asyncrl.config.schema import Config
 from asyncrl.learner.records import EvalRecord, StepRecord, mean, state_shares
+from asyncrl.views.headline import headline
 from asyncrl.views.live import LiveView, starting_view
-
-RECENT_STEPS = 20
+from asyncrl.views.run_facts import RECENT_STEPS, Setting, facts_of_steps
 
 
 def live_view(
-    config: Config, *, phase: str, elapsed_s: float, steps: Sequence[StepRecord], evals: Sequence[EvalRecord]
+    config: Config,
+    *,
+    phase: str,
+    elapsed_s: float,
+    steps: Sequence[StepRecord],
+    evals: Sequence[EvalRecord],
+    setting: Setting,
+    failures: Mapping[str, float],
 ) -> LiveView:
-    """The run now; speeds and shares are those of the last steps, the skipped ones included: they take their time."""
+    """The run now; speeds and shares are those of the last steps, the skipped ones included: they take their time.
+    `failures` are failed rollouts by reason."""
     start = starting_view(config, phase=phase, elapsed_s=elapsed_s)
     if not steps:
         return start
+    facts = facts_of_steps(steps, setting=setting, failures=failures, recent=True)
     recent, last = steps[-RECENT_STEPS:], steps[-1]
     span_s = recent[-1].wall_s - recent[0].wall_s
     done = last.version_after - recent[0].version_after
@@ -42,4 +51,5 @@ def live_view(
         buffer_capacity_groups=limits_of(config).capacity_groups,
         learner_shares=state_shares(recent, "learner_state_s"),
         generator_shares=state_shares(recent, "generator_state_s"),
+        headline=headline(facts),
     )

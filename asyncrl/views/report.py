@@ -12,9 +12,11 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.atomic_write import write_atomically
+from asyncrl.buffer.records import FailureCount
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
+from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.records import (
     EvalRecord,
     RunInfo,
@@ -24,14 +26,14 @@ from asyncrl.learner.records import (
     Summary,
     build_summary,
     read_lines,
-    state_shares,
 )
 from asyncrl.views import charts
-from asyncrl.views.bottleneck import bottleneck
+from asyncrl.views.headline import Headline, headline
 from asyncrl.views.quantities import duration, moment, number
 from asyncrl.views.report_page import page, section, table, tiles
 from asyncrl.views.report_panels import flow, learning
 from asyncrl.views.report_staleness import staleness
+from asyncrl.views.run_facts import Setting, facts_of_steps, setting_at
 
 SAMPLE_CHARACTERS = 20_000
 """What is longer is in samples/: the page is to be opened by people."""
@@ -46,10 +48,18 @@ class RunRecords:
     facts: str
     """What ran, in a line of the configuration's main values."""
     staleness_limit: int
+    setting: Setting
     steps: Sequence[StepRecord]
     evals: Sequence[EvalRecord]
     summary: Summary | None
     samples: dict[int, list[SampleRecord]]
+    failures: Sequence[FailureCount]
+
+    @property
+    def headline(self) -> Headline | None:
+        """The most urgent sentence about the whole run."""
+        failures = groups_by_reason(self.failures)
+        return headline(facts_of_steps(self.steps, setting=self.setting, failures=failures, recent=False))
 
 
 def read_run(path: Path) -> RunRecords:
@@ -61,8 +71,13 @@ def read_run(path: Path) -> RunRecords:
         info = msgspec.json.decode((path / "run.json").read_bytes(), type=RunInfo)
         summary_path = path / "summary.json"
         summary = msgspec.json.decode(summary_path.read_bytes(), type=Summary) if summary_path.exists() else None
+        failures_path = path / "failures.json"
+        kept = failures_path.read_bytes() if failures_path.exists() else b"[]"
+        failures = msgspec.json.decode(kept, type=list[FailureCount])
     except msgspec.MsgspecError as error:
-        raise RunError(f"{path}: run.json or summary.json is not of this version of asyncrl: {error}") from error
+        raise RunError(
+            f"{path}: run.json, summary.json or failures.json is not of this version of asyncrl: {error}"
+        ) from error
     config_path = path / "config.yaml"
     config = load_config([config_path], [])
     return RunRecords(
@@ -70,10 +85,12 @@ def read_run(path: Path) -> RunRecords:
         config=config_path.read_text(encoding="utf-8"),
         facts=_facts(config),
         staleness_limit=config.staleness.max_versions,
+        setting=setting_at(path),
         steps=read_lines(path / "steps.jsonl", StepRecord),
         evals=read_lines(path / "evals.jsonl", EvalRecord),
         summary=summary,
         samples=_some_samples(path / "samples"),
+        failures=failures,
     )
 
 
@@ -116,6 +133,7 @@ def report_html(run: RunRecords) -> str:
     summary = run.summary or _summary_so_far(run)
     if summary is not None:
         parts.append(_tiles(summary, ended=run.summary is not None))
+    parts.append(_failures(run.failures))
     if run.steps:
         parts += [learning(run.steps, run.evals), flow(run.steps), staleness(run.steps, limit=run.staleness_limit)]
     parts += [_ledger(run.steps), _samples(run.samples), _config(run.config)]
@@ -130,9 +148,12 @@ def _header(run: RunRecords) -> str:
     reason = ""
     if info.exit_reason not in (None, "done"):
         reason = f'<p class="reason {info.state}">{escape(info.exit_reason)}</p>'
-    shares = (state_shares(run.steps, "learner_state_s"), state_shares(run.steps, "generator_state_s"))
-    none_yet = "No step was recorded yet." if info.state == "running" else "No step was recorded."
-    lead = f'<p class="lead">{bottleneck(*shares).sentence if run.steps else none_yet}</p>'
+    sentence, warns = "No step was recorded.", ""
+    if run.headline is not None:
+        sentence, warns = run.headline.sentence, " warns" if run.headline.warns else ""
+    elif info.state == "running":
+        sentence = "No step was recorded yet."
+    lead = f'<p class="lead{warns}">{escape(sentence)}</p>'
     state = "stopped" if info.state == "finished" and info.exit_reason != "done" else info.state
     badge = f'<span class="badge {state}">{state}</span>'
     ran = f"<p>{escape(origin)}</p><p>{escape(run.facts)}</p>"
@@ -148,6 +169,7 @@ def _summary_so_far(run: RunRecords) -> Summary | None:
         wall_s=last.wall_s,
         generated_tokens=last.generated_tokens,
         groups_discarded=0,
+        groups_failed={},
         ledger_closed=False,
         rows_outstanding=0,
         weight_updates=last.weight_updates,
@@ -171,9 +193,29 @@ def _tiles(summary: Summary, *, ended: bool) -> str:
         ("Log-prob parity", _number(summary.parity_max_nats), "nats, worst token, engine to learner"),
     ]
     if ended:
-        fate = "groups; ledger " + ("closed" if summary.ledger_closed else "NOT closed")
+        fate = "groups; " + ("all groups are accounted for" if summary.ledger_closed else "NOT all accounted for")
         entries.append(("Discarded", f"{summary.groups_discarded:,}", fate))
     return tiles(entries)
+
+
+def _failures(failures: Sequence[FailureCount]) -> str:
+    """Failed rollouts by class and reason, with the first of each in full."""
+    rows = [
+        (
+            count.first.reason,
+            f"{count.rollouts:,}",
+            f"{count.groups:,}",
+            count.first.message,
+            count.first.prompt,
+            count.first.completion,
+        )
+        for count in failures
+    ]
+    if not rows:
+        return ""
+    head = ("reason", "rollouts", "groups lost", "first message", "prompt", "completion")
+    note = "Rollouts that failed, by reason, and the first one of each. A lost group was not trained."
+    return section("Failures", note, table(rows, head=head, numeric=frozenset({1, 2}), verbatim=frozenset({3, 4, 5})))
 
 
 def _ledger(steps: Sequence[StepRecord]) -> str:

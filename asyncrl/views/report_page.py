@@ -29,6 +29,7 @@ h2 { font-size: 18px; margin: 40px 0 12px; padding-top: 20px; border-top: 1px so
 h2 + p { margin: -6px 0 16px; color: var(--soft); max-width: 88ch; }
 header p { margin: 6px 0 0; color: var(--soft); }
 header p.lead { color: var(--ink); font-size: 17px; max-width: 78ch; margin-top: 16px; }
+header p.lead.warns { color: var(--bad); }
 header p.reason { margin-top: 16px; padding: 2px 0 2px 14px; border-left: 3px solid currentColor;
   white-space: pre-wrap; }
 .badge { display: inline-block; font-size: 12px; font-weight: 600; letter-spacing: 0; vertical-align: 4px;

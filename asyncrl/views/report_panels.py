@@ -94,8 +94,9 @@ def learning(steps: Steps, evals: Sequence[EvalRecord]) -> str:
             chart("Critic: loss", "", lambda record: record.diagnostics.get("value_loss")),
         ]
     note = (
-        "Orange: greedy accuracy on questions kept out of training. If the effective sample size falls, samples are "
-        "too old: lower staleness.max_versions. A group whose rewards are all equal has no gradient."
+        "Orange: the mean reward of greedy answers to questions kept out of training. A falling effective sample size "
+        "means that samples are too old: lower staleness.max_versions. A group whose rewards are all equal has no "
+        "gradient."
     )
     return section("Learning", note, chart_grid(figures))
 

@@ -1,20 +1,22 @@
 """A run's status as text and as JSON: versions, buffer, generators, ledger, who waits for whom."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.membership import Role, RunState
+from asyncrl.learner.failures import groups_by_reason, in_words
 from asyncrl.metrics.scrape import Scrape
-from asyncrl.views.bottleneck import Bottleneck, bottleneck
-from asyncrl.views.top import GENERATOR_SECONDS, LEARNER_SECONDS
+from asyncrl.views.headline import Bottleneck, Headline, bottleneck, failed_share, headline
+from asyncrl.views.run_facts import Setting
+from asyncrl.views.top import equal_rewards, facts_of_scrapes
 
 
-def status_lines(status: RunStatus, *, scraped: Scrape | None = None) -> list[str]:
-    """One screen, plain text. With a scrape of the run's endpoints it says what has limited the run since its start."""
+def status_lines(status: RunStatus, *, scraped: Scrape | None = None, setting: Setting | None = None) -> list[str]:
+    """One screen, plain text. With a scrape of the run's endpoints it has the headline of the run since its start."""
     counts, account = status.counts, status.account
     lines = [
         f"run {status.run}: {status.state.value}" + (f" ({status.message})" if status.message else ""),
@@ -49,9 +51,10 @@ def status_lines(status: RunStatus, *, scraped: Scrape | None = None) -> list[st
         f"ledger: {account.issued.groups} groups issued = {' + '.join(fates) or '0'}"
         + (" (closed)" if account.closed else " (NOT CLOSED: a bug)")
     )
-    found = since_start(scraped) if scraped is not None else None
-    if found is not None and found.bottleneck is not None:
-        lines.append(f"since the start: {found.bottleneck.sentence}")
+    lines += _failures(status)
+    found = since_start(status, scraped, setting=setting) if scraped is not None else None
+    if found is not None and found.headline is not None:
+        lines.append(f"{'warning' if found.headline.warns else 'since the start'}: {found.headline.sentence}")
     lines += [
         f"deployment {deployment.id}: pid {deployment.pid} on {deployment.host}" for deployment in status.deployments
     ]
@@ -59,28 +62,46 @@ def status_lines(status: RunStatus, *, scraped: Scrape | None = None) -> list[st
     return lines + (scraped.strangers() if scraped is not None else [])
 
 
-def status_json(status: RunStatus, *, scraped: Scrape) -> bytes:
+def status_json(status: RunStatus, *, scraped: Scrape, setting: Setting | None = None) -> bytes:
     """All that the buffer knows, and under `since_start` what the run's endpoints say of its time."""
-    return msgspec.json.encode(msgspec.to_builtins(status) | {"since_start": since_start(scraped)})
+    since = since_start(status, scraped, setting=setting)
+    return msgspec.json.encode(msgspec.to_builtins(status) | {"since_start": since})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinceStart:
-    """Both sides' time by state, as shares, and what limits the run; None is what is not known."""
+    """Both sides' time by state, as shares, what limits the run, and its headline; None is what is not known."""
 
     learner_shares: Mapping[str, float] | None
     generator_shares: Mapping[str, float] | None
     bottleneck: Bottleneck | None
+    headline: Headline | None
 
 
-def since_start(scraped: Scrape) -> SinceStart:
-    """Of a wait without the other side's there is nothing to say: both sides must answer for a bottleneck."""
-    learner, generators = (scraped.shares(name, by="state") for name in (LEARNER_SECONDS, GENERATOR_SECONDS))
+def since_start(status: RunStatus, scraped: Scrape, *, setting: Setting | None = None) -> SinceStart:
+    """A bottleneck is known only when both sides answered. The buffer knows the fates and the failures itself."""
+    equal = equal_rewards(scraped)
+    facts = replace(
+        facts_of_scrapes(scraped, scraped, setting=setting or Setting(), equal=[equal] if equal else []),
+        groups={fate.value: amount.groups for fate, amount in status.account.fates.items()},
+        failures=groups_by_reason(status.failures),
+    )
+    learner, generators = facts.learner_shares, facts.generator_shares
     return SinceStart(
         learner_shares=learner,
         generator_shares=generators,
-        bottleneck=bottleneck(learner, generators) if learner and generators else None,
+        bottleneck=bottleneck(learner, generators, room=facts.room) if learner and generators else None,
+        headline=headline(facts),
     )
+
+
+def _failures(status: RunStatus) -> list[str]:
+    """Failed rollouts by reason, and the first one of each."""
+    if not status.failures:
+        return []
+    share = failed_share({fate.value: amount.groups for fate, amount in status.account.fates.items()})
+    lines = [f"failed rollouts: {in_words(status.failures)}; {share:.0%} of the groups that ended"]
+    return lines + [f"first {count.first.reason}: {count.first.words}" for count in status.failures]
 
 
 def _learner(status: RunStatus) -> str:

@@ -5,12 +5,14 @@ Levels are those of the newer scrape; speeds, shares and ages are what happened 
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.errors import RunEnded, RunError
 from asyncrl.metrics.scrape import Scrape, read_targets, scrape
+from asyncrl.views.headline import RunFacts, headline
 from asyncrl.views.live import LiveView
+from asyncrl.views.run_facts import RECENT_STEPS, Setting, setting_at
 
 LEARNER_SECONDS, GENERATOR_SECONDS = "asyncrl_learner_state_seconds_total", "asyncrl_generator_state_seconds_total"
 WINDOW_S = 30.0
@@ -22,7 +24,7 @@ ANSWER_S = 2.0
 def watch(run_dir: Path, *, every_s: float, sleep: Callable[[float], None] = time.sleep) -> Iterator[LiveView]:
     """A view every `every_s` seconds, of the last `WINDOW_S` or since the start. RunEnded when the run lists no
     endpoint any more, RunError when none answers: the run has died, or is elsewhere."""
-    top, looks = TopView(_name(run_dir)), deque([_look(run_dir)])
+    top, looks = TopView(_name(run_dir), setting=setting_at(run_dir)), deque([_look(run_dir)])
     while True:
         sleep(every_s)
         looks.append(_look(run_dir))
@@ -52,11 +54,13 @@ def _name(run_dir: Path) -> str:
 
 
 class TopView:
-    """Views of one run, whose rewards it remembers: an endpoint knows only the last one."""
+    """Views of one run. It remembers rewards and shares of equal rewards by step: an endpoint knows only the last."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, setting: Setting) -> None:
         self._name = name
+        self._setting = setting
         self._rewards: dict[int, float] = {}
+        self._equal: dict[int, tuple[float, float]] = {}
         self._heldout: list[float] = []
 
     def view(self, before: Scrape, now: Scrape, *, unix_s: float | None = None) -> LiveView:
@@ -87,6 +91,7 @@ class TopView:
             replica_versions=_all_whole(versions),
             learner_shares=grown.shares(LEARNER_SECONDS, by="state"),
             generator_shares=grown.shares(GENERATOR_SECONDS, by="state"),
+            headline=headline(facts_of_scrapes(now, grown, setting=self._setting, equal=list(self._equal.values()))),
         )
 
     def _remember(self, now: Scrape, step: int) -> None:
@@ -95,6 +100,37 @@ class TopView:
             self._rewards[step] = reward
         if heldout is not None and self._heldout[-1:] != [heldout]:
             self._heldout.append(heldout)
+        if step and (equal := equal_rewards(now)) is not None:
+            self._equal[step] = equal
+
+
+def equal_rewards(now: Scrape) -> tuple[float, float] | None:
+    """Shares of the last step's groups: with equal rewards, and with equal rewards above 0."""
+    equal, above = (_ratio(now.last(f"asyncrl_learner_{name}_ratio")) for name in ("zero_variance", "all_right"))
+    return None if equal is None else (equal, above or 0.0)
+
+
+def facts_of_scrapes(now: Scrape, grown: Scrape, *, setting: Setting, equal: Sequence[tuple[float, float]]) -> RunFacts:
+    """What the endpoints know: levels of `now`, counts and shares of `grown`. `equal` are the answers of
+    `equal_rewards` by step."""
+    last = equal[-RECENT_STEPS:]
+    steps = now.sums("asyncrl_learner_steps_total", by="outcome")
+    known = bool(last) and not setting.equal_rewards_teach
+    return RunFacts(
+        steps_trained=_whole(steps.get("trained", 0.0)),
+        steps_skipped=_whole(steps.get("skipped", 0.0)),
+        equal_rewards_ratio=sum(ratio for ratio, _ in last) / len(last) if known else None,
+        equal_above_zero_ratio=sum(ratio for _, ratio in last) / len(last) if known else None,
+        equal_rewards_steps=len(last),
+        groups=grown.sums("asyncrl_ledger_groups_total", by="fate"),
+        failures=grown.sums("asyncrl_rollout_failures_total", by="reason"),
+        parity_nats=max(now.sums("asyncrl_weight_parity_nats", by="replica").values(), default=None),
+        parity_limit_nats=now.last("asyncrl_weight_parity_limit_nats"),
+        ess_ratio=_ratio(now.last("asyncrl_learner_ess_ratio")),
+        learner_shares=grown.shares(LEARNER_SECONDS, by="state"),
+        generator_shares=grown.shares(GENERATOR_SECONDS, by="state"),
+        room=setting.room,
+    )
 
 
 def _endpoints(now: Scrape) -> str:

@@ -10,7 +10,7 @@ import copy
 from buffer_scenes import Clock, NumberedPrompts, finished, limits
 
 from asyncrl.buffer.ledger import Amount, Fate
-from asyncrl.buffer.records import CommitOutcome, Lease, LeaseWait, Refusal, Ticket, Version
+from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Refusal, Ticket, Version
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.errors import FailureClass
 
@@ -143,7 +143,7 @@ class BufferModel:
             return
         key = sorted(self.tickets)[pick % len(self.tickets)]
         failure_class = FailureClass.DATA if pick % 3 == 0 else FailureClass.INFRA
-        held = self.buffer.fail(key, incarnation=1, failure_class=failure_class, reason="test")
+        held = self.buffer.fail(key, incarnation=1, failure=Failure(failure_class=failure_class, reason="test"))
         assert held == (self.state[key] == "reserved")
         if held and failure_class is FailureClass.DATA:
             self.over(key, Fate.FAILED)

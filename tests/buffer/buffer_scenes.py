@@ -42,6 +42,7 @@ def limits(*, eta: int = 1, per_step: int = 2, group_size: int = 2, **changes: f
         "worst_group_bytes": 100,
         "total_steps": 100,
         "max_attempts": 3,
+        "max_data_failures": 16,
         "heartbeat_timeout_s": 10.0,
     }
     return Limits(**(values | changes))  # type: ignore[arg-type]

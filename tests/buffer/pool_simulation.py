@@ -12,7 +12,7 @@ from typing import Literal
 from buffer_scenes import Clock, NumberedPrompts, finished, limits
 
 from asyncrl.buffer.ledger import Account, Fate
-from asyncrl.buffer.records import CommitOutcome, Lease, LeaseWait, Ticket, Version
+from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Ticket, Version
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.errors import FailureClass, StalenessViolation
 from asyncrl.weights.gate import should_publish
@@ -191,7 +191,7 @@ class Simulation:
                 continue
             del replica.running[key]
             if self.rng.random() < self.pool.infra_rate:
-                self.buffer.fail(key, incarnation=1, failure_class=FailureClass.INFRA, reason="engine")
+                self.buffer.fail(key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine"))
                 continue
             assert replica.version is not None
             meta = finished(ticket, group_size=1, newest=replica.version.step)

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from buffer_scenes import finished
 
-from asyncrl.buffer.actor import BufferActor, Failure, ReplicaReport
+from asyncrl.buffer.actor import BufferActor, FailedTicket, ReplicaReport
 from asyncrl.buffer.membership import Deployment, Role
-from asyncrl.buffer.records import CommitOutcome, Refusal, Reservation, Version
+from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal, Reservation, Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
@@ -35,9 +35,13 @@ class ClearedRows:
 
 
 def actor(
-    rows: ClearedRows, *, started_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    rows: ClearedRows,
+    *,
+    started_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **sections: Any,
 ) -> BufferActor:
-    config = Config.model_validate(CONFIG)
+    config = Config.model_validate(CONFIG | sections)
     tasks = [Task(question=str(i), prompt=str(i), answer="") for i in range(20)]
     return BufferActor(
         config=config,
@@ -73,7 +77,9 @@ async def a_waiting_reserve(buffer: BufferActor) -> asyncio.Task[Reservation]:
 
 
 async def free_a_slot(buffer: BufferActor, key: str) -> None:
-    await buffer.fail([Failure(key=key, incarnation=1, failure_class=FailureClass.DATA, reason="x")])
+    await buffer.fail(
+        [FailedTicket(key=key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))]
+    )
 
 
 @pytest.mark.asyncio
@@ -223,3 +229,31 @@ async def test_the_age_of_what_waits_longest_is_shown() -> None:
     now_s = 7.0
     buffer._record()
     assert buffer._metrics.registry.get_sample_value("asyncrl_buffer_oldest_group_age_seconds") == 7.0
+
+
+@pytest.mark.asyncio
+async def test_failures_are_answered_as_soon_as_there_are_more_than_the_caller_knows() -> None:
+    buffer = actor(ClearedRows())
+    tickets = (await buffer.reserve("a", NOW, 2, 0.0)).tickets
+    waiting = asyncio.create_task(buffer.failures(0, FAR_S))
+    await asyncio.sleep(0)
+    await buffer.heartbeat("a", NOW, 0, [], report_of("a"))
+    assert not waiting.done()
+    await free_a_slot(buffer, tickets[0].key)
+    [count] = await waiting
+    assert (count.first.reason, count.rollouts) == ("x", 1)
+    assert await buffer.failures(1, 0.0) == (count,), "nothing new: the answer comes when the wait is over"
+
+
+@pytest.mark.asyncio
+async def test_a_learner_that_waits_learns_at_once_that_too_many_groups_failed() -> None:
+    buffer = actor(ClearedRows(), generator={"max_data_failures": 2})
+    tickets = (await buffer.reserve("a", NOW, 2, 0.0)).tickets
+    waiting = asyncio.create_task(buffer.lease(FAR_S))
+    await asyncio.sleep(0)
+    for ticket in tickets:
+        await free_a_slot(buffer, ticket.key)
+    assert await waiting is LeaseWait.TOO_MANY_FAILURES
+    streak = (await buffer.status()).failure_streak
+    assert streak is not None
+    assert streak.groups == 2

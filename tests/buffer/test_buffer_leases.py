@@ -4,7 +4,7 @@ import pytest
 from buffer_scenes import Scene, finished
 
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, LeaseWait, Refusal, Version
+from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal, Version
 from asyncrl.errors import FailureClass, StalenessViolation
 
 
@@ -57,7 +57,7 @@ def test_a_lease_takes_the_earliest_deadline_and_ties_in_prompt_order_retries_in
     scene.commit(g1, g3)
     assert scene.groups(scene.train()) == [1, 3]
     (g4,) = scene.reserve(1, step=1)
-    scene.buffer.fail(g0.key, incarnation=1, failure_class=FailureClass.INFRA, reason="engine")
+    scene.buffer.fail(g0.key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine"))
     (g0_again,) = scene.reserve(1, step=1)
     scene.commit(g4, g0_again, g2)
     assert scene.groups(scene.train()) == [2, 0]

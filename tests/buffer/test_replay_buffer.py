@@ -5,8 +5,8 @@ import pytest
 from buffer_scenes import Scene, finished
 
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, LeaseWait, Refusal, Version
-from asyncrl.errors import FailureClass, StalenessViolation, VersionRegression
+from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal, Version
+from asyncrl.errors import DataError, FailureClass, StalenessViolation, VersionRegression
 
 OLD = Version(0, 0)
 
@@ -113,7 +113,7 @@ def test_a_freed_slot_is_admitted_again_under_the_bound_of_the_replica_that_take
     first, second = scene.reserve(2)
     scene.commit(first)
     scene.train()
-    scene.buffer.fail(second.key, incarnation=1, failure_class=FailureClass.INFRA, reason="engine")
+    scene.buffer.fail(second.key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine"))
     (fresh,) = scene.reserve(1, step=1)
     assert (fresh.group, fresh.attempt, fresh.deadline) == (second.group, 1, 2)
     assert scene.reserve(1, step=0) == ()
@@ -126,16 +126,23 @@ def test_a_freed_slot_is_admitted_again_under_the_bound_of_the_replica_that_take
 def test_an_infra_failure_goes_to_the_front_with_the_same_seed_until_attempts_run_out() -> None:
     scene = Scene(max_attempts=2)
     first, second = scene.reserve(2)
-    assert scene.buffer.fail(second.key, incarnation=1, failure_class=FailureClass.INFRA, reason="engine")
-    assert scene.buffer.fail(first.key, incarnation=1, failure_class=FailureClass.INFRA, reason="engine")
+    assert scene.buffer.fail(
+        second.key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine")
+    )
+    assert scene.buffer.fail(
+        first.key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine")
+    )
     again = scene.reserve(3)
     assert [(t.group, t.attempt, t.seed) for t in again] == [(0, 1, first.seed), (1, 1, second.seed), (2, 0, 4)]
-    assert scene.buffer.fail(again[0].key, incarnation=1, failure_class=FailureClass.INFRA, reason="engine")
+    assert scene.buffer.fail(
+        again[0].key, incarnation=1, failure=Failure(failure_class=FailureClass.INFRA, reason="engine")
+    )
     (replacement,) = scene.reserve(1, step=0)
     assert (replacement.group, replacement.attempt) == (3, 0)
     account = scene.buffer.ledger
     assert account.fates[Fate.FAILED] == Amount(1, 2, 0)
-    assert account.failures == {"infra/engine": 3}
+    [count] = scene.buffer.failures.counts()
+    assert (count.first.label, count.rollouts, count.groups) == ("infra/engine", 3, 1)
     assert account.closed
 
 
@@ -143,12 +150,72 @@ def test_a_data_failure_is_not_tried_again_and_another_prompt_takes_the_slot() -
     scene = Scene()
     tickets = scene.reserve(4)
     for ticket in tickets[:2]:
-        assert scene.buffer.fail(ticket.key, incarnation=1, failure_class=FailureClass.DATA, reason="reward_raised")
-    assert scene.buffer.counts().data_failures_in_a_row == 2
+        assert scene.buffer.fail(
+            ticket.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="reward_raised")
+        )
+    assert scene.buffer.failures.streak is not None
+    assert scene.buffer.failures.streak.groups == 2
     assert [ticket.group for ticket in scene.reserve(9)] == [4, 5]
     scene.commit(tickets[2])
-    assert scene.buffer.counts().data_failures_in_a_row == 0
+    assert scene.buffer.failures.streak is None
     assert scene.buffer.ledger.fates[Fate.FAILED].groups == 2
+
+
+def failed(text: str, *, failure_class: FailureClass = FailureClass.DATA, reason: str = "reward_raised") -> Failure:
+    return Failure(failure_class=failure_class, reason=reason, message=text)
+
+
+def test_the_first_failure_of_each_kind_is_kept_with_its_prompt_and_all_are_counted() -> None:
+    scene = Scene()
+    first, second, third, fourth = scene.reserve(4)
+    for ticket, failure in [
+        (first, failed("one")),
+        (second, failed("two")),
+        (third, failed("late", reason="reward_timeout")),
+        (fourth, failed("engine", failure_class=FailureClass.INFRA, reason="engine")),
+    ]:
+        assert scene.buffer.fail(ticket.key, incarnation=1, failure=failure)
+    counts = scene.buffer.failures.counts()
+    assert [(each.first.message, each.first.prompt, each.rollouts, each.groups) for each in counts] == [
+        ("one", "0", 2, 2),
+        ("late", "2", 1, 1),
+        ("engine", "3", 1, 0),
+    ], "an INFRA failure is tried again and has cost no group yet"
+    assert scene.buffer.failures.rollouts == 4
+
+
+def test_texts_of_failures_are_cut() -> None:
+    long = "x" * 5000
+    failure = Failure.of(DataError(long, reason="r", completion=long), prompt=long)
+    assert {len(text) for text in (failure.message, failure.prompt, failure.completion)} == {1001}
+    strange = Failure.of(DataError("lone \ud800", reason="r"))
+    assert msgspec.json.decode(msgspec.json.encode(strange), type=Failure) == strange
+
+
+def test_too_many_data_failures_in_a_row_end_tickets_and_leases_at_that_number() -> None:
+    scene = Scene(max_data_failures=2)
+    ready = scene.reserve(2)
+    scene.commit(*ready)
+    first, second = scene.reserve(2)
+    scene.buffer.fail(first.key, incarnation=1, failure=failed("one"))
+    assert not scene.buffer.failures.too_many
+    again = scene.reserve(1)
+    scene.buffer.fail(second.key, incarnation=1, failure=failed("two"))
+    refused = scene.buffer.reserve("a", version=scene.buffer.version, count=1)
+    assert (refused.tickets, refused.refusal) == ((), Refusal.TOO_MANY_FAILURES)
+    assert scene.buffer.lease() is LeaseWait.TOO_MANY_FAILURES, "although a step's groups are ready"
+    scene.buffer.fail(again[0].key, incarnation=1, failure=failed("under way"))
+    streak = scene.buffer.failures.streak
+    assert streak is not None
+    assert (streak.groups, streak.first.message, streak.last.message) == (2, "one", "two")
+
+
+def test_a_group_that_was_under_way_when_there_were_too_many_failures_does_not_take_the_end_back() -> None:
+    scene = Scene(max_data_failures=1)
+    bad, good = scene.reserve(2)
+    scene.buffer.fail(bad.key, incarnation=1, failure=failed("one"))
+    scene.commit(good)
+    assert scene.buffer.failures.too_many
 
 
 def test_a_failure_of_a_ticket_that_is_over_or_of_an_older_incarnation_changes_nothing() -> None:
@@ -157,10 +224,12 @@ def test_a_failure_of_a_ticket_that_is_over_or_of_an_older_incarnation_changes_n
     scene.commit(done)
     before = scene.buffer.counts()
     for key, incarnation in [(done.key, 1), ("77.0", 1), ("no key", 1), (open_.key, 0)]:
-        assert not scene.buffer.fail(key, incarnation=incarnation, failure_class=FailureClass.DATA, reason="late")
+        assert not scene.buffer.fail(
+            key, incarnation=incarnation, failure=Failure(failure_class=FailureClass.DATA, reason="late")
+        )
     assert scene.buffer.counts() == before
     assert scene.buffer.ledger.events[Event.FAIL_REFUSED] == 4
-    assert scene.buffer.ledger.failures == {}
+    assert scene.buffer.failures.counts() == ()
 
 
 def test_f2_tickets_of_a_killed_generator_expire_and_go_elsewhere_with_the_same_seeds() -> None:
@@ -303,7 +372,7 @@ def test_f16_bytes_are_booked_at_their_worst_and_refunded_at_commit() -> None:
     scene.commit(answer.tickets[0])
     assert scene.buffer.counts().booked_bytes == 110
     (third,) = scene.reserve(9)
-    scene.buffer.fail(third.key, incarnation=1, failure_class=FailureClass.DATA, reason="x")
+    scene.buffer.fail(third.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
     scene.commit(answer.tickets[1])
     scene.train()
     assert scene.buffer.counts().booked_bytes == 0
@@ -334,7 +403,7 @@ def test_a_replica_holds_the_groups_that_it_reserved_until_they_are_committed_or
     scene.reserve(1, replica="b")
     assert [view.reserved_groups for view in scene.buffer.replicas()] == [3, 1]
     scene.commit(first)
-    scene.buffer.fail(second.key, incarnation=1, failure_class=FailureClass.DATA, reason="x")
+    scene.buffer.fail(second.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
     assert [view.reserved_groups for view in scene.buffer.replicas()] == [1, 1]
     scene.commit(third)
     assert [view.reserved_groups for view in scene.buffer.replicas()] == [0, 1]

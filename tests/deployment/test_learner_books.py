@@ -14,13 +14,14 @@ import pytest
 from made_up_run import TOTALS, make_step
 from prometheus_client import CollectorRegistry
 
+from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.deployment import learner
 from asyncrl.deployment.closing import Stopped
 from asyncrl.deployment.launch import Prompts
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import RunError, StallError
+from asyncrl.errors import FailureClass, RunError, StallError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.records import RunTotals
 from asyncrl.metrics import server as server_module
@@ -102,14 +103,18 @@ def deployment_without_ray(
     *,
     train: Callable[..., Awaitable[RunTotals]],
     ended: Callable[[], None] = lambda: None,
+    failures: tuple[FailureCount, ...] = (),
 ) -> LearnerDeployment:
     """Its buffer lists two endpoints, its training is `train`, and `ended` hears when its ranks end."""
 
     async def status() -> Any:
         return SimpleNamespace(targets={"learner": "127.0.0.1:1", "buffer": "127.0.0.1:2"})
 
+    async def call(method: str, *_: object, **__: object) -> object:
+        return failures if method == "failures" else None
+
     async def run_of(*_: object, **__: object) -> Any:
-        return SimpleNamespace(buffer=SimpleNamespace(call=nothing, status=status))
+        return SimpleNamespace(buffer=SimpleNamespace(call=call, status=status))
 
     monkeypatch.setattr(learner, "enter_run", run_of)
     monkeypatch.setattr(learner, "leave_run", nothing)
@@ -335,3 +340,22 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
 
 def full_disk_error(path: Path, **arguments: Any) -> None:
     raise OSError("no space")
+
+
+@pytest.mark.asyncio
+async def test_a_run_whose_prompts_all_failed_ends_with_the_first_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    failure = Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="KeyError: 'KEY' (tasks.py:30)")
+
+    failures = (FailureCount(rollouts=7, groups=7, first=failure),)
+
+    async def nothing_left(*_: object) -> RunTotals:
+        return TOTALS
+
+    with RunDir.create(config) as run:
+        deployment = deployment_without_ray(run, config, monkeypatch, train=nothing_left, failures=failures)
+        with pytest.raises(RunError, match=r"rollouts failed \(reward_raised 7\).*KeyError: 'KEY' \(tasks\.py:30\)"):
+            await deployment.run(asyncio.Event())
+        assert "reward_raised" in run.failures_path.read_text()

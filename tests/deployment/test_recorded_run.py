@@ -1,5 +1,6 @@
 """However a run ends, its report says how."""
 
+import io
 import logging
 from pathlib import Path
 
@@ -72,3 +73,16 @@ def test_a_report_that_cannot_be_made_hides_no_outcome(
         raise RunError("the run's own")
     assert "no report of" in caplog.text
     assert "OverflowError: a number too large" in caplog.text
+
+
+def test_what_is_logged_goes_to_the_stderr_of_the_moment_as_a_live_view_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    above = io.StringIO()
+    with log_to(tmp_path / "up-0.log"):
+        monkeypatch.setattr("sys.stderr", above)
+        logging.getLogger("asyncrl").warning("a reward failed")
+        logging.getLogger("asyncrl").info("only in the log")
+    assert above.getvalue().endswith("WARNING asyncrl: a reward failed\n")
+    assert capsys.readouterr().err == ""
+    assert "only in the log" in (tmp_path / "up-0.log").read_text()

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def test_a_start_that_recorded_nothing_leaves_its_log_and_the_next_run_has_the_n
         failed = RunDir.create(config_in(tmp_path))
         with failed.log_path("up", 0).open("a") as log:
             log.write(f"why {number}\n")
-        for left in (failed.path / "report.html", failed.targets_path):
+        for left in (failed.path / "report.html", failed.failures_path, failed.targets_path):
             left.write_text("of this start")
         failed.close(state="failed", reason="no engine")
     with RunDir.create(config_in(tmp_path)) as run:
@@ -151,6 +152,7 @@ def test_a_start_that_recorded_nothing_leaves_its_log_and_the_next_run_has_the_n
         assert run.log_path("up", 0).read_text() == "why 0\nwhy 1\n"
         assert not (run.path / "report.html").exists(), "it would tell of another run's end"
         assert not run.targets_path.exists(), "its endpoints are gone"
+        assert not run.failures_path.exists(), "they are of another start"
         assert run_json(run.path)["nonce"] == run.nonce
 
 
@@ -245,3 +247,15 @@ def test_f27_a_full_disk_is_reported_once_and_leaves_whole_lines(
         assert "steps.jsonl" in record.getMessage()
         run.append_step(make_step(3))
     assert [record.step for record in read_lines(path, StepRecord)] == [0, 3]
+
+
+def test_failures_that_cannot_be_written_do_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunDir.create(config_in(tmp_path)) as run:
+        run.write_failures([])
+        assert run.failures_path.read_text() == "[]\n"
+        shutil.rmtree(run.path)
+        run.path.write_text("a file in its place")
+        run.write_failures([])
+        run.path.unlink()
+        run.path.mkdir()
+    assert "cannot write" in caplog.text

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -101,7 +102,7 @@ class LengthScorer:
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[float]:
         if self.fail:
-            raise DataError("the reward raised", reason="reward_raised")
+            raise DataError("the reward raised", reason="reward_raised", completion=f"answer to {task.prompt}")
         return [float(len(completion)) for completion in completions]
 
 
@@ -184,6 +185,11 @@ class Pool:
     @property
     def counts(self) -> Counts:
         return self.buffer._buffer.counts()
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Failed rollouts by class and reason."""
+        return Counter({count.first.label: count.rollouts for count in self.buffer._buffer.failures.counts()})
 
     async def close(self) -> None:
         for task in self.running.values():

@@ -9,9 +9,9 @@ from pool import TASKS, empty_pool, everything_else_runs, started_pool, until
 
 from asyncrl import __version__
 from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.records import Refusal, Version
+from asyncrl.buffer.records import Failure, Refusal, Version
 from asyncrl.data.prompts import Task
-from asyncrl.errors import ActorGone, DataError
+from asyncrl.errors import ActorGone, DataError, FailureClass
 from asyncrl.generation.interfaces import LoadTimes
 from asyncrl.metrics.catalogue import GENERATOR_STATES
 from asyncrl.weights.manifest import Manifest
@@ -108,24 +108,36 @@ async def test_a_failing_reward_is_a_data_failure_and_the_prompt_is_replaced() -
         pool.scorer.fail = True
         pool.add("a")
         await pool.publish(0)
-        await until(lambda: pool.counts.data_failures_in_a_row >= 5)
+        await until(lambda: pool.failures["data/reward_raised"] >= 5)
         pool.scorer.fail = False
         await pool.step()
         status = await pool.buffer.status()
-        assert status.account.failures["data/reward_raised"] >= 5
         exported = pool.metrics["a"].registry.get_sample_value(
             "asyncrl_reward_failures_total", {"reason": "reward_raised"}
         )
-        assert exported == 2 * status.account.failures["data/reward_raised"], "two samples a group"
+        assert exported == 2 * pool.failures["data/reward_raised"], "two samples a group"
         assert status.account.closed
+
+
+@pytest.mark.asyncio
+async def test_the_buffer_keeps_the_text_prompt_and_completion_of_a_failed_rollout() -> None:
+    async with empty_pool() as pool:
+        pool.scorer.fail = True
+        pool.add("a")
+        await pool.publish(0)
+        await until(lambda: pool.failures)
+        [count] = (await pool.buffer.status()).failures
+        first = count.first
+        assert first.message == "the reward raised"
+        assert first.prompt in {task.prompt for task in TASKS}
+        assert first.completion == f"answer to {first.prompt}"
 
 
 @pytest.mark.asyncio
 async def test_f24_a_prompt_beyond_the_model_is_a_data_failure() -> None:
     limits = {"model": {"max_length": 4}, "data": {"max_prompt_tokens": 1}, "generator": {"max_completion_tokens": 2}}
     async with started_pool(**limits) as (pool, _):
-        await until(lambda: pool.counts.data_failures_in_a_row >= 3)
-        assert (await pool.buffer.status()).account.failures["data/prompt_length"] >= 3
+        await until(lambda: pool.failures["data/prompt_length"] >= 3)
 
 
 @pytest.mark.asyncio
@@ -207,7 +219,7 @@ async def test_f37_groups_whose_rows_could_not_be_stored_are_generated_again() -
         for lease in leases:
             assert {group.meta.key for group in lease.groups} <= pool.rows.kept.keys()
         status = await pool.buffer.status()
-        assert status.account.failures["infra/row_store"] > 0
+        assert pool.failures["infra/row_store"] > 0
         assert status.account.closed
 
 
@@ -241,12 +253,19 @@ async def test_a_heldout_question_whose_reward_fails_does_not_spoil_the_others()
 
         async def picky(task: Task, completions: Sequence[str]) -> list[float]:
             if task is TASKS[1]:
-                raise DataError("the reward raised", reason="reward_raised")
+                raise DataError("the reward raised", reason="reward_raised", completion="c")
             return await score(task, completions)
 
         pool.scorer.score = picky  # type: ignore[method-assign]
         rewards = await pool.generators["a"].evaluate(TASKS[:3])
-        assert [reward is None for reward in rewards] == [False, True, False]
+        assert [isinstance(reward, Failure) for reward in rewards] == [False, True, False]
+        assert rewards[1] == Failure(
+            failure_class=FailureClass.DATA,
+            reason="reward_raised",
+            message="the reward raised",
+            prompt=TASKS[1].prompt,
+            completion="c",
+        )
 
 
 @pytest.mark.asyncio

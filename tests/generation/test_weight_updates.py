@@ -114,7 +114,7 @@ async def test_nothing_is_committed_from_weights_that_fail_the_probe() -> None:
         await everything_else_runs()
         status = await pool.buffer.status()
         assert status.account.issued.tokens == committed, "a commit passed without a verdict"
-        assert sum(count for label, count in status.account.failures.items() if label.startswith("infra/")) > 0
+        assert any(label.startswith("infra/") for label in pool.failures)
         engine.score_error_nats = 0.0
         for _ in range(4):
             await pool.step()

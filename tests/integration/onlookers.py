@@ -11,7 +11,8 @@ import pytest
 from conftest import REPOSITORY, Command
 
 from asyncrl.learner.records import StepRecord, read_lines, state_shares
-from asyncrl.views.bottleneck import Bottleneck, Bound, bottleneck
+from asyncrl.views.headline import Bottleneck, Bound, bottleneck
+from asyncrl.views.run_facts import setting_at
 
 HEARD_S = 400.0
 ONE_LINE = {"COLUMNS": "500"}
@@ -62,6 +63,7 @@ def said_by(*arguments: str) -> str:
 def reported(run: Path) -> Bottleneck:
     """What limited the run by its records; its report must say so."""
     steps = read_lines(run / "steps.jsonl", StepRecord)
-    found = bottleneck(state_shares(steps, "learner_state_s"), state_shares(steps, "generator_state_s"))
+    shares = (state_shares(steps, "learner_state_s"), state_shares(steps, "generator_state_s"))
+    found = bottleneck(*shares, room=setting_at(run).room)
     assert found.sentence in (run / "report.html").read_text()
     return found

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from conftest import Run, small_config
 from onlookers import expect_advice, reported
-from test_up import ENDLESS, run_up, steps_of, summary_of
+from test_up import DENSE, ENDLESS, run_up, steps_of, summary_of
 
 from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
 from asyncrl.algorithms.loss import build_loss
@@ -22,7 +22,7 @@ from asyncrl.environments.interfaces import build_reward, build_tasks
 from asyncrl.generation.rollout import sample_rows
 from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.views.bottleneck import Bound
+from asyncrl.views.headline import Bound
 from asyncrl.weights.manifest import Manifest, Probe, layout
 from asyncrl.weights.publisher import take_snapshot
 
@@ -33,6 +33,7 @@ STEPS = 3
 ADVICE = "raise staleness.max_versions while the effective sample size is high"
 OVERRIDES = [
     ENDLESS,
+    DENSE,
     "staleness.max_versions=0",
     "weights.publish_every_steps=1",
     "learner.groups_logged=1000",

@@ -23,7 +23,7 @@ from asyncrl.config.load import load_config
 from asyncrl.environments.interfaces import build_tasks
 from asyncrl.metrics.catalogue import Role
 from asyncrl.policy.complete_directory import complete
-from asyncrl.views.bottleneck import Bound
+from asyncrl.views.headline import Bound
 
 pytestmark = pytest.mark.integration
 
@@ -38,8 +38,9 @@ def run_up(
 ) -> Path:
     """Runs until `while_it_runs` returns, and ends in order; the run's directory."""
     command = run_command(
-        "up", "-c", str(config), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path), *overrides
-    )
+        "up", "-c", str(config), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path), *overrides,
+        **IMPORTS,
+    )  # fmt: skip
     run = tmp_path / "test"
     while_it_runs(command, run)
     command.terminate()
@@ -64,6 +65,10 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
 
 
+IMPORTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
+"""The command finds the modules that its test finds."""
+DENSE = "environment.reward=dense_reward:by_length"
+"""Rewards differ within a group. Otherwise the first sentence about a run warns that there is nothing to learn."""
 ENDLESS = "learner.total_steps=100000"
 """The run goes on until it is told to end."""
 STEPS = 80
@@ -96,9 +101,9 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             f"learner.total_steps={STEPS}", "staleness.max_versions=2", "learner.groups_logged=4",
             "learner.logprobs_logged=true",
             f"checkpoint.every_steps={STEPS // 4}", "checkpoint.keep=2",
-            "environment.reward=dense_reward:by_length",
+            DENSE,
         ],
-        log=folder / "command.log", environment={"PYTHONPATH": os.pathsep.join(sys.path)},
+        log=folder / "command.log", environment=IMPORTS,
     )  # fmt: skip
     served: list[dict[str, Any]] = []
 
@@ -265,7 +270,7 @@ def test_a_critic_learns_beside_a_policy_that_waits_for_it(run_command: Run, mod
     }
     assert len(asked) == len(OF_A_CRITIC)
 
-    advice = "add learner ranks"
+    advice = "Generators wait for the learner"
 
     def seen(command: Command, run: Path) -> None:
         command.wait_for(lambda: asked <= shown_at(port), timeout_s=600, what=f"values of {asked}")
@@ -295,9 +300,9 @@ def test_f35_a_second_run_on_the_same_directory_is_refused_at_once_and_the_first
 ) -> None:
     """The first one may start a group a second; while it runs and at its end it says that this is what it waits for."""
     arguments = ["up", "-c", str(QUICKSTART), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path)]
-    slow = [ENDLESS, "generator.max_starts_per_s=1", "eval.prompts=0"]
-    advice = "raise generator.max_starts_per_s, or add generators"
-    first = run_command(*arguments, *slow)
+    slow = [ENDLESS, DENSE, "generator.max_starts_per_s=1", "eval.prompts=0"]
+    advice = "raise generator.max_starts_per_s"
+    first = run_command(*arguments, *slow, **IMPORTS)
     first.wait_for((tmp_path / "test" / "run.json").exists, timeout_s=240, what="the run's directory")
     second = run_command(*arguments)
     assert second.wait(120) == 1
@@ -308,3 +313,27 @@ def test_f35_a_second_run_on_the_same_directory_is_refused_at_once_and_the_first
     found = reported(tmp_path / "test")
     assert found.bound is Bound.GENERATORS
     assert advice in found.sentence
+
+
+def test_a_reward_that_always_raises_ends_the_run_with_its_cause(
+    run_command: Run, model_path: str, tmp_path: Path
+) -> None:
+    (tmp_path / "judges.py").write_text("def judge(task, completion):\n    raise KeyError('JUDGE_API_KEY')\n")
+    command = run_command(
+        "up", "-c", str(QUICKSTART), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path),
+        "environment.reward=judges:judge", "eval.prompts=0", "generator.max_data_failures=5",
+        PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]),
+    )  # fmt: skip
+    assert command.wait(600) == 1
+    output, run = command.output(), tmp_path / "test"
+    first, end = output.index("first failure of reward_raised: "), output.index("error: your reward failed")
+    assert first < end
+    for part in (output[first:end], output[end:], (run / "report.html").read_text().replace("&#x27;", "'")):
+        assert "KeyError: 'JUDGE_API_KEY'" in part
+        assert "judges.py:2" in part
+    assert "failed 5 times in a row (generator.max_data_failures = 5)" in output[end:]
+    assert "  completion: " in output[first:end]
+    assert "Traceback" not in output
+    [count] = json.loads((run / "failures.json").read_bytes())
+    assert count["groups"] >= 5
+    assert count["first"]["completion"]

@@ -11,8 +11,8 @@ from typing import Any
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
-from asyncrl.buffer.actor import BufferActor, Failure, ReplicaReport, RunStatus
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, LeaseWait, Ticket, Version
+from asyncrl.buffer.actor import BufferActor, FailedTicket, ReplicaReport, RunStatus
+from asyncrl.buffer.records import CommitOutcome, Failure, GroupMeta, Lease, LeaseWait, Ticket, Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
@@ -359,7 +359,7 @@ class Scene:
         self.loaded = version
         await self._heartbeat(replica)
 
-    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | None]]:
+    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
         if actor in self.ended:
             raise ActorGone(f"replica {actor} has ended")
         assert actor in ("generator-a", "generator-b")
@@ -376,8 +376,8 @@ class Scene:
     async def fail(self, wait_s: float) -> None:
         """Cannot answer a single prompt."""
         for ticket in await self._tickets():
-            failure = Failure(key=ticket.key, incarnation=1, failure_class=FailureClass.DATA, reason="too_long")
-            await self.actor.fail([failure])
+            failure = Failure(failure_class=FailureClass.DATA, reason="too_long", message="the prompt is too long")
+            await self.actor.fail([FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
 
     async def hang(self, wait_s: float) -> None:
         """Does nothing while time goes by."""

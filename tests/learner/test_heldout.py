@@ -6,9 +6,9 @@ import pytest
 from learner_scenes import Scene
 
 from asyncrl.buffer.actor import RunStatus
-from asyncrl.buffer.records import Version
+from asyncrl.buffer.records import Failure, Version
 from asyncrl.data.prompts import Task
-from asyncrl.errors import RunError, StallError
+from asyncrl.errors import FailureClass, RunError, StallError
 
 
 @pytest.mark.asyncio
@@ -55,16 +55,50 @@ async def test_f2_a_replica_that_ends_before_it_has_answered_is_replaced_by_anot
     assert await scene.heldout.replica_at(Version(1, 0)) == "generator-b", "an ended replica is not asked again"
 
 
-@pytest.mark.asyncio
-async def test_rollouts_that_failed_are_left_out_of_the_mean_and_are_no_reason_to_end_the_run() -> None:
-    scene = Scene()
-    await scene.deliver(Version(1, 0))
-    answers: list[list[float | None]] = [[0.5, None, 1.0, None], [None] * 4]
+FAILURE = Failure(
+    failure_class=FailureClass.DATA,
+    reason="reward_raised",
+    message="environment.reward = tasks:judge raised KeyError: 'KEY' (tasks.py:30)",
+    prompt="0+3=",
+    completion="4",
+)
 
-    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | None]]:
-        return Version(1, 0), answers.pop(0)
+
+async def scene_with(*answers: list[float | Failure]) -> Scene:
+    """A scene whose evaluations have these answers, one after the other."""
+    scene, left = Scene(), list(answers)
+    await scene.deliver(Version(1, 0))
+
+    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
+        return Version(1, 0), left.pop(0)
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
-    await scene.heldout.evaluate(Version(1, 0), actor="generator-a")
-    await scene.heldout.evaluate(Version(1, 0), actor="generator-a")
-    assert [(record.prompts, record.reward_mean) for record in scene.log.evals] == [(2, 0.75)], "nothing of nothing"
+    return scene
+
+
+@pytest.mark.asyncio
+async def test_rollouts_that_failed_are_left_out_of_the_mean_and_reported_with_the_first_cause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scene = await scene_with([0.5, FAILURE, 1.0, FAILURE], [FAILURE] * 4)
+    for _ in range(2):
+        await scene.heldout.evaluate(Version(1, 0), actor="generator-a")
+    records = [(record.prompts, record.failed, record.reward_mean) for record in scene.log.evals]
+    assert records == [(2, 2, 0.75), (0, 4, None)], "a later evaluation does not end the run"
+    warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    assert "held-out evaluation of step 0: 2 of 4 prompts got no reward" in warnings[0]
+    assert "KeyError: 'KEY' (tasks.py:30) for prompt '0+3=' and completion '4'" in warnings[0]
+    assert len(warnings) == 2
+
+
+@pytest.mark.asyncio
+async def test_a_run_whose_first_evaluation_got_not_one_reward_ends_before_it_trains() -> None:
+    scene = await scene_with([FAILURE] * 4)
+    with pytest.raises(RunError) as raised:
+        await scene.run()
+    assert str(raised.value) == (
+        "held-out evaluation of step 0: 4 of 4 prompts got no reward, so training did not start: environment.reward = "
+        "tasks:judge raised KeyError: 'KEY' (tasks.py:30) for prompt '0+3=' and completion '4'. Fix it and start again."
+    )
+    assert scene.log.steps == []
+    assert scene.log.evals == []

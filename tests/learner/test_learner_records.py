@@ -45,6 +45,7 @@ def test_the_summary_has_exactly_the_promised_keys() -> None:
     assert set(json.loads(msgspec.json.encode(summary))) == {
         "steps", "wall_s", "time_to_first_step_s", "samples_per_s", "reward_first", "reward_last", "heldout_first",
         "heldout_last", "staleness_limit", "max_group_staleness", "max_token_staleness", "groups_discarded",
+        "groups_failed", "heldout_prompts", "heldout_failed",
         "ledger_closed", "rows_outstanding", "weight_updates", "mid_sequence_updates", "parity_max_nats",
         "generator_busy_ratio", "learner_busy_ratio", "generated_tokens", "trained_tokens",
     }  # fmt: skip

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,20 @@ from typing import Any
 import pytest
 from learner_scenes import Scene, judged, skipped, trained
 
-from asyncrl.buffer.records import Version
+from asyncrl.buffer.actor import FailedTicket
+from asyncrl.buffer.ledger import Fate
+from asyncrl.buffer.records import Failure, Version
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
+from asyncrl.errors import FailureClass
 from asyncrl.learner.recording import EndedStep, StepRecorder
-from asyncrl.learner.records import build_summary
+from asyncrl.learner.records import StepRecord, build_summary
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
 from asyncrl.metrics.recorders import MEASURED, LearnerMetrics
+from asyncrl.views.live import LiveView
 from asyncrl.views.live_from_records import live_view
 from asyncrl.views.report import read_run, write_report
+from asyncrl.views.run_facts import Setting
 
 
 @pytest.mark.asyncio
@@ -220,14 +226,19 @@ async def test_f21_the_live_view_counts_versions_and_not_records() -> None:
     scene.trainer.answers = [skipped(), trained(), trained(), skipped(), skipped()]
     await scene.run()
 
+    def view_of(steps: Sequence[StepRecord]) -> LiveView:
+        return live_view(
+            scene.config, phase="training", elapsed_s=9, steps=steps, evals=[], setting=Setting(), failures={}
+        )
+
     def view_after(records: int) -> tuple[int, int | None]:
-        view = live_view(scene.config, phase="training", elapsed_s=9, steps=scene.log.steps[:records], evals=[])
+        view = view_of(scene.log.steps[:records])
         return view.step, view.oldest_token_versions
 
     assert view_after(1) == (0, None), "nothing was trained yet"
     assert view_after(2) == (1, 1)
     assert view_after(4) == (2, 1), "the age of what was trained last"
-    late = live_view(scene.config, phase="training", elapsed_s=9, steps=scene.log.steps[:4], evals=[])
+    late = view_of(scene.log.steps[:4])
     assert late.eta_s == pytest.approx(2 * 3.0 / 2), "two versions took three seconds"
     assert late.samples_per_s == pytest.approx(8 / 3.0)
 
@@ -245,3 +256,20 @@ async def test_what_was_not_measured_reads_as_such_and_not_as_healthy() -> None:
         value = read(f"asyncrl_learner_{name}")
         assert value is not None
         assert math.isnan(value), name
+
+
+@pytest.mark.asyncio
+async def test_groups_that_failed_are_told_apart_by_reason_and_those_that_expired_are_among_them() -> None:
+    scene = Scene()
+    tickets = await scene._tickets()
+    for ticket in tickets[:3]:
+        failure = Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="m")
+        await scene.actor.fail([FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
+    for _ in range(scene.config.buffer.max_attempts):
+        await scene._tickets()
+        await scene.actor.leave("a")
+    status = await scene.status()
+    assert status.account.fates[Fate.FAILED].groups == 3 + 4
+    totals = scene.loop._recorder.run_totals(status, rows_outstanding=0)
+    assert totals.groups_failed == {"reward_raised": 3, "expired": 4}
+    assert totals.groups_discarded == 7

@@ -12,6 +12,7 @@ TOTALS = RunTotals(
     wall_s=50.0,
     generated_tokens=9000,
     groups_discarded=0,
+    groups_failed={},
     ledger_closed=True,
     rows_outstanding=0,
     weight_updates=12,
@@ -86,9 +87,10 @@ def make_status(**changed: Any) -> RunStatus:
             booked_bytes=0,
             oldest_group_age_s=0.0,
             lease_wait=None,
-            data_failures_in_a_row=0,
         ),
-        "account": Account(issued=Amount(), fates=dict.fromkeys(Fate, Amount()), events={}, failures={}),
+        "account": Account(issued=Amount(), fates=dict.fromkeys(Fate, Amount()), events={}),
+        "failures": (),
+        "failure_streak": None,
         "replicas": (
             ReplicaView(
                 replica="generator-a",

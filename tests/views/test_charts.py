@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncrl.views import bottleneck, charts, quantities, report, report_staleness
+from asyncrl.views import charts, headline, quantities, report, report_staleness
 from asyncrl.views.charts import (
     BOTTOM,
     HEIGHT,
@@ -30,7 +30,7 @@ from asyncrl.views.charts import (
 numbers = st.floats(min_value=-1e9, max_value=1e9, allow_nan=False)
 
 
-@pytest.mark.parametrize("module", [bottleneck, charts, quantities, report, report_staleness])
+@pytest.mark.parametrize("module", [charts, headline, quantities, report, report_staleness])
 def test_doctests(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 

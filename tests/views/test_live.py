@@ -2,6 +2,7 @@
 
 import doctest
 import io
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 from asyncrl.views import live
+from asyncrl.views.headline import Concern, Headline
 from asyncrl.views.live import (
     STATE_STYLES,
     LiveDisplay,
@@ -42,6 +44,7 @@ def view(step: int = 80, **changed: Any) -> LiveView:
         "buffer_capacity_groups": 48,
         "learner_shares": {"waiting_for_groups": 0.3, "forward_backward": 0.7},
         "generator_shares": {"generating": 0.9, "blocked_on_staleness": 0.1},
+        "headline": Headline(concern=Concern.BOTTLENECK, sentence="The learner waits for groups 30 % of the time."),
     }
     return LiveView(**(fields | changed))
 
@@ -75,6 +78,48 @@ def test_start_up_shows_its_phase_and_nothing_that_is_not_known() -> None:
     assert "loading the model" in text
     assert "reward" not in text
     assert phase_line(STARTING) == "loading the model (8.0 s)"
+
+
+FLAT = Headline(concern=Concern.NO_GRADIENT, sentence="In 100 % of the groups all rewards are equal.")
+FAILING = Headline(concern=Concern.FAILURES, sentence="49 % of the groups failed.")
+
+
+def test_a_headline_is_shown_before_the_first_step_too() -> None:
+    assert FLAT.sentence in shown(view(0, headline=FLAT))
+
+
+def test_without_a_terminal_each_warning_is_printed_once_and_a_bottleneck_never() -> None:
+    views = [view(11), view(12, headline=FLAT), view(13, headline=FAILING), view(14, headline=FLAT)]
+    warnings = [line for line in plain(10, views) if "rewards are equal" in line or "failed" in line]
+    assert warnings == [f"warning: {FLAT.sentence}", f"warning: {FAILING.sentence}"]
+    assert not any("waits for groups" in line for line in plain(10, views))
+
+
+def test_what_is_logged_while_the_panel_is_shown_appears_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr("sys.stderr", Terminal())
+    with LiveDisplay(console, every_steps=10) as display:
+        display.update(view(80))
+        print("first failure of reward_raised: [red]x[/red]", file=sys.stderr)
+        display.update(view(81))
+    assert isinstance(console.file, io.StringIO)
+    drawn = console.file.getvalue()
+    assert drawn.index("first failure of reward_raised: [red]x[/red]") < drawn.index("81 of 200")
+    assert isinstance(sys.stderr, Terminal)
+    assert sys.stderr.getvalue() == ""
+
+
+def test_an_stderr_that_goes_to_a_file_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, stderr = Console(file=io.StringIO(), force_terminal=True, width=100), io.StringIO()
+    monkeypatch.setattr("sys.stderr", stderr)
+    with LiveDisplay(console, every_steps=10):
+        print("to the file", file=sys.stderr)
+    assert stderr.getvalue() == "to the file\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def test_the_first_step_needs_no_optional_number() -> None:

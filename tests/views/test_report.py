@@ -13,10 +13,11 @@ from made_up_run import make_step
 from typer.testing import CliRunner
 from written_runs import HOSTILE, write_run
 
+from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.cli.report import app
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import RunError
+from asyncrl.errors import FailureClass, RunError
 from asyncrl.learner.records import state_shares
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 from asyncrl.views import report_staleness
@@ -87,6 +88,38 @@ def test_only_a_run_that_looks_at_a_reference_shows_the_distance_to_it(tmp_path:
         steps = [make_step(step, diagnostics=diagnostics) for step in range(5)]
         page = Page(report_html(read_run(write_run(tmp_path / name, steps))))
         assert ("KL to the reference" in page.text) == bool(diagnostics)
+
+
+FAILURE = FailureCount(
+    rollouts=2001,
+    groups=1999,
+    first=Failure(
+        failure_class=FailureClass.DATA,
+        reason="reward_raised",
+        message="KeyError: 'KEY' (tasks.py:30)",
+        prompt="0+3=",
+        completion=HOSTILE,
+    ),
+)
+
+
+def test_failures_are_shown_with_the_first_of_each_reason_also_of_a_run_without_steps(tmp_path: Path) -> None:
+    failed = RunDir.create(Config.model_validate({"run": {"name": "failed", "dir": str(tmp_path)}}))
+    failed.write_failures([FAILURE])
+    failed.close(state="failed", reason="RunError: your reward failed")
+    page = Page(report_html(read_run(failed.path)))
+    for words in ("Failures", "reward_raised", "2,001", "1,999", "KeyError: 'KEY' (tasks.py:30)", "0+3=", HOSTILE):
+        assert words in page.text, words
+    assert "No step was recorded." in page.text
+    assert "Failures" not in Page(report_html(read_run(write_run(tmp_path, [make_step(0)])))).text
+
+
+def test_a_warning_is_the_first_sentence_of_the_page(tmp_path: Path) -> None:
+    flat = [make_step(step, zero_variance_ratio=1.0) for step in range(3)]
+    page = report_html(read_run(write_run(tmp_path, flat)))
+    assert '<p class="lead warns">In 100 % of the groups of the last 3 steps all rewards are equal' in page
+    healthy = report_html(read_run(write_run(tmp_path / "healthy", [make_step(step) for step in range(3)])))
+    assert '<p class="lead">The learner waits for groups' in healthy
 
 
 def test_only_a_run_with_a_critic_shows_what_it_learns(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import pytest
 from made_up_run import make_status
 
 from asyncrl.buffer.actor import RunStatus
+from asyncrl.buffer.ledger import Account, Amount, Fate
 from asyncrl.buffer.membership import Role, RunState
-from asyncrl.buffer.records import LeaseWait, Version
+from asyncrl.buffer.records import Failure, FailureCount, LeaseWait, Version
+from asyncrl.errors import FailureClass
 from asyncrl.metrics.discovery import Target
 from asyncrl.metrics.scrape import Scrape
 from asyncrl.views.status import status_json, status_lines
@@ -67,7 +69,12 @@ def test_of_shares_that_are_none_there_is_no_sentence(seconds: dict[str, float])
     learner = {frozenset({("state", state)}): value for state, value in seconds.items()}
     scraped = Scrape(at_s=0.0, values={LEARNER_SECONDS: learner, GENERATOR_SECONDS: GENERATORS})
     assert status_lines(make_status(), scraped=scraped) == status_lines(make_status())
-    assert told(scraped) == {"learner_shares": None, "generator_shares": {"generating": 1.0}, "bottleneck": None}
+    assert told(scraped) == {
+        "learner_shares": None,
+        "generator_shares": {"generating": 1.0},
+        "bottleneck": None,
+        "headline": None,
+    }
 
 
 def test_an_endpoint_of_another_run_is_said_to_be_one() -> None:
@@ -79,20 +86,47 @@ def test_an_endpoint_of_another_run_is_said_to_be_one() -> None:
 def test_json_has_all_that_the_buffer_knows_and_what_limits_the_run() -> None:
     status = make_status()
     assert msgspec.json.decode(status_json(status, scraped=BOTH), type=RunStatus) == status
+    sentence = (
+        "The learner waits for groups 60 % of the time: add generators, or slots (generator.max_concurrent_groups) "
+        "where cores or GPUs are free."
+    )
     assert told(BOTH) == {
         "learner_shares": {"waiting_for_groups": 0.6, "optimizer": 0.4},
         "generator_shares": {"generating": 1.0},
-        "bottleneck": {
-            "bound": "generators",
-            "sentence": "The learner waits for groups 60 % of the time: add generators, or slots "
-            "(generator.max_concurrent_groups) where cores or GPUs are free.",
-        },
+        "bottleneck": {"bound": "generators", "sentence": sentence},
+        "headline": {"concern": "bottleneck", "sentence": sentence},
     }
     assert told(ALONE) == {
         "learner_shares": {"waiting_for_groups": 0.6, "optimizer": 0.4},
         "generator_shares": None,
         "bottleneck": None,
+        "headline": None,
     }
+
+
+FAILED = FailureCount(
+    rollouts=20,
+    groups=20,
+    first=Failure(
+        failure_class=FailureClass.DATA, reason="reward_raised", message="KeyError: 'KEY' (tasks.py:30)", prompt="0+3="
+    ),
+)
+
+
+def test_failed_rollouts_are_counted_with_the_first_cause_and_warned_of_when_they_are_many() -> None:
+    fates = dict.fromkeys(Fate, Amount()) | {Fate.TRAINED: Amount(60, 60, 60), Fate.FAILED: Amount(20, 20, 0)}
+    account = Account(issued=Amount(80, 80, 60), fates=fates, events={})
+    status = make_status(failures=(FAILED,), account=account)
+    lines = status_lines(status, scraped=BOTH)
+    assert "failed rollouts: reward_raised 20; 25% of the groups that ended" in lines
+    assert "first reward_raised: KeyError: 'KEY' (tasks.py:30) for prompt '0+3='" in lines
+    (warning,) = [line for line in lines if line.startswith("warning: ")]
+    assert "25 % of the groups failed and were not trained (reward_raised 20): fix the reward" in warning
+    assert not any(line.startswith("since the start") for line in lines)
+    found = msgspec.json.decode(status_json(status, scraped=BOTH))
+    assert found["failures"][0]["first"]["prompt"] == "0+3="
+    assert found["since_start"]["headline"]["concern"] == "failures"
+    assert not any("fail" in line for line in status_lines(make_status(), scraped=BOTH))
 
 
 def told(scraped: Scrape) -> dict[str, Any]:

@@ -399,3 +399,35 @@ def test_once_prints_the_panel_also_where_there_is_no_terminal(run: Run) -> None
     assert result.exit_code == 0, result.output
     assert "published 7; 1 replica at 7, 1 at 6" in result.output
     assert "16 of 48 slots" in result.output
+
+
+def test_a_run_without_unequal_rewards_is_warned_of_over_the_steps_that_were_seen(run: Run) -> None:
+    def equal(ratio: float) -> None:
+        run.learner._instruments.set("asyncrl_learner_zero_variance_ratio", ratio)
+        run.learner._instruments.set("asyncrl_learner_all_right_ratio", 0.0)
+
+    equal(1.0)
+    run.train(1, reward=0.0)
+    first, second = looks(run, (2, 0.0), (3, 0.0))
+    assert first.headline is not None
+    assert second.headline is not None
+    assert "In 100 % of the groups of the last step" in first.headline.sentence
+    assert "In 100 % of the groups of the last 2 steps" in second.headline.sentence
+    equal(0.25)
+    (third,) = looks(run, (4, 0.0))
+    assert third.headline is not None
+    assert not third.headline.warns
+
+
+def test_failed_groups_are_those_of_the_time_between_two_looks(run: Run) -> None:
+    def ended(*, trained: int, failed: int) -> None:
+        groups = {"trained": trained, "failed": failed, "reserved": 500}
+        run.buffer.ledger(issued_groups=sum(groups.values()), groups=groups, tokens={})
+
+    ended(trained=90, failed=100)
+    for generator in run.generators:
+        generator.rollout_failed(failure_class="data", reason="reward_raised")
+    watching = top.watch(run.path, every_s=1.0, sleep=lambda _: ended(trained=180, failed=110))
+    view = next(watching)
+    assert view.headline is not None
+    assert view.headline.sentence.startswith("10 % of the groups failed and were not trained: fix the cause")

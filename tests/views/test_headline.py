@@ -1,7 +1,9 @@
-"""What limits a run: the side that is waited for, and the limit between them only when both wait."""
+"""A run's first sentence: the most urgent concern, else what limits it. A limit between the sides is named only when
+both wait."""
 
 import doctest
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,8 +11,8 @@ from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
-from asyncrl.views import bottleneck as module
-from asyncrl.views.bottleneck import HELD_BACK, OTHER_WAITS, Bound, bottleneck
+from asyncrl.views import headline as module
+from asyncrl.views.headline import HELD_BACK, OTHER_WAITS, Bound, Concern, RunFacts, bottleneck, headline
 
 
 def test_doctests() -> None:
@@ -23,12 +25,12 @@ def test_doctests() -> None:
         (0.6, 0.0, Bound.GENERATORS, "add generators"),
         (0.6, 0.1, Bound.GENERATORS, "the staleness limit holds them back 10 %"),
         (0.4, 0.4, Bound.STALENESS, "raise staleness.max_versions"),
-        (0.1, 0.6, Bound.LEARNER, "add learner ranks."),
-        (0.0, 0.6, Bound.LEARNER, "a lower staleness.max_versions, above 0, would train fresher data"),
+        (0.1, 0.6, Bound.LEARNER, "add learner ranks where cores or GPUs are free."),
+        (0.0, 0.6, Bound.LEARNER, "You can lower staleness.max_versions (but not to 0)"),
         (0.1, 0.15, Bound.NOTHING, "Neither side waits"),
         (0.19, 0.19, Bound.NOTHING, "Neither side waits for more than 20 %"),
         (0.21, 0.19, Bound.GENERATORS, "add generators"),
-        (0.19, 0.21, Bound.LEARNER, "add learner ranks."),
+        (0.19, 0.21, Bound.LEARNER, "add learner ranks where cores or GPUs are free."),
         (0.21, 0.21, Bound.STALENESS, "raise staleness.max_versions"),
     ],
 )
@@ -73,7 +75,7 @@ def test_waits_behind_the_learner_add_up() -> None:
 
 def test_idle_slots_are_no_proof_of_a_throttle() -> None:
     found = bottleneck({"waiting_for_groups": 0.3, "other": 0.7}, {"idle": 0.67, "generating": 0.33})
-    assert "as they do before the first weights, in evaluations and at the end" in found.sentence
+    assert "That is normal before the first weights, in evaluations and at the end" in found.sentence
 
 
 def test_a_start_is_no_time_in_which_anybody_could_have_waited() -> None:
@@ -115,3 +117,97 @@ def test_every_sentence_names_knobs_that_exist_and_advises_more_staleness_only_t
 
 def test_nothing_known_is_no_bottleneck() -> None:
     assert bottleneck({}, {}).bound is Bound.NOTHING
+
+
+WAITING_LEARNER = {"waiting_for_groups": 0.5, "optimizer": 0.5}
+BUSY_LEARNER = {"optimizer": 1.0}
+HELD_BACK_GENERATORS = {"blocked_on_staleness": 0.5, "generating": 0.5}
+
+
+@pytest.mark.parametrize("room", [True, False, None])
+def test_more_processes_are_advised_only_where_they_fit(room: bool | None) -> None:
+    learner = bottleneck(BUSY_LEARNER, HELD_BACK_GENERATORS, room=room).sentence
+    generators = bottleneck(WAITING_LEARNER, {"generating": 1.0}, room=room).sentence
+    throttled = bottleneck(WAITING_LEARNER, {"idle": 0.5, "generating": 0.5}, room=room).sentence
+    assert ("add learner ranks" in learner) == (room is not False)
+    assert ("where cores or GPUs are free" in learner) == (room is None)
+    for sentence in (generators, throttled):
+        assert ("add generators" in sentence) == (room is not False)
+    assert "raise generator.max_starts_per_s" in throttled
+    if room is False:
+        assert learner == (
+            "Generators wait for the learner 50 % of the time. You can lower staleness.max_versions (but not to 0): "
+            "fresher samples at the same speed."
+        )
+        assert "raise generator.max_concurrent_groups" in generators
+
+
+TROUBLE: dict[Concern, dict[str, Any]] = {
+    Concern.NOTHING_TRAINED: {"steps_trained": 0, "steps_skipped": 3},
+    Concern.NO_GRADIENT: {"equal_rewards_ratio": 1.0, "equal_rewards_steps": 20},
+    Concern.FAILURES: {
+        "groups": {"trained": 24, "failed": 23, "reserved": 400},
+        "failures": {"reward_timeout": 3, "reward_raised": 20},
+    },
+    Concern.PARITY: {"parity_nats": 0.3, "parity_limit_nats": 0.05},
+    Concern.STALE_DATA: {"ess_ratio": 0.21},
+    Concern.BOTTLENECK: {"learner_shares": WAITING_LEARNER, "generator_shares": HELD_BACK_GENERATORS},
+}
+FINE: dict[str, Any] = {
+    "steps_trained": 3,
+    "steps_skipped": 1,
+    "equal_rewards_ratio": 0.9,
+    "groups": {"trained": 95, "failed": 5},
+    "parity_nats": 0.05,
+    "parity_limit_nats": 0.05,
+    "ess_ratio": 0.3,
+}
+SENTENCES = {
+    Concern.NOTHING_TRAINED: "every step was skipped",
+    Concern.NO_GRADIENT: "In 100 % of the groups of the last 20 steps all rewards are equal, so there is no gradient: "
+    "use easier questions, a denser reward, or a larger learner.group_size.",
+    Concern.FAILURES: "49 % of the groups failed and were not trained (reward_raised 20, reward_timeout 3): fix the "
+    "reward.",
+    Concern.PARITY: "differ by up to 0.3 nats (weights.parity_tolerance_nats = 0.05)",
+    Concern.STALE_DATA: "The effective sample size is 21 %",
+    Concern.BOTTLENECK: "raise staleness.max_versions",
+}
+
+
+def test_the_most_urgent_concern_is_the_headline() -> None:
+    for index, concern in enumerate(Concern):
+        known = dict(FINE)
+        for other in list(Concern)[index:]:
+            known |= TROUBLE[other]
+        found = headline(RunFacts(**known))
+        assert found is not None
+        assert found.concern is concern
+        assert SENTENCES[concern] in found.sentence
+        assert found.warns == (concern is not Concern.BOTTLENECK)
+
+
+def test_where_little_is_known_there_is_no_headline() -> None:
+    assert headline(RunFacts()) is None
+    assert headline(RunFacts(**FINE)) is None
+    assert headline(RunFacts(learner_shares=WAITING_LEARNER)) is None, "the other side did not answer"
+
+
+def test_equal_rewards_above_zero_ask_for_harder_questions() -> None:
+    found = headline(RunFacts(equal_rewards_ratio=0.95, equal_above_zero_ratio=0.9))
+    assert found is not None
+    assert found.sentence == (
+        "In 95 % of the groups of the last step all rewards are equal, most of them above 0, so there is little left "
+        "to learn: use harder questions."
+    )
+    mostly = headline(RunFacts(equal_rewards_ratio=0.95, equal_above_zero_ratio=0.1))
+    assert mostly is not None
+    assert "hardly any gradient" in mostly.sentence
+
+
+@pytest.mark.parametrize("concern", Concern)
+def test_every_headline_names_settings_that_exist(concern: Concern) -> None:
+    found = headline(RunFacts(**FINE | TROUBLE[concern]))
+    assert found is not None
+    names = re.findall(r"\b(learner|generator|staleness|weights|model|data|buffer)\.([a-z_]+)", found.sentence)
+    for section, key in names:
+        assert key in type(getattr(Config(), section)).model_fields

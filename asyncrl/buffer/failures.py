@@ -1,0 +1,47 @@
+"""Counts failed rollouts, keeps the first of each kind, and decides when too many groups failed in a row.
+
+Memory is bounded: reasons are a bounded set, and texts are cut (`Failure`). Pure; the buffer is the only caller.
+"""
+
+from asyncrl.buffer.records import Failure, FailureCount, FailureStreak
+from asyncrl.errors import FailureClass
+
+
+class FailureLog:
+    """The failures of one run. `max_streak` is `generator.max_data_failures`."""
+
+    def __init__(self, *, max_streak: int) -> None:
+        self._max_streak = max_streak
+        self._counts: dict[str, FailureCount] = {}
+        self.streak: FailureStreak | None = None
+        self.rollouts = 0
+
+    @property
+    def too_many(self) -> bool:
+        """Whether `max_streak` groups failed in a row. Once true it stays true: groups that were under way then may
+        still end well or fail, and change neither this nor the streak."""
+        return self.streak is not None and self.streak.groups >= self._max_streak
+
+    def failed(self, failure: Failure, *, ended_group: bool) -> None:
+        """A rollout failed; `ended_group` is false when its prompt is tried again."""
+        self.rollouts += 1
+        known = self._counts.get(failure.label)
+        self._counts[failure.label] = FailureCount(
+            rollouts=(known.rollouts if known else 0) + 1,
+            groups=(known.groups if known else 0) + ended_group,
+            first=known.first if known else failure,
+        )
+        if failure.failure_class is FailureClass.DATA and not self.too_many:
+            streak = self.streak
+            self.streak = FailureStreak(
+                groups=(streak.groups if streak else 0) + 1, first=streak.first if streak else failure, last=failure
+            )
+
+    def succeeded(self) -> None:
+        """A group was committed."""
+        if not self.too_many:
+            self.streak = None
+
+    def counts(self) -> tuple[FailureCount, ...]:
+        """By class and reason, in the order of the first failures."""
+        return tuple(self._counts.values())

@@ -1,0 +1,277 @@
+"""The first sentence about a run: what most needs the user's attention, and what to do about it.
+
+Every screen shows the same one, chosen by priority: nothing is learned, rollouts fail, log-probs disagree, the data is
+too far from the policy; and only when none of these is the case, which side waits for which (`bottleneck`).
+
+A side that waits is not at fault, the other one is; when both wait at once it is what stands between them. So the
+staleness limit, room or publications are only to be changed where generators that they hold back would feed a learner
+that waits: one that never waits has nothing to win from them. The time that a process takes to start is left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from asyncrl.buffer.ledger import OPEN_FATES, Fate
+
+NOTABLE_SHARE = 0.2
+"""A side that waits less than this share of its time is not what limits the run."""
+NEGLIGIBLE_SHARE = 0.05
+"""A smaller share of a side's time is too little for any setting to win back."""
+MOSTLY_EQUAL = 0.9
+"""With equal rewards in more groups than this, a run learns next to nothing."""
+MANY_FAILURES = 0.05
+"""More failed groups than this are worth a warning."""
+LOW_ESS = 0.3
+"""Below this effective sample size, few tokens decide a step. The alert AsyncrlESSCollapse has the same limit."""
+
+
+class Bound(StrEnum):
+    """What a run is limited by."""
+
+    GENERATORS = "generators"
+    LEARNER = "learner"
+    STALENESS = "staleness"
+    CAPACITY = "capacity"
+    WEIGHTS = "weights"
+    PROMPTS = "prompts"
+    NOTHING = "nothing"
+
+
+class Concern(StrEnum):
+    """What a headline is about, the most urgent first."""
+
+    NOTHING_TRAINED = "nothing_trained"
+    NO_GRADIENT = "no_gradient"
+    FAILURES = "failures"
+    PARITY = "parity"
+    STALE_DATA = "stale_data"
+    BOTTLENECK = "bottleneck"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """One sentence for the user."""
+
+    concern: Concern
+    sentence: str
+
+    @property
+    def warns(self) -> bool:
+        """Whether something is wrong; a bottleneck is not."""
+        return self.concern is not Concern.BOTTLENECK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What a screen knows of a run. None and empty mappings mean: not known.
+
+    `equal_rewards_ratio` is the share of groups without unequal rewards, over `equal_rewards_steps` steps;
+    `equal_above_zero_ratio` is the part of it whose rewards are above 0. Both are None where equal rewards teach
+    something. `groups` are by fate, `failures` failed rollouts by reason. Shares are of time by state. `room` tells
+    whether there are cores or GPUs for another process.
+    """
+
+    steps_trained: int | None = None
+    steps_skipped: int | None = None
+    equal_rewards_ratio: float | None = None
+    equal_above_zero_ratio: float | None = None
+    equal_rewards_steps: int = 1
+    groups: Mapping[str, float] = field(default_factory=dict)
+    failures: Mapping[str, float] = field(default_factory=dict)
+    parity_nats: float | None = None
+    parity_limit_nats: float | None = None
+    ess_ratio: float | None = None
+    learner_shares: Mapping[str, float] | None = None
+    generator_shares: Mapping[str, float] | None = None
+    room: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bottleneck:
+    """What limits a run, and a sentence about it with what the user could change."""
+
+    bound: Bound
+    sentence: str
+
+
+OTHER_WAITS = {
+    "blocked_on_capacity": (
+        Bound.CAPACITY,
+        "Generators wait for room in the buffer",
+        "raise buffer.capacity_groups or buffer.capacity_bytes",
+    ),
+    "paused_for_weights": (
+        Bound.WEIGHTS,
+        "Generators are paused to load weights",
+        "raise weights.publish_every_steps",
+    ),
+    "starved_of_prompts": (Bound.PROMPTS, "Generators have no prompts", "add prompts, or raise data.epochs"),
+}
+
+HELD_BACK = ("blocked_on_staleness", "blocked_on_capacity", "starved_of_prompts")
+"""States in which a generator has done all that it may do for now."""
+
+
+def headline(facts: RunFacts) -> Headline | None:
+    """The most urgent sentence; None while too little is known for any.
+
+    >>> headline(RunFacts(equal_rewards_ratio=1.0, equal_rewards_steps=20)).concern
+    <Concern.NO_GRADIENT: 'no_gradient'>
+    """
+    candidates = (
+        (Concern.NOTHING_TRAINED, _nothing_trained),
+        (Concern.NO_GRADIENT, _no_gradient),
+        (Concern.FAILURES, _failures),
+        (Concern.PARITY, _parity),
+        (Concern.STALE_DATA, _stale_data),
+    )
+    for concern, sentence_of in candidates:
+        if sentence := sentence_of(facts):
+            return Headline(concern=concern, sentence=sentence)
+    if not (facts.learner_shares and facts.generator_shares):
+        return None
+    limits = bottleneck(facts.learner_shares, facts.generator_shares, room=facts.room)
+    return Headline(concern=Concern.BOTTLENECK, sentence=limits.sentence)
+
+
+def failed_share(groups: Mapping[str, float]) -> float:
+    """The share of failed groups among those that have ended; 0 while none has.
+
+    >>> failed_share({"trained": 24, "failed": 8, "reserved": 100})
+    0.25
+    """
+    ended = sum(number for fate, number in groups.items() if fate not in OPEN_FATES)
+    return groups.get(Fate.FAILED, 0) / ended if ended else 0.0
+
+
+def by_reason(failures: Mapping[str, float]) -> str:
+    """Such as `reward_raised 20, reward_timeout 3`, the most frequent reason first."""
+    ordered = sorted(failures.items(), key=lambda item: -item[1])
+    return ", ".join(f"{reason} {number:.0f}" for reason, number in ordered)
+
+
+def bottleneck(
+    learner_shares: Mapping[str, float], generator_shares: Mapping[str, float], *, room: bool | None = None
+) -> Bottleneck:
+    """From both sides' time by state, as shares that add up to 1. `room` tells whether there are cores or GPUs for
+    another process; None: it is not known.
+
+    >>> bottleneck({"waiting_for_groups": 0.5}, {"generating": 0.6, "blocked_on_staleness": 0.4}).bound
+    <Bound.STALENESS: 'staleness'>
+    >>> bottleneck({"optimizer": 1.0}, {"generating": 0.6, "blocked_on_staleness": 0.4}).bound
+    <Bound.LEARNER: 'learner'>
+    """
+    learner_shares, generator_shares = _once_started(learner_shares), _once_started(generator_shares)
+    waiting = learner_shares.get("waiting_for_groups", 0.0)
+    if waiting < NOTABLE_SHARE:
+        return _of_the_learner(generator_shares, waiting, room)
+    blocked = generator_shares.get("blocked_on_staleness", 0.0)
+    other = max(OTHER_WAITS, key=lambda state: generator_shares.get(state, 0.0))
+    if generator_shares.get(other, 0.0) >= max(waiting, blocked):
+        bound, what, advice = OTHER_WAITS[other]
+        return _found(bound, what, generator_shares[other], f": {advice}.")
+    if blocked >= NOTABLE_SHARE:
+        return _found(
+            Bound.STALENESS,
+            "The learner waits for groups",
+            waiting,
+            f" and generators for its next version {_percent(blocked)}: raise staleness.max_versions while the "
+            "effective sample size is high.",
+        )
+    idle = generator_shares.get("idle", 0.0)
+    if idle >= NOTABLE_SHARE:
+        advice = (
+            f"slots are idle {_percent(idle)}. That is normal before the first weights, in evaluations and at the end; "
+            f"otherwise raise generator.max_starts_per_s{'' if room is False else ', or add generators'}"
+        )
+    elif room is False:
+        advice = "raise generator.max_concurrent_groups; all cores of this machine are in use"
+    else:
+        advice = "add generators, or slots (generator.max_concurrent_groups) where cores or GPUs are free"
+    if blocked >= NEGLIGIBLE_SHARE:
+        advice += f"; the staleness limit holds them back {_percent(blocked)}"
+    return _found(Bound.GENERATORS, "The learner waits for groups", waiting, f": {advice}.")
+
+
+def _once_started(shares: Mapping[str, float]) -> dict[str, float]:
+    """Parts of the time after the start; none when there is no such time."""
+    running_share = 1.0 - shares.get("starting", 0.0)
+    running = {state: share for state, share in shares.items() if state != "starting"}
+    return {state: share / running_share for state, share in running.items()} if running_share > 0 else {}
+
+
+def _of_the_learner(generator_shares: Mapping[str, float], waiting: float, room: bool | None) -> Bottleneck:
+    """Of a learner that hardly waits: more work of the generators would only wait for it."""
+    blocked = sum(generator_shares.get(state, 0.0) for state in HELD_BACK)
+    if blocked < NOTABLE_SHARE:
+        return Bottleneck(
+            bound=Bound.NOTHING, sentence=f"Neither side waits for more than {_percent(NOTABLE_SHARE)} of the time."
+        )
+    ranks = {True: ": add learner ranks.", None: ": add learner ranks where cores or GPUs are free.", False: "."}
+    advice = ranks[room]
+    if waiting < NEGLIGIBLE_SHARE:
+        advice += " You can lower staleness.max_versions (but not to 0): fresher samples at the same speed."
+    return _found(Bound.LEARNER, "Generators wait for the learner", blocked, advice)
+
+
+def _found(bound: Bound, what: str, share: float, rest: str) -> Bottleneck:
+    return Bottleneck(bound=bound, sentence=f"{what} {_percent(share)} of the time{rest}")
+
+
+def _nothing_trained(facts: RunFacts) -> str | None:
+    if facts.steps_trained != 0 or not facts.steps_skipped:
+        return None
+    return (
+        "Nothing was trained: every step was skipped, because a loss or a gradient was not finite. Lower "
+        "learner.optimizer.learning_rate, and look at the log for the first step that was skipped."
+    )
+
+
+def _no_gradient(facts: RunFacts) -> str | None:
+    ratio = facts.equal_rewards_ratio
+    if ratio is None or ratio <= MOSTLY_EQUAL:
+        return None
+    steps = "the last step" if facts.equal_rewards_steps == 1 else f"the last {facts.equal_rewards_steps} steps"
+    fact = f"In {_percent(ratio)} of the groups of {steps} all rewards are equal"
+    if (facts.equal_above_zero_ratio or 0.0) > ratio / 2:
+        return f"{fact}, most of them above 0, so there is little left to learn: use harder questions."
+    gradient = "no gradient" if ratio > 0.995 else "hardly any gradient"
+    return f"{fact}, so there is {gradient}: use easier questions, a denser reward, or a larger learner.group_size."
+
+
+def _failures(facts: RunFacts) -> str | None:
+    share = failed_share(facts.groups)
+    if share <= MANY_FAILURES:
+        return None
+    known = {reason: number for reason, number in facts.failures.items() if number}
+    reasons = f" ({by_reason(known)})" if known else ""
+    of_reward = known and all(reason.startswith("reward_") for reason in known)
+    fix = "fix the reward" if of_reward else "fix the cause"
+    return (
+        f"{_percent(share)} of the groups failed and were not trained{reasons}: {fix}. The learner's log and "
+        "report.html have the first failure of each kind."
+    )
+
+
+def _parity(facts: RunFacts) -> str | None:
+    parity, limit = facts.parity_nats, facts.parity_limit_nats
+    if parity is None or limit is None or parity <= limit:
+        return None
+    return (
+        f"Log-probs of generators and learner differ by up to {parity:.3g} nats (weights.parity_tolerance_nats = "
+        f"{limit:g}), so importance weights are wrong: check model.dtype and weights.kv_cache."
+    )
+
+
+def _stale_data(facts: RunFacts) -> str | None:
+    if facts.ess_ratio is None or facts.ess_ratio >= LOW_ESS:
+        return None
+    return (
+        f"The effective sample size is {_percent(facts.ess_ratio)}: the policy has moved away from the one that "
+        "sampled the data. Lower staleness.max_versions or learner.optimizer.learning_rate."
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"

@@ -1,0 +1,118 @@
+"""Failed rollouts on the learner's terminal: the first of each kind at once and in full, then counts now and then."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from asyncrl.buffer.records import Failure, FailureCount
+from asyncrl.errors import FailureClass, RunError
+from asyncrl.learner.failures import COUNTS_EVERY_S, FailureWatch, groups_by_reason
+
+
+def counted(reason: str, rollouts: int, *, groups: int | None = None) -> FailureCount:
+    failure = Failure(
+        failure_class=FailureClass.DATA,
+        reason=reason,
+        message=f"{reason} at tasks.py:30",
+        prompt="0+3=",
+        completion="[red]4",
+    )
+    return FailureCount(rollouts=rollouts, groups=rollouts if groups is None else groups, first=failure)
+
+
+class Scene:
+    """A watch with a clock of its own; `shown` are its lines, `kept` the counts that it handed on."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self.now_s = 100.0
+        self.kept: list[Sequence[FailureCount]] = []
+        self.answers: list[tuple[FailureCount, ...] | Exception] = []
+        self.asked: list[int] = []
+        self.watch = FailureWatch(buffer=self, keep=self.kept.append, clock=lambda: self.now_s)
+        self._log = caplog
+
+    async def call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+        assert method == "failures"
+        self.asked.append(arguments[0])
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def shown(self) -> list[str]:
+        lines = [entry.getMessage() for entry in self._log.records]
+        self._log.clear()
+        return lines
+
+
+def test_the_first_failure_of_a_reason_is_shown_at_once_with_prompt_and_completion(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scene = Scene(caplog)
+    scene.watch.show([counted("reward_raised", 1)])
+    assert scene.shown() == [
+        "first failure of reward_raised: reward_raised at tasks.py:30\n  prompt: '0+3='\n  completion: '[red]4'"
+    ]
+    scene.watch.show([counted("reward_raised", 1), counted("reward_timeout", 1)])
+    assert [line.splitlines()[0] for line in scene.shown()] == [
+        "first failure of reward_timeout: reward_timeout at tasks.py:30"
+    ]
+
+
+def test_counts_are_shown_only_when_they_changed_and_only_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene(caplog)
+    scene.watch.show([counted("reward_raised", 1)])
+    scene.shown()
+    scene.now_s += COUNTS_EVERY_S - 1
+    scene.watch.show([counted("reward_raised", 5)])
+    assert scene.shown() == []
+    scene.now_s += 1
+    several = [counted("reward_raised", 5), counted("reward_timeout", 7)]
+    scene.watch.show(several)
+    assert scene.shown()[1:] == ["rollouts that failed so far: reward_timeout 7, reward_raised 5"]
+    assert scene.kept[-1] == tuple(several)
+    scene.now_s += COUNTS_EVERY_S
+    kept = len(scene.kept)
+    scene.watch.show(several)
+    assert scene.shown() == []
+    assert len(scene.kept) == kept
+
+
+@pytest.mark.asyncio
+async def test_the_end_shows_what_was_not_shown_yet(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene(caplog)
+    scene.watch.show([counted("reward_raised", 1)])
+    scene.shown()
+    scene.answers = [(counted("reward_raised", 3),)] * 2
+    await scene.watch.finish()
+    assert scene.shown() == ["rollouts that failed so far: reward_raised 3"]
+    await scene.watch.finish()
+    assert scene.shown() == []
+    assert scene.kept[-1] == (counted("reward_raised", 3),)
+
+
+@pytest.mark.asyncio
+async def test_the_buffer_is_asked_for_more_than_is_known_and_may_be_silent_for_a_while(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(caplog)
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr("asyncrl.learner.failures.asyncio.sleep", pause)
+    scene.answers = [(counted("reward_raised", 2),), RunError("no answer"), ()]
+    with pytest.raises(asyncio.CancelledError):
+        await scene.watch.run()
+    assert scene.asked == [0, 2, 2]
+    assert "the buffer does not answer: no answer" in scene.shown()[-1]
+
+
+def test_groups_by_reason_leave_out_what_was_tried_again() -> None:
+    counts = [counted("engine", 5, groups=0), counted("reward_raised", 2), counted("reward_timeout", 3)]
+    assert list(groups_by_reason(counts).items()) == [("reward_timeout", 3), ("reward_raised", 2)]

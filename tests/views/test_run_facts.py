@@ -1,0 +1,90 @@
+"""The facts of a headline: which steps they are of, and whether this machine has room for another process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up_run import make_step
+from written_runs import write_run
+
+from asyncrl.config.schema import Config
+from asyncrl.views.run_facts import RECENT_STEPS, Setting, facts_of_steps, setting_at, setting_of, usable_cores
+
+
+def config(**sections: Any) -> Config:
+    return Config.model_validate(sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "cores", "room"),
+    [
+        ({}, 2, False),
+        ({}, 3, True),
+        ({"generator": {"replicas": 2}}, 3, False),
+        ({"learner": {"ranks": 2}}, 3, False),
+        ({}, None, None),
+        ({"generator": {"gpus": 1.0}}, 64, None),
+    ],
+)
+def test_room_is_a_core_beyond_those_of_ranks_and_replicas(
+    sections: dict[str, Any], cores: int | None, room: bool | None
+) -> None:
+    assert setting_of(config(**sections), cores=cores).room is room
+
+
+@pytest.mark.parametrize(
+    ("sections", "teach"),
+    [
+        ({}, False),
+        ({"algorithm": {"advantage": "group_norm"}}, False),
+        ({"algorithm": {"advantage": "reinforce_pp"}}, True),
+        ({"algorithm": {"advantage": "gae"}, "critic": {}}, True),
+    ],
+)
+def test_equal_rewards_teach_nothing_where_only_the_samples_of_a_group_are_compared(
+    sections: dict[str, Any], teach: bool
+) -> None:
+    assert setting_of(config(**sections), cores=None).equal_rewards_teach is teach
+
+
+def equal_at_the_end(steps: int) -> list[Any]:
+    """`steps` steps, the last 20 with equal rewards in all groups, and with one failed group each."""
+    first_of_last = steps - RECENT_STEPS
+    return [
+        make_step(
+            step,
+            zero_variance_ratio=float(step >= first_of_last),
+            diagnostics={"all_right_ratio": 0.0},
+            ledger_groups={"trained": 3 * (step + 1), "failed": max(0, step - first_of_last + 1), "reserved": 7},
+        )
+        for step in range(steps)
+    ]
+
+
+def test_a_live_view_is_of_the_last_steps_and_a_report_of_all() -> None:
+    steps = equal_at_the_end(60)
+    live = facts_of_steps(steps, setting=Setting(), failures={}, recent=True)
+    whole = facts_of_steps(steps, setting=Setting(), failures={}, recent=False)
+    assert (live.groups["trained"], live.groups["failed"]) == (60, 20)
+    assert (whole.groups["trained"], whole.groups["failed"]) == (180, 20)
+    assert live.equal_rewards_ratio == whole.equal_rewards_ratio == 1.0, "a run may have learned before"
+    assert live.equal_rewards_steps == RECENT_STEPS
+    short = facts_of_steps(steps[-3:], setting=Setting(), failures={}, recent=True)
+    assert short.groups == steps[-1].ledger_groups, "all since the start"
+
+
+def test_equal_rewards_are_unknown_where_they_teach_and_skipped_steps_are_left_out() -> None:
+    steps = [make_step(0), make_step(1, trained=False, zero_variance_ratio=1.0)]
+    facts = facts_of_steps(steps, setting=Setting(), failures={}, recent=True)
+    assert (facts.equal_rewards_ratio, facts.steps_trained, facts.steps_skipped) == (0.25, 1, 1)
+    assert facts_of_steps(steps, setting=Setting(equal_rewards_teach=True), failures={}, recent=True) != facts
+    assert facts_of_steps([], setting=Setting(room=False), failures={"x": 1}, recent=True).failures == {"x": 1}
+
+
+def test_the_setting_of_a_run_here_knows_its_cores_and_that_of_a_strange_folder_nothing(tmp_path: Path) -> None:
+    assert setting_at(tmp_path) == Setting()
+    run = write_run(tmp_path, [make_step(0)])
+    assert setting_at(run).room is (usable_cores() > 2)
+    info = run / "run.json"
+    info.write_text(info.read_text().replace('"host": "', '"host": "not-'))
+    assert setting_at(run).room is None
