@@ -98,7 +98,7 @@ class HeldoutEvaluation:
                         return actor
             if self._clock() > deadline_s:
                 raise StallError(
-                    f"no replica has loaded version {version} within run.stall_timeout_s = "
+                    f"no replica has loaded the weights of {version.words} within run.stall_timeout_s = "
                     f"{self._stall_timeout_s:g}; {replicas_in_words(status)}"
                 )
             await asyncio.sleep(REPLICA_POLL_S)
@@ -114,14 +114,15 @@ class HeldoutEvaluation:
                 at, rewards = await self._replicas.evaluate(actor, self._tasks)
                 break
             except ActorGone as error:
-                logger.warning("held-out evaluation of version %s: %s; another replica is asked", version, error)
+                logger.warning("held-out evaluation of %s: %s; another replica is asked", version.words, error)
                 self._gone.add(actor)
                 actor = await self.replica_at(version)
         if at != version:
-            raise RunError(f"replica {actor} evaluated version {at} instead of {version}")
+            evaluated = at.words if at is not None else "no weights"
+            raise RunError(f"replica {actor} evaluated {evaluated} instead of {version.words}")
         answered = [reward for reward in rewards if reward is not None]
         if not answered:
-            logger.error("held-out evaluation of version %s: none of %d rollouts got a reward", version, len(rewards))
+            logger.error("held-out evaluation of %s: none of %d rollouts got a reward", version.words, len(rewards))
             return
         mean = sum(answered) / len(answered)
         self._metrics.heldout(mean)
@@ -133,4 +134,4 @@ class HeldoutEvaluation:
                 reward_mean=mean,
             )
         )
-        logger.info("held-out reward of version %s over %d prompts: %.3f", version, len(answered), mean)
+        logger.info("held-out reward of %s over %d prompts: %.3f", version.words, len(answered), mean)
