@@ -20,14 +20,14 @@ import psutil
 import typer
 
 from asyncrl.cli.options import command_app
-from asyncrl.deployment.known_runs import RUNS, live_runs
+from asyncrl.deployment.known_runs import RUNS, dead_runs, live_runs
+from asyncrl.deployment.remains import remains_of, stray_processes
 
 MIN_PYTHON = (3, 11)
 MIN_RAY = (2, 54)  # the first release with token authentication
 MIN_SHM_BYTES = 2**30
 MIN_MEMORY_BYTES = 3 * 2**30  # an engine 1.8 GB, Ray 0.6 GB, a tiny learner
 _MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-_RAY_PROCESSES = ("raylet", "gcs_server")
 _GIB = 2**30
 
 
@@ -174,9 +174,17 @@ def check_cores(cores: int) -> Finding:
 
 
 def check_leftovers(
-    ray_pids: Sequence[int], orphan_engine_pids: Sequence[int], *, live_runs: Sequence[str] = ()
+    ray_pids: Sequence[int],
+    orphan_engine_pids: Sequence[int],
+    *,
+    live_runs: Sequence[str] = (),
+    remains: Mapping[str, str] = {},
 ) -> Finding:
-    """Processes of earlier runs: they hold memory, and a new run might join their cluster. `live_runs` in words."""
+    """Processes of earlier runs: they hold memory, and a new run might join their cluster. `live_runs` in words;
+    `remains` is what a run left whose process is gone, by the run's name."""
+    if remains:
+        name, left = next(iter(remains.items()))
+        return Finding(level=Level.WARN, what=f"run {name} was killed and left {left}", mend=f"asyncrl down {name}")
     if orphan_engine_pids:
         pids = " ".join(map(str, orphan_engine_pids))
         return Finding(level=Level.WARN, what=f"vLLM engines without a parent: {pids}", mend=f"kill {pids}")
@@ -199,7 +207,11 @@ def examine(*, timeout_s: float) -> Iterator[Finding]:
     yield check_cores(len(os.sched_getaffinity(0)))
     yield check_memory(_available_memory_bytes())
     yield check_shm(shutil.disk_usage("/dev/shm").free)
-    yield check_leftovers(*_leftovers(), live_runs=[f"{run.name} (pid {run.pid})" for run in live_runs()])
+    yield check_leftovers(
+        *stray_processes(),
+        live_runs=[f"{run.name} (pid {run.pid})" for run in live_runs()],
+        remains={path.name: str(remains) for path in dead_runs() if (remains := remains_of(path))},
+    )
     yield check_ray(_version("ray"))
     yield check_plugin([point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")])
     torch_code = "import torch; print(torch.__version__, torch.cuda.device_count())"
@@ -226,20 +238,6 @@ def _available_memory_bytes() -> int:
         return min(available, int(limit.read_text()) - int(used.read_text()))
     except (OSError, ValueError):  # no control group, or "max": no limit
         return available
-
-
-def _leftovers() -> tuple[list[int], list[int]]:
-    """Process ids of this user's Ray daemons, and of vLLM engines whose parent is gone."""
-    ray_pids, orphan_engine_pids = [], []
-    for process in psutil.process_iter(["name", "ppid", "uids"]):
-        facts = process.info
-        if facts["uids"] is None or facts["uids"].real != os.getuid():
-            continue
-        if facts["name"] in _RAY_PROCESSES:
-            ray_pids.append(process.pid)
-        elif (facts["name"] or "").startswith("VLLM::") and facts["ppid"] == 1:
-            orphan_engine_pids.append(process.pid)
-    return ray_pids, orphan_engine_pids
 
 
 app = command_app()

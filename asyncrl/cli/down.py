@@ -1,28 +1,39 @@
 """`asyncrl down`: end what is left of a run."""
 
-from typing import Annotated
-
 import typer
 
-from asyncrl.cli.options import RunningAddress, command_app, running_address
+from asyncrl.cli.options import RunningAddress, RunningRun, command_app, named_address
+from asyncrl.errors import RunError
 
 app = command_app()
 
 
 @app.command()
-def down(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")],
-    address: RunningAddress = None,
-) -> None:
+def down(run: RunningRun, address: RunningAddress = None) -> None:
     """End a run: its deployments close when they see it, and its shared actors are gone at once.
 
-    For what a killed deployment left behind; a run whose deployments end by themselves needs no `down`.
+    Of a run that was killed it ends the processes that are left, removes its files from /dev/shm, and writes into
+    run.json and the report how the run ended. A run whose deployments end by themselves needs no `down`.
     """
+    from asyncrl.deployment.known_runs import as_it_is, check_there, named_run
     from asyncrl.deployment.launch import use_ray_token
+    from asyncrl.deployment.remains import clear
 
-    use_ray_token()
-    from asyncrl.deployment.cluster import end_actors, join
+    directory, named = named_run(run), named_address(address)
+    lines = clear(directory)
+    info = as_it_is(directory)
+    ray_is_gone = info is not None and info.state != "running" and info.ray_session is not None
+    if named is not None or not ray_is_gone:
+        use_ray_token()
+        from asyncrl.deployment.cluster import end_actors, join
 
-    join(running_address(run, address), namespace=run)
-    ended = end_actors(run)
-    typer.echo(f"ended {', '.join(ended)}" if ended else f"nothing of run {run} was there")
+        try:
+            join(named or (info and info.ray_address) or "auto", namespace=directory.name)
+            if ended := end_actors(directory.name):
+                lines.append(f"ended {', '.join(ended)}")
+        except RunError:
+            if named is not None or (info is not None and info.state == "running"):
+                raise
+        if named is None and not lines:
+            check_there(directory)
+    typer.echo("\n".join(lines) or f"nothing of run {directory.name} was there")

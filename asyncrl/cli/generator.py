@@ -17,6 +17,7 @@ from asyncrl.cli.options import (
     print_warnings,
     ray_address,
 )
+from asyncrl.cli.terminal import outlive_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,8 @@ def generator(
     """Add generators to a run on a running Ray cluster, before or after its learner starts.
 
     More generator deployments of the same run may join and leave at any time, each with replicas, memory and GPUs of
-    its own (what has a star in docs/configuration.md). Ends with the run, or cleanly on SIGTERM:
+    its own (what has a star in docs/configuration.md). Ends with the run, or cleanly on SIGTERM, on Ctrl-C, or
+    when the terminal is closed:
 
     \b
       ray get-auth-token --generate
@@ -38,6 +40,7 @@ def generator(
       asyncrl learner   -c configs/quickstart.yaml          # one terminal
       asyncrl generator -c configs/quickstart.yaml          # another one, or several
     """
+    outlive_terminal()
     config, warnings = checked_config(files, overrides, roles=[Role.GENERATOR], allow_public=allow_public)
     print_warnings(warnings)
 

@@ -1,6 +1,7 @@
 """`asyncrl learner`: the learner deployment of a run, on a Ray cluster that is there already."""
 
 import asyncio
+from functools import partial
 
 from asyncrl.buffer.membership import Role
 from asyncrl.cli.options import (
@@ -9,13 +10,17 @@ from asyncrl.cli.options import (
     AllowPublic,
     ConfigFiles,
     Overrides,
+    again,
     checked_config,
+    clear_previous,
     command_app,
     print_outcome,
     print_previous,
     print_warnings,
     ray_address,
+    weights_named,
 )
+from asyncrl.cli.terminal import outlive_terminal, show_cursor
 
 app = command_app()
 
@@ -26,8 +31,10 @@ def learner(
 ) -> None:
     """Train a run on a running Ray cluster; its generators may be there already or join later.
 
-    One learner a run. It alone writes the run's directory. SIGTERM ends it cleanly.
+    One learner a run. It alone writes the run's directory. SIGTERM, Ctrl-C, or closing the terminal, ends it
+    cleanly.
     """
+    outlive_terminal()
     config, warnings = checked_config(files, overrides, roles=[Role.LEARNER], allow_public=allow_public)
     print_warnings(warnings)
 
@@ -48,11 +55,12 @@ def learner(
     where = ray_address(config, address)
     join(where, namespace=config.run.name)
     asyncio.run(check_admission(config, role=Role.LEARNER))
-    with recorded_run(config, role="learner") as run_dir:
+    clear_previous(config)
+    with recorded_run(config, role="learner") as run_dir, weights_named(run_dir.path):
         print_previous(run_dir)
         from rich.console import Console
 
-        from asyncrl.deployment.closing import asked_to_end
+        from asyncrl.deployment.closing import asked_to_end, ended_at_once
         from asyncrl.deployment.learner import LearnerDeployment
         from asyncrl.learner.records import Summary
         from asyncrl.views.live import LiveDisplay
@@ -74,5 +82,10 @@ def learner(
             return await deployment.run(stop)
 
         with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
-            summary = run_until_done(main, asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s))
-    print_outcome(summary, run_dir.path)
+            summary = run_until_done(
+                main,
+                asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s),
+                at_once=[show_cursor, partial(ended_at_once, run_dir)],
+            )
+    command = again("learner", files, overrides, address=address, allow_public=allow_public)
+    print_outcome(summary, run_dir.path, config=config, again=command)

@@ -1,8 +1,12 @@
 """Options that commands share, and the way from them to a configuration that is known to be runnable."""
 
+import contextlib
 import functools
+import itertools
 import os
-from collections.abc import Collection
+import re
+import shlex
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,8 +75,12 @@ RunningAddress = Annotated[
         "one that runs on this machine.",
     ),
 ]
-"""For commands that know a run by its name alone."""
+"""For commands that read no config."""
 
+RunningRun = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="A run's name, such as quickstart, or its directory."),
+]
 
 LINE_EVERY_STEPS = 10
 """Without a terminal, progress is a line every so many steps."""
@@ -83,11 +91,16 @@ def ray_address(config: Config, option: str | None) -> str:
     return option or config.ray.address or "auto"
 
 
-def running_address(run: str, option: str | None) -> str:
-    """The option, else what the environment says, else the cluster of the run that lives here, else whatever runs."""
+def named_address(option: str | None) -> str | None:
+    """The address of a Ray cluster that the user has named, by the option or in the environment."""
+    return option or os.environ.get("RAY_ADDRESS")
+
+
+def running_address(directory: Path, option: str | None) -> str:
+    """The address that the user has named, else the cluster of the run that lives here, else whatever runs."""
     from asyncrl.deployment.known_runs import address_of
 
-    return option or os.environ.get("RAY_ADDRESS") or address_of(run) or "auto"
+    return named_address(option) or address_of(directory) or "auto"
 
 
 def command_app(*, help: str | None = None) -> typer.Typer:
@@ -129,17 +142,49 @@ def print_warnings(warnings: list[str]) -> None:
         typer.echo(f"{typer.style('note:', fg='yellow', bold=True)} {warning}", err=True)
 
 
+def clear_previous(config: Config) -> None:
+    """Ends what a killed run of this name left, and says so."""
+    from asyncrl.deployment.remains import clear
+
+    print_warnings(clear(config.run.dir / config.run.name))
+
+
 def print_previous(run_dir: "RunDir") -> None:
     """Where the records of the last run of this name are now."""
     if run_dir.previous is not None:
         print_warnings([f"the previous run is now {run_dir.previous}"])
 
 
-def print_outcome(summary: "Summary | None", run_dir: Path) -> None:
-    """What a run came to; exits with 1 when it trained nothing."""
+def again(
+    command: str, files: list[Path], overrides: list[str], *, address: str | None = None, allow_public: bool = False
+) -> list[str]:
+    """The words of a command line that starts such a run again."""
+    words = [command, *(word for file in files for word in ("-c", str(file)))]
+    words += ["--address", address] if address else []
+    return words + (["--allow-public"] if allow_public else []) + overrides
+
+
+@contextlib.contextmanager
+def weights_named(directory: Path) -> Iterator[None]:
+    """Within it an error that ends the run is preceded by where the run's weights are, if it saved any."""
+    from asyncrl.deployment.known_runs import newest_weights
+
+    try:
+        yield
+    except Exception:
+        if (weights := newest_weights(directory)) is not None:
+            typer.echo(f"weights: {weights}", err=True)
+        raise
+
+
+def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, again: Sequence[str]) -> None:
+    """What a run came to, and how to go on from it; exits with 1 when it trained nothing. `again` is the command that
+    started it, without `asyncrl`."""
     if summary is None:
         typer.echo("stopped before the first step", err=True)
         raise typer.Exit(1)
+    if summary.steps < config.learner.total_steps:
+        typer.echo(f"Stopped at step {summary.steps} of {config.learner.total_steps}.")
     if summary.heldout_first is not None and summary.heldout_last is not None:
         asked = summary.heldout_prompts + summary.heldout_failed
         got = f" ({summary.heldout_prompts} of {asked} prompts)" if summary.heldout_failed else ""
@@ -150,6 +195,7 @@ def print_outcome(summary: "Summary | None", run_dir: Path) -> None:
     )
     print_headline(run_dir)
     typer.echo(f"report: {run_dir / 'report.html'}")
+    _print_weights(run_dir, config=config, again=again)
 
 
 def dropped_in_words(summary: "Summary") -> str:
@@ -179,3 +225,38 @@ def print_headline(run_dir: Path) -> None:
         return
     if found is not None and found.warns:
         typer.echo(f"{typer.style('warning:', fg='yellow', bold=True)} {found.sentence}")
+
+
+def _print_weights(run_dir: Path, *, config: Config, again: Sequence[str]) -> None:
+    from asyncrl.deployment.known_runs import newest_weights
+
+    weights = newest_weights(run_dir)
+    if weights is None:
+        return
+    typer.echo(f"weights: {weights}")
+    typer.echo(f"  use them: vllm serve {weights}")
+    typer.echo(f'       or   transformers.AutoModelForCausalLM.from_pretrained("{weights}")')
+    typer.echo("  train on from them, as a new run whose optimizer and step count start anew:")
+    typer.echo(f"    {command_to_go_on(again, config=config, weights=weights)}")
+
+
+def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path) -> str:
+    """The command that trains on from `weights` under a new name, made from the one that started the run.
+
+    >>> config = Config.model_validate({"run": {"name": "live"}, "model": {"tiny": {}}})
+    >>> again = ["up", "-c", "my tasks.yaml", "run.name=live", "model.tiny.warmup_steps=3", "run.seed=7"]
+    >>> command_to_go_on(again, config=config, weights=Path("runs/live/step-9/hf"))
+    "asyncrl up -c 'my tasks.yaml' run.seed=7 run.name=live-2 model.path=runs/live/step-9/hf model.tiny=null"
+    """
+    kept = [word for word in again if not word.startswith(("run.name=", "model.path=", "model.tiny=", "model.tiny."))]
+    changed = [f"run.name={_next_name(config)}", f"model.path={weights}"]
+    if config.model.tiny is not None:
+        changed.append("model.tiny=null")
+    return shlex.join(["asyncrl", *kept, *changed])
+
+
+def _next_name(config: Config) -> str:
+    """The run's name with the next number that is free."""
+    stem, number = re.fullmatch(r"(.*?)(?:-(\d+))?", config.run.name).groups()  # type: ignore[union-attr]
+    following = itertools.count(int(number or 1) + 1)
+    return next(name for each in following if not (config.run.dir / (name := f"{stem}-{each}")).exists())

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import command_app
-from asyncrl.deployment.known_runs import named_run
+from asyncrl.cli.options import command_app, print_warnings
+from asyncrl.deployment.known_runs import as_it_is, check_there, ended_run, named_run
 from asyncrl.views.report import write_report
 
 app = command_app()
@@ -24,5 +24,10 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Write one self-contained HTML page with a run's curves, totals and samples, also of a run that goes on."""
-    typer.echo(str(write_report(named_run(run), output=output)))
+    """Write one self-contained HTML page with a run's curves, totals and samples, whether it goes on or has ended."""
+    directory = named_run(run)
+    check_there(directory)
+    info = as_it_is(directory)
+    if info is not None and info.state == "died":
+        print_warnings([ended_run(directory) or ""])
+    typer.echo(str(write_report(directory, output=output, info=info)))

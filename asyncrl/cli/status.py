@@ -1,12 +1,11 @@
-"""`asyncrl status`: one screen about a run, from its buffer."""
+"""`asyncrl status`: one screen about a run, from its buffer; of a run that has ended, how."""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import RunningAddress, command_app, running_address
+from asyncrl.cli.options import RunningAddress, RunningRun, command_app, named_address, running_address
 from asyncrl.errors import RunError
 
 app = command_app()
@@ -14,20 +13,30 @@ app = command_app()
 
 @app.command()
 def status(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")],
+    run: RunningRun,
     address: RunningAddress = None,
     json: Annotated[
         bool, typer.Option("--json", help="Everything that is known, as JSON: one line, unless on a terminal.")
     ] = False,
 ) -> None:
-    """Show where a run stands: versions, buffer, generators, ledger, who waits for whom."""
+    """Show where a run stands: versions, buffer, generators, ledger, who waits for whom.
+
+    Of a run that has ended or died it says how, and what is left of it on this machine.
+    """
     import asyncio
 
     import msgspec.json
 
-    from asyncrl.deployment.known_runs import ended_run, named_run
+    from asyncrl.deployment.known_runs import check_there, ended_run, named_run
     from asyncrl.deployment.launch import use_ray_token
+    from asyncrl.deployment.remains import remains_of
 
+    directory = named_run(run)
+    ended = ended_run(directory)
+    if ended is not None and (remains := remains_of(directory)):
+        ended += f"\nit left {remains}; `asyncrl down {run}` ends and removes that"
+    if ended is not None and named_address(address) is None:
+        raise RunError(ended)
     use_ray_token()
     from asyncrl.deployment.cluster import find_run, join
     from asyncrl.metrics.discovery import targets_of
@@ -36,14 +45,16 @@ def status(
     from asyncrl.views.status import status_json, status_lines
     from asyncrl.views.top import ANSWER_S
 
+    name = directory.name
     try:
-        join(running_address(run, address), namespace=run)
-        found = asyncio.run(find_run(run).status())
+        join(running_address(directory, address), namespace=name)
+        found = asyncio.run(find_run(name).status())
     except RunError as error:
-        ended = ended_run(run)
+        if named_address(address) is None:
+            check_there(directory)
         raise RunError(f"{ended}\n{error}" if ended else str(error)) from error
-    scraped = scrape(targets_of(found.targets), run=run, timeout_s=ANSWER_S)
-    setting = setting_at(named_run(Path(run)))
+    scraped = scrape(targets_of(found.targets), run=name, timeout_s=ANSWER_S)
+    setting = setting_at(directory)
     if json:
         encoded = status_json(found, scraped=scraped, setting=setting)
         typer.echo((msgspec.json.format(encoded, indent=2) if sys.stdout.isatty() else encoded).decode())

@@ -32,12 +32,13 @@ def top(
     """
     from rich.console import Console
 
-    from asyncrl.deployment.known_runs import ended_run, named_run
+    from asyncrl.deployment.known_runs import check_there, ended_run, named_run
     from asyncrl.views.live import LiveDisplay, render
     from asyncrl.views.top import watch
 
     directory = named_run(run)
-    ended = ended_run(directory.name, directory.parent)
+    check_there(directory)
+    ended = ended_run(directory)
     if ended is not None:
         raise RunError(ended)
     views = watch(directory, every_s=every or (10.0 if once else 2.0))
@@ -55,4 +56,4 @@ def top(
     except RunError as error:
         if not seen and not isinstance(error, RunEnded):
             raise
-        typer.echo(ended_run(directory.name, directory.parent) or str(error))
+        typer.echo(ended_run(directory) or str(error))

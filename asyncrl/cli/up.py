@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 
 from asyncrl.buffer.membership import Role
 from asyncrl.cli.options import (
@@ -9,12 +10,16 @@ from asyncrl.cli.options import (
     AllowPublic,
     ConfigFiles,
     Overrides,
+    again,
     checked_config,
+    clear_previous,
     command_app,
     print_outcome,
     print_previous,
     print_warnings,
+    weights_named,
 )
+from asyncrl.cli.terminal import outlive_terminal, show_cursor
 
 app = command_app()
 
@@ -23,8 +28,10 @@ app = command_app()
 def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = False) -> None:
     """Start a local Ray, generators and a learner, show them live, and end them all when the run is done.
 
-    Ctrl-C ends cleanly; what was recorded is in runs/NAME. For several machines, see `asyncrl generator --help`.
+    Ctrl-C, or closing the terminal, ends it cleanly; its records and weights are in runs/NAME. For several machines,
+    see `asyncrl generator --help`.
     """
+    outlive_terminal()
     config, warnings = checked_config(files, overrides, allow_public=allow_public)
     print_warnings(warnings)
 
@@ -38,7 +45,8 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
         # both before an earlier run's directory is moved aside for this one's
         join(config.ray.address, namespace=config.run.name)
         asyncio.run(check_admission(config, role=Role.LEARNER))
-    with recorded_run(config, role="up") as run_dir:
+    clear_previous(config)
+    with recorded_run(config, role="up") as run_dir, weights_named(run_dir.path):
         print_previous(run_dir)
         from rich.console import Console
 
@@ -48,9 +56,13 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
         with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
             display.update(starting_view(config, phase="importing Ray", elapsed_s=time.monotonic() - started_s))
 
-            from asyncrl.deployment.closing import asked_to_end
+            from asyncrl.deployment.closing import asked_to_end, ended_at_once
             from asyncrl.deployment.up import Up
 
             run = Up(config, run_dir=run_dir, started_s=started_s, show=display.update, report=console.print)
-            summary = run_until_done(run.run, asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s))
-    print_outcome(summary, run_dir.path)
+            summary = run_until_done(
+                run.run,
+                asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s),
+                at_once=[show_cursor, partial(ended_at_once, run_dir)],
+            )
+    print_outcome(summary, run_dir.path, config=config, again=again("up", files, overrides, allow_public=allow_public))

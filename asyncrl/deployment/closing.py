@@ -46,6 +46,12 @@ def asked_to_end(run_dir: RunDir, grace_s: float) -> None:
     timer.start()
 
 
+def ended_at_once(run_dir: RunDir) -> None:
+    """Call it at the second signal, before the process ends."""
+    if not run_dir.closed:
+        run_dir.close(state="stopped", reason=f"ended at once by a second signal, after {run_dir.steps_written} steps")
+
+
 def give_up(run_dir: RunDir, grace_s: float, *, leave: Callable[[int], object] = os._exit) -> None:
     """Ends the process if the run is still closing and has trained nothing; Ray's daemons end with it."""
     if run_dir.closed or run_dir.steps_written:

@@ -74,6 +74,12 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     return address
 
 
+def session_folder() -> str:
+    """The folder of the Ray that this process has started: its daemons and workers write their output there."""
+    node: Any = ray._private.worker._global_node
+    return str(node.get_session_dir_path())
+
+
 def join(address: str, *, namespace: str) -> None:
     """Joins a running cluster. RunError says how to start one.
 

@@ -71,10 +71,19 @@ class Progress:
 
 
 class GeneratorDeployment:
-    """`run` starts the replicas and returns when the run is finished or `stop` is set."""
+    """`run` starts the replicas and returns when the run is finished or `stop` is set. `started` is called with the
+    processes of each replica whose engine has started."""
 
-    def __init__(self, config: Config, *, model_path: Awaitable[str], prompts: Awaitable[Prompts]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_path: Awaitable[str],
+        prompts: Awaitable[Prompts],
+        started: Callable[[ReplicaProcesses], None] = lambda _: None,
+    ) -> None:
         self._config = config
+        self._on_started = started
         self._model_path = model_path
         self._prompts = prompts
         self._id = deployment_id(Role.GENERATOR)
@@ -157,6 +166,7 @@ class GeneratorDeployment:
             timeout_s=generator.startup_timeout_s,
             what=f"starting {replica.name}",
         )
+        self._on_started(replica.processes)
 
     async def _run(self, replica: _Replica) -> None:
         await replica.handle.run.remote()

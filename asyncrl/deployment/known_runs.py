@@ -1,55 +1,159 @@
-"""What run directories below the current directory say of runs: which live on this host, and how one has ended."""
+"""What run directories say about runs: which runs live on this machine, which have ended and how, which have died.
 
+A run has died when its run.json says "running" and its process is gone: nothing wrote down how it ended. The process
+holds the directory's `lock` as long as it lives, so that another process with the same pid is not taken for it. Of
+runs of other hosts nothing is known but what run.json says.
+"""
+
+import contextlib
+import difflib
+import fcntl
+import re
 import socket
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from asyncrl.learner.records import RunInfo
+from asyncrl.config.load import load_config
+from asyncrl.errors import AsyncRLError, RunError
+from asyncrl.learner.records import RunInfo, StepRecord, read_lines
+from asyncrl.policy.complete_directory import COMPLETE
 from asyncrl.views.quantities import moment
 
 RUNS = Path("runs")
 """Where `run.dir` is unless a config says otherwise."""
+CHECKPOINTS = "checkpoints"
+"""Folder of a run's directory that holds `step-N/hf`, the weights after N steps."""
+_NAMES_SHOWN = 12
 
 
 def live_runs(folder: Path = RUNS) -> list[RunInfo]:
     """Runs that say that they are running, and whose process on this host is there."""
-    return [info for path in sorted(folder.glob("*/run.json")) for info in _read(path) if _lives(info)]
+    return [info for directory, info in _runs(folder) if _lives(directory, info)]
 
 
-def address_of(name: str, folder: Path = RUNS) -> str | None:
-    """The Ray address of the run of this name that lives on this host; None when none does, or it is not known yet."""
-    return next((info.ray_address for info in _read(folder / name / "run.json") if _lives(info)), None)
+def dead_runs(folder: Path = RUNS) -> list[Path]:
+    """Directories of runs that say that they are running, and whose process on this host is gone."""
+    return [directory for directory, info in _runs(folder) if _says_running_here(info) and _is_gone(directory, info)]
+
+
+def address_of(directory: Path) -> str | None:
+    """The Ray address of a run that lives on this host; None when it does not, or its address is not known yet."""
+    info = read_info(directory)
+    return info.ray_address if info is not None and _lives(directory, info) else None
 
 
 def named_run(run: Path, folder: Path = RUNS) -> Path:
     """The run's directory: `run` when it is one, else the one of that name in `folder`."""
-    return run if run.exists() else folder / run
+    return run if (run / "run.json").exists() or len(run.parts) > 1 else folder / run
 
 
-def ended_run(name: str, folder: Path = RUNS) -> str | None:
-    """Where the report of a run that lives no more is, and how it ended; None when there is none here, or the run may
-    live: it writes a report while it goes on as well, and of another host's processes nothing is known."""
-    path = folder / name
-    if not (path / "report.html").exists():
-        return None
-    for info in _read(path / "run.json"):
-        if info.finished is not None:
-            return f"run {name} {info.state} {moment(info.finished)} ({info.exit_reason}): see {path / 'report.html'}"
-        if info.host == socket.gethostname() and not psutil.pid_exists(info.pid):
-            return f"an earlier run is recorded: see {path / 'report.html'}"
-    return None
-
-
-def _read(path: Path) -> Iterator[RunInfo]:
-    """None or one: a directory of another version, or one that goes away while it is read, is not ours to judge."""
-    try:
-        yield msgspec.json.decode(path.read_bytes(), type=RunInfo)
-    except (OSError, msgspec.MsgspecError):
+def check_there(directory: Path) -> None:
+    """RunError with the names of the runs that are there, when there is no `directory`."""
+    if directory.is_dir():
         return
+    folder = directory.parent
+    names = sorted(path.parent.name for path in folder.glob("*/run.json"))
+    close = difflib.get_close_matches(directory.name, names, n=1)
+    shown = ", ".join(names[:_NAMES_SHOWN]) + (f" and {len(names) - _NAMES_SHOWN} more" if names[_NAMES_SHOWN:] else "")
+    there_are = f"did you mean {close[0]}? There are: {shown}" if close else f"there are: {shown or 'none'}"
+    raise RunError(f"there is no run {directory.name} in {folder}/; {there_are}")
 
 
-def _lives(info: RunInfo) -> bool:
-    return info.state == "running" and info.host == socket.gethostname() and psutil.pid_exists(info.pid)
+def ended_run(directory: Path) -> str | None:
+    """How the run in `directory` ended, or died, and where its report or its weights are. None when there is no run,
+    or when it may live."""
+    info = as_it_is(directory)
+    if info is None or info.finished is None:
+        return None
+    if info.state == "died":
+        weights = newest_weights(directory)
+        saved = f"newest weights: {weights}" if weights is not None else "no weights were saved"
+        return f"run {directory.name} {info.exit_reason}; {saved}"
+    report = directory / "report.html"
+    see = f": see {report}" if report.exists() else ""
+    return f"run {directory.name} {info.state} {moment(info.finished)} ({info.exit_reason}){see}"
+
+
+def as_it_is(directory: Path) -> RunInfo | None:
+    """run.json of the run, with the state `died` when its process is gone; None when there is no run."""
+    info = read_info(directory)
+    if info is None or not _says_running_here(info) or not _is_gone(directory, info):
+        return info
+    return msgspec.structs.replace(
+        info,
+        state="died",
+        finished=_last_sign_of_life(directory, info),
+        exit_reason=f"ended without a word (process {info.pid} is gone) {_trained(directory)}",
+    )
+
+
+def newest_weights(directory: Path) -> Path | None:
+    """The folder with the weights of the run's newest complete checkpoint; None when there is none."""
+    found = {
+        int(match[1]): path.parent
+        for path in directory.glob(f"{CHECKPOINTS}/*/hf/{COMPLETE}")
+        if (match := re.fullmatch(r"step-(\d+)", path.parent.parent.name))
+    }
+    return found[max(found)] if found else None
+
+
+def read_info(directory: Path) -> RunInfo | None:
+    """run.json. None when there is none, when another version of asyncrl wrote it, or when it just goes away."""
+    try:
+        return msgspec.json.decode((directory / "run.json").read_bytes(), type=RunInfo)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _runs(folder: Path) -> Iterator[tuple[Path, RunInfo]]:
+    for path in sorted(folder.glob("*/run.json")):
+        if (info := read_info(path.parent)) is not None:
+            yield path.parent, info
+
+
+def _says_running_here(info: RunInfo) -> bool:
+    return info.state == "running" and info.host == socket.gethostname()
+
+
+def _lives(directory: Path, info: RunInfo) -> bool:
+    return _says_running_here(info) and not _is_gone(directory, info)
+
+
+def _is_gone(directory: Path, info: RunInfo) -> bool:
+    """Whether the run's process is gone. A process with its pid is another one if `lock` is free."""
+    if not psutil.pid_exists(info.pid):
+        return True
+    with contextlib.suppress(OSError), (directory / "lock").open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+    return False
+
+
+def _trained(directory: Path) -> str:
+    """How far the run came, as far as its records can be read."""
+    try:
+        steps = [record.version_after for record in read_lines(directory / "steps.jsonl", StepRecord)]
+    except (OSError, AsyncRLError):
+        return "after an unknown number of steps"
+    if not steps:
+        return "before the first step"
+    try:
+        return f"after step {steps[-1]} of {load_config([directory / 'config.yaml'], []).learner.total_steps}"
+    except (OSError, AsyncRLError):
+        return f"after step {steps[-1]}"
+
+
+def _last_sign_of_life(directory: Path, info: RunInfo) -> str:
+    """When the run last wrote into its directory."""
+    written = [directory / "run.json", directory / "steps.jsonl", *(directory / "logs").glob("*.log")]
+    with contextlib.suppress(OSError):
+        newest_s = max(path.stat().st_mtime for path in written if path.exists())
+        return datetime.fromtimestamp(newest_s, UTC).isoformat(timespec="seconds")
+    return info.started

@@ -1,6 +1,6 @@
 """What the commands `up`, `learner` and `generator` share: preparing a run, signals, and running deployments.
 
-The first SIGTERM or SIGINT asks for a clean end; a second one ends at once.
+The first SIGTERM, SIGINT or SIGHUP asks for a clean end; a second SIGTERM or SIGINT ends at once.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 INTERRUPTED = 130
+AT_ONCE_S = 2.0
 
 Result = TypeVar("Result")
 
@@ -165,24 +167,49 @@ def use_ray_token(*, own: bool = False) -> None:
 
 
 def run_until_done(
-    main: Callable[[asyncio.Event], Awaitable[Result]], *, asked: Callable[[], None] = lambda: None
+    main: Callable[[asyncio.Event], Awaitable[Result]],
+    *,
+    asked: Callable[[], None] = lambda: None,
+    at_once: Sequence[Callable[[], None]] = (),
 ) -> Result:
-    """Runs `main(stop)` with `stop` set by the first SIGTERM or SIGINT, right after `asked` is called."""
+    """Runs `main(stop)` with `stop` set by the first SIGTERM, SIGINT or SIGHUP, right after `asked` is called.
+
+    A second SIGTERM or SIGINT ends the process right after each of `at_once` is called. SIGHUP comes when the terminal
+    is closed. It never counts as the second signal, because the kernel and the shell may both send one. A process
+    that was started with SIGHUP ignored (`nohup`) goes on ignoring it.
+    """
 
     async def supervised() -> Result:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, _on_signal, stop, asked)
+        seen: list[signal.Signals] = []
+
+        def on_signal(number: signal.Signals) -> None:
+            if number != signal.SIGHUP:
+                seen.append(number)
+            if len(seen) > 1:
+                _end_at_once(at_once)
+            if not stop.is_set():
+                logger.warning("ending cleanly; a second signal ends at once")
+                asked()
+                stop.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, on_signal, number)
         return await main(stop)
 
     return asyncio.run(supervised())
 
 
-def _on_signal(stop: asyncio.Event, asked: Callable[[], None]) -> None:
-    if stop.is_set():
+def _end_at_once(at_once: Sequence[Callable[[], None]]) -> None:
+    # A disk or a terminal that does not answer must not keep the process.
+    timer = threading.Timer(AT_ONCE_S, os._exit, [INTERRUPTED])
+    timer.daemon = True
+    timer.start()
+    try:
         logger.warning("second signal: ending at once")
+        for last_move in at_once:
+            last_move()
+    finally:
         os._exit(INTERRUPTED)
-    logger.warning("ending cleanly; a second signal ends at once")
-    asked()
-    stop.set()

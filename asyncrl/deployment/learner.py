@@ -16,7 +16,7 @@ from asyncrl.deployment.closing import Stopped, unless_stopped
 from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run, ray_nodes
 from asyncrl.deployment.launch import Prompts, fitting_prompts
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import RunError
+from asyncrl.errors import CheckpointError, RunError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.failures import FailureWatch, groups_by_reason, in_words
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
@@ -91,6 +91,10 @@ class LearnerDeployment:
         self._targets_written: list[Target] | None = None
 
     @property
+    def _trained_steps(self) -> int:
+        return self._steps[-1].version_after if self._steps else 0
+
+    @property
     def phase(self) -> str:
         """What the learner is doing, in a few words."""
         return self._loop.phase if self._loop is not None else self._phase
@@ -131,12 +135,16 @@ class LearnerDeployment:
                 critic = TQValue(critic_config(config), model_path=model_path)
             totals = await self._train(handles, policy, critic, model_path, prompts, metrics, stop)
             if stop.is_set():
-                self._run_dir.exit_reason = f"stopped after {len(self._steps)} of {config.learner.total_steps} steps"
+                if self._trained_steps < config.learner.total_steps:
+                    after = f"after step {self._trained_steps} of {config.learner.total_steps}"
+                    self._run_dir.stopped(f"asked to end by a signal, {after}")
             else:
                 await self._check_trained(failures)
-            return self._summary(totals)
+            summary = self._summary(totals)
+            self._check_saved()
+            return summary
         except Stopped:
-            self._run_dir.exit_reason = "stopped before the first step"
+            self._run_dir.stopped("asked to end by a signal, before the first step")
             return None
         except BaseException as error:
             failure = f"{type(error).__name__}: {error}"
@@ -243,9 +251,18 @@ class LearnerDeployment:
                 f"The first cause: {failures.counts[0].first.words}. Fix it and start again."
             )
 
+    def _check_saved(self) -> None:
+        """CheckpointError when the weights of the run's end could not be saved."""
+        if self._checkpoints is None or (error := self._checkpoints.unsaved) is None:
+            return
+        raise CheckpointError(
+            f"the weights of step {self._trained_steps} are lost, because they could not be saved: {error}\n"
+            f"free space on the disk of {self._run_dir.path}, or set run.dir to another disk, before the next run"
+        ) from error
+
     async def _rescue_weights(self) -> None:
         """A run that fails keeps what it has trained, if its ranks still can."""
-        if self._checkpoints is None or not self._steps:
+        if self._checkpoints is None or not self._steps or self._checkpoints.unsaved is not None:
             return
         try:
             await self._checkpoints.save(self._steps[-1].version_after)
@@ -256,7 +273,10 @@ class LearnerDeployment:
         if not any(record.trained for record in self._steps):
             return None
         summary = build_summary(self._steps, self._evals, totals, staleness_limit=self._config.staleness.max_versions)
-        self._run_dir.write_summary(summary)
+        try:
+            self._run_dir.write_summary(summary)
+        except OSError as error:
+            logger.error("no summary.json: %s", error)
         return summary
 
     async def _discover(self, handles: RunHandles) -> None:

@@ -37,6 +37,9 @@ from asyncrl.learner.records import EvalRecord, RunInfo, SampleRecord, StepRecor
 
 logger = logging.getLogger(__name__)
 
+State = Literal["finished", "stopped", "failed"]
+"""How a run ends that says so itself."""
+
 OF_EVERY_START = {"config.yaml", "run.json", "lock", "logs", "metrics", "samples", "failures.json", "report.html"}
 """What a directory holds before its run has recorded anything."""
 
@@ -51,8 +54,7 @@ class RunDir:
         self._lock = taken.lock
         self._info = info
         self._failing: set[Path] = set()
-        self.exit_reason = "done"
-        """What run.json says of an end without an error."""
+        self._end: tuple[State, str] = ("finished", "done")
         self.steps_written = 0
 
     @classmethod
@@ -109,10 +111,24 @@ class RunDir:
         """Where process `number` of a role logs."""
         return self.path / "logs" / f"{role}-{number}.log"
 
-    def started_ray(self, address: str) -> None:
-        """Say in run.json where the run's Ray cluster is."""
-        self._info = msgspec.structs.replace(self._info, ray_address=address)
+    def started_ray(self, address: str, *, session: str | None = None) -> None:
+        """Say in run.json where the run's Ray cluster is, and the folder of one that the run has started itself."""
+        self._info = msgspec.structs.replace(self._info, ray_address=address, ray_session=session)
         self._write_info()
+
+    def uses_shared_memory(self, names: Sequence[str]) -> None:
+        """Say in run.json which files of /dev/shm an engine of the run uses: a killed engine leaves them there."""
+        if self._lock.closed:
+            return
+        self._info = msgspec.structs.replace(self._info, shared_memory=sorted({*self._info.shared_memory, *names}))
+        try:
+            self._write_info()
+        except OSError as error:
+            logger.error("run.json does not name the run's files in /dev/shm: %s", error)
+
+    def stopped(self, reason: str) -> None:
+        """The run was asked to end before its last step: what `__exit__` writes unless there is an error."""
+        self._end = ("stopped", reason)
 
     def asked_to_end(self) -> None:
         """Say so in run.json while the run closes: whatever kills it on the way, this is why it ended."""
@@ -146,7 +162,7 @@ class RunDir:
     def write_summary(self, summary: Summary) -> None:
         write_atomically(self.path / "summary.json", _pretty(summary))
 
-    def close(self, *, state: Literal["finished", "failed"], reason: str) -> None:
+    def close(self, *, state: State, reason: str) -> None:
         """Say how the run ended and let go of the lock. A second call changes nothing."""
         if self._lock.closed:
             return
@@ -163,9 +179,12 @@ class RunDir:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.close(state="finished", reason=self.exit_reason)
+            state, reason = self._end
+            self.close(state=state, reason=reason)
             return
         try:
+            if isinstance(error, KeyboardInterrupt):  # before `run_until_done` takes signals
+                self.close(state="stopped", reason="asked to end by a signal, before the first step")
             self.close(state="failed", reason=f"{type(error).__name__}: {error}")
         except OSError as unwritten:
             logger.error("run.json does not say how the run ended: %s", unwritten)
@@ -199,7 +218,7 @@ class RunDir:
         except OSError as error:
             if path.parent not in self._failing:
                 self._failing.add(path.parent)
-                logger.error("cannot write %s (%s): records are lost until this is mended", path, error)
+                logger.error("cannot write %s (%s): records are lost until it can be written again", path, error)
         else:
             self._failing.discard(path.parent)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.schema import Config
-from asyncrl.deployment.cluster import start_local
+from asyncrl.deployment.cluster import session_folder, start_local
 from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.launch import Prompts, described_model, load_prompts, ready_model
 from asyncrl.deployment.run_dir import RunDir
@@ -42,11 +42,19 @@ class Up:
         # is the longest part of a start, need it. Prompts, torch and the model come while they import.
         if config.ray.address is None:
             self._say("starting Ray")
-        self._run_dir.started_ray(config.ray.address or start_local(config))
+            address = start_local(config)
+            self._run_dir.started_ray(address, session=session_folder())
+        else:
+            self._run_dir.started_ray(config.ray.address)
         prompts = asyncio.create_task(load_prompts(config), name="prompts")
         described = asyncio.create_task(described_model(config, prompts), name="described model")
         model = asyncio.create_task(ready_model(config, prompts, described, report=self._report), name="model")
-        generator_deployment = GeneratorDeployment(config, model_path=described, prompts=prompts)
+        generator_deployment = GeneratorDeployment(
+            config,
+            model_path=described,
+            prompts=prompts,
+            started=lambda processes: self._run_dir.uses_shared_memory(processes.shared_memory),
+        )
         end = asyncio.Event()
         generators = asyncio.create_task(generator_deployment.run(end), name="generators")
         await asyncio.sleep(0)  # the replicas are on their way

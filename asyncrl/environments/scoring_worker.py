@@ -10,7 +10,6 @@ import math
 import numbers
 import os
 import resource
-import signal
 import socket
 import sys
 from enum import StrEnum
@@ -23,6 +22,7 @@ from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.interfaces import Reward, build_reward
 from asyncrl.errors import ConfigError
+from asyncrl.parent_death import die_with
 from asyncrl.user_code import describe_error
 
 MAX_FRAME_BYTES = 64 * 2**20
@@ -30,7 +30,7 @@ MAX_FRAME_BYTES = 64 * 2**20
 
 HEADER_BYTES = 4
 _SPARE_PROCESSES = 512
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class RewardFailure(StrEnum):
@@ -168,11 +168,9 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
 def _die_with(parent_pid: int) -> None:
     """End when the parent ends, even in the middle of a hung reward, and adopt what reward code orphans."""
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # so that killing this process's tree finds them
-    if os.getppid() != parent_pid:
-        os._exit(0)  # it died before prctl
+        # so that killing this process's tree finds them
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    die_with(parent_pid)
 
 
 def _limit(*, memory_bytes: int) -> None:

@@ -34,6 +34,7 @@ def prepare_environment(config: Config) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "asyncrl",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # each process loads the plugin, by which it ends with its parent
         "TOKENIZERS_PARALLELISM": "false",
     }
     if config.generator.gpus == 0:

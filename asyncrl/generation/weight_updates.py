@@ -128,7 +128,8 @@ class WeightUpdates:
                 if self._version is None and isinstance(error, ManifestMismatch):
                     raise  # there will never be one that fits
                 self._metrics.weight_update(outcome="refused", phase_seconds={})
-                logger.error("replica %s keeps weights %s: %s", self._name, self._version, error)
+                kept = "no weights" if self._version is None else f"the weights of {self._version.words}"
+                logger.error("replica %s keeps %s: %s", self._name, kept, error)
                 continue
             except (TornReplica, ParityError) as error:
                 self._metrics.weight_update(outcome="torn", phase_seconds={})
@@ -189,8 +190,8 @@ class WeightUpdates:
                 times = await self._engine.load(manifest, buckets, on_paused=lambda: replica.show_loading(True))
         except TimeoutError:
             raise WeightError(
-                f"loading weights {manifest.version} took longer than weights.load_timeout_s = {timeout_s:g} s; the "
-                "engine is ended"
+                f"loading the weights of {manifest.version.words} took longer than weights.load_timeout_s = "
+                f"{timeout_s:g} s; the engine is ended"
             ) from None
         finally:
             replica.show_loading(False)
@@ -203,14 +204,15 @@ class WeightUpdates:
                 scores = await asyncio.gather(*[self._engine.score(tokens) for tokens in probe.tokens])
         except TimeoutError:
             raise WeightError(
-                f"probing weights {manifest.version} took longer than weights.load_timeout_s = {timeout_s:g} s; the "
-                "engine is ended"
+                f"probing the weights of {manifest.version.words} took longer than weights.load_timeout_s = "
+                f"{timeout_s:g} s; the engine is ended"
             ) from None
         difference = probe.max_difference_nats(scores)
         self._metrics.parity(difference)
         if not difference <= self._tolerance_nats:
             raise ParityError(
-                f"replica {self._name}: after loading {manifest.version} the engine's log-probs differ from the "
-                f"learner's by {difference:.3g} nats, weights.parity_tolerance_nats is {self._tolerance_nats:g}"
+                f"replica {self._name}: after loading the weights of {manifest.version.words} the engine's log-probs "
+                f"differ from the learner's by {difference:.3g} nats, weights.parity_tolerance_nats is "
+                f"{self._tolerance_nats:g}"
             )
         self._parity_max_nats = max(self._parity_max_nats, difference)

@@ -2,7 +2,8 @@
 
     <folder>/step-12/hf/    what vLLM and transformers load, and a later run with `model.path`
 
-What must hold: one that cannot be written costs nothing but itself: training goes on, and the last one stays.
+A checkpoint that cannot be written does not end training, and the one before it stays. When the last one cannot be
+written, the run still writes what else it can before it fails.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from pathlib import Path
 from asyncrl.config.schema import CheckpointSection
 from asyncrl.errors import CheckpointError
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.policy.complete_directory import COMPLETE, discard
+from asyncrl.policy.complete_directory import COMPLETE, discard, unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class Checkpoints:
         self._metrics = metrics
         self._clock = clock
         self._saved = 0  # before the first step there is nothing to save
+        self.unsaved: CheckpointError | None = None
+        """Why the weights of the run's end are not saved."""
 
     def due(self, step: int) -> bool:
         """Whether one is to be written now that `step` steps are trained."""
@@ -57,6 +60,7 @@ class Checkpoints:
             await asyncio.to_thread(self._save_hf, self._folder / f"step-{step}" / "hf")
         except Exception:
             self._metrics.checkpoint_failed()
+            await asyncio.to_thread(self._drop_unfinished, step)
             raise
         self._saved = step
         self._metrics.checkpoint_saved(step=step, duration_s=self._clock() - started_s, unix_time_s=time.time())
@@ -67,7 +71,27 @@ class Checkpoints:
         try:
             await self.save(step)
         except CheckpointError as error:
-            logger.error("no checkpoint of step %d: %s", step, error)
+            logger.error(
+                "no checkpoint of step %d: %s\nthe run goes on; its weights will be lost unless they can be written "
+                "when it ends: free space on the disk of %s",
+                step,
+                error,
+                self._folder,
+            )
+
+    async def save_last(self, step: int) -> None:
+        """Like `save`, at the run's end; a failure is kept in `unsaved` until the rest of the run is recorded."""
+        try:
+            await self.save(step)
+        except CheckpointError as error:
+            self.unsaved = error
+
+    def _drop_unfinished(self, step: int) -> None:
+        """A save that failed may have filled the disk, and an empty folder looks like a checkpoint."""
+        folder = self._folder / f"step-{step}"
+        shutil.rmtree(unfinished(folder / "hf"), ignore_errors=True)
+        with contextlib.suppress(OSError):  # it is not there, or it holds something else
+            folder.rmdir()
 
     def _drop_old(self) -> None:
         """All but the newest; what a save left that did not end is no checkpoint."""

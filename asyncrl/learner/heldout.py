@@ -102,7 +102,7 @@ class HeldoutEvaluation:
                         return actor
             if self._clock() > deadline_s:
                 raise StallError(
-                    f"no replica has loaded version {version} within run.stall_timeout_s = "
+                    f"no replica has loaded the weights of {version.words} within run.stall_timeout_s = "
                     f"{self._stall_timeout_s:g}; {replicas_in_words(status)}"
                 )
             await asyncio.sleep(REPLICA_POLL_S)
@@ -123,7 +123,8 @@ class HeldoutEvaluation:
                 self._gone.add(actor)
                 actor = await self.replica_at(version)
         if at != version:
-            raise RunError(f"replica {actor} evaluated version {at} instead of {version}")
+            evaluated = at.words if at is not None else "no weights"
+            raise RunError(f"replica {actor} evaluated {evaluated} instead of {version.words}")
         rewards = [answer for answer in answers if not isinstance(answer, Failure)]
         failures = [answer for answer in answers if isinstance(answer, Failure)]
         first_one, self._evaluated = not self._evaluated, True

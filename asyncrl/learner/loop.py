@@ -131,7 +131,7 @@ class LearnerLoop:
             await self._evaluate(version, stop)
         await self._publisher.settle()
         if version != first:
-            await self._while_saving(self._checkpoints.save(version.step), version)
+            await self._while_saving(self._checkpoints.save_last(version.step), version)
         rows = await self._rows_outstanding(until_none=not stop.is_set())
         return self._recorder.run_totals(await self._buffer.status(), rows_outstanding=rows)
 

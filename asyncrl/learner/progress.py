@@ -25,7 +25,8 @@ def replicas_in_words(status: RunStatus) -> str:
     if not status.replicas:
         return "no generator has joined: start one with `asyncrl generator`"
     words = [
-        f"{view.replica} at {view.version}, {view.reserved_groups} groups reserved"
+        f"{view.replica} at {view.version.words if view.version else 'no weights'}, "
+        f"{view.reserved_groups} groups reserved"
         + (f", refused for {view.refused_for.value}" if view.refused_for else "")
         + ("" if view.live else ", silent")
         for view in status.replicas

@@ -16,15 +16,23 @@ from asyncrl.errors import RunError
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`run.json`. Times are ISO 8601 in UTC. `nonce` tells this run from others of its name."""
+    """`run.json`. Times are ISO 8601 in UTC. `nonce` tells this run from others of its name.
+
+    A run is `stopped` when it was asked to end before its last step. It has `died` when its process went away without
+    a word; another process found that out, and `finished` is when the run last wrote a record. `ray_session` is the
+    folder of the Ray that the run started, if it did. `shared_memory` are names of files in /dev/shm that the run's
+    engines use; a killed engine leaves them there.
+    """
 
     name: str
-    state: Literal["running", "finished", "failed"]
+    state: Literal["running", "finished", "stopped", "failed", "died"]
     pid: int
     host: str
     started: str
     nonce: str
     ray_address: str | None = None
+    ray_session: str | None = None
+    shared_memory: list[str] = []
     finished: str | None = None
     exit_reason: str | None = None
 

@@ -4,6 +4,7 @@ It can be made at any time, also of a run that goes on or died: what is not reco
 from a run (samples, names, reasons) is escaped: a completion that contains markup stays text.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -120,10 +121,12 @@ def _some_samples(folder: Path) -> dict[int, list[SampleRecord]]:
     return {step: read_lines(folder / f"step-{step}.jsonl", SampleRecord) for step in chosen}
 
 
-def write_report(path: Path, *, output: Path | None = None) -> Path:
-    """Make the report of the run directory `path`; returns where it is."""
-    target = output or path / "report.html"
-    write_atomically(target, report_html(read_run(path)).encode())
+def write_report(path: Path, *, output: Path | None = None, info: RunInfo | None = None) -> Path:
+    """Make the report of the run directory `path`; returns where it is. `info` is shown in the place of run.json."""
+    target, run = output or path / "report.html", read_run(path)
+    if info is not None:
+        run = dataclasses.replace(run, info=info)
+    write_atomically(target, report_html(run).encode())
     return target
 
 
@@ -154,8 +157,7 @@ def _header(run: RunRecords) -> str:
     elif info.state == "running":
         sentence = "No step was recorded yet."
     lead = f'<p class="lead{warns}">{escape(sentence)}</p>'
-    state = "stopped" if info.state == "finished" and info.exit_reason != "done" else info.state
-    badge = f'<span class="badge {state}">{state}</span>'
+    badge = f'<span class="badge {info.state}">{info.state}</span>'
     ran = f"<p>{escape(origin)}</p><p>{escape(run.facts)}</p>"
     return f"<header><h1>{escape(info.name)}{badge}</h1>{ran}{reason}{lead}</header>"
 

@@ -34,7 +34,8 @@ header p.reason { margin-top: 16px; padding: 2px 0 2px 14px; border-left: 3px so
   white-space: pre-wrap; }
 .badge { display: inline-block; font-size: 12px; font-weight: 600; letter-spacing: 0; vertical-align: 4px;
   margin-left: 12px; padding: 1px 9px; border: 1px solid currentColor; border-radius: 99px; }
-.finished { color: var(--good); } .failed, header p.failed { color: var(--bad); } .running { color: var(--going); }
+.finished { color: var(--good); } .running { color: var(--going); }
+.failed, .died, header p.failed, header p.died { color: var(--bad); }
 .stopped { color: var(--soft); }
 .tiles { display: grid; grid-template-columns: repeat(4, 1fr); gap: 12px; margin: 26px 0 0; }
 .tiles div { background: var(--panel); border-radius: 10px; padding: 12px 16px; }

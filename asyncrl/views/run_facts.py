@@ -13,7 +13,7 @@ from asyncrl.algorithms.presets import advantage_of
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.learner.records import RunInfo, StepRecord, state_shares
+from asyncrl.learner.records import RunInfo, StepRecord, mean, state_shares
 from asyncrl.views.headline import RunFacts
 from asyncrl.weights.parity import parity_tolerance_nats
 

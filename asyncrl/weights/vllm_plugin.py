@@ -8,6 +8,7 @@ verified here.
 """
 
 import mmap
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from asyncrl.errors import WeightError
+from asyncrl.parent_death import die_with
 from asyncrl.weights.manifest import Parameters, TensorEntry
 from asyncrl.weights.remote_errors import as_text
 from asyncrl.weights.tensor_views import view_of
@@ -33,6 +35,8 @@ from asyncrl.weights.transports.peers import Peers, Rendezvous
 
 BACKEND = "asyncrl"
 WORKER_EXTENSION = f"{__name__}.WorkerExtension"
+_PROCESSES_OF_VLLM = ("EngineCore", "VllmWorker")
+"""How vLLM names the engine's process, and its workers' for tensor parallelism."""
 
 
 @dataclass
@@ -173,7 +177,15 @@ class WorkerExtension:
 
 
 def register() -> None:
-    """Entry point of the plugin; vLLM calls it once or more in every process."""
+    """Entry point of the plugin; vLLM calls it once or more in every process.
+
+    It also makes the processes that vLLM starts end with the process that started them: vLLM's engine does not notice
+    that its parent was killed, and would keep its memory. One whose parent ended while it imported vLLM ends here.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and multiprocessing.current_process().name.startswith(_PROCESSES_OF_VLLM):
+        assert parent.pid is not None, "multiprocessing knows the process that started this one"
+        die_with(parent.pid)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, AsyncRLWeightTransferEngine)
 

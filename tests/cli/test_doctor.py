@@ -54,6 +54,7 @@ _BROKEN = Probe(succeeded=False, last_line="RuntimeError: operator torchvision::
         (doctor.check_leftovers([7], [8, 9]), Level.WARN, "kill 8 9"),
         (doctor.check_leftovers([7], [], live_runs=["quick (pid 6)"]), Level.OK, "quick (pid 6)"),
         (doctor.check_leftovers([7], [8], live_runs=["quick (pid 6)"]), Level.WARN, "kill 8"),
+        (doctor.check_leftovers([7], [8], remains={"quick": "raylet (pid 7)"}), Level.WARN, "asyncrl down quick"),
     ],
 )
 def test_a_fact_is_judged_with_a_mend_unless_it_is_fine(finding: Finding, level: Level, says: str) -> None:

@@ -8,18 +8,20 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from made_up_run import make_status
+from made_up_run import TOTALS, make_status, make_step
 from typer.testing import CliRunner
 
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.cli.main import app
-from asyncrl.cli.options import print_previous
+from asyncrl.cli.options import again, print_outcome, print_previous, weights_named
 from asyncrl.cli.status import status
 from asyncrl.config.schema import Config
 from asyncrl.deployment import cluster
 from asyncrl.deployment.run_dir import RunDir
+from asyncrl.learner.records import Summary, build_summary
 from asyncrl.metrics.recorders import GeneratorMetrics, LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
+from asyncrl.policy.complete_directory import COMPLETE
 
 runner = CliRunner()
 
@@ -34,6 +36,61 @@ def test_a_run_says_where_the_one_before_it_went(tmp_path: Path, capsys: pytest.
             print_previous(run)
             (run.path / "steps.jsonl").touch()
         assert capsys.readouterr().err == said
+
+
+def ended(folder: Path, *, steps: int, saved: bool = True) -> tuple[Config, Path, Summary]:
+    """A run of 9 steps that ended after some of them, and its directory."""
+    config = Config.model_validate(
+        {
+            "run": {"name": "quick", "dir": str(folder)},
+            "learner": {"total_steps": 9, "optimizer": {"warmup_steps": 0}},
+            "model": {"tiny": {}},
+        }
+    )
+    summary = build_summary([make_step(step) for step in range(steps)], [], TOTALS, staleness_limit=2)
+    path = folder / "quick"
+    if saved:
+        (path / "checkpoints" / f"step-{steps}" / "hf").mkdir(parents=True)
+        (path / "checkpoints" / f"step-{steps}" / "hf" / COMPLETE).touch()
+    return config, path, summary
+
+
+def test_the_last_lines_of_a_stopped_run_say_where_its_weights_are_and_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, path, summary = ended(tmp_path, steps=4)
+    (tmp_path / "quick-2").mkdir()
+    command = again("up", [Path("a.yaml")], ["run.name=quick", "run.seed=7"], allow_public=True)
+    print_outcome(summary, path, config=config, again=command)
+    lines = capsys.readouterr().out.splitlines()
+    weights = f"{path}/checkpoints/step-4/hf"
+    assert lines[0] == "Stopped at step 4 of 9."
+    assert f"weights: {weights}" in lines
+    assert f"  use them: vllm serve {weights}" in lines
+    assert "  train on from them, as a new run whose optimizer and step count start anew:" in lines
+    assert lines[-1].split() == [
+        "asyncrl", "up", "-c", "a.yaml", "--allow-public", "run.seed=7", "run.name=quick-3", f"model.path={weights}",
+        "model.tiny=null",
+    ]  # fmt: skip
+
+
+def test_a_run_that_took_all_its_steps_was_not_stopped_and_without_weights_none_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, path, summary = ended(tmp_path, steps=9, saved=False)
+    print_outcome(summary, path, config=config, again=["up"])
+    said = capsys.readouterr().out
+    assert "Stopped" not in said
+    assert "weights" not in said
+
+
+def test_an_error_that_ends_a_run_comes_after_where_its_weights_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, path, _ = ended(tmp_path, steps=4)
+    with pytest.raises(ZeroDivisionError), weights_named(path):
+        _ = 1 / 0
+    assert capsys.readouterr().err == f"weights: {path}/checkpoints/step-4/hf\n"
 
 
 @pytest.mark.parametrize("named", ["quick", "runs/quick"])
@@ -60,7 +117,7 @@ def test_a_report_of_no_run_names_what_was_asked_for(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     result = runner.invoke(app, ["report", "quik"])
     assert result.exit_code == 1
-    assert "quik is no run directory" in result.stderr
+    assert "there is no run quik in runs/; there are: none" in result.stderr
 
 
 @pytest.mark.parametrize(("command", "has_config"), [("status", False), ("down", False), ("learner", True)])
@@ -75,7 +132,7 @@ def test_json_is_a_line_for_programs_and_indented_on_a_terminal(
     terminal: bool, live: RunStatus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    status("quick", json=True)
+    status(Path("quick"), json=True)
     printed = capsys.readouterr().out
     assert msgspec.json.decode(printed, type=RunStatus) == live
     assert (len(printed.splitlines()) == 1) is not terminal
@@ -84,9 +141,9 @@ def test_json_is_a_line_for_programs_and_indented_on_a_terminal(
 def test_status_says_what_limits_the_run_by_its_endpoints_and_json_says_the_same(
     live: RunStatus, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status("quick", json=True)
+    status(Path("quick"), json=True)
     found = json.loads(capsys.readouterr().out)["since_start"]
-    status("quick")
+    status(Path("quick"))
     lines = capsys.readouterr().out.splitlines()
     assert found["bottleneck"]["bound"] == "generators"
     assert found["learner_shares"]["waiting_for_groups"] == 0.75

@@ -11,7 +11,7 @@ from made_up_run import make_step
 
 from asyncrl.config.schema import Config
 from asyncrl.deployment import closing
-from asyncrl.deployment.closing import Stopped, asked_to_end, give_up, unless_stopped
+from asyncrl.deployment.closing import Stopped, asked_to_end, ended_at_once, give_up, unless_stopped
 from asyncrl.deployment.launch import INTERRUPTED, run_until_done
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import RunInfo
@@ -37,10 +37,12 @@ def test_f29_the_first_signal_is_in_run_json_before_anything_is_closed(run: RunD
 
     run_until_done(main, asked=run.asked_to_end)
     assert (seen[0].state, seen[0].exit_reason) == ("running", "asked to end by a signal")
-    run.close(state="finished", reason="stopped after 3 of 9 steps")
-    assert written(run).exit_reason == "stopped after 3 of 9 steps"
+    run.close(state="stopped", reason="asked to end by a signal, after step 3 of 9")
+    assert written(run).exit_reason == "asked to end by a signal, after step 3 of 9"
     run.asked_to_end()
-    assert written(run).exit_reason == "stopped after 3 of 9 steps", "a run that has ended is not asked any more"
+    assert written(run).exit_reason == "asked to end by a signal, after step 3 of 9", (
+        "a run that has ended is not asked any more"
+    )
 
 
 def test_f29_a_start_that_does_not_end_within_the_grace_is_ended_and_recorded(run: RunDir) -> None:
@@ -51,6 +53,14 @@ def test_f29_a_start_that_does_not_end_within_the_grace_is_ended_and_recorded(ru
     assert written(run).exit_reason == (
         "asked to end before the first step, and not closed within run.shutdown_grace_s = 20 s"
     )
+
+
+def test_f29_a_run_that_a_second_signal_ends_does_not_stay_running(run: RunDir) -> None:
+    run.append_step(make_step(0))
+    ended_at_once(run)
+    assert written(run).state == "stopped"
+    assert written(run).exit_reason == "ended at once by a second signal, after 1 steps"
+    ended_at_once(run)
 
 
 def test_f29_the_grace_is_counted_beside_an_event_loop_that_hangs(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
-"""Runs below a folder: the living are told from the dead, and a run that has ended points to its report."""
+"""Runs below a folder: the living are told from the dead, and a run that has ended says how."""
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -9,14 +10,27 @@ from typing import Any
 
 import msgspec
 import pytest
+from made_up_run import make_step
 from typer.testing import CliRunner
+from written_runs import write_run
 
 from asyncrl.cli.main import app
 from asyncrl.cli.options import running_address
 from asyncrl.deployment import cluster
-from asyncrl.deployment.known_runs import address_of, ended_run, live_runs
+from asyncrl.deployment.known_runs import (
+    address_of,
+    as_it_is,
+    check_there,
+    dead_runs,
+    ended_run,
+    live_runs,
+    named_run,
+    newest_weights,
+    read_info,
+)
 from asyncrl.errors import RunError
 from asyncrl.learner.records import RunInfo
+from asyncrl.policy.complete_directory import COMPLETE
 
 
 def record(folder: Path, name: str, **changed: Any) -> Path:
@@ -29,7 +43,7 @@ def record(folder: Path, name: str, **changed: Any) -> Path:
         "nonce": "n",
     }
     path = folder / name
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     (path / "run.json").write_bytes(msgspec.json.encode(RunInfo(**(fields | changed))))
     return path
 
@@ -48,7 +62,18 @@ def test_a_run_lives_while_its_process_on_this_host_does(tmp_path: Path) -> None
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "run.json").write_text("{")
     assert [info.name for info in live_runs(tmp_path)] == ["live"]
+    assert [path.name for path in dead_runs(tmp_path)] == ["dead"]
     assert live_runs(tmp_path / "nowhere") == []
+
+
+def test_a_process_that_got_a_dead_runs_pid_is_not_taken_for_it(tmp_path: Path) -> None:
+    lock = record(tmp_path, "quick") / "lock"
+    lock.touch()
+    with lock.open("rb") as held:
+        assert [path.name for path in dead_runs(tmp_path)] == ["quick"], "no process holds the lock"
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert dead_runs(tmp_path) == []
+    assert live_runs(tmp_path) == []
 
 
 ENDED = {"state": "finished", "finished": "2026-11-20T16:50:00+00:00", "exit_reason": "done"}
@@ -56,58 +81,174 @@ ENDED = {"state": "finished", "finished": "2026-11-20T16:50:00+00:00", "exit_rea
 
 def test_a_run_that_has_ended_points_to_its_report(tmp_path: Path) -> None:
     path = record(tmp_path, "quick", **ENDED)
-    assert ended_run("quick", tmp_path) is None, "there is no report"
+    assert ended_run(path) == "run quick finished 2026-11-20 16:50 UTC (done)", "there is no report"
     (path / "report.html").touch()
-    assert ended_run("quick", tmp_path) == f"run quick finished 2026-11-20 16:50 UTC (done): see {path}/report.html"
+    assert ended_run(path) == f"run quick finished 2026-11-20 16:50 UTC (done): see {path}/report.html"
+    assert as_it_is(path) == read_info(path)
 
 
-def test_a_run_that_lives_here_tells_its_ray_and_is_not_called_an_earlier_one(tmp_path: Path) -> None:
+def test_a_run_that_lives_here_tells_its_ray_and_has_not_ended(tmp_path: Path) -> None:
     live = record(tmp_path, "live", ray_address="127.0.0.1:32839")
     (live / "report.html").touch()
-    record(tmp_path, "over", ray_address="127.0.0.1:1", **ENDED)
-    assert address_of("live", tmp_path) == "127.0.0.1:32839"
-    assert ended_run("live", tmp_path) is None
-    assert address_of("over", tmp_path) is None
-    assert address_of("nowhere", tmp_path) is None
+    over = record(tmp_path, "over", ray_address="127.0.0.1:1", **ENDED)
+    assert address_of(live) == "127.0.0.1:32839"
+    assert ended_run(live) is None
+    assert address_of(over) is None
+    assert address_of(tmp_path / "nowhere") is None
 
 
-def test_a_run_is_an_earlier_one_only_when_its_process_is_known_to_be_gone(tmp_path: Path) -> None:
+def test_of_another_hosts_run_only_what_it_wrote_is_known(tmp_path: Path) -> None:
     gone = gone_pid()
-    dead = record(tmp_path, "dead", pid=gone)
-    elsewhere = record(tmp_path, "elsewhere", host="another.host", pid=gone)
-    over = record(tmp_path, "over", host="another.host", pid=gone, **ENDED)
-    for path in (dead, elsewhere, over):
-        (path / "report.html").touch()
-    assert ended_run("dead", tmp_path) == f"an earlier run is recorded: see {dead}/report.html"
-    assert ended_run("elsewhere", tmp_path) is None, "its report was made while it goes on"
-    assert "finished 2026-11-20 16:50 UTC" in (ended_run("over", tmp_path) or "")
+    assert ended_run(record(tmp_path, "elsewhere", host="another.host", pid=gone)) is None
+    assert "finished 2026" in (ended_run(record(tmp_path, "over", host="another.host", pid=gone, **ENDED)) or "")
 
 
-def test_an_option_and_the_environment_come_before_what_a_run_says(
+def dead_run(folder: Path, *, steps: int, saved: tuple[int, ...] = ()) -> tuple[Path, int]:
+    """A run of 150 steps whose process went away after some of them; its directory and its pid."""
+    path = write_run(folder, [make_step(step) for step in range(steps)], finish=False, end=None, name="killed")
+    for step in saved:
+        (path / "checkpoints" / f"step-{step}" / "hf").mkdir(parents=True)
+        (path / "checkpoints" / f"step-{step}" / "hf" / COMPLETE).touch()
+    pid = gone_pid()
+    info = read_info(path)
+    assert info is not None
+    (path / "run.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(info, pid=pid)))
+    return path, pid
+
+
+def test_a_run_that_died_says_how_far_it_came_and_where_its_newest_weights_are(tmp_path: Path) -> None:
+    path, pid = dead_run(tmp_path, steps=17, saved=(9, 10))
+    (path / "checkpoints" / "step-11" / "hf").mkdir(parents=True)  # its save did not end
+    total = read_total_steps(path)
+    assert ended_run(path) == (
+        f"run killed ended without a word (process {pid} is gone) after step 17 of {total}; "
+        f"newest weights: {path}/checkpoints/step-10/hf"
+    )
+    found = as_it_is(path)
+    assert found is not None
+    assert found.state == "died"
+    assert found.finished is not None
+
+
+def read_total_steps(path: Path) -> int:
+    from asyncrl.config.load import load_config
+
+    return load_config([path / "config.yaml"], []).learner.total_steps
+
+
+def test_a_run_that_died_early_or_whose_records_cannot_be_read_says_what_it_can(tmp_path: Path) -> None:
+    path, pid = dead_run(tmp_path, steps=0)
+    assert ended_run(path) == (
+        f"run killed ended without a word (process {pid} is gone) before the first step; no weights were saved"
+    )
+    (path / "steps.jsonl").write_text("{}\n")
+    assert "after an unknown number of steps" in (ended_run(path) or "")
+
+
+def test_the_newest_weights_are_those_of_the_last_step_by_number(tmp_path: Path) -> None:
+    assert newest_weights(tmp_path) is None
+    for step in ("step-9", "step-10", "notes"):
+        (tmp_path / "checkpoints" / step / "hf").mkdir(parents=True)
+        (tmp_path / "checkpoints" / step / "hf" / COMPLETE).touch()
+    assert newest_weights(tmp_path) == tmp_path / "checkpoints" / "step-10" / "hf"
+
+
+def test_a_run_that_is_not_there_is_answered_with_those_that_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record(tmp_path / "runs", "live", ray_address="127.0.0.1:32839")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert running_address("live", None) == "127.0.0.1:32839"
-    assert running_address("nowhere", None) == "auto"
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert running_address("live", None) == "10.0.0.1:6379"
-    assert running_address("live", "10.0.0.2:6379") == "10.0.0.2:6379"
+    with pytest.raises(RunError, match=r"^there is no run quik in runs/; there are: none$"):
+        check_there(named_run(Path("quik")))
+    record(Path("runs"), "quick", **ENDED)
+    record(Path("runs"), "other", **ENDED)
+    check_there(named_run(Path("quick")))
+    with pytest.raises(
+        RunError, match=r"^there is no run quik in runs/; did you mean quick\? There are: other, quick$"
+    ):
+        check_there(named_run(Path("quik")))
+    with pytest.raises(RunError, match=r"^there is no run zzz in runs/; there are: other, quick$"):
+        check_there(named_run(Path("runs/zzz")))
+    for number in range(20):
+        record(Path("runs"), f"run-{number:02}", **ENDED)
+    with pytest.raises(RunError, match=r"run-09 and 10 more$"):
+        check_there(named_run(Path("zzz")))
 
 
-def test_status_of_a_run_that_is_gone_says_where_its_report_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", ["status", "top", "report", "down"])
+def test_every_command_about_a_run_that_is_not_there_says_which_are(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_ray(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    record(Path("runs"), "quick", **ENDED)
+    answer = CliRunner().invoke(app, [command, "quik"])
+    assert answer.exit_code == 1
+    assert answer.stderr == "error: there is no run quik in runs/; did you mean quick? There are: quick\n"
+
+
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def join(*_: Any, **__: Any) -> None:
         raise RunError("no Ray cluster answers")
 
     monkeypatch.setattr(cluster, "join", join)
     # It would set RAY_AUTH_MODE in this process, and every later Ray of the tests would start with it.
     monkeypatch.setattr("asyncrl.deployment.launch.use_ray_token", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def test_an_option_and_the_environment_come_before_what_a_run_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = record(tmp_path, "live", ray_address="127.0.0.1:32839")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert running_address(live, None) == "127.0.0.1:32839"
+    assert running_address(tmp_path / "nowhere", None) == "auto"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert running_address(live, None) == "10.0.0.1:6379"
+    assert running_address(live, "10.0.0.2:6379") == "10.0.0.2:6379"
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_a_run_that_has_ended_is_no_reason_to_start_a_ray(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_ray(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    (record(tmp_path / "runs", "quick", **ENDED) / "report.html").touch()
-    answer = CliRunner().invoke(app, ["status", "quick"])
+    (record(Path("runs"), "quick", **ENDED) / "report.html").touch()
+    answer = CliRunner().invoke(app, [command, "quick"])
     assert answer.exit_code == 1
+    assert answer.stderr == "error: run quick finished 2026-11-20 16:50 UTC (done): see runs/quick/report.html\n"
+
+
+def test_at_an_address_that_the_user_names_the_cluster_is_asked_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_ray(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (record(Path("runs"), "quick", **ENDED) / "report.html").touch()
+    answer = CliRunner().invoke(app, ["status", "quick", "--address", "10.0.0.1:6379"])
     ended, unanswered = answer.stderr.splitlines()
-    assert "runs/quick/report.html" in ended, "what is known comes first"
+    assert "runs/quick/report.html" in ended
     assert "no Ray cluster answers" in unanswered
-    assert "report.html" not in CliRunner().invoke(app, ["status", "other"]).stderr
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_a_dead_run_is_called_dead(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_ray(monkeypatch)
+    path, pid = dead_run(tmp_path, steps=3, saved=(2,))
+    answer = CliRunner().invoke(app, [command, str(path)])
+    assert answer.exit_code == 1
+    assert answer.stderr.startswith(f"error: run killed ended without a word (process {pid} is gone) after step 3 of ")
+    assert answer.stderr.endswith(f"; newest weights: {path}/checkpoints/step-2/hf\n")
+
+
+def test_the_report_of_a_dead_run_says_so_and_does_not_change_what_the_run_wrote(tmp_path: Path) -> None:
+    path, pid = dead_run(tmp_path, steps=3)
+    before = (path / "run.json").read_bytes()
+    answer = CliRunner().invoke(app, ["report", str(path)])
+    assert answer.exit_code == 0, answer.stderr
+    assert answer.stderr.startswith(f"note: run killed ended without a word (process {pid} is gone) after step 3")
+    page = (path / "report.html").read_text()
+    assert '<span class="badge died">died</span>' in page
+    assert f"ended without a word (process {pid} is gone) after step 3 of" in page
+    assert (path / "run.json").read_bytes() == before

@@ -21,7 +21,7 @@ from asyncrl.deployment.closing import Stopped
 from asyncrl.deployment.launch import Prompts
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import FailureClass, RunError, StallError
+from asyncrl.errors import CheckpointError, FailureClass, RunError, StallError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.records import RunTotals
 from asyncrl.metrics import server as server_module
@@ -147,6 +147,70 @@ async def test_what_a_failed_run_has_trained_is_saved_while_its_ranks_are_there(
         with pytest.raises(StallError):
             await deployment.run(asyncio.Event())
     assert done == ["saved", "ended"]
+
+
+def full_disk(path: Path) -> None:
+    raise CheckpointError("rank 0: OSError: No space left on device")
+
+
+@pytest.mark.asyncio
+async def test_f27_a_run_whose_last_weights_cannot_be_saved_records_the_rest_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+
+    async def train(*_: object) -> RunTotals:
+        deployment.append_step(make_step(0))
+        deployment._checkpoints = checkpoints_in(run, full_disk)
+        await deployment._checkpoints.save_last(1)
+        return TOTALS
+
+    with RunDir.create(config) as run:
+        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
+        with pytest.raises(CheckpointError, match=r"(?s)weights of step 1 are lost, .*No space left.*\nfree space on"):
+            await deployment.run(asyncio.Event())
+    assert (run.path / "summary.json").exists()
+    assert "could not be saved" not in caplog.text, "it is said once"
+
+
+@pytest.mark.asyncio
+async def test_f27_a_summary_without_room_is_said_and_does_not_hide_that_the_weights_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    with RunDir.create(config) as run:
+        deployment = deployment_in(run, config)
+        deployment.append_step(make_step(0))
+        monkeypatch.setattr(run, "write_summary", full_disk_error)
+        assert deployment._summary(TOTALS) is not None
+    assert "no summary.json: no space" in caplog.text
+
+
+@pytest.mark.parametrize("trained", [1, 2])
+@pytest.mark.asyncio
+async def test_a_run_is_stopped_when_it_was_asked_to_end_before_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: int
+) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"name": "quick", "dir": str(tmp_path)},
+            "learner": {"total_steps": 2, "optimizer": {"warmup_steps": 0}},
+        }
+    )
+    stop = asyncio.Event()
+
+    async def train(*_: object) -> RunTotals:
+        for step in range(trained):
+            deployment.append_step(make_step(step))
+        stop.set()
+        return TOTALS
+
+    with RunDir.create(config) as run:
+        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
+        await deployment.run(stop)
+    info = json.loads((run.path / "run.json").read_bytes())
+    stopped = ("stopped", "asked to end by a signal, after step 1 of 2")
+    assert (info["state"], info["exit_reason"]) == (stopped if trained == 1 else ("finished", "done"))
 
 
 def listed(run: RunDir) -> list[str]:
@@ -338,7 +402,7 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
     ]
 
 
-def full_disk_error(path: Path, **arguments: Any) -> None:
+def full_disk_error(_: object, **arguments: Any) -> None:
     raise OSError("no space")
 
 

@@ -72,9 +72,25 @@ def test_an_error_is_the_exit_reason(tmp_path: Path) -> None:
 
 def test_an_end_that_was_asked_for_says_so(tmp_path: Path) -> None:
     with RunDir.create(config_in(tmp_path)) as run:
-        run.exit_reason = "stopped after 3 of 9 steps"
+        run.stopped("asked to end by a signal, after step 3 of 9")
     info = run_json(run.path)
-    assert (info["state"], info["exit_reason"]) == ("finished", "stopped after 3 of 9 steps")
+    assert (info["state"], info["exit_reason"]) == ("stopped", "asked to end by a signal, after step 3 of 9")
+
+
+def test_ctrl_c_before_the_run_takes_signals_is_no_failure(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), RunDir.create(config_in(tmp_path)) as run:
+        raise KeyboardInterrupt
+    assert run_json(run.path)["state"] == "stopped"
+
+
+def test_what_its_engines_use_of_dev_shm_is_in_run_json(tmp_path: Path) -> None:
+    with RunDir.create(config_in(tmp_path)) as run:
+        run.started_ray("127.0.0.1:6379", session="/tmp/ray/session_1")
+        run.uses_shared_memory(["psm_b"])
+        run.uses_shared_memory(["psm_a", "psm_b"])
+        info = run_json(run.path)
+    assert info["ray_session"] == "/tmp/ray/session_1"
+    assert info["shared_memory"] == ["psm_a", "psm_b"]
 
 
 def test_a_full_disk_does_not_hide_why_the_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,7 +312,9 @@ async def test_f11_a_load_that_hangs_ends_the_replica_and_names_the_knob(make_sc
     scene = make_scene(load_timeout_s=0.001)
     scene.may_load.clear()
     scene.source.offer(0, serial=1)
-    with pytest.raises(WeightError, match=r"1\.0 took longer than weights\.load_timeout_s = 0\.001 s"):
+    with pytest.raises(
+        WeightError, match=r"loading the weights of step 0 took longer than weights\.load_timeout_s = 0\.001 s"
+    ):
         await scene.running
     assert scene.loading == [True, False], "the display does not stay at paused"
     assert scene.outcomes("failed") == 1
@@ -354,6 +356,8 @@ async def test_f10_a_probe_that_hangs_ends_the_replica_and_names_the_knob(make_s
 
     scene.engine.score = hang  # type: ignore[method-assign]
     scene.source.offer(0, serial=1)
-    with pytest.raises(WeightError, match=r"probing weights 1\.0 took longer than weights\.load_timeout_s = 0\.001 s"):
+    with pytest.raises(
+        WeightError, match=r"probing the weights of step 0 took longer than weights\.load_timeout_s = 0\.001 s"
+    ):
         await scene.running
     assert scene.updates.version is None, "unverified weights are nobody's version"

@@ -9,7 +9,7 @@ from learner_scenes import Scene, skipped
 
 from asyncrl.errors import CheckpointError, CollectiveError
 from asyncrl.learner.records import StepRecord
-from asyncrl.policy.complete_directory import COMPLETE
+from asyncrl.policy.complete_directory import COMPLETE, unfinished
 
 
 def scene(*, every_steps: int, keep: int = 2, total_steps: int = 5) -> Scene:
@@ -142,18 +142,43 @@ async def test_f27_what_could_not_be_written_on_the_way_is_tried_again_at_the_en
 async def test_f27_the_last_one_stays_and_is_the_one_that_is_shown_when_none_can_be_written_after_it() -> None:
     run = scene(every_steps=2, keep=1)
     run.trainer.save_answers = [None, DISK_FULL, DISK_FULL]
-    with pytest.raises(CheckpointError):  # at the end there is no next one that may succeed
-        await run.run()
+    await run.run()
+    assert run.checkpoints.unsaved is DISK_FULL
     assert left(run) == ["step-2"]
     assert shown(run, "_policy_version") == 2
+
+
+@pytest.mark.asyncio
+async def test_f27_one_that_cannot_be_written_leaves_no_folder_and_gives_its_room_back() -> None:
+    run = scene(every_steps=1, total_steps=2)
+    (Path(run.folder.name) / "step-2").mkdir()
+    (Path(run.folder.name) / "step-2" / "notes").touch()
+
+    def full(path: Path) -> None:
+        unfinished(path).mkdir(parents=True)
+        (unfinished(path) / "model.safetensors").write_bytes(b"as much as fits")
+        raise DISK_FULL
+
+    run.checkpoints._save_hf = full
+    await run.run()
+    assert left(run) == ["step-2"]
+    assert [path.name for path in (Path(run.folder.name) / "step-2").iterdir()] == ["notes"], "it is not the run's"
+
+
+@pytest.mark.asyncio
+async def test_f27_the_user_hears_in_time_what_a_full_disk_will_cost(caplog: pytest.LogCaptureFixture) -> None:
+    run = scene(every_steps=2)
+    run.trainer.save_answers = [DISK_FULL]
+    await run.run()
+    assert "its weights will be lost unless they can be written when it ends: free space on the disk" in caplog.text
 
 
 @pytest.mark.asyncio
 async def test_before_the_first_one_there_is_no_time_of_a_success() -> None:
     run = scene(every_steps=5, total_steps=1)
     run.trainer.save_answers = [DISK_FULL]
-    with pytest.raises(CheckpointError):
-        await run.run()
+    await run.run()
+    assert run.checkpoints.unsaved is DISK_FULL
     assert math.isnan(shown(run, "_last_success_timestamp_seconds") or 0.0)
     assert shown(run, "_policy_version") == 0
 

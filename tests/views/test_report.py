@@ -145,10 +145,22 @@ def test_an_end_without_an_error_is_said_once_and_times_are_for_people(tmp_path:
 
 def test_a_run_that_was_asked_to_end_is_no_finished_one_and_its_first_evaluation_no_last_one(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, [make_step(0)], finish=False))
-    info = msgspec.structs.replace(run.info, state="finished", exit_reason="stopped after 1 of 9 steps")
+    info = msgspec.structs.replace(run.info, state="stopped", exit_reason="asked to end by a signal, after step 1 of 9")
     page = report_html(dataclasses.replace(run, info=info))
     assert '<span class="badge stopped">stopped</span>' in page
+    assert "asked to end by a signal, after step 1 of 9" in page
     assert "0.25 at first" in page
+
+
+def test_a_report_shows_the_end_that_it_is_given_in_the_place_of_the_one_that_run_json_has(tmp_path: Path) -> None:
+    path = write_run(tmp_path, [make_step(0)], finish=False, end=None)
+    info = msgspec.structs.replace(
+        read_run(path).info, state="died", finished="2026-11-20T16:50:00+00:00", exit_reason="ended without a word"
+    )
+    page = write_report(path, info=info).read_text()
+    assert '<span class="badge died">died</span>' in page
+    assert ", died 2026-11-20 16:50 UTC." in page
+    assert "ended without a word" in page
 
 
 def test_what_the_colors_and_the_bottom_of_a_chart_mean_is_said(tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""What is left on this machine of a run whose process is gone: processes, shared memory, and a run.json that says
+"running".
+
+Only processes of the run are ended. A process is the run's when its stdout or stderr is a file of the Ray that the run
+started: each Ray has a folder of its own, and its daemons, its workers and what they start (vLLM's engine) write their
+output there. Environment variables do not tell, because processes that give themselves a name (Ray's and vLLM's do)
+write over them. Files in /dev/shm are the run's when run.json names them, or when one of its processes has them mapped.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from asyncrl.atomic_write import write_atomically
+from asyncrl.deployment.known_runs import as_it_is, read_info
+from asyncrl.generation.shared_memory import SHARED_MEMORY, segments_of, sweep_shared_memory
+from asyncrl.learner.records import RunInfo
+from asyncrl.views.report import write_report
+
+logger = logging.getLogger(__name__)
+
+EXIT_S = 10.0
+RAY_DAEMONS = ("raylet", "gcs_server")
+ENGINE = "VLLM::"
+"""Begin of the names that vLLM gives its processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remains:
+    """What a run left behind. `shared_memory` are names of files in /dev/shm."""
+
+    processes: list[psutil.Process]
+    shared_memory: list[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.processes or self.shared_memory)
+
+    def __str__(self) -> str:
+        named = []
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                named.append(f"{process.name()} (pid {process.pid})")
+        return ", ".join(named + [str(SHARED_MEMORY / name) for name in self.shared_memory])
+
+
+NOTHING = Remains(processes=[], shared_memory=[])
+
+
+def remains_of(directory: Path) -> Remains:
+    """What the run in `directory` left; nothing while its process lives, or may live on another host."""
+    info = as_it_is(directory)
+    if info is None or info.state == "running" or info.host != socket.gethostname():
+        return NOTHING
+    if info.state != "died" and psutil.pid_exists(info.pid):  # it may still be ending its own processes
+        return NOTHING
+    processes = list(_processes_of(info))
+    mapped: set[str] = set(info.shared_memory)
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            mapped |= set(segments_of([process]))
+    return Remains(
+        processes=processes, shared_memory=sorted(name for name in mapped if (SHARED_MEMORY / name).exists())
+    )
+
+
+def clear(directory: Path) -> list[str]:
+    """Ends and removes what a run left whose process is gone, and writes its end into run.json and its report; a line
+    about each. No line when there was nothing to do."""
+    with _held(directory) as held:
+        if not held:
+            return []
+        lines, info = [], as_it_is(directory)
+        if remains := remains_of(directory):
+            lines.append(f"ended what it left: {remains}")
+            for process in remains.processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(remains.processes, timeout=EXIT_S)
+            sweep_shared_memory(remains.shared_memory)
+        if info is not None and info != read_info(directory):
+            lines.insert(0, f"run {directory.name} {info.exit_reason}")
+            try:
+                write_atomically(
+                    directory / "run.json", msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n"
+                )
+                write_report(directory)
+            except Exception as error:  # an unreadable record must not keep what the run left
+                logger.warning("%s does not say how the run ended: %s", directory, error)
+        return lines
+
+
+def stray_processes() -> tuple[list[int], list[int]]:
+    """Pids of this user's Ray daemons, and of vLLM engines whose parent is gone, of whatever run."""
+    ray_pids, engine_pids = [], []
+    for process in _own_processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            name = process.name()
+            if name in RAY_DAEMONS:
+                ray_pids.append(process.pid)
+            elif name.startswith(ENGINE) and process.ppid() == 1:
+                engine_pids.append(process.pid)
+    return ray_pids, engine_pids
+
+
+def _processes_of(info: RunInfo) -> Iterator[psutil.Process]:
+    if info.ray_session is None:
+        return
+    folder = info.ray_session.rstrip("/") + "/"
+    for process in _own_processes():
+        if process.pid != os.getpid() and any(output.startswith(folder) for output in _outputs(process)):
+            yield process
+
+
+def _own_processes() -> Iterator[psutil.Process]:
+    for process in psutil.process_iter(["uids"]):
+        if process.info["uids"] is not None and process.info["uids"].real == os.getuid():
+            yield process
+
+
+def _outputs(process: psutil.Process) -> list[str]:
+    """The files that are the process's stdout and stderr."""
+    found = []
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/{process.pid}/fd/{number}"))
+    return found
+
+
+@contextlib.contextmanager
+def _held(directory: Path) -> Iterator[bool]:
+    """Holds the lock of the run's directory, so that no run starts or lives there meanwhile; whether it was free."""
+    try:
+        lock = (directory / "lock").open("rb")
+    except OSError:
+        yield False
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

@@ -1,0 +1,163 @@
+"""What a killed run left is found and removed, and nothing else is touched."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from made_up_run import make_step
+from typer.testing import CliRunner
+from written_runs import write_run
+
+from asyncrl.cli.main import app
+from asyncrl.deployment.known_runs import read_info
+from asyncrl.deployment.remains import clear, remains_of, stray_processes
+
+pytestmark = pytest.mark.slow
+
+WAITS = [sys.executable, "-c", "print(flush=True); import time; time.sleep(10_000)"]
+"""A process that has started when it has written a line."""
+
+
+class Killed:
+    """A run that was killed, and the folder of its Ray."""
+
+    def __init__(self, folder: Path, **changed: object) -> None:
+        self.session = folder / "ray" / "session_1"
+        (self.session / "logs").mkdir(parents=True)
+        self.path = write_run(folder / "runs", [make_step(0)], finish=False, end=None, name="killed")
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait(60)
+        self.write(pid=gone.pid, ray_session=str(self.session))
+        self.write(**changed)
+        self.said = f"run killed ended without a word (process {gone.pid} is gone) after step 1 of "
+
+    def write(self, **changed: object) -> None:
+        info = read_info(self.path)
+        assert info is not None
+        (self.path / "run.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(info, **changed)))
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Killed:
+    return Killed(tmp_path)
+
+
+@pytest.fixture
+def engine(killed: Killed) -> Iterator[psutil.Popen]:
+    """A process whose stderr is a file of the run's Ray, wherever its stdout goes."""
+    with (killed.session / "logs" / "worker.err").open("wb") as stderr:
+        yield from waiting(stderr=stderr)
+
+
+@pytest.fixture
+def bystander(tmp_path: Path) -> Iterator[psutil.Popen]:
+    """A process of another run, whose Ray has a folder whose name begins alike."""
+    other = tmp_path / "ray" / "session_10"
+    other.mkdir(parents=True)
+    with (other / "worker.err").open("wb") as stderr:
+        yield from waiting(stderr=stderr)
+
+
+def waiting(**streams: Any) -> Iterator[psutil.Popen]:
+    process = psutil.Popen(WAITS, stdout=subprocess.PIPE, **streams)
+    process.stdout.readline()
+    yield process
+    if psutil.pid_exists(process.pid):
+        process.kill()
+        process.wait(60)
+    process.stdout.close()
+
+
+@pytest.fixture
+def segment() -> Iterator[str]:
+    memory = SharedMemory(create=True, size=16)
+    yield memory.name
+    memory.close()
+    with contextlib.suppress(FileNotFoundError):  # the test removed it
+        memory.unlink()
+
+
+def test_processes_of_the_runs_ray_are_found_ended_and_named_and_others_are_left_alone(
+    killed: Killed, engine: psutil.Popen, bystander: psutil.Popen
+) -> None:
+    remains = remains_of(killed.path)
+    assert [process.pid for process in remains.processes] == [engine.pid]
+    first, second = clear(killed.path)
+    assert first.startswith(killed.said)
+    assert second.startswith("ended what it left: ")
+    assert second.endswith(f"(pid {engine.pid})")
+    assert not psutil.pid_exists(engine.pid)
+    assert bystander.poll() is None
+    assert not remains_of(killed.path)
+    assert clear(killed.path) == []
+
+
+def test_its_end_is_written_down(killed: Killed) -> None:
+    [line] = clear(killed.path)
+    assert line.startswith(killed.said)
+    info = read_info(killed.path)
+    assert info is not None
+    assert info.state == "died"
+    assert line == f"run killed {info.exit_reason}"
+    assert '<span class="badge died">died</span>' in (killed.path / "report.html").read_text()
+
+
+def test_files_in_dev_shm_that_run_json_names_are_removed(killed: Killed, segment: str) -> None:
+    killed.write(shared_memory=[segment, "psm_gone"])
+    assert str(remains_of(killed.path)) == f"/dev/shm/{segment}"
+    assert clear(killed.path)[1:] == [f"ended what it left: /dev/shm/{segment}"]
+    assert not Path("/dev/shm", segment).exists()
+
+
+def test_nothing_of_a_run_that_may_live_is_touched(killed: Killed, engine: psutil.Popen) -> None:
+    with (killed.path / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert clear(killed.path) == [], "a process holds its lock"
+    killed.write(host="another.host")
+    assert not remains_of(killed.path)
+    assert clear(killed.path) == []
+    killed.write(host=socket.gethostname(), state="failed", pid=os.getpid())
+    assert not remains_of(killed.path), "it may still be ending its own processes"
+    assert clear(killed.path) == []
+    assert engine.poll() is None
+
+
+def test_a_run_without_a_ray_of_its_own_has_no_processes_that_could_be_told_from_others(
+    killed: Killed, engine: psutil.Popen
+) -> None:
+    killed.write(ray_session=None)
+    assert not remains_of(killed.path)
+    assert engine.poll() is None
+
+
+def test_status_names_what_is_left_and_down_ends_it(
+    killed: Killed, engine: psutil.Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    answer = CliRunner().invoke(app, ["status", str(killed.path)])
+    assert answer.exit_code == 1
+    dead, left = answer.stderr.splitlines()
+    assert dead.startswith(f"error: {killed.said}")
+    assert f"(pid {engine.pid}); `asyncrl down {killed.path}` ends and removes that" in left
+    answer = CliRunner().invoke(app, ["down", str(killed.path)])
+    assert answer.exit_code == 0, answer.stderr
+    dead, ended = answer.stdout.splitlines()
+    assert dead.startswith(killed.said)
+    assert f"(pid {engine.pid})" in ended
+    assert not psutil.pid_exists(engine.pid)
+    assert CliRunner().invoke(app, ["down", str(killed.path)]).stdout == "nothing of run killed was there\n"
+
+
+def test_an_engine_that_has_its_parent_is_not_astray(engine: psutil.Popen) -> None:
+    _, engines = stray_processes()
+    assert engine.pid not in engines

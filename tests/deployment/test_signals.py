@@ -1,0 +1,130 @@
+"""A process of its own that is asked to end by signals: SIGHUP as SIGTERM, and two of them end it at once."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+RUN = """
+import asyncio, signal, sys
+from functools import partial
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from made_up_run import make_step
+from rich.console import Console
+from asyncrl.cli.terminal import outlive_terminal, show_cursor
+from asyncrl.config.schema import Config
+from asyncrl.deployment.closing import asked_to_end, ended_at_once
+from asyncrl.deployment.launch import recorded_run, run_until_done
+from asyncrl.views.live import LiveDisplay, LiveView
+outlive_terminal()
+closes = sys.argv[2] == "closes"
+config = Config.model_validate({"run": {"name": "quick", "dir": sys.argv[1]}})
+with recorded_run(config, role="up") as run, LiveDisplay(Console(), every_steps=1) as display:
+    view = LiveView(name="quick", phase="training", elapsed_s=0, total_steps=9, staleness_limit=2)
+    display.update(view)
+
+    async def main(stop):
+        run.append_step(make_step(0))
+        print("ready", flush=True)
+        await stop.wait()
+        if not closes:
+            print("closing", flush=True)
+            await asyncio.Event().wait()
+        display.update(view)
+        print("a line for the terminal", flush=True)
+        run.stopped("asked to end by a signal, after step 1 of 9")
+
+    run_until_done(
+        main, asked=lambda: asked_to_end(run, 60.0), at_once=[show_cursor, partial(ended_at_once, run)]
+    )
+"""
+
+
+class Started:
+    """The process on a terminal of its own, once it is ready."""
+
+    def __init__(self, folder: Path, *, closes: bool, ignored: tuple[signal.Signals, ...] = ()) -> None:
+        self.path = folder / "quick"
+        views = str(Path(__file__).parents[1] / "views")
+        self.terminal, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN, str(folder), "closes" if closes else "hangs", views],
+            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignored],
+        )  # fmt: skip
+        os.close(theirs)
+        self.said = b""
+        self.read_until(b"ready")
+
+    def read_until(self, text: bytes) -> None:
+        while text not in self.said:
+            self.said += os.read(self.terminal, 4096)
+
+    def read_on(self) -> None:
+        """All that it said."""
+        try:
+            while chunk := os.read(self.terminal, 4096):
+                self.said += chunk
+        except OSError:  # the end of a terminal that no process has
+            pass
+
+    def written(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.path / "run.json").read_bytes())
+        return loaded
+
+
+ENDED = {"state": "stopped", "exit_reason": "asked to end by a signal, after step 1 of 9"}
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_f29_sighup_asks_for_a_clean_end_however_often_it_comes(tmp_path: Path, times: int) -> None:
+    started = Started(tmp_path, closes=True)
+    for _ in range(times):
+        started.process.send_signal(signal.SIGHUP)
+    started.read_on()
+    assert started.process.wait(60) == 0
+    assert started.written().items() >= ENDED.items()
+    assert "badge stopped" in (started.path / "report.html").read_text()
+
+
+def test_f29_a_closed_terminal_is_a_clean_end(tmp_path: Path) -> None:
+    started = Started(tmp_path, closes=True)
+    os.close(started.terminal)  # no process but ours has it: the kernel sends SIGHUP, and writing to it fails
+    started.process.send_signal(signal.SIGHUP)  # it is no process's controlling terminal here
+    assert started.process.wait(60) == 0
+    assert started.written().items() >= ENDED.items()
+    assert "badge stopped" in (started.path / "report.html").read_text()
+
+
+def test_f29_sighup_is_ignored_as_nohup_wants_it(tmp_path: Path) -> None:
+    started = Started(tmp_path, closes=True, ignored=(signal.SIGHUP,))
+    started.process.send_signal(signal.SIGHUP)
+    assert started.written()["exit_reason"] is None
+    started.process.send_signal(signal.SIGTERM)
+    started.read_on()
+    assert started.process.wait(60) == 0
+    assert started.said.count(b"ending cleanly") == 1
+
+
+def test_f29_a_second_ctrl_c_ends_at_once_shows_the_cursor_and_is_written_down(tmp_path: Path) -> None:
+    started = Started(tmp_path, closes=False)
+    assert b"\x1b[?25l" in started.said, "the live view hides the cursor"
+    started.process.send_signal(signal.SIGINT)
+    started.read_until(b"closing")
+    started.process.send_signal(signal.SIGHUP)  # is not the second one
+    started.process.send_signal(signal.SIGINT)
+    started.read_on()
+    assert started.process.wait(60) == 130
+    hidden, shown = started.said.rfind(b"\x1b[?25l"), started.said.rfind(b"\x1b[?25h")
+    assert hidden < shown
+    assert started.written()["state"] == "stopped"
+    assert started.written()["exit_reason"] == "ended at once by a second signal, after 1 steps"

@@ -1,0 +1,39 @@
+"""An engine does not outlive the process that started it, however that ends."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.integration
+
+SCENARIO = Path(__file__).parent / "lone_engine_scenario.py"
+
+
+@pytest.mark.parametrize("workers", [1, 2], ids=["one process", "core and two workers"])
+def test_f29_no_process_of_an_engine_is_left_when_its_parent_is_killed(model_path: str, workers: int) -> None:
+    # No Ray here: it ends some of the processes of a worker that was killed, at its own time.
+    with subprocess.Popen(
+        [sys.executable, str(SCENARIO), model_path, str(workers)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        line = next((line for line in parent.stdout if line.startswith("{")), "")
+        assert line, "the engine did not start"
+        found = json.loads(line)
+        assert len(found["engine"]) == (1 if workers == 1 else 3)
+        assert set(found["engine"]) < set(found["everything"]), "Python's resource tracker is there too"
+        left = [psutil.Process(pid) for pid in found["everything"]]
+        parent.kill()
+    try:
+        assert psutil.wait_procs(left, timeout=60)[1] == []
+    finally:
+        for process in left:
+            if process.is_running():
+                process.kill()
