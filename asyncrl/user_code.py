@@ -2,6 +2,7 @@
 
 import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 MAX_TEXT_CHARS = 500
@@ -12,17 +13,20 @@ _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
-def describe_error(error: BaseException) -> str:
+def describe_error(error: BaseException, *, redact: Callable[[str], str] | None = None) -> str:
     """Type, text and place of an error, such as `KeyError: 'JUDGE_API_KEY' (tasks.py:30)`.
 
     The place is the innermost line in the user's own files. If there is none, it is the innermost line in an installed
     package. An error that was raised by asyncrl or by the standard library alone has no place. A path below the
-    working directory is shown relative to it. A text of more than `MAX_TEXT_CHARS` characters is cut.
+    working directory is shown relative to it. A text of more than `MAX_TEXT_CHARS` characters is cut, after `redact`
+    has replaced what it must not contain: a cut secret would not be recognised.
     """
     try:
         text = str(error)
     except Exception:  # an exception's own __str__ may raise; its type and place are still known
         text = "(its message cannot be shown)"
+    if redact is not None:
+        text = redact(text)
     if len(text) > MAX_TEXT_CHARS:
         text = f"{text[:MAX_TEXT_CHARS]}…"
     text = text.encode("utf-8", "replace").decode()  # lone surrogates can be neither written nor sent

@@ -15,6 +15,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class Section(BaseModel):
@@ -125,12 +126,17 @@ class EnvironmentSection(Section):
     options: dict[str, Any] = {}
     """Keyword arguments of the environment, e.g. `task: spell_backward`."""
     reward: str | None = None
-    """Replaces the environment's own scoring: `exact_match`, `math_verify`, or an import path
-    `package.module:callable` taking (task, completion) and returning a float."""
+    """Replaces the environment's own scoring: `exact_match`, `math_verify`, or an import path `package.module:callable`
+    that takes (task, completion), or (task, completions) for a whole group, and may be async (docs/rewards.md)."""
+    secrets: list[VariableName] = []
+    """Names of environment variables that reward code needs, such as the key of a judge. The command that starts the
+    generators must have them. Only their names are in the configuration; their values are in no file or log."""
     score_timeout_s: PositiveFloat = 10.0
-    """Seconds that scoring one group may take before its worker is killed and replaced."""
+    """Seconds that scoring one completion may take, or a scoring process is killed and replaced. A reward that takes a
+    whole group has this time for each completion of it."""
     score_workers: PositiveInt = 1
-    """Scoring processes of a generator; each scores one group at a time."""
+    """Scoring processes of a replica. Each scores one group at a time. The completions of a group are shared among them
+    when the reward takes one completion, is not async, and takes longer than a few milliseconds."""
     score_memory_mib: PositiveInt = 2048
     """Memory that reward code may take in a scoring process beyond what its imports took, MiB."""
 

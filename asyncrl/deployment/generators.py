@@ -7,6 +7,7 @@ killed engine left in /dev/shm is swept. It never outlives the run.
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -20,6 +21,8 @@ from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import finished
 from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run, placed
 from asyncrl.deployment.launch import Prompts
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.environments.secrets import read_secrets
 from asyncrl.errors import GeneratorPoolExhausted, StallError
 from asyncrl.generation.actor import GeneratorActor, ReplicaProcesses
 from asyncrl.generation.shared_memory import reap
@@ -84,6 +87,7 @@ class GeneratorDeployment:
     ) -> None:
         self._config = config
         self._on_started = started
+        self._secrets = read_secrets(config.environment, os.environ)
         self._model_path = model_path
         self._prompts = prompts
         self._id = deployment_id(Role.GENERATOR)
@@ -162,7 +166,8 @@ class GeneratorDeployment:
         model_path = await self._model_path
         replica.begun = True
         replica.processes = await finished(
-            replica.handle.start.remote(model_path),
+            # Arguments of a method, unlike those of the actor's constructor, are not kept by Ray's head.
+            replica.handle.start.remote(model_path, secrets=self._secrets, reward_log=RunDir.reward_log(self._config)),
             timeout_s=generator.startup_timeout_s,
             what=f"starting {replica.name}",
         )

@@ -3,14 +3,16 @@
     config.yaml          resolved, under comments with the versions of the packages and the git revision
     run.json  lock       who runs here; a second run is refused (F35)
     logs/<role>-<n>.log  one file a process
+    logs/reward.log      what reward code prints, on the learner's machine
     metrics/             targets.json for Prometheus
     samples/step-N.jsonl whole groups of each step
     steps.jsonl  evals.jsonl  failures.json  summary.json  report.html
 
-Only the learner writes here, while it holds `lock` by flock: the kernel lets go of it when the process dies, so that a
-dead holder needs no clean-up. An earlier run of the same name is moved aside to `<name>.1`, `<name>.2`, …, never
-overwritten; of a start that failed before it recorded anything there is only the log to keep, and the next run goes on
-in its directory. A log that cannot be written (F27) is reported and does not end training.
+Only the learner writes here, while it holds `lock` by flock, and replicas on its machine to `logs/reward.log`. The
+kernel releases the lock when the process dies, so that a dead holder needs no clean-up. An earlier run of the same name
+is moved aside to `<name>.1`, `<name>.2`, …, never overwritten. If a start failed before it recorded anything, there is
+only its log to keep, and the next run goes on in its directory. A log that cannot be written (F27) is reported and does
+not end training.
 """
 
 import fcntl
@@ -106,6 +108,11 @@ class RunDir:
     @property
     def failures_path(self) -> Path:
         return self.path / "failures.json"
+
+    @staticmethod
+    def reward_log(config: Config) -> Path:
+        """Where replicas write what reward code prints; absolute, for they work in another folder than the command."""
+        return (config.run.dir / config.run.name / "logs" / "reward.log").absolute()
 
     def log_path(self, role: str, number: int) -> Path:
         """Where process `number` of a role logs."""

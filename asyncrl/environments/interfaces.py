@@ -12,12 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 from asyncrl.config.import_path import call_with_options, is_import_path, resolve, suggest
 from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.prompts import Task, apply_template, numbered, read_jsonl, split
+from asyncrl.environments.reward_function import RewardFunction, reward_function
 from asyncrl.errors import ConfigError, DatasetError
 
 _log = logging.getLogger(__name__)
-
-Reward = Callable[[Task, str], float]
-"""(task, completion's text without special tokens) → reward; finite."""
 
 
 @runtime_checkable
@@ -27,8 +25,11 @@ class Environment(Protocol):
     def tasks(self, seed: int) -> Sequence[Task]:
         """Its own tasks, decided by `seed`. A task's `prompt` is its question: the config's template comes later."""
 
-    def score(self, task: Task, completion: str) -> float:
-        """Reward of one completion. Called in a scoring process, with a task that went through JSON."""
+    def score(self, task: Task, completion: Any, /) -> Any:
+        """Reward of one completion, a text without special tokens; or of a group, in any form of `reward_function.py`.
+
+        Called in a scoring process, with a task that went through JSON.
+        """
 
 
 def build_environment(section: EnvironmentSection) -> Environment:
@@ -57,27 +58,29 @@ def build_environment(section: EnvironmentSection) -> Environment:
     return environment
 
 
-def build_reward(section: EnvironmentSection) -> Reward:
-    """What scores: `environment.reward` where it is set (the environment is not even built), else its own `score`."""
+def build_reward(section: EnvironmentSection) -> RewardFunction:
+    """The function of `environment.reward`, or the environment's own `score` if that is not set.
+
+    With `environment.reward` the environment is not built. ConfigError when there is no such function, or when it
+    cannot be called as a reward is.
+    """
+    function: Callable[..., Any]
     match section.reward:
         case None:
-            return build_environment(section).score
+            function = build_environment(section).score
         case "exact_match":
-            from asyncrl.environments.verifiers import exact_match
-
-            return exact_match
+            from asyncrl.environments.verifiers import exact_match as function
         case "math_verify":
-            from asyncrl.environments.verifiers import math_verify
-
-            return math_verify
+            from asyncrl.environments.verifiers import math_verify as function
         case path if is_import_path(path):
-            return resolve(path, key="environment.reward")
+            function = resolve(path, key="environment.reward")
         case name:
             hint = suggest(name, ["exact_match", "math_verify"])
             raise ConfigError(
                 f"environment.reward: {name!r} is neither exact_match, math_verify nor an import path{hint}",
                 key="environment.reward",
             )
+    return reward_function(function, section)
 
 
 def build_tasks(config: Config) -> tuple[list[Task], list[Task]]:

@@ -14,16 +14,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
-from asyncrl.environments.scoring_worker import (
+from asyncrl.environments.group_scoring import CANCEL_GRACE_S
+from asyncrl.environments.output import OutputReader
+from asyncrl.environments.reward_function import Form, subject
+from asyncrl.environments.scoring_messages import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     Message,
+    Progress,
     Reply,
     Request,
     RewardFailure,
@@ -31,11 +36,15 @@ from asyncrl.environments.scoring_worker import (
     Started,
     encode,
 )
+from asyncrl.environments.secrets import Secrets
 from asyncrl.errors import ConfigError, DataError, InfraError
 
 _WORKER_MODULE = "asyncrl.environments.scoring_worker"
 _REAP_TIMEOUT_S = 10.0
 _MAX_LEFT_BEHIND = 32
+_AWAITED_GRACE_S = CANCEL_GRACE_S + 1.0
+"""Seconds beyond its limit in which an asynchronous reward's own process reports it: cancelled, or not to be."""
+
 _KEPT_ENVIRONMENT = frozenset(
     {"PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"}
 )
@@ -54,15 +63,29 @@ class _Late(Exception):
 class ScoringProcess:
     """One scoring process and its replacements, used by one thread at a time; `kill` from any."""
 
-    def __init__(self, section: EnvironmentSection, *, start_timeout_s: float, closing: threading.Event) -> None:
+    def __init__(
+        self,
+        section: EnvironmentSection,
+        *,
+        start_timeout_s: float,
+        closing: threading.Event,
+        secrets: Secrets,
+        output: Callable[[str], None],
+    ) -> None:
         self._section = section
+        self._secrets = secrets
+        self._output = output
         self._start_timeout_s = start_timeout_s
         self._closing = closing
         self._lock = threading.Lock()  # a process is neither started nor reaped while another thread kills it
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._progress: Progress | None = None
+        self._reader: OutputReader | None = None
         self._requests = 0
         self.replacements = 0
+        self.form = Form()
+        """How the reward is called; known once a process has started."""
 
     @property
     def pid(self) -> int | None:
@@ -80,9 +103,10 @@ class ScoringProcess:
             self._replace("was found dead")
         self._spawn()
         deadline_s = time.monotonic() + self._start_timeout_s
+        withheld = tuple(os.environ.keys() - self._environment().keys())
         try:
-            self._send(Start(section=self._section.model_dump_json()), deadline_s=deadline_s)
-            started = self._receive(Started, deadline_s=deadline_s)
+            self._send(Start(section=self._section.model_dump_json(), withheld=withheld), deadline_s=deadline_s)
+            started = self._receive(Started, deadline=lambda: deadline_s)
         except (_Died, _Late) as error:
             status = self.discard()
             raise InfraError(
@@ -92,43 +116,68 @@ class ScoringProcess:
         if started.error is not None:
             self.discard()
             raise ConfigError(started.error, key=started.key)
+        self.form = started.form
 
     def score(self, task: Task, completions: tuple[str, ...]) -> list[float]:
         """See `Scorer.score`."""
         self.start()
-        timeout_s = self._section.score_timeout_s
-        deadline_s = time.monotonic() + timeout_s
+        deadline = self._deadline(len(completions))
         self._requests += 1
         try:
-            self._send(Request(id=self._requests, task=task, completions=completions), deadline_s=deadline_s)
-            reply = self._receive(Reply, deadline_s=deadline_s)
+            self._send(Request(id=self._requests, task=task, completions=completions), deadline_s=deadline())
+            reply = self._receive(Reply, deadline=deadline)
             if reply.id != self._requests or (reply.failure is None and len(reply.rewards) != len(completions)):
                 raise _Died("sent a reply that is not this request's")
         except _Late as error:
+            completion = self._under_way(completions)
             self._replace("overran its time")
+            overran = self.form.overran(self._section.score_timeout_s, len(completions))
+            blocked = "; it blocked its event loop: await what takes time, or remove `async`"
             raise DataError(
-                f"scoring {len(completions)} completions took longer than environment.score_timeout_s = {timeout_s:g}",
+                f"{subject(self._section)} {overran}{blocked if self.form.asynchronous else ''}",
                 reason=RewardFailure.TIMEOUT,
+                completion=completion,
             ) from error
         except _Died as error:
+            completion = self._under_way(completions)
             status = self._replace("died")
             if self._closing.is_set():
                 raise closed() from error
             raise DataError(
-                f"the scoring process {error} ({status}); its reward code ended it", reason=RewardFailure.CRASHED
+                f"{subject(self._section)} ended its scoring process ({error}, {status})",
+                reason=RewardFailure.CRASHED,
+                completion=completion,
             ) from error
         if reply.retire:
-            self._replace("ran out of environment.score_memory_mib")
+            self._replace(reply.retire)
         elif self._left_behind() > _MAX_LEFT_BEHIND:
             self._replace(f"left more than {_MAX_LEFT_BEHIND} processes behind")
         if reply.failure is not None:
             failure = reply.failure
-            raise DataError(
-                f"sample {failure.sample}: {failure.message}",
-                reason=failure.reason,
-                completion=completions[failure.sample],
-            )
+            completion = "" if failure.sample is None else completions[failure.sample]
+            raise DataError(failure.message, reason=failure.reason, completion=completion)
         return list(reply.rewards)
+
+    def _deadline(self, completions: int) -> Callable[[], float]:
+        """When a request that begins now is late. For a reward that takes one completion after the other, that moves
+        with its progress, up to the time of all completions together."""
+        progress, timeout_s = self._progress, self._section.score_timeout_s
+        assert progress is not None
+        progress.begin(0)
+        begun_s = time.monotonic()
+        if self.form.batched or self.form.asynchronous:
+            grace_s = _AWAITED_GRACE_S if self.form.asynchronous else 0.0
+            latest_s = begun_s + self.form.limit_s(timeout_s, completions) + grace_s
+            return lambda: latest_s
+        return lambda: min(progress.read()[1], begun_s + timeout_s * (completions - 1)) + timeout_s
+
+    def _under_way(self, completions: tuple[str, ...]) -> str:
+        """The completion that was being scored; empty when it was several in one call."""
+        assert self._progress is not None
+        sample, _ = self._progress.read()
+        if self.form.batched and len(completions) > 1:
+            return ""
+        return completions[sample] if 0 <= sample < len(completions) else ""
 
     def kill(self) -> None:
         """End the process with all that it has started. The thread that uses it finds it dead."""
@@ -143,6 +192,12 @@ class ScoringProcess:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        if self._reader is not None:
+            self._reader.join()
+            self._reader = None
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
         return _ending(process)
 
     def _replace(self, why: str) -> str:
@@ -157,20 +212,35 @@ class ScoringProcess:
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
-        with self._lock, theirs:
+        with self._lock, theirs, contextlib.ExitStack() as stack:
             if self._closing.is_set():
                 ours.close()
                 raise closed()
+            progress = os.memfd_create("asyncrl scoring progress")
+            stack.callback(os.close, progress)
+            os.ftruncate(progress, Progress.BYTES)
+            printed, prints = os.pipe()
+            stack.callback(os.close, prints)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _WORKER_MODULE, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", _WORKER_MODULE, str(theirs.fileno()), str(os.getpid()), str(progress)],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=_scrubbed_environment(),
+                stdout=prints,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno(), progress],
+                env=self._environment(),
                 start_new_session=True,  # its own process group, so that one kill reaches what it forks
             )
             self._socket = ours
+            self._progress = Progress(progress)
+            self._reader = OutputReader(printed, pid=self._process.pid, secrets=self._secrets, output=self._output)
+
+    def _environment(self) -> dict[str, str]:
+        """What a scoring process sees of our environment: no tokens and keys but its secrets; our module search path;
+        one thread a library."""
+        kept = {name: value for name, value in os.environ.items() if name in _KEPT_ENVIRONMENT}
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        return kept | threads | self._secrets.environment | {"PYTHONPATH": search_path, "PYTHONHASHSEED": "0"}
 
     def _send(self, message: msgspec.Struct, *, deadline_s: float) -> None:
         assert self._socket is not None
@@ -186,16 +256,16 @@ class ScoringProcess:
         except OSError as error:
             raise _Died("closed its connection") from error
 
-    def _receive(self, kind: type[Message], *, deadline_s: float) -> Message:
-        size = int.from_bytes(self._receive_exactly(HEADER_BYTES, deadline_s=deadline_s), "big")
+    def _receive(self, kind: type[Message], *, deadline: Callable[[], float]) -> Message:
+        size = int.from_bytes(self._receive_exactly(HEADER_BYTES, deadline=deadline), "big")
         if size > MAX_FRAME_BYTES:
             raise _Died(f"sent a message of {size} bytes, beyond the limit of {MAX_FRAME_BYTES}")
         try:
-            return msgspec.json.decode(self._receive_exactly(size, deadline_s=deadline_s), type=kind)
+            return msgspec.json.decode(self._receive_exactly(size, deadline=deadline), type=kind)
         except msgspec.DecodeError as error:
             raise _Died(f"sent a malformed message, {error}") from error
 
-    def _receive_exactly(self, size: int, *, deadline_s: float) -> bytes:
+    def _receive_exactly(self, size: int, *, deadline: Callable[[], float]) -> bytes:
         """Watches the process as well as the socket, which what it forked may hold open after its death."""
         assert self._socket is not None
         assert self._process is not None
@@ -209,7 +279,7 @@ class ScoringProcess:
             poll.register(self._socket, select.POLLIN)
             poll.register(death, select.POLLIN)
             while len(data) < size:
-                left_s = deadline_s - time.monotonic()
+                left_s = deadline() - time.monotonic()
                 if left_s <= 0:
                     raise _Late("does not answer")
                 events = dict(poll.poll(left_s * 1000))
@@ -235,14 +305,6 @@ def _received(connection: socket.socket, size: int) -> bytes:
         return connection.recv(min(size, 2**20))
     except ConnectionError:
         return b""
-
-
-def _scrubbed_environment() -> dict[str, str]:
-    """What a scoring process sees of ours: no tokens, no keys; our module search path; one thread a library."""
-    kept = {name: value for name, value in os.environ.items() if name in _KEPT_ENVIRONMENT}
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    return kept | threads | {"PYTHONPATH": search_path, "PYTHONHASHSEED": "0"}
 
 
 def _alive(process: subprocess.Popen[bytes]) -> bool:

@@ -1,150 +1,71 @@
-"""The process in which reward code runs: `python -m asyncrl.environments.scoring_worker SOCKET_FD PARENT_PID`.
+"""The process in which reward code runs: `python -m asyncrl.environments.scoring_worker SOCKET PARENT_PID PROGRESS`.
 
-Started by `scoring.py` and by nobody else. It reads `Start` once, then answers each `Request` with one `Reply`, all
-as length-prefixed JSON on an inherited socket; standard streams go nowhere. Whatever reward code does, a `Reply`
-holds one finite float a completion or one failure. Imports none of torch, ray, vllm: start-up is the environment's.
+`scoring_process.py` starts it. It reads `Start` once, then answers each `Request` with one `Reply`, all as
+length-prefixed JSON on an inherited socket. PROGRESS is the descriptor of the memory that `Progress` describes.
+Standard output and errors are a pipe to the parent. Imports none of torch, ray, vllm: start-up is the environment's.
 """
 
 import ctypes
-import math
-import numbers
+import io
 import os
 import resource
 import socket
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from asyncrl.config.schema import EnvironmentSection
-from asyncrl.data.prompts import Task
-from asyncrl.environments.interfaces import Reward, build_reward
+from asyncrl.environments.group_scoring import GroupScoring, secrets_hint
+from asyncrl.environments.interfaces import build_reward
+from asyncrl.environments.scoring_messages import (
+    HEADER_BYTES,
+    Message,
+    Progress,
+    Request,
+    Start,
+    Started,
+    encode,
+)
+from asyncrl.environments.secrets import Secrets, needed_variable
 from asyncrl.errors import ConfigError
 from asyncrl.parent_death import die_with
 from asyncrl.user_code import describe_error
 
-MAX_FRAME_BYTES = 64 * 2**20
-"""Longest message either way; a group of completions is far below it."""
-
-HEADER_BYTES = 4
 _SPARE_PROCESSES = 512
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class RewardFailure(StrEnum):
-    """Why a group has no rewards: the `reason` of its DataError, and a metric's label."""
-
-    RAISED = "reward_raised"
-    NOT_FINITE = "reward_not_finite"
-    WRONG_TYPE = "reward_wrong_type"
-    TIMEOUT = "reward_timeout"
-    CRASHED = "reward_crashed"
-
-
-class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message: the environment section, as JSON text."""
-
-    section: str
-
-
-class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """Ready, or why there is nothing to score with: a ConfigError's message and key."""
-
-    error: str | None = None
-    key: str = ""
-
-
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """Score these completions of one task."""
-
-    id: int
-    task: Task
-    completions: tuple[str, ...]
-
-
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """The first completion, from 0, that got no usable reward."""
-
-    reason: RewardFailure
-    sample: int
-    message: str
-
-
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """Rewards in the order of the request's completions, or a failure. `retire`: this process is not to be trusted
-    with another request."""
-
-    id: int
-    rewards: tuple[float, ...] = ()
-    failure: Failure | None = None
-    retire: bool = False
-
-
-Message = TypeVar("Message", bound=msgspec.Struct)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """A frame: four bytes of length, big-endian, then JSON. ValueError beyond MAX_FRAME_BYTES."""
-    body = msgspec.json.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes is beyond the limit of {MAX_FRAME_BYTES}")
-    return len(body).to_bytes(HEADER_BYTES, "big") + body
-
-
-def score_group(reward: Reward, request: Request) -> Reply:
-    """One reward a completion; the first failure ends the group."""
-    rewards: list[float] = []
-    for sample, completion in enumerate(request.completions):
-        try:
-            rewards.append(_checked(reward(request.task, completion)))
-        except _Unusable as error:
-            failure = Failure(reason=error.reason, sample=sample, message=str(error))
-            return Reply(id=request.id, failure=failure)
-        except BaseException as error:  # SystemExit and the like included: it is foreign code
-            failure = Failure(reason=RewardFailure.RAISED, sample=sample, message=describe_error(error))
-            return Reply(id=request.id, failure=failure, retire=isinstance(error, MemoryError))
-    return Reply(id=request.id, rewards=tuple(rewards))
-
-
-class _Unusable(Exception):
-    def __init__(self, reason: RewardFailure, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-def _checked(value: object) -> float:
-    if not isinstance(value, numbers.Real):
-        raise _Unusable(RewardFailure.WRONG_TYPE, f"a reward is a float, got {type(value).__name__}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise _Unusable(RewardFailure.NOT_FINITE, f"a reward is finite, got {number}")
-    return number
-
-
-def main(connection: socket.socket, *, parent_pid: int) -> None:
+def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> None:
     """Serve until the parent closes its end."""
     _die_with(parent_pid)
-    section = EnvironmentSection.model_validate_json(_receive(connection, Start).section)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a line leaves when it ends: the process may be killed at any time
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    start = _receive(connection, Start)
+    section = EnvironmentSection.model_validate_json(start.section)
+    secrets = Secrets({name: os.environ[name] for name in section.secrets if name in os.environ})
+
+    def refuse(message: str, error: Exception, *, key: str) -> None:
+        name = needed_variable(error, start.withheld)
+        hint = secrets_hint(name) if name else ""
+        connection.sendall(encode(Started(error=secrets.redact(message) + hint, key=key)))
+
     try:
         reward = build_reward(section)
     except ConfigError as error:
-        connection.sendall(encode(Started(error=str(error), key=error.key)))
-        return
+        return refuse(str(error), error, key=error.key)
     except Exception as error:  # an environment's own constructor
-        message = f"environment: cannot be made from its options, {describe_error(error)}"
-        connection.sendall(encode(Started(error=message, key="environment.options")))
-        return
+        message = f"environment: cannot be made from its options, {describe_error(error, redact=secrets.redact)}"
+        return refuse(message, error, key="environment.options")
+    scoring = GroupScoring(reward, section, begin=progress.begin, secrets=secrets, withheld=start.withheld)
     _limit(memory_bytes=section.score_memory_mib * 2**20)
-    connection.sendall(encode(Started()))
+    os.register_at_fork(after_in_child=progress.detach)
+    connection.sendall(encode(Started(form=reward.form)))
     own_pid = os.getpid()
     while True:
         request = _receive(connection, Request)
-        reply = score_group(reward, request)
+        reply = scoring.score(request)
         if os.getpid() != own_pid:
             os._exit(0)  # reward code forked, and this is the copy: only the original answers
         connection.sendall(encode(reply))
@@ -207,4 +128,4 @@ def _threads(process: Path) -> int:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])), parent_pid=int(sys.argv[2]))
+    main(socket.socket(fileno=int(sys.argv[1])), parent_pid=int(sys.argv[2]), progress=Progress(int(sys.argv[3])))

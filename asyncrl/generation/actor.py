@@ -6,6 +6,7 @@ A process holds one engine. `start` fails before anything is generated when the 
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import ray
@@ -17,8 +18,10 @@ from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.clients import GroupRows
 from asyncrl.environments.scoring import Scorer
+from asyncrl.environments.secrets import Secrets
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.model_parameters import expected_parameters
+from asyncrl.generation.reward_log import RewardLog
 from asyncrl.generation.rollout import Rollouts
 from asyncrl.generation.vllm_engine import VLLMEngine, preload, prepare_environment
 from asyncrl.generation.weight_updates import WeightUpdates
@@ -55,11 +58,13 @@ class GeneratorActor:
         self._generator: Generator | None = None
         self._rollouts: Rollouts | None = None
 
-    async def start(self, model_path: str) -> ReplicaProcesses:
-        """Starts the engine and shakes hands with the run."""
+    async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> ReplicaProcesses:
+        """Starts the engine and shakes hands with the run. `reward_log` gets what reward code prints, if its folder is
+        on this node."""
         config, namespace = self._config, self._config.run.name
         timeout_s = config.buffer.call_timeout_s
-        self._scorer = Scorer(config.environment)
+        output = RewardLog(reward_log, replica=self._name)
+        self._scorer = Scorer(config.environment, secrets=secrets, output=output)
         scorer_started = asyncio.create_task(self._scorer.start())
         await asyncio.sleep(0)  # its processes are on their way while the engine's start blocks this loop
         tokenizer = load_tokenizer(model_path)

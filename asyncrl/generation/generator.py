@@ -196,10 +196,13 @@ class Generator:
                     group = await self._rollouts.run(ticket)
                     if ticket.key in self._spoiled:
                         raise self._spoiled[ticket.key]
-            except TimeoutError:
+            except TimeoutError as error:
                 limit_s = self._config.generator.rollout_timeout_s
+                notes = getattr(error.__cause__, "__notes__", [])  # what the cancelled rollout was doing
                 raise InfraError(
-                    f"group {ticket.key} took longer than generator.rollout_timeout_s = {limit_s:g} s",
+                    "; ".join(
+                        [f"group {ticket.key} took longer than generator.rollout_timeout_s = {limit_s:g} s", *notes]
+                    ),
                     reason="rollout_timeout",
                 ) from None
             except (RolloutError, asyncio.CancelledError):

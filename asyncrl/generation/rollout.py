@@ -3,6 +3,7 @@
 Every failure leaves as a RolloutError; what is not recognised is DATA, so that bugs are loud.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,17 @@ class Rollouts:
         for completion in completions:
             check_completion(completion)
         scored_from_s = self._clock()
-        rewards = await self._scorer.score(ticket.task, [completion.text for completion in completions])
+        try:
+            rewards = await self._scorer.score(ticket.task, [completion.text for completion in completions])
+        except asyncio.CancelledError as cancelled:  # a rollout that takes too long is cancelled
+            environment = self._config.environment
+            cancelled.add_note(
+                f"its scoring was not over after {self._clock() - scored_from_s:.1f} s. Raise "
+                f"generator.rollout_timeout_s or environment.score_workers = {environment.score_workers}, or make the "
+                f"reward faster: environment.score_timeout_s = {environment.score_timeout_s:g} s limits only one "
+                "completion"
+            )
+            raise
         return finished_group(
             ticket,
             prompt_ids=prompt_ids,

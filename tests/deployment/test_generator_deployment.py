@@ -1,6 +1,7 @@
 """A generator deployment asks Ray for what the config says, and is a live member of its run from its first moment."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment import generators
 from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress, _Replica
 from asyncrl.deployment.launch import Prompts
-from asyncrl.errors import GeneratorPoolExhausted
+from asyncrl.errors import ConfigError, GeneratorPoolExhausted
 
 
 def deployment_of(config: Config) -> GeneratorDeployment:
@@ -40,6 +41,42 @@ def test_replicas_say_when_they_generate_and_then_how_much() -> None:
         assert progress.line(busy) is None
     others = Progress({"generator-b"}, clock=lambda: now_s[0])
     assert others.line(busy) is None, "another deployment's replicas are not this one's to tell of"
+
+
+@pytest.mark.asyncio
+async def test_a_replica_gets_the_secrets_of_the_command_with_its_start_and_a_path_that_holds_anywhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-1")
+    config = Config.model_validate({"environment": {"secrets": ["JUDGE_API_KEY"]}, "run": {"dir": "runs", "name": "a"}})
+    deployment = deployment_of(config)
+    deployment._model_path.set_result("model")  # type: ignore[attr-defined]
+    given: dict[str, Any] = {}
+
+    async def done(*_: Any, **__: Any) -> None:
+        """An answer of Ray's."""
+
+    def start(model_path: str, **options: Any) -> Any:
+        given.update(options)
+        return done()
+
+    monkeypatch.setattr(generators, "placed", done)
+    monkeypatch.setattr(generators, "finished", lambda call, **_: call)
+    ready = SimpleNamespace(remote=lambda: None)
+    handle = SimpleNamespace(__ray_ready__=ready, start=SimpleNamespace(remote=start))
+    await deployment._start(_Replica("generator-a", handle))
+    assert given["secrets"].environment == {"JUDGE_API_KEY": "sk-1"}
+    assert given["reward_log"] == tmp_path / "runs" / "a" / "logs" / "reward.log"
+
+
+@pytest.mark.asyncio
+async def test_a_secret_that_the_command_lacks_is_an_error_before_replicas_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="export JUDGE_API_KEY"):
+        deployment_of(Config.model_validate({"environment": {"secrets": ["JUDGE_API_KEY"]}}))
 
 
 @pytest.mark.asyncio

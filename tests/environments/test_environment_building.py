@@ -45,7 +45,7 @@ HERE = "test_environment_building"
 def test_an_environment_by_import_path_gets_its_options_and_scores() -> None:
     section = EnvironmentSection(name=f"{HERE}:Doubling", options={"count": 3})
     assert len(build_environment(section).tasks(0)) == 3
-    assert build_reward(section)(Task(question="", prompt="", answer="4"), "4") == 1.0
+    assert build_reward(section).function(Task(question="", prompt="", answer="4"), "4") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_f28_an_environment_that_cannot_be_made_names_key_and_mend(
 
 def test_a_reward_replaces_the_score_without_building_the_environment() -> None:
     section = EnvironmentSection(name="no.such:environment", reward="exact_match")
-    assert build_reward(section)(Task(question="", prompt="", answer="a b"), " a b\n") == 1.0
+    assert build_reward(section).function(Task(question="", prompt="", answer="a b"), " a b\n") == 1.0
 
 
 def test_tasks_of_an_environment_are_templated_split_and_repeatable() -> None:

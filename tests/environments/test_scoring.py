@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import os
 import pickle
+import re
 import select
 import signal
 import subprocess
@@ -14,8 +15,8 @@ import pytest
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.scoring import Scorer
+from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.environments.scoring_process import closed
-from asyncrl.environments.scoring_worker import RewardFailure
 from asyncrl.errors import ConfigError, DataError, InfraError
 
 pytestmark = pytest.mark.integration
@@ -76,8 +77,11 @@ async def test_f19_a_raising_or_lying_reward_fails_its_group_and_the_process_goe
         [pid] = scorer.pids
         failure = await failure_of(scorer, "abc", "raise")
         assert failure.reason == RewardFailure.RAISED
-        assert "sample 1: RuntimeError: the verifier is broken" in str(failure)
-        assert "hostile_rewards.py:" in str(failure)
+        assert re.fullmatch(
+            r"environment.reward = hostile_rewards:misbehave raised RuntimeError: the verifier is broken "
+            r"\(.*hostile_rewards.py:\d+\)",
+            str(failure),
+        )
         assert failure.completion == "raise"
         assert pickle.loads(pickle.dumps(failure)).completion == "raise"
         assert (await failure_of(scorer, "nan")).reason == RewardFailure.NOT_FINITE
@@ -93,6 +97,8 @@ async def test_f19_what_kills_the_process_fails_its_group_and_the_next_one_gets_
         for count, (behaviour, status) in enumerate([("segfault", "SIGSEGV"), ("exit", "exit status 0")], start=1):
             failure = await failure_of(scorer, "abc", behaviour)
             assert failure.reason == RewardFailure.CRASHED
+            assert failure.completion == behaviour
+            assert "hostile_rewards:misbehave ended its scoring process (" in str(failure)
             assert status in str(failure)
             assert await scorer.score(TASK, ["abc"]) == [3.0]
             assert scorer.replacements == count
@@ -114,9 +120,13 @@ async def test_f19_a_crash_is_noticed_although_a_child_holds_the_socket_and_the_
 async def test_f19_what_does_not_end_is_killed_by_the_wall_clock_and_replaced(behaviour: str) -> None:
     async with scoring(section(timeout_s=0.5)) as scorer:
         [pid] = scorer.pids
-        failure = await failure_of(scorer, behaviour)
+        failure = await failure_of(scorer, "abc", behaviour, "abc")
         assert failure.reason == RewardFailure.TIMEOUT
-        assert "environment.score_timeout_s = 0.5" in str(failure)
+        assert failure.completion == behaviour
+        assert str(failure) == (
+            "environment.reward = hostile_rewards:misbehave took longer than environment.score_timeout_s = 0.5 s for "
+            "one completion; raise it, or make the reward an async or batched function"
+        )
         assert_gone(pid)
         assert scorer.pids == []
 

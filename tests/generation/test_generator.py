@@ -73,6 +73,30 @@ async def test_a_late_joiner_gets_tickets_only_at_the_current_version() -> None:
         assert late.loads[0] == Version(1, 5)
 
 
+@pytest.mark.parametrize("scoring", [False, True])
+@pytest.mark.asyncio
+async def test_a_rollout_that_takes_too_long_says_whether_its_scoring_did(
+    scoring: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def score(task: Task, completions: Sequence[str]) -> list[float]:
+        await asyncio.Event().wait()
+        return []
+
+    async with empty_pool(generator={"rollout_timeout_s": 0.05}) as pool:
+        pool.scorer.score = score  # type: ignore[method-assign]
+        engine = pool.add("a")
+        if not scoring:
+            engine.gate.clear()
+        await pool.publish(0)
+        expected = "; its scoring was not over after" if scoring else "generator.rollout_timeout_s = 0.05 s"
+        async with asyncio.timeout(60):
+            while expected not in caplog.text:
+                await asyncio.sleep(0)
+    assert "took longer than generator.rollout_timeout_s = 0.05 s" in caplog.text
+    assert ("its scoring was not over" in caplog.text) == scoring
+    assert ("environment.score_timeout_s = 10 s limits only one completion" in caplog.text) == scoring
+
+
 @pytest.mark.asyncio
 async def test_f2_a_killed_replica_loses_its_tickets_and_no_committed_group() -> None:
     async with started_pool() as (pool, doomed):

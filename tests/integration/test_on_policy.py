@@ -72,7 +72,7 @@ async def sequential_loop(config, model_path: str, engine: VLLMEngine):  # type:
     tokenizer = load_tokenizer(model_path)
     train, _ = build_tasks(config)
     prompts = PromptSource(train, seed=config.run.seed, shuffle=config.data.shuffle)
-    reward = build_reward(config.environment)
+    reward = build_reward(config.environment).function
     policy = PolicyWorker(model_path=model_path, config=config, rank=0, world_size=1, store=dist.HashStore())
     entries = layout(policy.weights_metadata(), 2**30)
     estimator, loss_fn = resolve_estimator(baseline_of(config.algorithm)), build_loss(config)

@@ -8,7 +8,7 @@ import pytest
 from asyncrl.buffer.ledger import OPEN_FATES, Event, Fate
 from asyncrl.buffer.records import CommitOutcome
 from asyncrl.config.load import load_config
-from asyncrl.environments.scoring_worker import RewardFailure
+from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.errors import FailureClass
 from asyncrl.metrics import docs
 from asyncrl.metrics.catalogue import (

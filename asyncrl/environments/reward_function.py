@@ -1,0 +1,120 @@
+"""Reward functions as users write them: four forms, told apart by the function's signature.
+
+    def reward(task, completion) -> float                  one completion after the other
+    async def reward(task, completion) -> float            all completions of a group at once, in one event loop
+    def reward(task, completions) -> list[float]           a group in one call
+    async def reward(task, completions) -> list[float]     the same, awaited
+
+An environment's `score` method has the same four forms. The name of the second parameter decides between one completion
+and a group. A function that cannot be called with two arguments is refused before anything is scored.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.schema import EnvironmentSection
+from asyncrl.errors import ConfigError
+
+_TAKEN = "(task, completion) for one completion, or (task, completions) for a whole group"
+
+
+class Form(msgspec.Struct, frozen=True, kw_only=True):
+    """How a reward function is called: with a group or with one completion, and whether the call is awaited."""
+
+    batched: bool = False
+    asynchronous: bool = False
+
+    def limit_s(self, timeout_s: float, completions: int) -> float:
+        """Seconds that one call may take. A batched call has `timeout_s` for each of its completions."""
+        return timeout_s * completions if self.batched else timeout_s
+
+    def overran(self, timeout_s: float, completions: int) -> str:
+        """What the error of a call that took too long says of it."""
+        limit = f"took longer than environment.score_timeout_s = {timeout_s:g} s"
+        if self.batched:
+            total_s = self.limit_s(timeout_s, completions)
+            return f"{limit} × {completions} completions = {total_s:g} s; raise it"
+        advice = "raise it" if self.asynchronous else "raise it, or make the reward an async or batched function"
+        return f"{limit} for one completion; {advice}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFunction:
+    """A function and the form in which it is called."""
+
+    function: Callable[..., Any]
+    form: Form
+
+
+def subject(section: EnvironmentSection) -> str:
+    """The setting that names what scores. Errors of reward code begin with it."""
+    if section.reward is None:
+        return f"environment.name = {section.name}"
+    return f"environment.reward = {section.reward}"
+
+
+def reward_function(function: Callable[..., Any], section: EnvironmentSection) -> RewardFunction:
+    """`function` with its form. ConfigError when it cannot be called with a task and a completion."""
+    asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(type(function), "__call__", None)  # noqa: B004 - an instance whose class defines `async def __call__`
+    )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return RewardFunction(function=function, form=Form(asynchronous=asynchronous))
+    parameters = list(signature.parameters.values())
+    key = "environment.name" if section.reward is None else "environment.reward"
+    if _is_trl(parameters):
+        raise ConfigError(_trl_message(section, signature, asynchronous=asynchronous), key=key)
+    try:
+        signature.bind("task", "completion")
+    except TypeError as error:
+        raise ConfigError(
+            f"{subject(section)} has the parameters {signature} and cannot be called with two arguments ({error}); a "
+            f"reward takes {_TAKEN}",
+            key=key,
+        ) from None
+    second = parameters[1:2]
+    batched = bool(second) and second[0].name == "completions" and second[0].kind is not second[0].VAR_POSITIONAL
+    return RewardFunction(function=function, form=Form(batched=batched, asynchronous=asynchronous))
+
+
+def _is_trl(parameters: list[inspect.Parameter]) -> bool:
+    """TRL passes `prompts`, `completions` and the dataset's columns by name."""
+    names = [parameter.name for parameter in parameters]
+    return "prompts" in names or names[:1] == ["completions"]
+
+
+def _trl_message(section: EnvironmentSection, signature: inspect.Signature, *, asynchronous: bool) -> str:
+    refused = (
+        f"{subject(section)} has the parameters {signature}, as rewards for TRL have; a reward of asyncrl takes "
+        f"{_TAKEN}"
+    )
+    if section.reward is None:
+        return refused
+    module, _, name = section.reward.partition(":")
+    adapter = f"{name.replace('.', '_')}_of_task"
+    arguments = ", ".join(f"{key}={value}" for key, value in _trl_arguments(signature).items())
+    define, call = ("async def", "await ") if asynchronous else ("def", "")
+    return (
+        f"{refused}. Add these three lines to module {module} and set environment.reward: {module}:{adapter}\n"
+        f"    {define} {adapter}(task, completions):\n"
+        f"        n = len(completions)\n"
+        f"        return {call}{name}({arguments})"
+    )
+
+
+def _trl_arguments(signature: inspect.Signature) -> dict[str, str]:
+    """What an adapter passes: prompts, completions, the answer, and what else has no default."""
+    known = {"prompts": "[task.prompt] * n", "completions": "completions", "answer": "[task.answer] * n"}
+    arguments: dict[str, str] = {}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= {key: value for key, value in known.items() if key not in arguments}
+        elif parameter.kind is not parameter.VAR_POSITIONAL and (name in known or parameter.default is parameter.empty):
+            arguments[name] = known.get(name, f"[task.metadata[{name!r}]] * n")
+    return arguments

@@ -1,0 +1,93 @@
+"""Rewards of each form, as users write them; named by import path, run in scoring processes only."""
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Sequence
+
+from asyncrl.data.prompts import Task
+
+_never = threading.Event()
+
+
+def each(task: Task, completion: str) -> float:
+    """Takes as long as the completion says, in seconds."""
+    _never.wait(float(completion))
+    return float(os.getpid())
+
+
+def printed(task: Task, completion: str) -> float:
+    print(completion)
+    return each(task, completion)
+
+
+def batch(task: Task, completions: Sequence[str]) -> list[float]:
+    """Takes as long as all its completions say."""
+    for completion in completions:
+        _never.wait(float(completion))
+    return [float(len(completions))] * len(completions)
+
+
+async def batch_async(task: Task, completions: Sequence[str]) -> list[float]:
+    return [float(len(completions))] * len(completions)
+
+
+async def together(task: Task, completion: str) -> float:
+    """Ends when as many completions as the task says are scored at the same time."""
+    barrier = _barriers.setdefault(task.question, asyncio.Barrier(int(task.answer)))
+    await barrier.wait()
+    return float(completion)
+
+
+_barriers: dict[str, asyncio.Barrier] = {}
+
+
+async def blocking(task: Task, completion: str) -> float:
+    """A call that takes time and is not awaited."""
+    if completion == "hang":
+        _never.wait()
+    return 1.0
+
+
+async def stubborn(task: Task, completion: str) -> float:
+    while completion == "hang":
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            continue
+    return 1.0
+
+
+class Riddles:
+    """An environment whose `score` is async."""
+
+    def tasks(self, seed: int) -> list[Task]:
+        return []
+
+    async def score(self, task: Task, completion: str) -> float:
+        if completion == "raise":
+            raise ValueError("no riddle")
+        return float(len(completion))
+
+
+def keyed(task: Task, completion: str) -> float:
+    """Prints and raises what it should keep to itself."""
+    key = os.environ["JUDGE_API_KEY"]
+    print("asking with", key)
+    print("again with", repr(key), file=sys.stderr)
+    if completion == "raise":
+        raise RuntimeError(f"401 for {key}")
+    return float(len(key))
+
+
+def flood(task: Task, completion: str) -> float:
+    if completion == "flood":
+        while True:
+            os.write(1, b"x" * 63 + b"\n")
+    return float(len(completion))
+
+
+def prints_surrogates(task: Task, completion: str) -> float:
+    print("lone \udc80 surrogate")
+    return 1.0

@@ -1,0 +1,216 @@
+"""Rewards of each form in real scoring processes: their time limits, their secrets, and what they print."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import EnvironmentSection
+from asyncrl.data.prompts import Task
+from asyncrl.environments.output import LINES_A_SECOND
+from asyncrl.environments.scoring import Scorer
+from asyncrl.environments.scoring_messages import RewardFailure
+from asyncrl.environments.secrets import Secrets
+from asyncrl.errors import ConfigError, DataError
+
+pytestmark = pytest.mark.integration
+
+TASK = Task(question="q", prompt="q", answer="8")
+KEY = "sk-live-0123456789"
+
+
+class Lines:
+    """What a scorer passes on, from its threads."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self._more = threading.Condition()
+
+    def __call__(self, line: str) -> None:
+        with self._more:
+            self.seen.append(line)
+            self._more.notify_all()
+
+    def wait_for(self, count: int) -> list[str]:
+        with self._more:
+            assert self._more.wait_for(lambda: len(self.seen) >= count, 60), self.seen
+            return self.seen
+
+
+@contextlib.asynccontextmanager
+async def scoring(
+    reward: str | None,
+    *,
+    timeout_s: float = 60.0,
+    workers: int = 1,
+    secrets: Sequence[str] = (),
+    given: Secrets | None = None,
+    **options: Any,
+) -> AsyncIterator[Scorer]:
+    section = {"reward": f"judges:{reward}"} if reward else {"name": "judges:Riddles"}
+    environment = EnvironmentSection(
+        **section, score_timeout_s=timeout_s, score_workers=workers, secrets=list(secrets)  # type: ignore[arg-type]
+    )  # fmt: skip
+    scorer = Scorer(environment, secrets=given, **options)
+    try:
+        await scorer.start()
+        yield scorer
+    finally:
+        await scorer.close()
+
+
+async def failure_of(scorer: Scorer, *completions: str) -> DataError:
+    with pytest.raises(DataError) as caught:
+        await scorer.score(TASK, completions)
+    return caught.value
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_the_limit_of_a_plain_reward_begins_anew_with_each_completion() -> None:
+    async with scoring("each", timeout_s=3.0) as scorer:
+        [pid] = scorer.pids
+        assert await scorer.score(TASK, ["1", "1", "1", "1"]) == [pid] * 4, "4 s of 3 for each"
+        failure = await failure_of(scorer, "1", "600", "1")
+        assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "600")
+
+
+@pytest.mark.asyncio
+async def test_the_limit_of_a_batched_reward_is_that_of_all_its_completions() -> None:
+    async with scoring("batch", timeout_s=1.0) as scorer:
+        assert await scorer.score(TASK, ["2", "0", "0", "0"]) == [4.0] * 4
+        failure = await failure_of(scorer, "600", "0")
+        assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "")
+        assert str(failure).endswith("environment.score_timeout_s = 1 s × 2 completions = 2 s; raise it")
+        assert (await failure_of(scorer, "600")).completion == "600"
+
+
+@pytest.mark.asyncio
+async def test_completions_of_an_async_reward_are_scored_at_once_in_one_process() -> None:
+    async with scoring("together", workers=2) as scorer:
+        assert await scorer.score(TASK, [str(n) for n in range(8)]) == [float(n) for n in range(8)]
+    async with scoring("batch_async") as scorer:
+        assert await scorer.score(TASK, ["a", "b"]) == [2.0, 2.0]
+
+
+@pytest.mark.asyncio
+async def test_an_async_reward_that_blocks_its_loop_is_killed_and_one_that_ignores_the_end_is_replaced() -> None:
+    async with scoring("blocking", timeout_s=0.5) as scorer:
+        failure = await failure_of(scorer, "a", "hang", "b")
+        assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "hang")
+        assert "it blocked its event loop: await what takes time" in str(failure)
+        assert await scorer.score(TASK, ["a"]) == [1.0]
+    async with scoring("stubborn", timeout_s=0.5) as scorer:
+        failure = await failure_of(scorer, "a", "hang", "b")
+        assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "hang")
+        assert "blocked" not in str(failure)
+        assert scorer.replacements == 1
+        assert await scorer.score(TASK, ["a"]) == [1.0]
+
+
+@pytest.mark.asyncio
+async def test_the_score_of_an_environment_may_be_async() -> None:
+    async with scoring(None) as scorer:
+        assert await scorer.score(TASK, ["abc", ""]) == [3.0, 0.0]
+        failure = await failure_of(scorer, "abc", "raise")
+        assert str(failure).startswith("environment.name = judges:Riddles raised ValueError: no riddle (")
+        assert failure.completion == "raise"
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_group_of_slow_completions_is_shared_among_the_processes_and_one_of_fast_ones_is_not() -> None:
+    async with scoring("each", workers=2) as scorer:
+        shared = await scorer.score(TASK, ["0.3", "0.3", "0.3", "0.3"])
+        assert set(shared) == {float(pid) for pid in scorer.pids}
+        for _ in range(20):  # once it is known that they are fast
+            together = await scorer.score(TASK, ["0"] * 16)
+        assert len(set(together)) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_failure_of_a_shared_group_takes_back_what_has_not_begun() -> None:
+    lines = Lines()
+    async with scoring("printed", workers=2, output=lines) as scorer:
+        failure = await failure_of(scorer, "nonsense", *["0.05"] * 50)
+        assert failure.completion == "nonsense"
+        await scorer.score(TASK, ["0"])  # its turn comes after what was in line before
+    assert lines.seen.count("0.05") < 25
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_secret_reaches_the_reward_and_leaves_it_redacted() -> None:
+    lines = Lines()
+    given = Secrets({"JUDGE_API_KEY": KEY})
+    async with scoring("keyed", secrets=["JUDGE_API_KEY"], given=given, output=lines) as scorer:
+        assert await scorer.score(TASK, ["a"]) == [float(len(KEY))]
+        failure = await failure_of(scorer, "raise")
+        assert "RuntimeError: 401 for <JUDGE_API_KEY> (" in str(failure)
+        assert lines.wait_for(4) == ["asking with <JUDGE_API_KEY>", "again with '<JUDGE_API_KEY>'"] * 2
+
+
+@pytest.mark.asyncio
+async def test_a_reward_that_lacks_its_key_is_told_to_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", KEY)
+    async with scoring("keyed") as scorer:
+        failure = await failure_of(scorer, "a")
+        assert str(failure).startswith("environment.reward = judges:keyed raised KeyError: 'JUDGE_API_KEY' (")
+        assert "; add JUDGE_API_KEY to environment.secrets" in str(failure)
+
+
+@pytest.mark.asyncio
+async def test_a_module_that_reads_its_key_when_it_is_imported_gets_the_same_hint() -> None:
+    section = EnvironmentSection(reward="needs_a_key:judge", secrets=["JUDGE_API_KEY"])
+    scorer = Scorer(section)
+    with pytest.raises(ConfigError, match=r"KeyError: 'JUDGE_API_KEY'.*; add JUDGE_API_KEY to environment\.secrets"):
+        await scorer.start()
+    await scorer.close()
+    scorer = Scorer(section, secrets=Secrets({"JUDGE_API_KEY": KEY}))
+    try:
+        assert await scorer.score(TASK, ["a"]) == [float(len(KEY))]
+    finally:
+        await scorer.close()
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_flood_of_output_ends_with_its_limit_and_holds_up_no_other_process() -> None:
+    lines = Lines()
+    async with scoring("flood", timeout_s=5.0, workers=2, output=lines) as scorer:
+        flooding = asyncio.ensure_future(scorer.score(TASK, ["flood"]))
+        await asyncio.to_thread(lines.wait_for, 1)
+        for n in range(100):
+            assert await scorer.score(TASK, ["x" * n]) == [float(n)]
+        assert not flooding.done()
+        with pytest.raises(DataError, match=r"score_timeout_s = 5 s"):
+            await flooding
+    assert len(lines.seen) < 60 * LINES_A_SECOND
+    assert any(line.endswith("lines left out") for line in lines.seen)
+
+
+@pytest.mark.asyncio
+async def test_what_cannot_be_encoded_is_printed_in_escapes() -> None:
+    lines = Lines()
+    async with scoring("prints_surrogates", output=lines) as scorer:
+        assert await scorer.score(TASK, ["a"]) == [1.0]
+        assert lines.wait_for(1) == ["lone \\udc80 surrogate"]
+
+
+@pytest.mark.asyncio
+async def test_without_a_receiver_the_lines_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "asyncrl.environments.scoring"):
+        async with scoring("prints_surrogates") as scorer:
+            await scorer.score(TASK, ["a"])
+    assert "reward code: lone" in caplog.text

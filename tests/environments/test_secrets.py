@@ -1,0 +1,82 @@
+"""Secrets reach scoring processes by name, are redacted wherever they show, and are asked for before a run starts."""
+
+import json
+import os
+import pickle
+from urllib.parse import quote
+
+import pytest
+
+from asyncrl.config.schema import EnvironmentSection
+from asyncrl.environments.secrets import Secrets, missing_secrets, needed_variable, read_secrets
+from asyncrl.errors import ConfigError
+
+KEY = 'sk-"a\\b/c'
+
+
+def test_secrets_that_are_not_set_or_empty_are_named_with_what_to_do() -> None:
+    section = EnvironmentSection(secrets=["JUDGE_API_KEY", "EMPTY", "THERE"])
+    environ = {"EMPTY": "", "THERE": "x"}
+    first, second = missing_secrets(section, environ)
+    assert first.startswith("environment.secrets: JUDGE_API_KEY is not set")
+    assert "export JUDGE_API_KEY=" in first
+    assert "EMPTY" in second
+    with pytest.raises(ConfigError, match="JUDGE_API_KEY is not set") as caught:
+        read_secrets(section, environ)
+    assert caught.value.key == "environment.secrets"
+    assert read_secrets(EnvironmentSection(secrets=["THERE"]), environ).environment == {"THERE": "x"}
+
+
+@pytest.mark.parametrize("name", ["sk-abc", "KEY=value", "", "1KEY", "A B"])
+def test_a_value_in_the_place_of_a_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="pattern"):
+        EnvironmentSection(secrets=[name])
+
+
+def test_a_value_is_redacted_in_each_form_in_which_it_shows() -> None:
+    secrets = Secrets({"KEY": KEY, "TWO": "first line of two\nsecond line of two\n"})
+    for form in (KEY, repr(KEY), json.dumps(KEY), quote(KEY, safe="")):
+        shown = secrets.redact(f"before {form} after")
+        assert "<KEY>" in shown, form
+        assert "sk-" not in shown
+    assert secrets.redact("second line of two") == "<TWO>"
+    assert secrets.redact("line") == "line"
+    assert secrets.longest >= len(KEY)
+    assert Secrets().redact("as it is") == "as it is"
+
+
+def test_of_two_secrets_the_longer_one_is_redacted_first() -> None:
+    assert Secrets({"SHORT": "sk-1", "LONG": "sk-12345"}).redact("sk-12345 sk-1") == "<LONG> <SHORT>"
+
+
+def test_values_do_not_show_in_the_repr_and_survive_the_way_to_a_replica() -> None:
+    secrets = Secrets({"KEY": KEY})
+    assert repr(secrets) == "Secrets(KEY)"
+    carried = pickle.loads(pickle.dumps(secrets))
+    assert carried.environment == {"KEY": KEY}
+    assert carried.redact(KEY) == "<KEY>"
+
+
+def raised(code: str) -> BaseException:
+    try:
+        exec(code, {"os": os})
+    except Exception as error:
+        return error
+    raise AssertionError(code)
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("os.environ['NOT_THERE']", "NOT_THERE"),
+        ("{}['WITHHELD_KEY']", "WITHHELD_KEY"),
+        ("try:\n os.environ['NOT_THERE']\nexcept KeyError as e:\n raise RuntimeError('no key') from e", "NOT_THERE"),
+        ("try:\n os.environ['NOT_THERE']\nexcept KeyError:\n raise RuntimeError('no key')", "NOT_THERE"),
+        ("raise RuntimeError('pass api_key, or set the WITHHELD_KEY environment variable')", "WITHHELD_KEY"),
+        ("{}['answer']", None),
+        ("{}[7]", None),
+        ("raise RuntimeError('the HOME and OTHER_NAME of it')", None),
+    ],
+)
+def test_an_error_for_lack_of_an_environment_variable_is_recognised(code: str, name: str | None) -> None:
+    assert needed_variable(raised(code), withheld=["WITHHELD_KEY", "HOME"]) == name

@@ -1,0 +1,61 @@
+"""What reward code prints gets into the run's directory where there is one, and never ends a run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from asyncrl.generation import reward_log
+from asyncrl.generation.reward_log import RewardLog
+
+
+def test_lines_of_several_replicas_carry_time_and_name(tmp_path: Path) -> None:
+    path = tmp_path / "reward.log"
+    first, second = (RewardLog(path, replica=name) for name in ("generator-a", "generator-b"))
+    first("asking")
+    second("é \udc80")
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
+    assert re.fullmatch(f"{stamp} generator-a: asking\n{stamp} generator-b: é \\?\n", path.read_text())
+
+
+def test_without_the_folder_lines_are_logged_until_it_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = RewardLog(tmp_path / "logs" / "reward.log", replica="a")
+    with caplog.at_level("INFO"):
+        log("before")
+    assert "reward code: before" in caplog.text
+    (tmp_path / "logs").mkdir()
+    log("after")
+    assert (tmp_path / "logs" / "reward.log").read_text().endswith("a: after\n")
+
+
+def test_a_log_that_cannot_be_written_is_reported_once_and_again_after_it_could(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "reward.log"
+    log = RewardLog(path, replica="a")
+    path.mkdir()  # root may write a file without permissions, but not a folder
+    log("lost")
+    log("lost")
+    path.rmdir()
+    log("kept")
+    path.rename(tmp_path / "old")
+    path.mkdir()
+    log("lost")
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 2
+    assert "reward.log (" in warnings[0].getMessage()
+
+
+def test_the_log_ends_at_its_limit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_log, "MAX_BYTES", 2**20)
+    path = tmp_path / "reward.log"
+    path.write_bytes(b"x" * (2**20 - 1) + b"\n")
+    RewardLog(path, replica="a")("not written")
+    assert path.stat().st_size == 2**20
+    path.write_bytes(b"x" * (2**20 - 2) + b"\n")
+    for _ in range(3):
+        RewardLog(path, replica="a")("the last")
+    assert path.read_text()[2**20 - 1 :].splitlines()[0].endswith("a: the last")
+    assert path.read_text()[2**20 - 1 :].splitlines()[1:] == ["the log has reached 1 MiB; no more lines are written"]
