@@ -249,28 +249,25 @@ def _samples(samples: dict[int, list[SampleRecord]]) -> str:
     rows = [
         (
             f"{step}",
-            f"{sample.group}",
             _shortened(sample.prompt),
             _shortened(sample.completion) + (" … (cut off)" if sample.truncated else ""),
             _shortened(sample.answer),
             _number(sample.reward),
             _number(sample.advantage),
-            f"{sample.staleness_versions}",
-            ", ".join(f"{version} × {tokens}" for version, tokens in sample.version_spans),
+            ", ".join(f"{version} × {tokens}" for version, tokens in sample.version_spans)
+            + f" ({sample.staleness_versions} old)",
         )
         for step, records in samples.items()
         for sample in records
     ]
     if not rows:
         return ""
-    head = ("step", "group", "prompt", "completion", "answer", "reward", "advantage", "staleness", "weights")
+    head = ("step", "prompt", "completion", "answer", "reward", "advantage", "weights")
     note = (
-        "Whole groups of the first, the middle and the last step that logged any. Staleness is the age of the oldest "
-        "token, in versions. Under weights, “92 × 4” is four tokens by the weights that 92 steps had made."
+        "Whole groups of the first, the middle and the last step that logged any. Under weights, “92 × 4 (2 old)” is "
+        "four tokens by the weights that 92 steps had made, the oldest of them two versions old when it was trained."
     )
-    return section(
-        "Samples", note, table(rows, head=head, numeric=frozenset({0, 1, 5, 6, 7}), verbatim=frozenset({2, 3, 4}))
-    )
+    return section("Samples", note, table(rows, head=head, numeric=frozenset({0, 4, 5}), verbatim=frozenset({1, 2, 3})))
 
 
 def _shortened(text: str) -> str:
