@@ -240,7 +240,8 @@ async def test_failures_are_answered_as_soon_as_there_are_more_than_the_caller_k
     await buffer.heartbeat("a", NOW, 0, [], report_of("a"))
     assert not waiting.done()
     await free_a_slot(buffer, tickets[0].key)
-    [count] = await waiting
+    async with asyncio.timeout(FAR_S / 2):
+        [count] = await waiting
     assert (count.first.reason, count.rollouts) == ("x", 1)
     assert await buffer.failures(1, 0.0) == (count,), "nothing new: the answer comes when the wait is over"
 
@@ -253,7 +254,8 @@ async def test_a_learner_that_waits_learns_at_once_that_too_many_groups_failed()
     await asyncio.sleep(0)
     for ticket in tickets:
         await free_a_slot(buffer, ticket.key)
-    assert await waiting is LeaseWait.TOO_MANY_FAILURES
+    async with asyncio.timeout(FAR_S / 2):
+        assert await waiting is LeaseWait.TOO_MANY_FAILURES
     streak = (await buffer.status()).failure_streak
     assert streak is not None
     assert streak.groups == 2
