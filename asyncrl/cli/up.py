@@ -1,9 +1,11 @@
 """`asyncrl up`: the whole system on this machine, from one command."""
 
 import asyncio
+import functools
 import time
 
 from asyncrl.buffer.membership import Role
+from asyncrl.cli.before_start import prepare
 from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
     AllowPublic,
@@ -32,6 +34,7 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
     from asyncrl.metrics.states import monotonic_at_process_start
 
     use_ray_token(own=config.ray.address is None)
+    prompts = prepare(config)
     if config.ray.address is not None:
         from asyncrl.deployment.cluster import check_admission, join
 
@@ -51,6 +54,13 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
             from asyncrl.deployment.closing import asked_to_end
             from asyncrl.deployment.up import Up
 
-            run = Up(config, run_dir=run_dir, started_s=started_s, show=display.update, report=console.print)
+            run = Up(
+                config,
+                run_dir=run_dir,
+                started_s=started_s,
+                show=display.update,
+                report=functools.partial(console.print, markup=False, highlight=False),
+                prompts=prompts,
+            )
             summary = run_until_done(run.run, asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s))
     print_outcome(summary, run_dir.path)

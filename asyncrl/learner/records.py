@@ -108,10 +108,12 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout in full. `version_spans`: (step of the weights, completion tokens that they produced), in order."""
+    """One rollout in full. `rendered_prompt` is the prompt as the model got it, with special tokens and the chat
+    template; `version_spans`: (step of the weights, completion tokens that they produced), in order."""
 
     group: int
     prompt: str
+    rendered_prompt: str
     completion: str
     answer: str
     reward: float | None

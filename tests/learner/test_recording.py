@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from learner_scenes import Scene, judged, skipped, trained
+from learner_scenes import Scene, decoded, judged, skipped, trained
 
 from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
@@ -87,7 +87,7 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
     )
     metrics = LearnerMetrics()
     recorder = StepRecorder(
-        log=Scene().log, metrics=metrics, samples_logged=0, decode=str, elapsed_s=lambda: 1.0, state_seconds=dict
+        log=Scene().log, metrics=metrics, samples_logged=0, decode=decoded, elapsed_s=lambda: 1.0, state_seconds=dict
     )
     recorder.trained(step)
     expected = measured | same | of_samples | of_loss
@@ -135,6 +135,7 @@ async def test_samples_are_one_of_each_group_before_a_second_of_any() -> None:
         (groups[0], "10 11", 1.0),
     ]
     assert logged[2].version_spans == ((0, 2),)
+    assert {sample.rendered_prompt for sample in logged} == {"[1 2 3]"}, "as the model got it, special tokens included"
 
 
 @pytest.mark.asyncio
