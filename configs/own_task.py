@@ -6,7 +6,7 @@ from asyncrl.data.prompts import Task
 def questions() -> list[Task]:
     """All of them; a tenth is held out and never issued."""
     return [
-        Task(question=f"{first},{second}", prompt="", answer=str(max(first, second)))
+        Task(question=f"{first},{second}", answer=str(max(first, second)))
         for first in range(100)
         for second in range(100)
     ]

@@ -1,7 +1,9 @@
 """Rules about the objective and its baseline that `asyncrl config check` applies before anything starts. Torch-free."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+import msgspec
 
 from asyncrl.algorithms.baselines import (
     CRITIC_BASED,
@@ -22,13 +24,14 @@ from asyncrl.algorithms.objective import (
     is_product,
 )
 from asyncrl.algorithms.presets import (
+    PRESETS,
     advantage_of,
     baseline_of,
     is_own_loss,
     published_baseline,
     resolve_objective,
 )
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import AlgorithmSection, Config
 from asyncrl.errors import ConfigError
 
 NEEDS_CRITIC = tuple(CRITIC_BASED)
@@ -64,13 +67,42 @@ def check_algorithm(config: Config) -> list[str]:
 
 def _uncorrected(config: Config, objective: Objective) -> Iterator[str]:
     overridden = " with algorithm.overrides" if config.algorithm.overrides else ""
+    nearest = nearest_corrected(objective, with_critic=config.critic is not None)[:3]
     if config.staleness.max_versions > 0 and not is_corrected(objective):
         yield (
             f"algorithm.loss = {config.algorithm.loss}{overridden} has no off-policy correction, and "
             f"staleness.max_versions = {config.staleness.max_versions} trains on samples of older weights: its "
-            "gradient would be biased. Add one, `weight: {p: proximal, q: behaviour}` or `anchor: behaviour`, take an "
-            "objective that has one (`asyncrl losses` lists them), or set staleness.max_versions to 0"
+            f"gradient would be biased. Set staleness.max_versions=0, or take a preset for older weights: the nearest "
+            f"are {', '.join(nearest)}, the default is {AlgorithmSection().loss} (`asyncrl losses` lists all). In axes "
+            "of your own, add a correction: `weight: {p: proximal, q: behaviour}` or `anchor: behaviour`"
         )
+
+
+def nearest_corrected(objective: Objective, *, with_critic: bool) -> list[str]:
+    """Presets that bear samples of older weights, by how much of them differs from `objective`, nearest first.
+
+    Presets that were published with a critic are left out unless the run has one.
+    """
+    ours = msgspec.to_builtins(objective)
+
+    def distance(name: str) -> int:
+        return _differences(ours, msgspec.to_builtins(PRESETS[name].objective))
+
+    usable = [
+        name
+        for name, preset in PRESETS.items()
+        if is_corrected(preset.objective) and (with_critic or preset.baseline not in NEEDS_CRITIC)
+    ]
+    return sorted(usable, key=distance)
+
+
+def _differences(ours: object, theirs: object) -> int:
+    """Fields in which two trees of axes differ. Another kind of surrogate counts as all of its fields."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        return sum(_differences(ours.get(key), theirs.get(key)) for key in ours.keys() | theirs.keys())
+    if isinstance(ours, Mapping) or isinstance(theirs, Mapping):
+        return 1
+    return int(ours != theirs)
 
 
 def _baseline(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:

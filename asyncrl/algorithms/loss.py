@@ -17,7 +17,14 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType, MetricNormalization, masked_mean
+from asyncrl.algorithms.interfaces import (
+    LossFunction,
+    LossInputType,
+    LossType,
+    MetricNormalization,
+    input_type_of,
+    masked_mean,
+)
 from asyncrl.algorithms.objective import (
     Aggregation,
     Clamp,
@@ -42,6 +49,7 @@ from asyncrl.config.import_path import resolve
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import ConfigError, ImpreciseColumns, RunError
+from asyncrl.user_code import describe_error
 
 MAX_LOG_RATIO = 40.0
 """A ratio and an unbounded weight beyond e^40 ≈ 2e17 are a broken log-prob (F22): they read as e^40, whose product
@@ -528,14 +536,51 @@ def build_loss(config: Config) -> LossFunction:
             key="algorithm.overrides",
         )
     found = resolve(str(section.loss), key="algorithm.loss")
-    loss: Any = found if _is_loss(found) else found()
+    try:
+        loss: Any = found if _is_loss(found) else found()
+    except Exception as error:  # a factory of the user's may raise anything
+        raise ConfigError(
+            f"algorithm.loss: {section.loss!r} was called to make a loss, and raised {describe_error(error)}",
+            key="algorithm.loss",
+        ) from error
     if not _is_loss(loss):
         raise ConfigError(
             f"algorithm.loss: {section.loss!r} gives a {type(loss).__name__}, which is no LossFunction "
             f"(asyncrl.algorithms.interfaces): a call with logits or log-probs, data and the global counts",
             key="algorithm.loss",
         )
+    if problem := _call_problem(loss):
+        raise ConfigError(
+            f"algorithm.loss: {section.loss!r} cannot be called as a loss: {problem}", key="algorithm.loss"
+        )
     return cast(LossFunction, loss)
+
+
+def _call_problem(loss: Any) -> str | None:
+    """Why neither call of `interfaces.LossFunction` that the policy would make fits the loss's signature."""
+    try:
+        kind = input_type_of(loss)
+        signature = inspect.signature(loss)
+    except ValueError as error:  # an unknown input_type; a callable written in C may have no signature
+        return str(error) if hasattr(loss, "input_type") else None
+    counts: dict[str, None] = dict.fromkeys(("global_valid_seqs", "global_valid_toks"))
+    logits = (["next_token_logits"], ["logits"], ["next_token_logits", "logits"])
+    calls: list[tuple[list[None], dict[str, None]]] = [([], {"data": None, **dict.fromkeys(names)}) for names in logits]
+    calls.append(([None, None], {}))
+    if kind == LossInputType.LOGPROB:
+        calls = [([], {"data": None, "next_token_logprobs": None})]
+    problem = ""
+    for values, keywords in calls:
+        try:
+            signature.bind(*values, **keywords, **counts)
+        except TypeError as error:
+            problem = str(error)
+        else:
+            return None
+    takes = "data, global_valid_seqs, global_valid_toks, next_token_logprobs"
+    if kind == LossInputType.LOGIT:
+        takes = "next_token_logits, data, global_valid_seqs, global_valid_toks"
+    return f"{problem}; it must take ({takes}), and its parameters are {signature}"
 
 
 def _is_loss(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""`asyncrl config`: show, check or describe a configuration. Starts nothing, imports nothing heavy."""
+"""`asyncrl config`: show, check or describe a configuration. Starts no run. Imports nothing heavy by itself."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from asyncrl.cli.before_start import look
 from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides, checked_config, command_app, print_warnings
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import Config
@@ -22,12 +23,13 @@ def show(files: ConfigFiles, overrides: Overrides) -> None:
 
 @app.command()
 def check(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = False) -> None:
-    """Check keys, values, the rules over several of them, and that the files, modules and tasks they name are here.
+    """Check keys, values, the rules over several of them, and that the files, models, modules and tasks they name are
+    here. Then import your own code, make the reward in a process of its own, and read the first rows of your dataset.
 
-    Exits with 2 and all that is wrong, or prints ok. What rows, models and your own code hold, only a run tells.
+    Exits with 2 and all that is wrong, or prints ok. Asks no hub.
     """
-    _, warnings = checked_config(files, overrides, allow_public=allow_public)
-    print_warnings(warnings)
+    config, warnings = checked_config(files, overrides, allow_public=allow_public)
+    print_warnings([*warnings, *look(config)])
     typer.echo("ok")
 
 

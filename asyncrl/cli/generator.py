@@ -7,6 +7,7 @@ import asyncio
 import logging
 
 from asyncrl.buffer.membership import Role
+from asyncrl.cli.before_start import prepare
 from asyncrl.cli.options import (
     Address,
     AllowPublic,
@@ -46,9 +47,10 @@ def generator(
 
     from asyncrl.deployment.launch import described_model, load_prompts, log_to, run_until_done, use_ray_token
 
+    use_ray_token()
+    loaded = prepare(config, roles=[Role.GENERATOR])
     with log_to(None):
         logger.info("importing Ray")
-        use_ray_token()
         import ray
 
         from asyncrl.deployment.cluster import check_admission, join
@@ -57,7 +59,7 @@ def generator(
         async def main(stop: asyncio.Event) -> None:
             await check_admission(config, role=Role.GENERATOR)
             logger.info("run %s on Ray at %s: starting %d replicas", name, address, config.generator.replicas)
-            prompts = asyncio.create_task(load_prompts(config))
+            prompts = asyncio.create_task(load_prompts(config, loaded))
             model = asyncio.create_task(described_model(config, prompts))
             await GeneratorDeployment(config, model_path=model, prompts=prompts).run(stop)
 

@@ -87,7 +87,7 @@ def _tasks(data: str) -> Sequence[Task]:
 def _facts(model: str, data: str, tasks: Sequence[Task], *, prompts: int, reward: str, completion: int | None) -> Facts:
     from asyncrl.data.tokenizer import encode_prompts, load_tokenizer
 
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, chat="auto")
     answers = tokenizer([task.answer for task in tasks], add_special_tokens=False)["input_ids"]
     described = _model_description(model)
     longest = described.get("max_position_embeddings")

@@ -4,6 +4,7 @@ import asyncio
 from functools import partial
 
 from asyncrl.buffer.membership import Role
+from asyncrl.cli.before_start import prepare
 from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
     Address,
@@ -49,6 +50,7 @@ def learner(
     from asyncrl.metrics.states import monotonic_at_process_start
 
     use_ray_token()
+    loaded = prepare(config, roles=[Role.LEARNER])
     from asyncrl.deployment.cluster import check_admission, join
 
     # both before an earlier run's directory is moved aside for this one's
@@ -67,17 +69,19 @@ def learner(
 
         run_dir.started_ray(where)
         console = Console()
+        report = partial(console.print, markup=False, highlight=False)
 
         async def main(stop: asyncio.Event) -> Summary | None:
-            prompts = asyncio.create_task(load_prompts(config))
+            prompts = asyncio.create_task(load_prompts(config, loaded))
             described = asyncio.create_task(described_model(config, prompts))
             deployment = LearnerDeployment(
                 config,
                 run_dir=run_dir,
-                model_path=asyncio.create_task(ready_model(config, prompts, described, report=console.print)),
+                model_path=asyncio.create_task(ready_model(config, prompts, described, report=report)),
                 prompts=prompts,
                 started_s=monotonic_at_process_start(),
                 show=display.update,
+                report=report,
             )
             return await deployment.run(stop)
 

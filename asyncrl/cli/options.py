@@ -17,7 +17,7 @@ from asyncrl.buffer.membership import Role
 from asyncrl.cli.presence import check_presence
 from asyncrl.config.checks import check_config
 from asyncrl.config.exposure import check_exposure
-from asyncrl.config.load import load_config
+from asyncrl.config.load import config_origins, load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, ConfigError
 
@@ -126,7 +126,8 @@ def checked_config(
         check_exposure(config, allow_public=allow_public)
     except ConfigError as error:
         problems.append(str(error))
-    for check in (check_config, check_algorithm, functools.partial(check_presence, roles=roles)):
+    presence = functools.partial(check_presence, roles=roles, origins=config_origins(files, overrides))
+    for check in (check_config, check_algorithm, presence):
         try:
             warnings += check(config)
         except ConfigError as error:

@@ -5,6 +5,7 @@ import time
 from functools import partial
 
 from asyncrl.buffer.membership import Role
+from asyncrl.cli.before_start import prepare
 from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
     AllowPublic,
@@ -39,6 +40,7 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
     from asyncrl.metrics.states import monotonic_at_process_start
 
     use_ray_token(own=config.ray.address is None)
+    prompts = prepare(config)
     if config.ray.address is not None:
         from asyncrl.deployment.cluster import check_admission, join
 
@@ -59,7 +61,14 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
             from asyncrl.deployment.closing import asked_to_end, ended_at_once
             from asyncrl.deployment.up import Up
 
-            run = Up(config, run_dir=run_dir, started_s=started_s, show=display.update, report=console.print)
+            run = Up(
+                config,
+                run_dir=run_dir,
+                started_s=started_s,
+                show=display.update,
+                report=partial(console.print, markup=False, highlight=False),
+                prompts=prompts,
+            )
             summary = run_until_done(
                 run.run,
                 asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s),

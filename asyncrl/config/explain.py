@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from asyncrl.config.aliases import known_elsewhere
 from asyncrl.config.dialect import parse_yaml
 from asyncrl.config.import_path import suggest
 from asyncrl.config.schema import Config
@@ -62,6 +63,8 @@ def explain(violation: ErrorDetails, *, origins: Mapping[KeyPath, str]) -> str:
 
 def suggest_key(path: KeyPath, *, value: object = None) -> str:
     """What the writer of an unknown key probably meant, else the keys that its section has."""
+    if answer := known_elsewhere(path, value):
+        return answer
     *section, name = path
     sections = dict(_sections())
     siblings = list(sections[tuple(section)].model_fields)

@@ -13,6 +13,7 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.user_code import describe_error
 
 
 def is_import_path(value: str) -> bool:
@@ -31,11 +32,12 @@ def resolve(value: str, *, key: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: {value!r} is not an import path like 'package.module:callable'", key=key)
     try:
         found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(_not_found(value, key=key, module=str(error.name)), key=key) from error
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            raise ConfigError(_not_found(value, key=key, module=missing), key=key) from error
         raise ConfigError(
-            f"{key}: {value!r} cannot be imported, the module raised {type(error).__name__}: {error}", key=key
+            f"{key}: {value!r} cannot be imported, the module raised {describe_error(error)}", key=key
         ) from error
     for name in attributes.split("."):
         try:

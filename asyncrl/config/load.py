@@ -55,6 +55,24 @@ def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
     Raises ConfigError with a line for everything that is wrong: first of files and overrides that cannot be read,
     then of keys and values.
     """
+    merged, origins = _merged(files, overrides)
+    try:
+        # JSON is the mode in which strict validation still takes text for paths and lists for tuples.
+        return Config.model_validate_json(json.dumps(merged), strict=True)
+    except ValidationError as error:
+        violations = error.errors(include_url=False)
+        lines = [explain(violation, origins=origins) for violation in violations]
+        key = ".".join(map(str, violations[0]["loc"])) if len(violations) == 1 else ""
+        raise ConfigError("\n".join(lines), key=key) from None
+
+
+def config_origins(files: Sequence[Path], overrides: Sequence[str]) -> dict[KeyPath, str]:
+    """What set each key last, `in FILE` or `on the command line`; keys that are left at their default are not there."""
+    return _merged(files, overrides)[1]
+
+
+def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, object], dict[KeyPath, str]]:
+    """The layers as one tree, and what set each key."""
     merged: dict[str, object] = {}
     origins: dict[KeyPath, str] = {}
     problems: list[str] = []
@@ -70,14 +88,7 @@ def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    try:
-        # JSON is the mode in which strict validation still takes text for paths and lists for tuples.
-        return Config.model_validate_json(json.dumps(merged), strict=True)
-    except ValidationError as error:
-        violations = error.errors(include_url=False)
-        lines = [explain(violation, origins=origins) for violation in violations]
-        key = ".".join(map(str, violations[0]["loc"])) if len(violations) == 1 else ""
-        raise ConfigError("\n".join(lines), key=key) from None
+    return merged, origins
 
 
 def dump_config(config: Config) -> str:

@@ -6,7 +6,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -16,6 +16,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+def _off(value: object) -> object:
+    """YAML 1.1 reads the word `off` as false."""
+    return "off" if value is False else value
 
 
 class Section(BaseModel):
@@ -80,28 +85,34 @@ class ModelSection(Section):
     """The policy's model."""
 
     path: str = "models/tiny-speller"
-    """Local Hugging Face directory or hub id. With `model.tiny` only a directory: below `models/`, or beginning with
-    `/`, `./` or `../`."""
+    """Local Hugging Face directory or hub id. A path below `models/` or below another folder that is here, or one that
+    begins with `/`, `./` or `../`, is a directory. With `model.tiny` only a directory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights in the engine and of computation in the learner; float32 on CPUs."""
     max_length: PositiveInt = 64
     """Longest sequence, prompt and completion together, tokens."""
     tiny: TinyModelSection | None = None
-    """When set and `model.path` does not exist, this model is built there first (`asyncrl model`). `null` over a
-    config that sets it: for a model of the hub, or your own."""
+    """A tiny model, built at `model.path` when nothing is there (`asyncrl model`). It is built only where the file, or
+    the command line, that names `model.path` sets something of `model.tiny` too (`model.tiny={}` will do), and never
+    in the directory of a run. A directory with another model is used as it is."""
 
 
 class DataSection(Section):
     """Where prompts come from."""
 
     dataset: str = "environment"
-    """`environment` (its own tasks), `jsonl`, or an import path `package.module:callable` that returns tasks."""
+    """`environment` (its own tasks), `jsonl`, or an import path `package.module:callable` that returns or yields tasks,
+    or dicts with the texts `prompt` and `answer`; their other keys become metadata."""
     path: Path | None = None
     """File of the `jsonl` dataset: one object a line with `prompt` and `answer`."""
     options: dict[str, Any] = {}
     """Keyword arguments of a dataset given by import path."""
     prompt_template: str = "{question}"
     """Python format string that makes the prompt; it sees `question` and the task's metadata."""
+    chat: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = "auto"
+    """`auto`: a model whose tokenizer has a chat template gets the prompt as a user's message in it, followed by the
+    start of the answer. `off`: every model gets the prompt as it is, to be continued. Many base models have a chat
+    template too. The run prints its first prompt as the model gets it."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """What a blank, malformed, huge or duplicate row, or one of too many tokens does: refuse the dataset, or be
     skipped and counted."""

@@ -9,9 +9,10 @@ counted by reason: never silently.
 import difflib
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 import xxhash
@@ -23,15 +24,19 @@ OnBadRow = Literal["refuse", "skip"]
 MAX_ROW_BYTES = 2**20
 """Longest line of a dataset file: a longer one is a broken file, not a prompt."""
 
+FIRST_ROWS = 100
+"""Rows that are looked at first: when all of them are bad, the dataset has another form, not bad rows."""
+
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One question. `prompt` is the text given to the model, `answer` the reference, `metadata` what scoring needs.
 
-    `row` is its number in the dataset it comes from, from 1: what an error names. 0: it comes from none.
+    A dataset leaves `prompt` out: `data.prompt_template` makes it from the question and the metadata. `row` is the
+    task's number in its dataset, from 1, for errors to name. 0: the task comes from no dataset.
     """
 
     question: str
-    prompt: str
+    prompt: str = ""
     answer: str
     metadata: dict[str, Any] = {}
     row: int = 0
@@ -45,68 +50,142 @@ class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
 
 
-def read_jsonl(
-    path: Path, *, on_bad_row: OnBadRow = "refuse", max_row_bytes: int = MAX_ROW_BYTES
-) -> tuple[list[Task], Counter[str]]:
-    """Tasks of a file with one object a line, and how many rows were skipped, by reason.
+class BadRow(Exception):
+    """A row that cannot be a task, with a `reason` to count it by."""
 
-    A row has the strings `prompt` and `answer`; its other keys become metadata. Bad are rows that are `blank`,
-    `too_large`, `bad_json` (also: bad UTF-8), `not_an_object`, `missing_key`, `wrong_type` or `duplicate` (a prompt
-    seen before). DatasetError names the file and the row, from 1.
-    """
-    tasks: list[Task] = []
-    skipped: Counter[str] = Counter()
-    seen: set[str] = set()
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise DatasetError(f"{path}: cannot be read ({error.strerror}); set data.path") from error
-    with file:
-        for number, line in enumerate(iter(lambda: file.readline(max_row_bytes + 2), b""), start=1):
-            try:
-                task = _parse_row(line, number=number, max_row_bytes=max_row_bytes)
-                if task.question in seen:
-                    raise _BadRow("duplicate", "has the prompt of an earlier row")
-            except _BadRow as bad:
-                if on_bad_row == "refuse":
-                    raise DatasetError(
-                        f"{path}, row {number}: {bad}; mend it, or set data.on_bad_row: skip ({bad.reason})"
-                    ) from None
-                skipped[bad.reason] += 1
-                while not line.endswith(b"\n") and (line := file.readline(max_row_bytes)):
-                    pass  # the rest of a row that is too large, in pieces: it may not fit into memory
-                continue
-            seen.add(task.question)
-            tasks.append(task)
-    return tasks, skipped
-
-
-class _BadRow(Exception):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
 
-def _parse_row(line: bytes, *, number: int, max_row_bytes: int) -> Task:
+Row = Task | Mapping[str, Any] | BadRow
+
+
+def read_jsonl(
+    path: Path, *, on_bad_row: OnBadRow = "refuse", max_row_bytes: int = MAX_ROW_BYTES, first: int | None = None
+) -> tuple[list[Task], Counter[str]]:
+    """Tasks of a file with one object a line, and how many rows were skipped, by reason.
+
+    Besides what `read_rows` calls bad, rows are bad that are `too_large`, `bad_json` (also: bad UTF-8) or `duplicate`
+    (a prompt seen before). `first` limits the reading to so many rows. DatasetError names the file and the row, from 1.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read ({error.strerror}); set data.path") from error
+    with file:
+        rows = _lines(file, max_row_bytes=max_row_bytes)
+        return read_rows(islice(rows, first), source=str(path), on_bad_row=on_bad_row)
+
+
+def read_rows(rows: Iterable[Row], *, source: str, on_bad_row: OnBadRow) -> tuple[list[Task], Counter[str]]:
+    """Tasks of rows, which are tasks or have the texts `prompt` and `answer` (their other keys become metadata); and
+    how many rows were skipped, by reason.
+
+    Bad are rows that are `blank`, `not_an_object`, `missing_key`, `wrong_type` or `messages`. DatasetError names
+    `source` and the row, from 1. A dataset whose first `FIRST_ROWS` rows are all bad is refused whatever `on_bad_row`
+    says: to skip such rows is to skip them all.
+    """
+    tasks: list[Task] = []
+    skipped: Counter[str] = Counter()
+    made = (_task(row, number=number) for number, row in enumerate(rows, start=1))
+    head = list(islice(made, FIRST_ROWS))
+    bad = next((found for found in head if isinstance(found, BadRow)), None)
+    if bad is not None and not any(isinstance(found, Task) for found in head):
+        which = f"none of its first {len(head)} rows can be used" if len(head) > 1 else "its only row cannot be used"
+        advice = _RENAME if bad.reason == "missing_key" else ""
+        raise DatasetError(f"{source}: {which}; row 1 {bad}{advice}")
+    for number, found in enumerate(chain(head, made), start=1):
+        if isinstance(found, Task):
+            tasks.append(found)
+        elif on_bad_row == "refuse":
+            raise DatasetError(
+                f"{source}, row {number}: {found}; fix it, or set data.on_bad_row: skip ({found.reason})"
+            )
+        else:
+            skipped[found.reason] += 1
+    return tasks, skipped
+
+
+def _task(row: Row, *, number: int) -> Task | BadRow:
+    """The task of a row, or why there is none."""
+    try:
+        match row:
+            case BadRow():
+                return row
+            case Task():
+                for name in ("question", "prompt", "answer"):
+                    _check_text(getattr(row, name), name=name)
+                return row if row.row else msgspec.structs.replace(row, row=number)
+            case Mapping():
+                return _task_of(row, number=number)
+            case _:
+                raise BadRow("not_an_object", f"is a {type(row).__name__}, not an object")
+    except BadRow as bad:
+        return bad
+
+
+def _task_of(row: Mapping[str, Any], *, number: int) -> Task:
+    if "messages" in row and "prompt" not in row:
+        raise BadRow("messages", f"has 'messages' in the place of 'prompt': {_ONE_TURN}")
+    for key in ("prompt", "answer"):
+        if key not in row:
+            raise BadRow("missing_key", f"has no key {key!r}, only {sorted(map(str, row))[:8]}")
+        _check_text(row[key], name=key)
+    if not row["prompt"].strip():
+        raise BadRow("blank", "has a blank prompt")
+    metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
+    return Task(question=row["prompt"], prompt=row["prompt"], answer=row["answer"], metadata=metadata, row=number)
+
+
+_ONE_TURN = (
+    "a prompt is the text of one turn. Write the text of the user's message as 'prompt'; the model's chat template is "
+    "applied to it (data.chat: auto)"
+)
+_RENAME = (
+    ". Rows need the texts 'prompt' and 'answer': rename the keys in the dataset, or name a function of your own in "
+    "data.dataset that yields {'prompt': …, 'answer': …} for each row"
+)
+
+
+def _check_text(value: object, *, name: str) -> None:
+    if isinstance(value, str):
+        return
+    if name != "answer" and isinstance(value, list | dict):
+        raise BadRow("messages", f"has {name!r} of type {type(value).__name__}, not a string: {_ONE_TURN}")
+    raise BadRow("wrong_type", f"has {name!r} of type {type(value).__name__}, not a string")
+
+
+def _lines(file: BinaryIO, *, max_row_bytes: int) -> Iterator[Mapping[str, Any] | BadRow]:
+    seen: set[str] = set()
+    for line in iter(lambda: file.readline(max_row_bytes + 2), b""):
+        try:
+            row = _decoded(line, max_row_bytes=max_row_bytes)
+            prompt = row.get("prompt")
+            if isinstance(prompt, str) and prompt in seen:
+                raise BadRow("duplicate", "has the prompt of an earlier row")
+            if isinstance(prompt, str) and isinstance(row.get("answer"), str):
+                seen.add(prompt)
+            yield row
+        except BadRow as bad:
+            yield bad
+            rest = line
+            while not rest.endswith(b"\n") and (rest := file.readline(max_row_bytes)):
+                pass  # the rest of a row that is too large, in pieces: it may not fit into memory
+
+
+def _decoded(line: bytes, *, max_row_bytes: int) -> dict[str, Any]:
     if len(line.rstrip(b"\r\n")) > max_row_bytes:
-        raise _BadRow("too_large", f"is longer than {max_row_bytes} bytes")
+        raise BadRow("too_large", f"is longer than {max_row_bytes} bytes")
     if not line.strip():
-        raise _BadRow("blank", "is blank")
+        raise BadRow("blank", "is blank")
     try:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _BadRow("bad_json", f"is not JSON ({error})") from None
+        raise BadRow("bad_json", f"is not JSON ({error})") from None
     if not isinstance(row, dict):
-        raise _BadRow("not_an_object", f"is a {type(row).__name__}, not an object")
-    for key in ("prompt", "answer"):
-        if key not in row:
-            raise _BadRow("missing_key", f"has no key {key!r}, only {sorted(row)[:8]}")
-        if not isinstance(row[key], str):
-            raise _BadRow("wrong_type", f"has {key!r} of type {type(row[key]).__name__}, not a string")
-    if not row["prompt"].strip():
-        raise _BadRow("blank", "has a blank prompt")
-    metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
-    return Task(question=row["prompt"], prompt=row["prompt"], answer=row["answer"], metadata=metadata, row=number)
+        raise BadRow("not_an_object", f"is a {type(row).__name__}, not an object")
+    return row
 
 
 def format_prompt(template: str, task: Task) -> str:
@@ -136,13 +215,6 @@ def format_prompt(template: str, task: Task) -> str:
         return template.format_map(fields)
     except (ValueError, LookupError, AttributeError) as error:
         raise ConfigError(f"{key}: {template!r} cannot format {fields} ({error})", key=key) from None
-
-
-def numbered(tasks: Sequence[Task]) -> list[Task]:
-    """The same tasks, each with its place as its row, unless it knows its row already."""
-    return [
-        task if task.row else msgspec.structs.replace(task, row=number) for number, task in enumerate(tasks, start=1)
-    ]
 
 
 def apply_template(template: str, tasks: Sequence[Task]) -> list[Task]:

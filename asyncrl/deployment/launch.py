@@ -38,8 +38,8 @@ class Prompts:
     heldout: Sequence[Task]
 
 
-async def load_prompts(config: Config) -> Prompts:
-    """Tasks as the config says, made in a thread; the same in every deployment of a run."""
+async def load_prompts(config: Config, loaded: Prompts | None = None) -> Prompts:
+    """Tasks as the config says, made in a thread unless they are `loaded`; the same in every deployment of a run."""
 
     def build() -> Prompts:
         from asyncrl.environments.interfaces import build_tasks
@@ -47,7 +47,7 @@ async def load_prompts(config: Config) -> Prompts:
         train, heldout = build_tasks(config)
         return Prompts(train=train, heldout=heldout)
 
-    return await asyncio.to_thread(build)
+    return await asyncio.to_thread(build) if loaded is None else loaded
 
 
 async def fitting_prompts(config: Config, prompts: Prompts, *, tokenizer: Any) -> Prompts:

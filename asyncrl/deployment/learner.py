@@ -11,7 +11,7 @@ from asyncrl.buffer.membership import Role, RunState
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
-from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, tokenizer_fingerprint
+from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
 from asyncrl.deployment.closing import Stopped, unless_stopped
 from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run, ray_nodes
 from asyncrl.deployment.launch import Prompts, fitting_prompts
@@ -53,7 +53,7 @@ LEAVE_S = 3.0
 
 class LearnerDeployment:
     """`run` returns the run's summary, or None when it was stopped before its first step. `started_s` is the process's
-    start on the monotonic clock."""
+    start on the monotonic clock. `report` prints a line that stays, `show` what changes."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class LearnerDeployment:
         prompts: Awaitable[Prompts],
         started_s: float,
         show: Callable[[LiveView], None],
+        report: Callable[[str], None],
     ) -> None:
         self._config = config
         self._run_dir = run_dir
@@ -72,6 +73,7 @@ class LearnerDeployment:
         self._started_s = started_s
         self._states = StateClock(states=LEARNER_STATES, initial="starting", started_s=started_s)
         self._show = show
+        self._report = report
         self._steps: list[StepRecord] = []
         self._evals: list[EvalRecord] = []
         self._trackers = Trackers(
@@ -190,10 +192,12 @@ class LearnerDeployment:
     ) -> RunTotals:
         config = self._config
         self._enter("looking at the prompts")
-        tokenizer = load_tokenizer(model_path)
+        tokenizer = load_tokenizer(model_path, chat=config.data.chat)
         await handles.buffer.call("handshake", "the learner", tokenizer_fingerprint(tokenizer))
         # The buffer has all the prompts already; what does not fit may still come up there, and fails as DATA.
         prompts = await fitting_prompts(config, prompts, tokenizer=tokenizer)
+        for task in prompts.train[:1]:
+            self._report(shown_prompt(tokenizer, task.prompt))
         self._enter("starting the learner's ranks")
         await unless_stopped(stop, asyncio.to_thread(policy.start))
         if critic is not None:
@@ -235,7 +239,7 @@ class LearnerDeployment:
             log=self,
             metrics=metrics,
             states=self._states,
-            decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+            decode=lambda ids, special=False: str(tokenizer.decode(list(ids), skip_special_tokens=not special)),
             started_s=self._started_s,
         )
         return await self._loop.run(stop)

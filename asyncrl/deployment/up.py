@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class Up:
-    """Both deployments of one run, on a Ray of its own unless the process has joined the one at `ray.address`."""
+    """Both deployments of one run, on a Ray of its own unless the process has joined the one at `ray.address`.
+
+    `prompts`: those that are loaded already. `report` prints a line that stays, `show` what changes."""
 
     def __init__(
         self,
@@ -28,12 +30,14 @@ class Up:
         started_s: float,
         show: Callable[[LiveView], None],
         report: Callable[[str], None],
+        prompts: Prompts | None = None,
     ) -> None:
         self._config = config
         self._run_dir = run_dir
         self._started_s = started_s
         self._show = show
         self._report = report
+        self._prompts = prompts
 
     async def run(self, stop: asyncio.Event) -> Summary | None:
         """The run's summary. Whichever pool fails first ends the other; its error is raised."""
@@ -46,7 +50,7 @@ class Up:
             self._run_dir.started_ray(address, session=session_folder())
         else:
             self._run_dir.started_ray(config.ray.address)
-        prompts = asyncio.create_task(load_prompts(config), name="prompts")
+        prompts = asyncio.create_task(load_prompts(config, self._prompts), name="prompts")
         described = asyncio.create_task(described_model(config, prompts), name="described model")
         model = asyncio.create_task(ready_model(config, prompts, described, report=self._report), name="model")
         generator_deployment = GeneratorDeployment(
@@ -90,4 +94,5 @@ class Up:
             prompts=prompts,
             started_s=self._started_s,
             show=self._show,
+            report=self._report,
         )

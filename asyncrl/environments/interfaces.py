@@ -5,15 +5,18 @@ The rest of the system sees an environment through `Environment` alone and finds
 every process. Reward code is foreign code: it runs in `scoring.py`'s processes, not in the generator.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 from asyncrl.config.import_path import call_with_options, is_import_path, resolve, suggest
 from asyncrl.config.schema import Config, EnvironmentSection
-from asyncrl.data.prompts import Task, apply_template, numbered, read_jsonl, split
+from asyncrl.data.prompts import Row, Task, apply_template, read_jsonl, read_rows, split
 from asyncrl.environments.reward_function import RewardFunction, reward_function
-from asyncrl.errors import ConfigError, DatasetError
+from asyncrl.errors import AsyncRLError, ConfigError, DatasetError
+from asyncrl.user_code import describe_error
 
 _log = logging.getLogger(__name__)
 
@@ -89,26 +92,7 @@ def build_tasks(config: Config) -> tuple[list[Task], list[Task]]:
     Skipped rows are logged with their counts. ConfigError or DatasetError.
     """
     data = config.data
-    match data.dataset:
-        case "environment":
-            tasks = list(build_environment(config.environment).tasks(config.run.seed))
-        case "jsonl":
-            if data.path is None:
-                raise ConfigError("data.path: must be set for data.dataset = jsonl", key="data.path")
-            tasks, skipped = read_jsonl(data.path, on_bad_row=data.on_bad_row)
-            _report_skipped(skipped, source=str(data.path))
-        case path if is_import_path(path):
-            made = call_with_options(resolve(path, key="data.dataset"), data.options, key="data.options")
-            tasks = list(made)
-            for number, task in enumerate(tasks, start=1):
-                if not isinstance(task, Task):
-                    raise DatasetError(f"{path}: item {number} is a {type(task).__name__}, not an asyncrl Task")
-        case name:
-            hint = suggest(name, ["environment", "jsonl"])
-            raise ConfigError(
-                f"data.dataset: {name!r} is neither environment, jsonl nor an import path{hint}", key="data.dataset"
-            )
-    tasks = apply_template(data.prompt_template, numbered(tasks))
+    tasks = read_tasks(config)
     train, heldout = split(tasks, data.heldout_fraction)
     if not train:
         raise DatasetError(
@@ -118,7 +102,59 @@ def build_tasks(config: Config) -> tuple[list[Task], list[Task]]:
     return train, heldout
 
 
-def _report_skipped(skipped: "dict[str, int]", *, source: str) -> None:
+def read_tasks(config: Config, *, first: int | None = None) -> list[Task]:
+    """The dataset's tasks with their prompts, not yet split; `first` limits the reading to so many rows.
+
+    Skipped rows are logged with their counts. ConfigError or DatasetError, also for what the user's code raises.
+    """
+    data = config.data
+    match data.dataset:
+        case "environment":
+            name = config.environment.name
+            with _described(f"environment.name = {name}"):
+                own = build_environment(config.environment).tasks(config.run.seed)
+            tasks, skipped = read_rows(
+                _items(own, first=first, key="environment.name", path=name), source=name, on_bad_row=data.on_bad_row
+            )
+        case "jsonl":
+            if data.path is None:
+                raise ConfigError("data.path: must be set for data.dataset = jsonl", key="data.path")
+            tasks, skipped = read_jsonl(data.path, on_bad_row=data.on_bad_row, first=first)
+        case path if is_import_path(path):
+            function = resolve(path, key="data.dataset")
+            with _described(f"data.dataset = {path}"):
+                made = call_with_options(function, data.options, key="data.options")
+            tasks, skipped = read_rows(
+                _items(made, first=first, key="data.dataset", path=path), source=path, on_bad_row=data.on_bad_row
+            )
+        case name:
+            hint = suggest(name, ["environment", "jsonl"])
+            raise ConfigError(
+                f"data.dataset: {name!r} is neither environment, jsonl nor an import path{hint}", key="data.dataset"
+            )
     if skipped:
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-        _log.warning("%s: skipped %d rows (%s)", source, sum(skipped.values()), counts)
+        _log.warning("%s: skipped %d rows (%s)", data.path or data.dataset, sum(skipped.values()), counts)
+    return apply_template(data.prompt_template, tasks)
+
+
+def _items(made: object, *, first: int | None, key: str, path: str) -> Iterator[Row]:
+    """What a user's function returned or yields, row by row. DatasetError where its code raises."""
+    if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
+        raise DatasetError(
+            f"{key} = {path} returned a {type(made).__name__}; return or yield asyncrl Tasks, or dicts with the texts "
+            "'prompt' and 'answer'"
+        )
+    with _described(f"{key} = {path}"):
+        yield from islice(made, first)
+
+
+@contextlib.contextmanager
+def _described(source: str) -> Iterator[None]:
+    """DatasetError that says what the user's code raised, and where."""
+    try:
+        yield
+    except AsyncRLError:
+        raise
+    except Exception as error:
+        raise DatasetError(f"{source} raised {describe_error(error)}") from error

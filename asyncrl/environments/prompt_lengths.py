@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
-from asyncrl.data.tokenizer import encode_prompts
+from asyncrl.data.tokenizer import encode_prompts, template_tokens
 from asyncrl.errors import DatasetError
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,13 @@ ENCODED_AT_ONCE = 1024
 def longest_prompt_tokens(config: Config) -> int:
     """`data.max_prompt_tokens`, or less, so that a completion of one token still fits."""
     return min(config.data.max_prompt_tokens, config.model.max_length - 1)
+
+
+def counted(tokenizer: Any, task: Task, ids: Sequence[int]) -> str:
+    """How many tokens a prompt has, and how many of them are the chat template's, in words."""
+    added = template_tokens(tokenizer, task.prompt)
+    of_template = f" ({added} of them from the model's chat template, which data.chat: off leaves out)"
+    return f"{len(ids)} tokens{of_template if added else ''}"
 
 
 def fitting(tasks: Sequence[Task], *, config: Config, tokenizer: Any) -> list[Task]:
@@ -38,7 +45,7 @@ def fitting(tasks: Sequence[Task], *, config: Config, tokenizer: Any) -> list[Ta
             if 0 < len(ids) <= longest:
                 fit.append(task)
             elif not first_misfit:
-                first_misfit = f"row {task.row}: the prompt {task.prompt[:40]!r} has {len(ids)} tokens"
+                first_misfit = f"row {task.row}: the prompt {task.prompt[:40]!r} has {counted(tokenizer, task, ids)}"
     misfits = len(tasks) - len(fit)
     if not misfits:
         return fit
@@ -48,8 +55,8 @@ def fitting(tasks: Sequence[Task], *, config: Config, tokenizer: Any) -> list[Ta
         f"model.max_length = {config.model.max_length}); it is the first of {misfits} among {len(tasks)} prompts"
     )
     if not fit:
-        raise DatasetError(f"{finding}: none fits; raise the limit, or mend the rows")
+        raise DatasetError(f"{finding}: none fits; raise the limit, or shorten the rows")
     if config.data.on_bad_row == "refuse":
-        raise DatasetError(f"{finding}; raise the limit, mend the rows, or set data.on_bad_row: skip")
+        raise DatasetError(f"{finding}; raise the limit, shorten the rows, or set data.on_bad_row: skip")
     logger.warning("%s: they are skipped (data.on_bad_row: skip)", finding)
     return fit

@@ -67,7 +67,7 @@ class GeneratorActor:
         self._scorer = Scorer(config.environment, secrets=secrets, output=output)
         scorer_started = asyncio.create_task(self._scorer.start())
         await asyncio.sleep(0)  # its processes are on their way while the engine's start blocks this loop
-        tokenizer = load_tokenizer(model_path)
+        tokenizer = load_tokenizer(model_path, chat=config.data.chat)
         buffer = BufferClient(ray.get_actor("buffer", namespace=namespace), timeout_s=timeout_s)
         await buffer.call("handshake", f"generator {self._name}", tokenizer_fingerprint(tokenizer))
         # Nothing is generated before the first weights of the learner: those on the disk would be read for nothing.

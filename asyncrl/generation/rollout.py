@@ -18,7 +18,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data.specs import NO_VERSION
 from asyncrl.data.tokenizer import encode_prompt
-from asyncrl.environments.prompt_lengths import longest_prompt_tokens
+from asyncrl.environments.prompt_lengths import counted, longest_prompt_tokens
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion, InferenceEngine
 
@@ -107,8 +107,8 @@ class Rollouts:
         limit = longest_prompt_tokens(self._config)
         if not 0 < len(ids) <= limit:
             raise DataError(
-                f"the prompt {task.prompt[:40]!r} has {len(ids)} tokens; 1 to {limit} fit (data.max_prompt_tokens, "
-                "model.max_length)",
+                f"the prompt {task.prompt[:40]!r} has {counted(self._tokenizer, task, ids)}; 1 to {limit} fit "
+                "(data.max_prompt_tokens, model.max_length)",
                 reason="prompt_length",
             )
         return ids, min(self._config.generator.max_completion_tokens, self._config.model.max_length - len(ids))

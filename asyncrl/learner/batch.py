@@ -5,8 +5,9 @@ The bound is checked once more here: a group whose oldest token is beyond the η
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -123,6 +124,12 @@ def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
     return histograms
 
 
+class Decode(Protocol):
+    """The text of token ids; `special`: with special tokens."""
+
+    def __call__(self, ids: Sequence[int], special: bool = False) -> str: ...
+
+
 def sample_record(
     leased: LeasedGroup,
     rows: BatchedDataDict,
@@ -130,7 +137,7 @@ def sample_record(
     step: int,
     row: int,
     sample: int,
-    decode: Callable[[Sequence[int]], str],
+    decode: Decode,
 ) -> SampleRecord:
     """One rollout of a group in full, from row `row` of `rows`: `input_ids`, `weight_versions`, `advantages`, of which
     the mean over the completion is kept when there is one a token, and the log-probs that are among them."""
@@ -147,6 +154,7 @@ def sample_record(
         step=step,
         group=leased.meta.group,
         prompt=leased.task.prompt,
+        rendered_prompt=decode(rows["input_ids"][row, :prompt].tolist(), special=True),
         completion=decode(rows["input_ids"][row, cut].tolist()),
         answer=leased.task.answer,
         reward=leased.meta.rewards[sample],

@@ -27,7 +27,7 @@ from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.partitions import group_of
 from asyncrl.errors import NonFiniteError, ParityError, RowsLost
-from asyncrl.learner.batch import StepSamples, check_staleness, judge_samples, sample_ids, step_meta
+from asyncrl.learner.batch import Decode, StepSamples, check_staleness, judge_samples, sample_ids, step_meta
 from asyncrl.learner.critic import CriticStages
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.interfaces import Buffer, Critic, Publications, RunLog, Saves, Trainer
@@ -65,7 +65,7 @@ class LearnerLoop:
         log: RunLog,
         metrics: LearnerMetrics,
         states: StateClock,
-        decode: Callable[[Sequence[int]], str],
+        decode: Decode,
         started_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -16,7 +16,7 @@ from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import Lease, Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.learner.batch import StepSamples, counts_by_staleness, sample_record
+from asyncrl.learner.batch import Decode, StepSamples, counts_by_staleness, sample_record
 from asyncrl.learner.critic import critic_numbers
 from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.interfaces import RunLog
@@ -70,7 +70,7 @@ class StepRecorder:
         log: RunLog,
         metrics: LearnerMetrics,
         groups_logged: int,
-        decode: Callable[[Sequence[int]], str],
+        decode: Decode,
         elapsed_s: Callable[[], float],
         state_seconds: Callable[[], dict[str, float]],
     ) -> None:

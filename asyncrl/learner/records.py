@@ -175,7 +175,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout in full, as it was trained at `step`.
+    """One rollout in full, as it was trained at `step`. `rendered_prompt` is the prompt as the model got it, with
+    special tokens and the chat template.
 
     `version_spans`: (step of the weights, completion tokens that they produced), in order. `staleness_versions` is the
     age of its oldest token at `step`. With `learner.logprobs_logged`, `generation_logprobs` has the engine's log-prob
@@ -185,6 +186,7 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     group: int
     prompt: str
+    rendered_prompt: str
     completion: str
     answer: str
     reward: float | None

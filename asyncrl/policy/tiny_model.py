@@ -31,10 +31,10 @@ from asyncrl.config.schema import Config, TinyModelSection
 from asyncrl.data.prompts import Task, fingerprint
 from asyncrl.environments.interfaces import build_tasks
 from asyncrl.errors import ConfigError, DatasetError
+from asyncrl.policy.model_directory import TINY_RECIPE, is_tiny
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
-RECIPE_FILE = "tiny.json"
 
 _REPLACED = "replaced"  # in a description: the fingerprint of the model that stood there, for `ensure_model` to tell
 _RECIPE_REVISION = 3  # raised whenever the code below would build other weights from an equal section
@@ -293,7 +293,7 @@ def _put(path: Path, *, parts: Sequence[Any], recipe: dict[str, str]) -> None:
         with _no_progress_bar():
             for part in parts:
                 part.save_pretrained(built)
-        (built / RECIPE_FILE).write_text(json.dumps(recipe) + "\n")
+        (built / TINY_RECIPE).write_text(json.dumps(recipe) + "\n")
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, Path(scratch, "replaced"))
         try:
@@ -306,13 +306,13 @@ def _put(path: Path, *, parts: Sequence[Any], recipe: dict[str, str]) -> None:
 
 
 def _is_foreign(path: Path) -> bool:
-    return path.exists() and not (path / RECIPE_FILE).is_file()
+    return path.exists() and not is_tiny(path)
 
 
 def _recipe_of(path: Path) -> dict[str, str]:
     """What the directory was built from; empty when it does not say, or says it illegibly."""
     try:
-        recipe = json.loads((path / RECIPE_FILE).read_text())
+        recipe = json.loads((path / TINY_RECIPE).read_text())
     except (OSError, ValueError):
         return {}
     return recipe if isinstance(recipe, dict) else {}

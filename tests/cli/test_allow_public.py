@@ -26,6 +26,14 @@ def test_every_address_is_refused_even_with_it(command: list[str]) -> None:
 
 def test_with_it_such_a_host_is_taken() -> None:
     result = runner.invoke(
-        app, ["config", "check", "--allow-public", "metrics.host=node", "environment.options.task=chain_sum"]
+        app,
+        [
+            "config",
+            "check",
+            "--allow-public",
+            "metrics.host=node",
+            "environment.options.task=chain_sum",
+            "model.tiny={}",
+        ],
     )
     assert result.exit_code == 0, result.stderr

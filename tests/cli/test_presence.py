@@ -1,5 +1,6 @@
 """What a configuration names and this machine lacks: missed before anything starts, only where it is needed."""
 
+import json
 import os
 import shutil
 from collections.abc import Collection
@@ -9,22 +10,40 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.buffer.membership import Role
+from asyncrl.cli import presence
 from asyncrl.cli.main import app
 from asyncrl.cli.presence import check_presence
-from asyncrl.config.load import load_config
+from asyncrl.config.load import config_origins, load_config
 from asyncrl.errors import ConfigError
+from asyncrl.policy.model_directory import TINY_RECIPE
 
 pytestmark = pytest.mark.slow
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
+def warnings(*overrides: str, roles: Collection[Role] = tuple(Role)) -> list[str]:
+    origins = config_origins([QUICKSTART], overrides)
+    return check_presence(load_config([QUICKSTART], overrides), roles=roles, origins=origins)
+
+
 def missing(*overrides: str, roles: Collection[Role] = tuple(Role)) -> list[str]:
     try:
-        check_presence(load_config([QUICKSTART], overrides), roles=roles)
+        warnings(*overrides, roles=roles)
     except ConfigError as error:
         return str(error).splitlines()
     return []
+
+
+def write_model(path: Path, *, vocabulary: int = 8, tokens: int = 8, added: int = 0, positions: int = 64) -> Path:
+    """What is read of a model's directory before a run starts."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({"vocab_size": vocabulary, "max_position_embeddings": positions}))
+    vocab = {f"t{number}": number for number in range(tokens)}
+    more = [{"id": tokens + number, "content": f"<a{number}>"} for number in range(added)]
+    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": more}))
+    (path / "model.safetensors").touch()
+    return path
 
 
 def test_the_quickstart_lacks_nothing() -> None:
@@ -43,23 +62,114 @@ def test_f28_a_dataset_file_that_does_not_exist_is_missed(tmp_path: Path) -> Non
 def test_f28_a_model_s_directory_that_does_not_exist_is_missed(tmp_path: Path) -> None:
     model = tmp_path / "model"
     [line] = missing("model.tiny=null", f"model.path={model}")
-    assert line.startswith(f"model.path = {model}: there is no such directory")
-    assert missing(f"model.path={model}") == [], "a tiny one is built there"
-    model.mkdir()
+    assert line.startswith(f"model.path = {model}: there is no such folder here")
+    write_model(model)
     assert missing("model.tiny=null", f"model.path={model}") == []
     assert missing("model.tiny=null", "model.path=Qwen/Qwen3-0.6B") == [], "the hub's, as far as can be told"
 
 
-def test_f28_a_run_does_not_begin_with_what_its_own_start_moves_aside(
+@pytest.mark.parametrize("path", ["models/llama-cat", "mine/llama-cat", "a/b/llama-cat"])
+def test_f28_a_typo_in_a_relative_path_is_a_folder_that_is_missed_and_the_nearest_is_named(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    near = Path(path).with_name("llama-chat")
+    near.mkdir(parents=True)
+    [line] = missing("model.tiny=null", f"model.path={path}")
+    assert f"there is no such folder here (did you mean {near}?)" in line
+
+
+def test_a_tiny_model_is_built_only_where_path_and_tiny_are_set_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert missing() == [], "the quickstart's file sets both"
+    for path in ("models/llama-cat", str(tmp_path / "other")):
+        [line] = missing(f"model.path={path}")
+        assert "no tiny model is built there: model.path is set on the command line, and model.tiny is not" in line
+        assert missing(f"model.path={path}", "model.tiny={}") == []
+        assert missing(f"model.path={path}", "model.tiny.seed=3") == []
+        (Path(path) / TINY_RECIPE).parent.mkdir(parents=True)
+        (Path(path) / TINY_RECIPE).touch()
+        assert missing(f"model.path={path}") == [], "a tiny model of ours is there already"
+
+
+@pytest.mark.parametrize("tiny", [[], ["model.tiny={}"], ["model.tiny=null"]], ids=["file's", "set again", "none"])
+@pytest.mark.parametrize("there", [True, False], ids=["there", "missing"])
+def test_f28_a_run_does_not_begin_with_what_its_own_start_moves_aside(
+    tiny: list[str], there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tmp_path / "runs" / "quickstart" / "checkpoints" / "step-20" / "hf"
-    model.mkdir(parents=True)
+    if there:
+        write_model(model)
     monkeypatch.chdir(tmp_path)
     for path in (model, model.relative_to(tmp_path)):
-        [line] = missing("model.tiny=null", f"model.path={path}")
+        [line] = missing(*tiny, f"model.path={path}")
         assert line.startswith(f"model.path = {path}: it is in runs/quickstart, which is moved aside")
-        assert missing("model.tiny=null", f"model.path={path}", "run.name=second") == []
+        other = missing(*tiny, f"model.path={path}", "run.name=second")
+        assert (other == []) is there, "nothing is built in the directory of any run"
+
+
+def test_a_model_that_is_there_is_used_as_it_is_and_a_note_says_so(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    [line] = warnings(f"model.path={model}")
+    assert line == f"model.path = {model} is there and is used as it is: model.tiny is not applied"
+    assert warnings(f"model.path={model}", "model.tiny=null") == []
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [("config.json", "config.json"), ("tokenizer.json", "a tokenizer"), ("model.safetensors", "weights")],
+)
+def test_f28_a_directory_without_a_part_of_a_model_is_refused_with_the_part(
+    file: str, named: str, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model")
+    (model / file).unlink()
+    [line] = missing("model.tiny=null", f"model.path={model}")
+    assert f"is no whole Hugging Face model, it lacks {named}" in line
+    needs_no_weights = missing("model.tiny=null", f"model.path={model}", roles=[Role.GENERATOR]) == []
+    assert needs_no_weights is (file == "model.safetensors"), "generators get theirs from the learner"
+
+
+def test_f28_weights_that_their_index_names_and_that_are_not_there_are_missed(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    [line] = missing("model.tiny=null", f"model.path={model}")
+    assert "it lacks model-2.safetensors" in line
+
+
+def test_f25_a_tokenizer_of_more_tokens_than_the_models_vocabulary_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", vocabulary=97, tokens=2000)
+    [line] = missing("model.tiny=null", f"model.path={model}")
+    assert f"model.path = {model}: the tokenizer has 2000 tokens, the model's vocabulary 97: " in line
+
+
+def test_f25_an_added_token_beyond_the_vocabulary_is_a_note(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", vocabulary=8, tokens=8, added=1)
+    [line] = warnings("model.tiny=null", f"model.path={model}")
+    assert "added tokens beyond the model's vocabulary of 8, such as '<a0>'" in line
+
+
+def test_f28_a_max_length_above_the_models_positions_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", positions=32)
+    overrides = ("model.tiny=null", f"model.path={model}")
+    assert missing(*overrides, "model.max_length=32") == []
+    [line] = missing(*overrides, "model.max_length=33")
+    assert line.startswith("model.max_length = 33: must be at most 32, the max_position_embeddings of")
+    (model / "config.json").write_text(
+        json.dumps({"max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 4}})
+    )
+    assert missing(*overrides, "model.max_length=33") == [], "scaled positions reach further"
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_a_file_of_a_model_that_cannot_be_read_is_named(file: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    (model / file).write_text('{"model": ')
+    [line] = missing("model.tiny=null", f"model.path={model}")
+    assert "config.json or tokenizer.json cannot be read" in line
 
 
 @pytest.mark.parametrize(
@@ -110,24 +220,23 @@ def test_f28_a_task_that_reasoning_gym_lacks_is_missed(override: str, says: str)
     assert says in problem
 
 
-def test_gpus_that_this_machine_lacks_are_a_warning_where_ray_is_to_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    def warnings(*overrides: str, roles: Collection[Role] = tuple(Role)) -> list[str]:
-        return check_presence(load_config([QUICKSTART], overrides), roles=roles)
-
+def test_f28_gpus_that_cannot_come_are_refused_where_ray_is_to_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert warnings() == []
-    wanted = ("generator.gpus=1", "learner.gpus=0.5")
-    assert [line.partition(",")[0] for line in warnings(*wanted)] == ["generator.gpus = 1", "learner.gpus = 0.5"]
-    assert warnings(*wanted, "ray.address='10.0.0.7:6379'") == []
-    assert warnings(*wanted, roles=[Role.LEARNER]) == [], "it joins a cluster, whose machines have their own"
+    monkeypatch.setattr(presence, "_GPU_FILES", ("no-such-device",))
+    assert missing() == []
+    wanted = ("generator.gpus=1", "learner.gpus=0.5", "critic={gpus: 1}")
+    refused = ["generator.gpus = 1", "learner.gpus = 0.5", "critic.gpus = 1"]
+    assert [line.partition(":")[0] for line in missing(*wanted)] == refused
+    assert missing(*wanted, "ray.address='10.0.0.7:6379'") == []
+    assert missing(*wanted, roles=[Role.LEARNER]) == [], "it joins a cluster, whose machines have their own"
+    monkeypatch.setattr(presence, "_GPU_FILES", ("null",))
+    assert missing(*wanted) == [], "a container may have the device without nvidia-smi"
+    monkeypatch.setattr(presence, "_GPU_FILES", ("no-such-device",))
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert warnings(*wanted) == []
+    assert missing(*wanted) == []
 
 
 def test_parts_of_engines_without_a_core_each_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def warnings(*overrides: str) -> list[str]:
-        return check_presence(load_config([QUICKSTART], overrides), roles=tuple(Role))
-
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     two_parts = "generator.tensor_parallel_size=2"
     assert warnings(two_parts, "generator.replicas=2") == []

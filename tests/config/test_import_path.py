@@ -84,9 +84,12 @@ def test_a_module_that_raises_and_one_with_a_missing_import_are_told_apart(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "raises_on_import.py").write_text("1 / 0\n")
     (tmp_path / "lacks_an_import.py").write_text("import not_installed_here\n")
-    with pytest.raises(ConfigError, match="raised ZeroDivisionError"):
+    (tmp_path / "exits.py").write_text("import sys\n\nsys.exit('usage: …')\n")
+    with pytest.raises(ConfigError, match=r"raised ZeroDivisionError: division by zero \(.*raises_on_import\.py:1\)"):
         resolve("raises_on_import:f", key="k")
-    with pytest.raises(ConfigError, match="no module 'not_installed_here'"):
+    with pytest.raises(ConfigError, match=r"raised SystemExit: usage: … \(.*exits\.py:3\)"):
+        resolve("exits:f", key="k")
+    with pytest.raises(ConfigError, match=r"No module named 'not_installed_here' \(.*lacks_an_import\.py:1\)"):
         resolve("lacks_an_import:f", key="k")
     assert "lacks_an_import" not in sys.modules
 

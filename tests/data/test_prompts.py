@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.data.prompts import (
+    FIRST_ROWS,
+    OnBadRow,
     PromptCursor,
     PromptSource,
     Task,
@@ -61,10 +63,47 @@ def test_f33_a_bad_row_is_skipped_and_counted_and_the_rows_after_it_are_read(tmp
 
 
 def test_f33_bad_utf8_and_deep_nesting_are_bad_json(tmp_path: Path) -> None:
-    path = write(tmp_path, b'{"prompt": "\xff", "answer": "2"}', b"[" * 100_000)
+    path = write(tmp_path, GOOD, b'{"prompt": "\xff", "answer": "2"}', b"[" * 100_000)
     tasks, skipped = read_jsonl(path, on_bad_row="skip")
-    assert tasks == []
+    assert [task.row for task in tasks] == [1]
     assert skipped == {"bad_json": 2}
+
+
+@pytest.mark.parametrize("on_bad_row", ["refuse", "skip"])
+def test_f33_a_file_with_other_keys_is_refused_with_its_keys_and_how_to_rename_them_and_never_told_to_skip(
+    tmp_path: Path, on_bad_row: OnBadRow
+) -> None:
+    path = write(tmp_path, *[b'{"question": "%d", "answer": "2"}' % number for number in range(FIRST_ROWS + 1)])
+    with pytest.raises(DatasetError) as caught:
+        read_jsonl(path, on_bad_row=on_bad_row)
+    message = str(caught.value)
+    assert f"none of its first {FIRST_ROWS} rows can be used; row 1 has no key 'prompt'" in message
+    assert "['answer', 'question']" in message
+    assert "rename the keys" in message
+    assert "skip" not in message
+
+
+def test_f33_rows_that_lack_a_key_beside_good_ones_are_skipped_however_many_come_first(tmp_path: Path) -> None:
+    path = write(tmp_path, *[b'{"prompt": "x"}'] * (FIRST_ROWS - 1), GOOD)
+    tasks, skipped = read_jsonl(path, on_bad_row="skip")
+    assert ([task.row for task in tasks], skipped) == ([FIRST_ROWS], {"missing_key": FIRST_ROWS - 1})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        b'{"messages": [{"role": "user", "content": "x"}], "answer": "2"}',
+        b'{"prompt": [{"content": "x"}], "answer": "2"}',
+    ],
+)
+def test_f33_a_conversation_is_refused_with_how_to_write_it_as_a_prompt(tmp_path: Path, row: bytes) -> None:
+    with pytest.raises(DatasetError, match=r"the text of one turn\. Write the text of the user's message as 'prompt'"):
+        read_jsonl(write(tmp_path, GOOD, row))
+
+
+def test_only_the_first_rows_of_a_file_are_read_where_no_more_are_wanted(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD, b'{"prompt": "2+2", "answer": "4"}', b"nonsense")
+    assert [task.row for task in read_jsonl(path, first=2)[0]] == [1, 2]
 
 
 @pytest.mark.parametrize(

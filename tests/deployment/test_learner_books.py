@@ -36,7 +36,13 @@ DEADLINE_S = 120.0
 def deployment_in(run: RunDir, config: Config) -> LearnerDeployment:
     nothing: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     return LearnerDeployment(
-        config, run_dir=run, model_path=nothing, prompts=nothing, started_s=0.0, show=lambda view: None
+        config,
+        run_dir=run,
+        model_path=nothing,
+        prompts=nothing,
+        started_s=0.0,
+        show=lambda view: None,
+        report=lambda line: None,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import Task, numbered
+from asyncrl.data.prompts import Task
 from asyncrl.deployment.closing import Stopped
 from asyncrl.deployment.launch import Prompts
 from asyncrl.deployment.learner import LearnerDeployment, probe_sequences
@@ -44,8 +44,8 @@ async def test_f33_a_prompt_that_is_too_long_ends_the_run_before_anything_is_pub
         {"run": {"dir": str(tmp_path)}, "model": {"max_length": 16}, "data": {"max_prompt_tokens": 4}}
     )
     build_tokenizer(max_length=16).save_pretrained(tmp_path / "model")
-    sides = {name: numbered([Task(question="ab", prompt="ab>", answer="ba")]) for name in ("train", "heldout")}
-    sides[side] = numbered([*sides[side], Task(question="abcd", prompt="abcd>", answer="dcba")])
+    sides = {name: [Task(question="ab", prompt="ab>", answer="ba", row=1)] for name in ("train", "heldout")}
+    sides[side].append(Task(question="abcd", prompt="abcd>", answer="dcba", row=2))
     with RunDir.create(config) as run_dir:
         deployment = LearnerDeployment(
             config,
@@ -54,6 +54,7 @@ async def test_f33_a_prompt_that_is_too_long_ends_the_run_before_anything_is_pub
             prompts=asyncio.sleep(0, Prompts(**sides)),
             started_s=0.0,
             show=lambda view: None,
+            report=lambda line: None,
         )
         with pytest.raises(DatasetError, match=r"row 2: the prompt 'abcd>' has 5 tokens, and 1 to 4 fit"):
             await deployment._train(
@@ -86,6 +87,7 @@ async def test_f29_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_en
             prompts=asyncio.sleep(0, Prompts(train=(), heldout=())),
             started_s=0.0,
             show=show,
+            report=lambda line: None,
         )
         async with asyncio.timeout(120):
             with pytest.raises(Stopped):

@@ -223,6 +223,7 @@ def test_steps_evals_and_samples_are_appended_as_lines(tmp_path: Path) -> None:
         step=4,
         group=7,
         prompt="cat>",
+        rendered_prompt="<user>cat>",
         completion="tac",
         answer="tac",
         reward=1.0,

@@ -1,4 +1,5 @@
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +7,7 @@ import pytest
 
 from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.prompts import Task
-from asyncrl.environments.interfaces import build_environment, build_reward, build_tasks
+from asyncrl.environments.interfaces import build_environment, build_reward, build_tasks, read_tasks
 from asyncrl.errors import ConfigError, DatasetError
 
 pytestmark = pytest.mark.slow
@@ -31,8 +32,40 @@ def listed(*, words: list[str]) -> list[Any]:
     return [Task(question=word, prompt=word, answer=word[::-1]) for word in words]
 
 
+def rows() -> Iterator[Any]:
+    """What a user's function may give: tasks and dicts, one after the other."""
+    yield Task(question="ab", answer="ba")
+    yield {"prompt": "cd", "answer": "dc", "level": 2}
+
+
 def not_tasks() -> list[Any]:
-    return [*listed(words=["ab"]), {"prompt": "x"}]
+    return [*rows(), 7]
+
+
+def conversations() -> list[Any]:
+    return [Task(question=[{"role": "user", "content": "1+1"}], answer="2")]  # type: ignore[arg-type]
+
+
+def fails() -> list[Any]:
+    raise LookupError("no such split")
+
+
+def fails_late() -> Iterator[Any]:
+    yield from rows()
+    raise LookupError("no such row")
+
+
+def returns_nothing() -> None:
+    pass
+
+
+def other_columns() -> list[Any]:
+    return [{"question": f"{number}", "answer": "x"} for number in range(300)]
+
+
+class Failing(Doubling):
+    def tasks(self, seed: int) -> Sequence[Task]:
+        raise LookupError("no such split")
 
 
 def config(**sections: Any) -> Config:
@@ -106,9 +139,47 @@ def test_tasks_of_an_import_path_get_their_options() -> None:
     assert [task.row for task in train] == list(range(1, 11))
 
 
-def test_f33_an_item_that_is_no_task_is_refused_with_its_number() -> None:
-    with pytest.raises(DatasetError, match="item 2 is a dict"):
-        build_tasks(config(data={"dataset": f"{HERE}:not_tasks"}))
+def test_a_function_may_yield_tasks_without_prompts_and_dicts_whose_other_keys_are_metadata() -> None:
+    data = {"dataset": f"{HERE}:rows", "heldout_fraction": 0, "prompt_template": "{question}>"}
+    train, _ = build_tasks(config(data=data))
+    assert [(task.prompt, task.answer, task.metadata, task.row) for task in train] == [
+        ("ab>", "ba", {}, 1),
+        ("cd>", "dc", {"level": 2}, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("not_tasks", r"row 3: is a int, not an object; fix it, or set data\.on_bad_row: skip"),
+        ("conversations", r"row 1 has 'question' of type list, not a string: a prompt is the text of one turn"),
+        (
+            "other_columns",
+            r"none of its first 100 rows can be used; row 1 has no key 'prompt', only \['answer', 'question",
+        ),
+        ("returns_nothing", r"returned a NoneType; return or yield asyncrl Tasks, or dicts"),
+    ],
+)
+def test_f33_rows_of_a_function_that_cannot_be_used_are_named(function: str, message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        build_tasks(config(data={"dataset": f"{HERE}:{function}"}))
+
+
+@pytest.mark.parametrize(("function", "text"), [("fails", "no such split"), ("fails_late", "no such row")])
+def test_what_a_dataset_function_raises_is_said_with_its_line(function: str, text: str) -> None:
+    with pytest.raises(DatasetError) as caught:
+        build_tasks(config(data={"dataset": f"{HERE}:{function}"}))
+    raised = rf"data\.dataset = {HERE}:{function} raised LookupError: {text} \(.*{HERE}\.py:\d+\)"
+    assert re.fullmatch(raised, str(caught.value))
+
+
+def test_what_an_environments_tasks_raise_is_said_with_its_line() -> None:
+    with pytest.raises(DatasetError, match=rf"environment\.name = {HERE}:Failing raised LookupError.*{HERE}\.py:\d+\)"):
+        build_tasks(config(environment={"name": f"{HERE}:Failing"}))
+
+
+def test_only_the_first_rows_are_read_where_no_more_are_wanted() -> None:
+    assert [task.row for task in read_tasks(config(data={"dataset": f"{HERE}:fails_late"}), first=2)] == [1, 2]
 
 
 def test_f33_jsonl_rows_are_skipped_by_config_and_the_log_counts_them(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import Task, numbered
+from asyncrl.data.prompts import Task
 from asyncrl.environments import prompt_lengths
 from asyncrl.environments.prompt_lengths import fitting, longest_prompt_tokens
 from asyncrl.errors import DatasetError
@@ -26,7 +26,7 @@ class LetterTokenizer:
 
 
 def tasks_of(*prompts: str) -> list[Task]:
-    return numbered([Task(question=prompt, prompt=prompt, answer="") for prompt in prompts])
+    return [Task(question=prompt, prompt=prompt, answer="", row=row) for row, prompt in enumerate(prompts, start=1)]
 
 
 def settings(**data: Any) -> Config:

@@ -69,7 +69,7 @@ async def test_a_synchronous_run_equals_a_sequential_loop(
 async def sequential_loop(config, model_path: str, engine: VLLMEngine):  # type: ignore[no-untyped-def]
     """Generate B groups, train on them, load the result, again: what a textbook does."""
     learner = config.learner
-    tokenizer = load_tokenizer(model_path)
+    tokenizer = load_tokenizer(model_path, chat="auto")
     train, _ = build_tasks(config)
     prompts = PromptSource(train, seed=config.run.seed, shuffle=config.data.shuffle)
     reward = build_reward(config.environment).function

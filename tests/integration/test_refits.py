@@ -260,7 +260,7 @@ def test_a_rows_own_stop_string_ends_it_and_no_other(scene: Scene) -> None:
     row = int(free["generation_lengths"].argmax())
     start = int(PROMPTS["input_lengths"][row])
     second = int(free["output_ids"][row, start + 1])
-    text = load_tokenizer(scene.config.model.path).decode([second])
+    text = load_tokenizer(scene.config.model.path, chat="auto").decode([second])
     stops: list[Any] = [None] * PROMPTS.size
     stops[row] = [text]
     stopped = scene.generation.generate(BatchedDataDict(**PROMPTS, stop_strings=stops), greedy=True)

@@ -42,6 +42,12 @@ TASKS = [Task(question=f"q{index}", prompt=f"q{index}", answer="a") for index in
 HELDOUT = [Task(question=f"h{index}", prompt=f"h{index}", answer="a") for index in range(5)]
 
 
+def decoded(ids: Sequence[int], special: bool = False) -> str:
+    """Token ids as text; with special tokens in brackets."""
+    text = " ".join(map(str, ids))
+    return f"[{text}]" if special else text
+
+
 class Clock:
     now_s = 0.0
 
@@ -341,7 +347,7 @@ class Scene:
             log=log or self.log,
             metrics=self.metrics,
             states=self.states,
-            decode=lambda ids: " ".join(map(str, ids)),
+            decode=decoded,
             started_s=0.0,
             clock=self.clock,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from learner_scenes import Scene, judged, skipped, trained
+from learner_scenes import Scene, decoded, judged, skipped, trained
 
 from asyncrl.buffer.actor import FailedTicket
 from asyncrl.buffer.ledger import Fate
@@ -96,7 +96,7 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
     )
     metrics = LearnerMetrics()
     recorder = StepRecorder(
-        log=Scene().log, metrics=metrics, groups_logged=0, decode=str, elapsed_s=lambda: 1.0, state_seconds=dict
+        log=Scene().log, metrics=metrics, groups_logged=0, decode=decoded, elapsed_s=lambda: 1.0, state_seconds=dict
     )
     recorder.trained(step)
     expected = measured | same | of_samples | of_loss
@@ -152,6 +152,7 @@ async def test_samples_have_the_log_probs_of_their_completions_when_they_are_ask
     await scene.run()
     logged = scene.log.samples[0]
     assert len(logged) == 4
+    assert {sample.rendered_prompt for sample in logged} == {"[1 2 3]"}, "as the model got it, special tokens included"
     for sample in logged:
         assert sample.generation_logprobs is not None
         assert len(sample.generation_logprobs) == len(sample.completion.split())

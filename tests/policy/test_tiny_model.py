@@ -12,9 +12,9 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, TinyModelSection
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ConfigError, DatasetError
+from asyncrl.policy.model_directory import TINY_RECIPE
 from asyncrl.policy.tiny_model import (
     CHARACTERS,
-    RECIPE_FILE,
     build_tiny_model,
     build_tokenizer,
     ensure_description,
@@ -238,9 +238,9 @@ def test_a_description_never_touches_a_model_of_another_make(tmp_path: Path) -> 
 @pytest.mark.parametrize("recipe", ["", "null", "[]"])
 def test_an_unreadable_recipe_is_built_anew(tmp_path: Path, recipe: str) -> None:
     path = build(tmp_path / "m", small())
-    (path / RECIPE_FILE).write_text(recipe)
+    (path / TINY_RECIPE).write_text(recipe)
     ensure_model(config(path, small()), report=silent)
-    assert json.loads((path / RECIPE_FILE).read_text())["fingerprint"]
+    assert json.loads((path / TINY_RECIPE).read_text())["fingerprint"]
 
 
 def test_a_directory_of_another_make_is_used_as_it_is_and_never_replaced(tmp_path: Path) -> None:

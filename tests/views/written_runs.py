@@ -82,6 +82,7 @@ def write_run(
                     step=record.step,
                     group=record.step,
                     prompt=f"prompt of step {record.step}",
+                    rendered_prompt=f"<user>prompt of step {record.step}",
                     completion=HOSTILE,
                     answer="tac",
                     reward=1.0,

@@ -1,0 +1,198 @@
+"""What a run tries before it starts Ray: models of the hub, the user's own code, and the rows of datasets.
+
+A reward or environment of the user's is made in a real scoring process, with the environment variables that it has in a
+run. Datasets, losses and advantages are imported by the command itself, whose process uses them later. Built-in parts
+need no trial and cost no time here.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from asyncrl.algorithms.baselines import OwnEstimator, resolve_advantage
+from asyncrl.algorithms.presets import advantage_of, is_own_loss
+from asyncrl.buffer.membership import Role
+from asyncrl.cli.presence import model_directory
+from asyncrl.config.import_path import is_import_path
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import FIRST_ROWS, Task
+from asyncrl.errors import ConfigError, DatasetError, InfraError
+
+if TYPE_CHECKING:
+    from asyncrl.deployment.launch import Prompts
+
+FIRST_PROMPTS = 1000
+"""Prompts whose length is looked at before the start; the learner looks at all of them later."""
+HUB_TIMEOUT_S = 5.0
+
+
+def look(config: Config) -> list[str]:
+    """For `config check`: tries the user's code and reads the first rows of the user's dataset; a note of what was
+    read. ConfigError with all that is wrong. The hub is not asked."""
+    notes: list[str] = []
+    problems = _problems(config, [*_trials(config, tuple(Role)), lambda config: notes.append(_first_rows(config))])
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return [note for note in notes if note]
+
+
+def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompts | None":
+    """For the commands that run: tries what they will need, and reads the prompts if they come from a file or from the
+    user's code; others are made while Ray starts. ConfigError or DatasetError for what would end the run later."""
+    from asyncrl.deployment.launch import Prompts
+    from asyncrl.environments.interfaces import build_tasks
+
+    problems = _problems(config, [_try_hub, *_trials(config, roles)])
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if not _has_own_rows(config):
+        return None
+    train, heldout = build_tasks(config)
+    _try_prompts(config, [*train, *heldout])
+    return Prompts(train=train, heldout=heldout)
+
+
+def _problems(config: Config, trials: Sequence[Callable[[Config], None]]) -> list[str]:
+    problems = []
+    for trial in trials:
+        try:
+            trial(config)
+        except (ConfigError, DatasetError) as error:
+            problems.append(str(error))
+    return problems
+
+
+def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], None]]:
+    """What makes the user's own callables in the way that a run does."""
+    trials: list[Callable[[Config], None]] = []
+    environment = config.environment
+    if Role.GENERATOR in roles and (is_import_path(environment.reward or environment.name) or environment.secrets):
+        trials.append(_try_scoring)
+    if Role.LEARNER in roles and is_own_loss(config.algorithm):
+        trials.append(_try_loss)
+    if Role.LEARNER in roles and isinstance(resolve_advantage(advantage_of(config.algorithm)), OwnEstimator):
+        trials.append(_try_advantage)
+    return trials
+
+
+def _try_scoring(config: Config) -> None:
+    from asyncrl.environments.scoring import START_TIMEOUT_S
+    from asyncrl.environments.scoring_process import ScoringProcess
+    from asyncrl.environments.secrets import read_secrets
+
+    process = ScoringProcess(
+        config.environment,
+        start_timeout_s=START_TIMEOUT_S,
+        closing=threading.Event(),
+        secrets=read_secrets(config.environment, os.environ),
+        output=lambda line: typer.echo(line, err=True),
+    )
+    try:
+        process.start()
+    except InfraError as error:
+        key = "environment.reward" if config.environment.reward else "environment.name"
+        raise ConfigError(
+            f"{key} = {config.environment.reward or config.environment.name}: {error}", key=key
+        ) from error
+    finally:
+        process.discard()
+
+
+def _try_loss(config: Config) -> None:
+    from asyncrl.algorithms.loss import build_loss  # imports torch, as a loss of the user's does
+
+    build_loss(config)
+
+
+def _try_advantage(config: Config) -> None:
+    from asyncrl.algorithms.advantages import resolve_estimator  # imports torch
+
+    resolve_estimator(advantage_of(config.algorithm))
+
+
+def _has_own_rows(config: Config) -> bool:
+    """Whether the prompts come from a file or from the user's code."""
+    dataset = config.data.dataset
+    source = config.environment.name if dataset == "environment" else dataset
+    return source == "jsonl" or is_import_path(source)
+
+
+def _first_rows(config: Config) -> str:
+    """Says what was looked at; nothing for prompts of a built-in environment."""
+    if not _has_own_rows(config):
+        return ""
+    from asyncrl.environments.interfaces import read_tasks
+
+    tasks = read_tasks(config, first=FIRST_ROWS)
+    _try_prompts(config, tasks)
+    rows = f"the first {FIRST_ROWS} rows were" if len(tasks) >= FIRST_ROWS else "all rows were"
+    return f"data.dataset = {config.data.dataset}: {rows} read; a run reads all of them before it starts"
+
+
+def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:
+    """Looks at the lengths of the first prompts with a tokenizer from the model's files, where these are here and do
+    not need transformers. DatasetError as `prompt_lengths.fitting` says, unless `data.on_bad_row` skips."""
+    path = _model_files(config)
+    if path is None or not tasks:
+        return
+    from asyncrl.data.light_tokenizer import light_tokenizer
+    from asyncrl.environments.prompt_lengths import fitting
+    from asyncrl.policy.model_directory import read_model
+
+    tokenizer = light_tokenizer(path, chat=config.data.chat)
+    if tokenizer is None:
+        return
+    if config.data.on_bad_row == "refuse":
+        fitting(tasks[:FIRST_PROMPTS], config=config, tokenizer=tokenizer)
+    vocabulary = read_model(path).vocabulary
+    token = tokenizer.largest(tasks[0].prompt)
+    if vocabulary is not None and token is not None and token.id >= vocabulary:
+        raise ConfigError(
+            f"model.path = {config.model.path}: the first prompt contains the token {token.text!r} with the id "
+            f"{token.id}, and the model's vocabulary has {vocabulary} tokens; resize the model's embeddings, or set "
+            "data.chat: off if the token is the chat template's",
+            key="model.path",
+        )
+
+
+def _model_files(config: Config) -> Path | None:
+    """Where the model's files are on this machine; None while a tiny model or one of the hub is not there yet."""
+    path = model_directory(config)
+    if path is not None:
+        return path if (path / "config.json").is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(config.model.path, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _try_hub(config: Config) -> None:
+    """Asks the hub once for a model that is not on this machine. ConfigError when it cannot be had: later each process
+    would ask many times, for a minute."""
+    name = config.model.path
+    if model_directory(config) is not None or _model_files(config) is not None:
+        return
+    from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if constants.is_offline_mode():
+        reason = "HF_HUB_OFFLINE is set and the hub's cache does not have it"
+    else:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), token=get_token(), timeout=HUB_TIMEOUT_S)
+            return
+        except GatedRepoError:
+            reason = "the hub gives it only to accounts that were granted access; log in to one with `hf auth login`"
+        except RepositoryNotFoundError:
+            reason = "the hub has no such model, or shows it only to its owner"
+        except Exception as error:  # the hub's client passes on the errors of its transport
+            reason = f"the hub does not answer ({type(error).__name__})"
+    raise ConfigError(
+        f"model.path = {name}: there is no folder {name} here, and {reason}; name a model's directory, or a model of "
+        "the hub",
+        key="model.path",
+    )

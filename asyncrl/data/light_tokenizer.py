@@ -1,0 +1,95 @@
+"""A tokenizer from a model's files, without transformers: its import brings torch, and takes seconds.
+
+Good for refusing prompts early. It adds no special tokens of its own, so that it never counts more tokens than the
+model's real tokenizer, which has the last word when the run starts.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.data.tokenizer import encode_prompts
+
+
+@dataclass(frozen=True)
+class Token:
+    id: int
+    text: str
+
+
+class LightTokenizer:
+    """What `encode_prompts` calls of a tokenizer."""
+
+    def __init__(self, core: Any, *, template: Any, names: Mapping[str, Any]) -> None:
+        self._core = core
+        self._names = names
+        self.chat_template = template
+
+    def __call__(self, texts: Sequence[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        encoded = self._core.encode_batch(list(texts), add_special_tokens=False)
+        return {"input_ids": [each.ids for each in encoded]}
+
+    def largest(self, prompt: str) -> "Token | None":
+        """The token of a prompt that has the largest id."""
+        [ids] = encode_prompts(self, [prompt])
+        return Token(id=max(ids), text=str(self._core.id_to_token(max(ids)))) if ids else None
+
+    def apply_chat_template(self, conversations: Sequence[list[dict[str, str]]], **_: bool) -> list[list[int]]:
+        """Ids of each conversation, up to where the model's answer begins."""
+        texts = [
+            self.chat_template.render(messages=messages, add_generation_prompt=True, **self._names)
+            for messages in conversations
+        ]
+        return self(texts, add_special_tokens=False)["input_ids"]
+
+
+def light_tokenizer(path: Path, *, chat: Literal["auto", "off"]) -> LightTokenizer | None:
+    """The tokenizer of the model in the directory `path`; None where only transformers can read it."""
+    from tokenizers import Tokenizer
+
+    if not (path / "tokenizer.json").is_file():
+        return None
+    settings = _settings(path)
+    source = _template(path, settings)
+    if source is not None and not isinstance(source, str):
+        return None  # several templates by name: transformers chooses
+    core = Tokenizer.from_file(str(path / "tokenizer.json"))
+    core.no_truncation()
+    core.no_padding()
+    names = {key: _text(value) for key, value in settings.items() if key.endswith("_token") and value is not None}
+    if not source or chat == "off":
+        return LightTokenizer(core, template=None, names=names)
+    try:
+        tokenizer = LightTokenizer(core, template=_compiled(source), names=names)
+        tokenizer.apply_chat_template([[{"role": "user", "content": "x"}]])
+    except Exception:  # a template that needs more than it gets here is for transformers to render
+        return None
+    return tokenizer
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    file = path / "tokenizer_config.json"
+    found = json.loads(file.read_bytes()) if file.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _template(path: Path, settings: Mapping[str, Any]) -> Any:
+    file = path / "chat_template.jinja"
+    return file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+
+
+def _text(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, Mapping) else str(token)
+
+
+def _compiled(source: str) -> Any:
+    """As transformers compiles templates: they are foreign code, hence the sandbox."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
+    return environment.from_string(source)

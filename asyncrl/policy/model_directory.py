@@ -1,0 +1,134 @@
+"""What a model's directory holds, read without torch and transformers: in a tenth of a second, before anything starts.
+
+A directory is refused here only for what every later reader would refuse as well. What its files do not tell, such as
+how far scaled positions reach, is left to the engine.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.schema import Config
+
+TINY_RECIPE = "tiny.json"
+"""The file by which a directory says that asyncrl built a tiny model there."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+_INDEX = "model.safetensors.index.json"
+
+
+def is_tiny(path: Path) -> bool:
+    """Whether the directory says that it holds a tiny model of ours."""
+    return (path / TINY_RECIPE).is_file()
+
+
+def missing_parts(path: Path, *, weights: bool) -> list[str]:
+    """What a Hugging Face model has and the directory lacks; `weights`: whether they are needed.
+
+    The engines get their weights from the learner: a generator's machine needs only config and tokenizer.
+    """
+    missing = [] if (path / "config.json").is_file() else ["config.json"]
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        missing.append("a tokenizer (tokenizer.json)")
+    if weights and not any(file.is_file() for pattern in _WEIGHT_FILES for file in path.glob(pattern)):
+        missing.append("weights (model.safetensors)")
+    elif weights and (path / _INDEX).is_file():
+        named = set(_read_json(path / _INDEX).get("weight_map", {}).values())
+        missing += [f"{name}, which {_INDEX} names" for name in sorted(named) if not (path / name).is_file()][:1]
+    return missing
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int] | list[Any] = {}
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What is read of `tokenizer.json`."""
+
+    model: _Vocabulary
+    added_tokens: list[_AddedToken] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """Sizes of a model by its files; None where they do not tell."""
+
+    vocabulary: int | None
+    """Tokens that the model has embeddings for."""
+    positions: int | None
+    """Longest sequence, tokens."""
+    tokens: int | None
+    """Tokens of the tokenizer's vocabulary."""
+    added: tuple[str, ...]
+    """Tokens that were added to the tokenizer beyond the model's vocabulary. Some published models have one that they
+    never use: https://github.com/huggingface/transformers/issues/37011"""
+
+
+def read_model(path: Path) -> ModelFiles:
+    """OSError or ValueError for files that cannot be read."""
+    config = _read_json(path / "config.json")
+    vocabulary = _number(config, "vocab_size")
+    file = path / "tokenizer.json"
+    tokenizer = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile) if file.is_file() else None
+    return ModelFiles(
+        vocabulary=vocabulary,
+        positions=_positions(config),
+        tokens=None if tokenizer is None else _size(tokenizer.model.vocab),
+        added=tuple(
+            token.content
+            for token in ([] if tokenizer is None else tokenizer.added_tokens)
+            if vocabulary is not None and token.id >= vocabulary
+        ),
+    )
+
+
+def model_problems(found: ModelFiles, config: Config) -> list[str]:
+    """Why a model of these sizes cannot be used for the run."""
+    problems = []
+    if found.tokens is not None and found.vocabulary is not None and found.tokens > found.vocabulary:
+        problems.append(
+            f"model.path = {config.model.path}: the tokenizer has {found.tokens} tokens, the model's vocabulary "
+            f"{found.vocabulary}: the model has no embedding for the others; name a directory whose tokenizer belongs "
+            "to the model"
+        )
+    if found.positions is not None and config.model.max_length > found.positions:
+        problems.append(
+            f"model.max_length = {config.model.max_length}: must be at most {found.positions}, the "
+            f"max_position_embeddings of {config.model.path}; lower it"
+        )
+    return problems
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_bytes())
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} holds a {type(found).__name__}, not an object")
+    return found
+
+
+def _size(vocab: dict[str, int] | list[Any]) -> int:
+    return max(vocab.values(), default=-1) + 1 if isinstance(vocab, dict) else len(vocab)
+
+
+def _positions(config: dict[str, Any]) -> int | None:
+    """None for scaled positions: how far they reach depends on the way of scaling."""
+    sections = (config, config.get("text_config") or {})
+    scaling = [section.get(key) for section in sections for key in ("rope_scaling", "rope_parameters")]
+    return None if "factor" in json.dumps(scaling) else _number(config, "max_position_embeddings", "n_positions")
+
+
+def _number(config: dict[str, Any], *names: str) -> int | None:
+    for section in (config, config.get("text_config") or {}):
+        for name in names:
+            if isinstance(section.get(name), int):
+                return int(section[name])
+    return None

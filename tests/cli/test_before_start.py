@@ -1,0 +1,244 @@
+"""What a run tries before it starts Ray: the user's code, the first rows, the hub."""
+
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
+from typer.testing import CliRunner
+
+from asyncrl.buffer.membership import Role
+from asyncrl.cli import before_start
+from asyncrl.cli.before_start import look, prepare
+from asyncrl.cli.main import app
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError, DatasetError
+from asyncrl.policy.tiny_model import build_tokenizer
+
+pytestmark = pytest.mark.slow
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+OWN = "before_start_tasks"
+TASKS = """
+from asyncrl.data.prompts import Task
+
+calls = []
+
+
+def good():
+    calls.append("good")
+    for number in range(300):
+        yield {"prompt": f"{number}+1=", "answer": str(number + 1)}
+
+
+def fails():
+    raise KeyError("split")
+
+
+def reward(task, completion):
+    return 0.0
+
+
+def loss(policy, rewards):
+    return 0.0
+
+
+def factory():
+    raise KeyError("beta")
+
+
+def advantage(rewards):
+    return rewards
+"""
+
+
+@pytest.fixture(autouse=True)
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's modules: `before_start_tasks`, and `before_start_broken`, which raises."""
+    (tmp_path / "before_start_tasks.py").write_text(TASKS)
+    (tmp_path / "before_start_broken.py").write_text('import os\n\nKEY = os.environ["JUDGE_API_KEY"]\n')
+    for name in (OWN, "before_start_broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)  # another test's
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUDGE_API_KEY", "here, but not in a scoring process")
+
+
+def settings(*overrides: str) -> Config:
+    return load_config([QUICKSTART], [*overrides])
+
+
+ROWS = ("data.prompt_template='{question}'", "data.max_prompt_tokens=8")
+
+
+def said(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        look(config)
+    return str(caught.value)
+
+
+def test_built_in_parts_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for trial in ("_try_scoring", "_try_loss", "_try_advantage"):
+        monkeypatch.setattr(before_start, trial, lambda config: pytest.fail("was tried"))
+    assert look(settings()) == []
+    assert prepare(settings()) is None, "prompts of a built-in environment are made while Ray starts"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"environment.reward={OWN}:rewrd", "names 'rewrd', which before_start_tasks lacks; did you mean 'reward'?"),
+        (f"environment.reward={OWN}:calls", "is a list, not a callable"),
+        ("environment.reward=before_start_broken:f", "raised KeyError: 'JUDGE_API_KEY' (before_start_broken.py:3)"),
+        (f"algorithm.loss={OWN}:los", "did you mean 'loss'?"),
+        (f"algorithm.loss={OWN}:loss", "cannot be called as a loss: "),
+        (
+            f"algorithm.loss={OWN}:factory",
+            "was called to make a loss, and raised KeyError: 'beta' (before_start_tasks.py:",
+        ),
+        (f"algorithm.advantage={OWN}:advantage", "cannot be called with (rewards, group_ids): too many positional"),
+        (f"data.dataset={OWN}:god", "did you mean 'good'?"),
+        (f"data.dataset={OWN}:fails", "raised KeyError: 'split' (before_start_tasks.py:14)"),
+    ],
+)
+def test_f28_code_of_the_user_that_a_run_could_not_use_is_refused_by_check_and_by_the_run(
+    override: str, message: str
+) -> None:
+    config = settings(override, *ROWS)
+    assert message in said(config)
+    with pytest.raises((ConfigError, DatasetError)) as caught:
+        prepare(config)
+    assert message in str(caught.value)
+
+
+def test_f28_all_that_is_wrong_is_said_at_once() -> None:
+    config = settings(f"environment.reward={OWN}:rewrd", f"algorithm.loss={OWN}:los", f"data.dataset={OWN}:god")
+    assert [line.partition(":")[0] for line in said(config).splitlines()] == [
+        "environment.reward",
+        "algorithm.loss",
+        "data.dataset",
+    ]
+
+
+def test_each_role_tries_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    for trial in ("_try_scoring", "_try_loss", "_try_advantage"):
+        monkeypatch.setattr(before_start, trial, lambda config, trial=trial: tried.append(trial))
+    config = settings(f"environment.reward={OWN}:reward", f"algorithm.loss={OWN}:l", f"algorithm.advantage={OWN}:a")
+    prepare(config, roles=[Role.GENERATOR])
+    assert tried == ["_try_scoring"]
+    prepare(config, roles=[Role.LEARNER])
+    assert tried == ["_try_scoring", "_try_loss", "_try_advantage"]
+
+
+def test_a_scoring_process_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+    [note] = look(settings(f"environment.reward={OWN}:reward", f"data.dataset={OWN}:good", *ROWS))
+    assert "the first 100 rows were read" in note
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
+    assert not [name for name in names if "scoring_worker" in name]
+    assert threading.active_count() == before
+
+
+def test_a_run_reads_all_rows_once_and_check_reads_the_first() -> None:
+    import before_start_tasks  # type: ignore[import-not-found]
+
+    before_start_tasks.calls.clear()
+    prompts = prepare(settings(f"data.dataset={OWN}:good", *ROWS))
+    assert prompts is not None
+    assert len(prompts.train) + len(prompts.heldout) == 300
+    assert before_start_tasks.calls == ["good"]
+
+
+def test_a_small_file_is_read_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    [note] = look(settings("data.dataset=jsonl", "data.path=rows.jsonl", *ROWS))
+    assert note == "data.dataset = jsonl: all rows were read; a run reads all of them before it starts"
+
+
+def model_in(folder: Path, *, template: str = "", vocabulary: int = 98) -> Path:
+    tokenizer = build_tokenizer(max_length=16)
+    tokenizer.chat_template = template or None
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": vocabulary}))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def rows_of(tmp_path: Path, *prompts: str) -> Sequence[str]:
+    lines = [json.dumps({"prompt": prompt, "answer": "2"}) for prompt in prompts]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    return ("data.dataset=jsonl", "data.path=rows.jsonl", "data.prompt_template='{question}'")
+
+
+def test_f33_a_prompt_that_is_too_long_is_refused_before_the_start_with_the_templates_share(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "model", template="<u>{{ messages[0].content }}<b>")
+    overrides = ("model.tiny=null", f"model.path={model}", *rows_of(tmp_path, "12", "1234"))
+    message = said(settings(*overrides, "data.max_prompt_tokens=9"))
+    assert (
+        "row 2: the prompt '1234' has 10 tokens (6 of them from the model's chat template, which data.chat: off"
+        in message
+    )
+    assert look(settings(*overrides, "data.max_prompt_tokens=9", "data.chat=off")) != []
+    assert look(settings(*overrides, "data.max_prompt_tokens=10")) != []
+    assert look(settings(*overrides, "data.max_prompt_tokens=9", "data.on_bad_row=skip")) != []
+
+
+def test_f25_a_first_prompt_beyond_the_models_vocabulary_is_refused_with_the_token(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "model", vocabulary=97)
+    overrides = ("model.tiny=null", f"model.path={model}")
+    assert "token '~' with the id 97, and the model's vocabulary has 97 tokens" in said(
+        settings(*overrides, *rows_of(tmp_path, "1~2"))
+    )
+    assert look(settings(*overrides, *rows_of(tmp_path, "1+2"))) != []
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConnectionError("no route"), "the hub does not answer (ConnectionError)"),
+        (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "the hub has no such model"),
+    ],
+)
+def test_f28_a_model_that_the_hub_does_not_give_is_refused_after_one_try(
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    def answer(url: str, **_: object) -> None:
+        tries.append(url)
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answer)
+    monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
+    config = settings("model.tiny=null", "model.path=owner/no-such-model-of-ours")
+    look(config)
+    assert tries == [], "config check does not ask the hub"
+    with pytest.raises(ConfigError) as caught:
+        prepare(config)
+    assert f"there is no folder owner/no-such-model-of-ours here, and {reason}" in str(caught.value)
+    assert len(tries) == 1
+    monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: True)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        prepare(config)
+    assert len(tries) == 1
+
+
+def test_f28_the_commands_that_run_refuse_the_users_mistakes_before_ray_and_before_a_directory_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # the commands would leave it in our environment
+    for command in ("up", "learner", "generator"):
+        result = CliRunner().invoke(
+            app, [command, "-c", str(QUICKSTART), f"run.dir={tmp_path}/runs", f"data.dataset={OWN}:fails", *ROWS]
+        )
+        assert result.exit_code == 1, result.output
+        assert "raised KeyError: 'split' (before_start_tasks.py:14)" in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
