@@ -1,27 +1,22 @@
 """Output of commands that run for long: the terminal, or the process at the other end of a pipe, may go away first."""
 
 import contextlib
-import errno
 import io
 import os
 import sys
 from typing import Any
 
-_GONE = (errno.EIO, errno.EPIPE)
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class _LastingFile(io.FileIO):
-    """A file that raises no OSError when it is written to. Once its reader is gone, all output goes to /dev/null."""
+    """A file that drops what cannot be written to it: its reader is gone, or its disk is full."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except OSError as error:
-            if error.errno in _GONE:
-                with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-                    os.dup2(nowhere.fileno(), self.fileno())
-            return len(data)
+        except OSError:
+            return len(data)  # else Python's buffers would keep it, and raise when the interpreter exits
 
 
 def lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:

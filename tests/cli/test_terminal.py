@@ -79,4 +79,5 @@ def test_a_full_disk_behind_the_output_does_not_end_the_command_and_later_lines_
         output = lasting(full)
         output.write("a line\n")
         output.flush()
+        output.close()
         assert os.readlink(f"/proc/self/fd/{full.fileno()}") == "/dev/full"

@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 from written_runs import write_run
 
 from asyncrl.cli.main import app
+from asyncrl.cli.options import clear_previous
+from asyncrl.config.load import load_config
 from asyncrl.deployment.known_runs import read_info
 from asyncrl.deployment.remains import clear, remains_of, stray_processes
 
@@ -123,9 +125,10 @@ def test_nothing_of_a_run_that_may_live_is_touched(killed: Killed, engine: psuti
     with (killed.path / "lock").open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert clear(killed.path) == [], "a process holds its lock"
-    killed.write(host="another.host")
-    assert not remains_of(killed.path)
-    assert clear(killed.path) == []
+    for state in ("running", "failed"):
+        killed.write(host="another.host", state=state)
+        assert not remains_of(killed.path)
+        assert clear(killed.path) == []
     killed.write(host=socket.gethostname(), state="failed", pid=os.getpid())
     assert not remains_of(killed.path), "it may still be ending its own processes"
     assert clear(killed.path) == []
@@ -156,6 +159,16 @@ def test_status_names_what_is_left_and_down_ends_it(
     assert f"(pid {engine.pid})" in ended
     assert not psutil.pid_exists(engine.pid)
     assert CliRunner().invoke(app, ["down", str(killed.path)]).stdout == "nothing of run killed was there\n"
+
+
+def test_the_next_run_of_the_name_ends_what_is_left_and_says_so(
+    killed: Killed, engine: psutil.Popen, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clear_previous(load_config([killed.path / "config.yaml"], []))
+    dead, ended = capsys.readouterr().err.splitlines()
+    assert dead.startswith(f"note: {killed.said}")
+    assert f"(pid {engine.pid})" in ended
+    assert not psutil.pid_exists(engine.pid)
 
 
 def test_an_engine_that_has_its_parent_is_not_astray(engine: psutil.Popen) -> None:

@@ -35,10 +35,9 @@ with recorded_run(config, role="up") as run, LiveDisplay(Console(), every_steps=
     async def main(stop):
         run.append_step(make_step(0))
         print("ready", flush=True)
-        await stop.wait()
-        if not closes:
-            print("closing", flush=True)
-            await asyncio.Event().wait()
+        while not (stop.is_set() and closes):
+            print("closing" if stop.is_set() else "training", flush=True)
+            await asyncio.sleep(0.05)
         display.update(view)
         print("a line for the terminal", flush=True)
         run.stopped("asked to end by a signal, after step 1 of 9")
@@ -65,9 +64,12 @@ class Started:
         self.said = b""
         self.read_until(b"ready")
 
-    def read_until(self, text: bytes) -> None:
-        while text not in self.said:
-            self.said += os.read(self.terminal, 4096)
+    def read_until(self, text: bytes, *, times: int = 1) -> None:
+        """Reads on until it has said `text` so often from now on."""
+        said = b""
+        while said.count(text) < times:
+            said += os.read(self.terminal, 4096)
+        self.said += said
 
     def read_on(self) -> None:
         """All that it said."""
@@ -108,6 +110,7 @@ def test_f29_a_closed_terminal_is_a_clean_end(tmp_path: Path) -> None:
 def test_f29_sighup_is_ignored_as_nohup_wants_it(tmp_path: Path) -> None:
     started = Started(tmp_path, closes=True, ignored=(signal.SIGHUP,))
     started.process.send_signal(signal.SIGHUP)
+    started.read_until(b"training", times=5)
     assert started.written()["exit_reason"] is None
     started.process.send_signal(signal.SIGTERM)
     started.read_on()
@@ -120,7 +123,8 @@ def test_f29_a_second_ctrl_c_ends_at_once_shows_the_cursor_and_is_written_down(t
     assert b"\x1b[?25l" in started.said, "the live view hides the cursor"
     started.process.send_signal(signal.SIGINT)
     started.read_until(b"closing")
-    started.process.send_signal(signal.SIGHUP)  # is not the second one
+    started.process.send_signal(signal.SIGHUP)
+    started.read_until(b"closing", times=5)  # SIGHUP is not the second signal
     started.process.send_signal(signal.SIGINT)
     started.read_on()
     assert started.process.wait(60) == 130
