@@ -7,6 +7,7 @@ of the last update; every ticket ends as a commit, a failure or, when this proce
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +97,7 @@ class Generator:
         self._loading = False
         self._running: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
-        self._finished: list[FinishedGroup] = []
+        self._finished: list[FinishedGroup | FailedTicket] = []  # in the order in which they ended
         self._something_finished = asyncio.Event()
         self._spoiled: dict[str, InfraError] = {}
         self._slot_freed = asyncio.Event()
@@ -218,7 +219,8 @@ class Generator:
             self._finished.append(group)
             self._something_finished.set()
         except RolloutError as error:
-            await self._fail(ticket.key, ticket.version.incarnation, error)
+            self._finished.append(self._failed(ticket.key, ticket.version.incarnation, error))
+            self._something_finished.set()
         finally:
             self._running.pop(ticket.key, None)
             self._spoiled.pop(ticket.key, None)
@@ -226,20 +228,26 @@ class Generator:
             self._metrics.inflight(len(self._running))
             self._slot_freed.set()
 
-    async def _fail(self, key: str, incarnation: int, error: RolloutError) -> None:
+    def _failed(self, key: str, incarnation: int, error: RolloutError) -> FailedTicket:
         logger.warning("group %s failed (%s, %s): %s", key, error.failure_class, error.reason, error)
         self._metrics.rollout_failed(failure_class=error.failure_class, reason=error.reason)
         group_size = self._config.learner.group_size
         self._metrics.samples(group_size, outcome="failed")
         if error.reason.startswith("reward_"):
             self._metrics.reward_failed(reason=error.reason, samples=group_size)
-        ticket = FailedTicket(key=key, incarnation=incarnation, failure=Failure.of(error))
+        return FailedTicket(key=key, incarnation=incarnation, failure=Failure.of(error))
+
+    async def _fail(self, tickets: Sequence[FailedTicket]) -> None:
+        keys = [ticket.key for ticket in tickets]
+        if not keys:
+            return
         try:
-            await self._buffer.call("fail", [ticket])
+            await self._buffer.call("fail", list(tickets))
         except (RunError, TimeoutError) as lost:
-            logger.warning("the failure of group %s did not reach the buffer, its ticket expires: %s", key, lost)
+            logger.warning("the failures of groups %s did not reach the buffer, their tickets expire: %s", keys, lost)
         finally:
-            self._settle(key)  # a ticket that heartbeats go on naming would never expire
+            for key in keys:
+                self._settle(key)  # a ticket that heartbeats go on naming would never expire
 
     # --- delivery -----------------------------------------------------------------------------------------------
 
@@ -248,39 +256,50 @@ class Generator:
             await self._something_finished.wait()
             # Nothing is taken before the verdict, or a failed probe would not find it.
             await self._weights.verdict()
-            groups = self._take_finished()
-            if not await self._stored(groups):
-                continue
-            outcomes = await self._buffer.commit([group.meta for group in groups])
-            refused: list[str] = []
-            for group, outcome in zip(groups, outcomes, strict=True):
-                self._settle(group.meta.key)
-                self._metrics.samples(len(group.meta.rewards), outcome=outcome)
-                if outcome is CommitOutcome.ACCEPTED:
-                    self._samples += len(group.meta.rewards)
-                    self._tokens += group.meta.generated_tokens
-                    self._metrics.rewards(group.meta.rewards)
-                elif outcome is not CommitOutcome.DUPLICATE:
-                    refused.append(group.meta.key)
-            if refused:
-                await self._rows.clear(refused)
+            ended = self._take_finished()
+            groups = [each for each in ended if isinstance(each, FinishedGroup)]
+            if groups and (error := await self._store(groups)) is not None:
+                ended = [self._as_failed(each, error) for each in ended]
+            # in the order in which they ended: storing rows takes time, and the buffer counts failures in a row
+            for failed, part in itertools.groupby(ended, key=lambda each: isinstance(each, FailedTicket)):
+                if failed:
+                    await self._fail([each for each in part if isinstance(each, FailedTicket)])
+                else:
+                    await self._commit([each for each in part if isinstance(each, FinishedGroup)])
 
-    def _take_finished(self) -> list[FinishedGroup]:
-        groups, self._finished = self._finished, []
+    async def _commit(self, groups: Sequence[FinishedGroup]) -> None:
+        outcomes = await self._buffer.commit([group.meta for group in groups])
+        refused: list[str] = []
+        for group, outcome in zip(groups, outcomes, strict=True):
+            self._settle(group.meta.key)
+            self._metrics.samples(len(group.meta.rewards), outcome=outcome)
+            if outcome is CommitOutcome.ACCEPTED:
+                self._samples += len(group.meta.rewards)
+                self._tokens += group.meta.generated_tokens
+                self._metrics.rewards(group.meta.rewards)
+            elif outcome is not CommitOutcome.DUPLICATE:
+                refused.append(group.meta.key)
+        if refused:
+            await self._rows.clear(refused)
+
+    def _take_finished(self) -> list[FinishedGroup | FailedTicket]:
+        ended, self._finished = self._finished, []
         self._something_finished.clear()
-        return groups
+        return ended
 
-    async def _stored(self, groups: Sequence[FinishedGroup]) -> bool:
-        """Whether the rows are in the store: metadata must never name rows that are not there."""
+    def _as_failed(self, ended: FinishedGroup | FailedTicket, error: InfraError) -> FailedTicket:
+        """A group that was finished and cannot be used; another failure stays as it is."""
+        if isinstance(ended, FailedTicket):
+            return ended
+        return self._failed(ended.meta.key, ended.meta.incarnation, error)
+
+    async def _store(self, groups: Sequence[FinishedGroup]) -> InfraError | None:
+        """Puts the rows into the store before their metadata is committed; why it did not work."""
         try:
             await self._rows.put({group.meta.key: group.rows for group in groups})
         except (RunError, TimeoutError) as error:
-            for group in groups:
-                await self._fail(
-                    group.meta.key, group.meta.incarnation, InfraError(f"rows: {error}", reason="row_store")
-                )
-            return False
-        return True
+            return InfraError(f"rows: {error}", reason="row_store")
+        return None
 
     # --- what a weight update asks of its replica ----------------------------------------------------------------
 
@@ -290,8 +309,7 @@ class Generator:
 
     async def fail_unverified(self, error: InfraError) -> None:
         self._spoiled |= dict.fromkeys(self._running, error)
-        for group in self._take_finished():
-            await self._fail(group.meta.key, group.meta.incarnation, error)
+        await self._fail([self._as_failed(each, error) for each in self._take_finished()])
 
     async def report(self) -> None:
         # as the buffer counts them: a slot is taken from the reserve on, also while its start waits for the throttle

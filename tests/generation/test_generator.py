@@ -1,7 +1,8 @@
 """A replica asks for nothing before it has loaded, commits only what is verified, and settles every ticket."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from pool import TASKS, empty_pool, everything_else_runs, started_pool, until
 from asyncrl import __version__
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.records import Failure, Refusal, Version
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorGone, DataError, FailureClass
 from asyncrl.generation.interfaces import LoadTimes
@@ -144,6 +146,31 @@ async def test_a_failing_reward_is_a_data_failure_and_the_prompt_is_replaced() -
 
 
 @pytest.mark.asyncio
+async def test_failures_do_not_overtake_groups_whose_rows_are_still_being_stored() -> None:
+    """Every second reward fails: there are never three failures in a row, however long the rows take."""
+    async with empty_pool(generator={"max_data_failures": 3, "max_concurrent_groups": 8}) as pool:
+        scored = itertools.count()
+        score, put = pool.scorer.score, pool.rows.put
+
+        async def every_second(task: Task, completions: Sequence[str]) -> list[float]:
+            if next(scored) % 2:
+                raise DataError("the reward raised", reason="reward_raised")
+            return await score(task, completions)
+
+        async def slow(rows_by_key: Mapping[str, BatchedDataDict]) -> None:
+            await everything_else_runs()
+            await put(rows_by_key)
+
+        pool.scorer.score, pool.rows.put = every_second, slow  # type: ignore[method-assign]
+        pool.add("a")
+        await pool.publish(0)
+        for _ in range(4):
+            await pool.step()
+        assert pool.failures["data/reward_raised"] > 10
+        assert not pool.buffer._buffer.failures.too_many
+
+
+@pytest.mark.asyncio
 async def test_the_buffer_keeps_the_text_prompt_and_completion_of_a_failed_rollout() -> None:
     async with empty_pool() as pool:
         pool.scorer.fail = True
@@ -262,8 +289,8 @@ async def test_a_failure_that_the_buffer_did_not_hear_of_expires() -> None:
 
         generator._buffer.call = unheard  # type: ignore[method-assign]
         await pool.publish(0)
-        await until(lambda: pool.counts.reserved == 8 and not generator._running)
-        assert not generator._held, "heartbeats would keep these tickets for ever"
+        # heartbeats would keep tickets that are held for ever
+        await until(lambda: pool.counts.reserved == 8 and not generator._running and not generator._held)
         pool.clock.now_s += 100.0
         await generator.report()
         assert len(pool.buffer._buffer.expire()) == 8

@@ -42,6 +42,7 @@ async def test_a_trained_step_is_recorded_with_what_it_trained() -> None:
     assert first.group_staleness == {0: 2}
     assert first.token_staleness == {0: 4, 1: 2}
     assert first.ledger_groups["trained"] == 2
+    assert first.diagnostics["zero_variance_ratio"] == 0.0, "the headline of every screen reads it"
     assert (last.published_version, last.mid_sequence_updates) == (3, 6)
     read = scene.metrics.registry.get_sample_value
     assert read("asyncrl_learner_steps_total", {"outcome": "trained"}) == 3
