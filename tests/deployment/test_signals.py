@@ -55,10 +55,16 @@ class Started:
         self.path = folder / "quick"
         views = str(Path(__file__).parents[1] / "views")
         self.terminal, theirs = pty.openpty()
+
+        def set_signals() -> None:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+            for number in ignored:
+                signal.signal(number, signal.SIG_IGN)
+
         self.process = subprocess.Popen(
             [sys.executable, "-c", RUN, str(folder), "closes" if closes else "hangs", views],
             stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-            preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignored],
+            preexec_fn=set_signals,
         )  # fmt: skip
         os.close(theirs)
         self.said = b""
