@@ -11,9 +11,11 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli.options import checked_config, command_app, print_warnings
-from asyncrl.config.import_path import call_with_options, is_import_path, resolve
+from asyncrl.config.import_path import is_import_path
+from asyncrl.config.schema import Config
 from asyncrl.config.starter import Facts, starter_yaml
-from asyncrl.data.prompts import Task, read_jsonl
+from asyncrl.data.prompts import Task
+from asyncrl.environments.interfaces import read_tasks
 from asyncrl.errors import ConfigError
 
 LOOKED_AT = 10_000
@@ -78,10 +80,9 @@ def _places(gpus: int) -> str:
 
 
 def _tasks(data: str) -> Sequence[Task]:
-    if is_import_path(data):
-        return list(call_with_options(resolve(data, key="DATA"), {}, key="DATA"))
-    tasks, _ = read_jsonl(Path(data))
-    return tasks
+    """The prompts, read as a run reads them."""
+    section = {"dataset": data} if is_import_path(data) else {"dataset": "jsonl", "path": data}
+    return read_tasks(Config.model_validate({"data": section}))
 
 
 def _facts(model: str, data: str, tasks: Sequence[Task], *, prompts: int, reward: str, completion: int | None) -> Facts:

@@ -51,6 +51,20 @@ def test_the_file_that_it_writes_holds_what_it_measured(
     assert config.generator.max_completion_tokens == 4 * (len("238") + 1)
 
 
+def test_a_dataset_may_be_a_function_that_yields_dicts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("init_tasks.py").write_text(
+        "def sums():\n    for n in range(9):\n        yield {'prompt': f'{n}+{n}=', 'answer': str(2 * n)}\n"
+    )
+    result = runner.invoke(app, ["init", "models/small", "init_tasks:sums"])
+    assert result.exit_code == 0, result.output
+    config = load_config([tmp_path / "run.yaml"], [])
+    assert (config.run.name, config.data.dataset, config.data.path) == ("init-tasks", "init_tasks:sums", None)
+
+
 def test_a_file_that_is_there_is_written_over_only_when_that_is_asked_for(
     model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
