@@ -8,7 +8,7 @@ import xxhash
 from asyncrl.errors import RunError
 
 
-def load_tokenizer(model_path: str, *, chat: Literal["auto", "off"]) -> Any:
+def load_tokenizer(model_path: str, *, chat: Literal["auto", "off"] = "auto") -> Any:
     """The model's tokenizer. `chat`: as `data.chat`; with `off` it has no chat template. Local directories are read
     without asking a hub. RunError when there is no tokenizer."""
     from transformers import AutoTokenizer
