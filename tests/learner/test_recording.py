@@ -36,13 +36,12 @@ async def test_a_trained_step_is_recorded_with_what_it_trained() -> None:
     assert (first.loss, first.grad_norm, first.learning_rate, first.parity_nats) == (0.5, 2.0, 1e-3, 1e-6)
     assert first.reward_mean == 0.5, "rewards of a group are 0 and 1"
     assert (first.reward_std, first.reward_min, first.reward_max) == (0.5, 0.0, 1.0)
-    assert first.zero_variance_ratio == 0.0
+    assert first.zero_variance_ratio == 0.0, "the headline of every screen reads it"
     assert (first.completion_tokens_mean, first.completion_tokens_max) == (1.5, 2), "completions of one and two tokens"
     assert (first.trained_samples, first.trained_tokens) == (4, 6)
     assert first.group_staleness == {0: 2}
     assert first.token_staleness == {0: 4, 1: 2}
     assert first.ledger_groups["trained"] == 2
-    assert first.diagnostics["zero_variance_ratio"] == 0.0, "the headline of every screen reads it"
     assert (last.published_version, last.mid_sequence_updates) == (3, 6)
     read = scene.metrics.registry.get_sample_value
     assert read("asyncrl_learner_steps_total", {"outcome": "trained"}) == 3
