@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from asyncrl.algorithms.baselines import CRITIC_BASED, OUTCOMES
-from asyncrl.algorithms.checks import averages_advantages, check_algorithm
+from asyncrl.algorithms.checks import averages_advantages, check_algorithm, nearest_corrected
 from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.objective import is_corrected
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.shares import with_shares
 from asyncrl.config.load import load_config
@@ -29,6 +30,25 @@ def test_f28_an_uncorrected_loss_is_refused_unless_synchronous() -> None:
     assert "staleness.max_versions = 2" in violation
     warnings("algorithm.loss=dapo", "staleness.max_versions=0")
     warnings("algorithm.loss=dapo", "algorithm.overrides={weight: {hi: 2}}")
+
+
+@pytest.mark.parametrize("loss", [name for name, preset in PRESETS.items() if not is_corrected(preset.objective)])
+def test_f28_an_uncorrected_loss_is_answered_with_presets_that_run_as_they_are(loss: str) -> None:
+    objective = PRESETS[loss].objective
+    nearest = nearest_corrected(objective, with_critic=False)
+    assert len(nearest) > 3
+    for name in nearest:
+        warnings(f"algorithm.loss={name}")
+    assert "gae" not in {PRESETS[name].baseline for name in nearest}
+    assert set(nearest) < set(nearest_corrected(objective, with_critic=True))
+    [violation] = [line for line in violations(f"algorithm.loss={loss}") if "off-policy" in line]
+    assert f"the nearest are {', '.join(nearest[:3])}, the default is decoupled_icepop" in violation
+    assert "staleness.max_versions=0" in violation
+
+
+def test_the_nearest_preset_is_the_one_with_the_fewest_other_axes() -> None:
+    assert nearest_corrected(PRESETS["cispo"].objective, with_critic=False)[0] == "aipo", "cispo against the sampler"
+    assert nearest_corrected(PRESETS["dppo_tv"].objective, with_critic=False)[0] == "dppo_tv"
 
 
 def test_f28_a_penalty_is_no_correction() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.dialect import parse_yaml
 from asyncrl.config.load import dump_config, first_difference, load_config, shared_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -147,6 +148,13 @@ def test_f28_what_would_change_the_sampled_distribution_is_refused_with_the_reas
 def test_f28_wrong_value_is_refused_with_key_value_limit_and_mend(override: str, line: str) -> None:
     [found] = _lines([], [override])
     assert line in found
+
+
+@pytest.mark.parametrize(("text", "chat"), [("off", "off"), ("'off'", "off"), ("auto", "auto")])
+def test_the_word_off_is_a_value_though_yaml_reads_it_as_false(text: str, chat: str) -> None:
+    config = load_config([], [f"data.chat={text}"])
+    assert config.data.chat == chat
+    assert parse_yaml(dump_config(config), source="")["data"]["chat"] == chat  # type: ignore[index]
 
 
 def test_f28_in_a_file_text_needs_one_pair_of_quotes(tmp_path: Path) -> None:

@@ -42,6 +42,13 @@ def test_the_buffer_holds_all_that_the_staleness_limit_admits(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["one_gpu", "eight_gpus", "two_nodes"])
+def test_a_base_model_gets_its_prompt_as_text_though_its_tokenizer_has_a_chat_template(name: str) -> None:
+    config = recipe(name)
+    assert "Instruct" not in config.model.path
+    assert config.data.chat == "off"
+
+
+@pytest.mark.parametrize("name", ["one_gpu", "eight_gpus", "two_nodes"])
 def test_weights_and_optimizer_leave_room_on_their_gpus(name: str) -> None:
     """16 bytes a weight in the learner, 2 in an engine, on GPUs of 24 and 80 GiB."""
     config = recipe(name)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from asyncrl.data.tokenizer import load_tokenizer, shown_prompt, template_tokens, tokenizer_fingerprint
 from asyncrl.errors import RunError
+from asyncrl.policy.tiny_model import build_tokenizer
 
 
 @dataclasses.dataclass
@@ -43,6 +44,18 @@ def test_f25_the_same_vocabulary_in_another_order_has_the_same_fingerprint_and_s
     reordered = Vocabulary({"b": 2, "<eos>": 0, "a": 1})
     assert tokenizer_fingerprint(reordered) == tokenizer_fingerprint(LETTERS)
     assert tokenizer_fingerprint(LETTERS).startswith("3:")
+
+
+@pytest.mark.slow
+def test_a_prompt_is_shown_as_the_model_gets_it_in_one_line() -> None:
+    tokenizer = build_tokenizer(max_length=16)
+    assert shown_prompt(tokenizer, "1+1\n=") == "first prompt, without a chat template, 5 tokens: '1+1\\n='"
+    assert template_tokens(tokenizer, "1+1") == 0
+    tokenizer.chat_template = "<u>{{ messages[0].content }}{{ eos_token }}<b>"
+    shown = shown_prompt(tokenizer, "1+1\n=")
+    assert shown == "first prompt, in the model's chat template, 12 tokens: '<u>1+1\\n=<eos><b>'"
+    assert template_tokens(tokenizer, "1+1\n=") == 7
+    assert len(shown_prompt(tokenizer, "1" * 5000)) < 400
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from asyncrl.deployment.closing import Stopped
 from asyncrl.deployment.launch import Prompts
 from asyncrl.deployment.learner import LearnerDeployment, probe_sequences
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import DatasetError
+from asyncrl.errors import DatasetError, RunError
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.tiny_model import build_tokenizer
 from asyncrl.views.live import LiveView
@@ -29,6 +29,11 @@ class HangingPolicy:
 class UnusedPolicy:
     async def start(self) -> None:
         raise AssertionError("the policy was started")
+
+
+class RefusingPolicy:
+    def start(self) -> None:
+        raise RunError("no ranks")
 
 
 async def accept(*_: Any) -> None:
@@ -102,6 +107,35 @@ async def test_f29_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_en
                 )
         await deployment._model_path
     assert shown == ["looking at the prompts", "starting the learner's ranks"], "each at once, not when time allows"
+
+
+@pytest.mark.asyncio
+async def test_the_first_prompt_is_printed_as_the_model_gets_it_before_the_ranks_start(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"dir": str(tmp_path)}, "model": {"max_length": 16}})
+    build_tokenizer(max_length=16).save_pretrained(tmp_path / "model")
+    prompts = Prompts(train=[Task(question="ab", prompt="ab>", answer="ba")], heldout=())
+    printed: list[str] = []
+    with RunDir.create(config) as run_dir:
+        deployment = LearnerDeployment(
+            config,
+            run_dir=run_dir,
+            model_path=asyncio.sleep(0, str(tmp_path / "model")),
+            prompts=asyncio.sleep(0, prompts),
+            started_s=0.0,
+            show=lambda view: None,
+            report=printed.append,
+        )
+        with pytest.raises(RunError, match="no ranks"):
+            await deployment._train(
+                SimpleNamespace(buffer=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
+                RefusingPolicy(),  # type: ignore[arg-type]
+                None,
+                await deployment._model_path,
+                await deployment._prompts,
+                LearnerMetrics(),
+                asyncio.Event(),
+            )
+    assert printed == ["first prompt, without a chat template, 3 tokens: 'ab>'"]
 
 
 def test_probe_sequences_leave_room_for_the_token_that_scoring_generates() -> None:
