@@ -146,8 +146,9 @@ class EnvironmentSection(Section):
     """Seconds that scoring one completion may take, or a scoring process is killed and replaced. A reward that takes a
     whole group has this time for each completion of it."""
     score_workers: PositiveInt = 1
-    """Scoring processes of a replica. Each scores one group at a time. The completions of a group are shared among them
-    when the reward takes one completion, is not async, and takes longer than a few milliseconds."""
+    """Scoring processes of a replica. Each scores one group at a time, or for an async reward all groups that wait, up
+    to 64 completions. The completions of a group are shared among them when the reward takes one completion, is not
+    async, and takes longer than a few milliseconds."""
     score_memory_mib: PositiveInt = 2048
     """Memory that reward code may take in a scoring process beyond what its imports took, MiB."""
 

@@ -1,20 +1,21 @@
-"""Scores a group with a reward function of any form, in the scoring process.
+"""Scores groups with a reward function of any form, in the scoring process.
 
-Whatever the function does, short of ending the process, the reply holds one finite float for each completion or one
-failure.
+Whatever the function does, short of ending the process, the result of a group holds one finite float for each
+completion or one failure.
 """
 
 import asyncio
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
+from itertools import accumulate
 from typing import Any
 
 from msgspec.structs import replace
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.environments.reward_function import RewardFunction, subject
-from asyncrl.environments.scoring_messages import Failure, Reply, Request, RewardFailure
+from asyncrl.environments.scoring_messages import Failure, Group, Reply, Request, Result, RewardFailure
 from asyncrl.environments.secrets import Secrets, needed_variable
 from asyncrl.user_code import describe_error
 
@@ -25,7 +26,7 @@ _OUT_OF_MEMORY = "ran out of environment.score_memory_mib"
 
 
 class GroupScoring:
-    """Scores groups one after the other, in the thread that made it.
+    """Scores requests one after the other, in the thread that made it.
 
     `begin` is called with the number of a completion when its scoring begins. Asynchronous rewards run in one event
     loop that stays the same, so that a client which they keep between calls goes on working.
@@ -50,59 +51,79 @@ class GroupScoring:
         self._runner = asyncio.Runner() if reward.form.asynchronous else None
 
     def score(self, request: Request) -> Reply:
-        """One reward for each completion; the first failure ends the group."""
-        if self._runner is not None:
-            try:
-                return self._runner.run(self._awaited(request))
-            except BaseException as error:  # the reward stopped the loop, or broke it
-                return replace(self._failed(request, error, sample=None), retire="broke its event loop")
+        """A result for each group. In a group, the first failure ends the scoring."""
+        if self._runner is None:
+            return Reply(id=request.id, results=tuple(map(self._scored, request.groups)))
+        try:
+            results = self._runner.run(self._at_once(request.groups))
+        except BaseException as error:  # the reward stopped the loop, or broke it
+            failed = [self._failed(group, error, sample=None) for group in request.groups]
+            results = [replace(result, retire="broke its event loop") for result in failed]
+        return Reply(id=request.id, results=tuple(results))
+
+    def _scored(self, group: Group) -> Result:
         if self._form.batched:
             try:
                 self._begin(0)
-                value = self._function(request.task, request.completions)
-                return Reply(id=request.id, rewards=_numbers(value, len(request.completions)))
+                value = self._function(group.task, group.completions)
+                return Result(rewards=_numbers(value, len(group.completions)))
             except BaseException as error:
-                return self._failed(request, error, sample=None)
+                return self._failed(group, error, sample=None)
         rewards: list[float] = []
         sample = 0
         try:
-            for sample, completion in enumerate(request.completions):
+            for sample, completion in enumerate(group.completions):
                 self._begin(sample)
-                rewards.append(_number(self._function(request.task, completion)))
+                rewards.append(_number(self._function(group.task, completion)))
         except BaseException as error:  # SystemExit and the like included: it is foreign code
-            return self._failed(request, error, sample=sample)
-        return Reply(id=request.id, rewards=tuple(rewards))
+            return self._failed(group, error, sample=sample)
+        return Result(rewards=tuple(rewards))
 
-    async def _awaited(self, request: Request) -> Reply:
-        """All calls begin together. The first failure, or the limit, cancels those that are left."""
+    async def _at_once(self, groups: Sequence[Group]) -> list[Result]:
+        """All calls of all groups begin together."""
+        sizes = [len(group.completions) for group in groups]
+        offsets = [0, *accumulate(sizes)]
+        unfinished = set(range(offsets[-1]))
+
+        def finished(samples: range) -> None:
+            unfinished.difference_update(samples)
+            self._begin(min(unfinished, default=0))
+
         self._begin(0)
-        calls = _Calls(self._function, request, batched=self._form.batched, finished=self._begin)
-        count = len(request.completions)
-        limit_s = self._form.limit_s(self._section.score_timeout_s, count)
-        late, stubborn = await calls.run(limit_s)
+        calls = [
+            _Calls(self._function, group, batched=self._form.batched, offset=offset, finished=finished)
+            for group, offset in zip(groups, offsets, strict=False)
+        ]
+        return list(
+            await asyncio.gather(*[self._awaited(group, call) for group, call in zip(groups, calls, strict=True)])
+        )
+
+    async def _awaited(self, group: Group, calls: "_Calls") -> Result:
+        """The first failure of a group, or its limit, cancels the calls that are left of it."""
+        count, timeout_s = len(group.completions), self._section.score_timeout_s
+        late, stubborn = await calls.run(self._form.limit_s(timeout_s, count))
         retire = "did not end when it was cancelled" if stubborn else ""
         if calls.errors:
             first = min(calls.errors)
-            failed = self._failed(request, calls.errors[first], sample=None if self._form.batched else first)
+            failed = self._failed(group, calls.errors[first], sample=None if self._form.batched else first)
             return replace(failed, retire=failed.retire or retire)
         if late:
-            message = f"{self._subject} {self._form.overran(self._section.score_timeout_s, count)}"
-            sample = None if self._form.batched else min(late)
-            failure = Failure(reason=RewardFailure.TIMEOUT, sample=_only(sample, count), message=message)
-            return Reply(id=request.id, failure=failure, retire=retire)
-        return Reply(id=request.id, rewards=calls.rewards)
+            message = f"{self._subject} {self._form.overran(timeout_s, count)}"
+            sample = _only(None if self._form.batched else min(late), count)
+            failure = Failure(reason=RewardFailure.TIMEOUT, sample=sample, message=message)
+            return Result(failure=failure, retire=retire)
+        return Result(rewards=calls.rewards)
 
-    def _failed(self, request: Request, error: BaseException, *, sample: int | None) -> Reply:
+    def _failed(self, group: Group, error: BaseException, *, sample: int | None) -> Result:
         if isinstance(error, _Unusable):
             reason, what = error.reason, str(error)
             sample = error.sample if sample is None else sample
         else:
             reason = RewardFailure.RAISED
             what = f"raised {describe_error(error, redact=self._secrets.redact)}{self._hint(error)}"
-        failure = Failure(
-            reason=reason, sample=_only(sample, len(request.completions)), message=f"{self._subject} {what}"
-        )
-        return Reply(id=request.id, failure=failure, retire=_OUT_OF_MEMORY if isinstance(error, MemoryError) else "")
+        sample = _only(sample, len(group.completions))
+        failure = Failure(reason=reason, sample=sample, message=f"{self._subject} {what}")
+        return Result(failure=failure, retire=_OUT_OF_MEMORY if isinstance(error, MemoryError) else "")
 
     def _hint(self, error: BaseException) -> str:
         if isinstance(error, MemoryError):
@@ -118,14 +139,22 @@ def secrets_hint(name: str) -> str:
 
 
 class _Calls:
-    """The calls of one request, run at once in the running event loop."""
+    """The calls of one group, run at once in the running event loop. `offset` is the number of its first completion in
+    the request; `finished` gets the numbers of those that a call has scored."""
 
     def __init__(
-        self, function: Callable[..., Any], request: Request, *, batched: bool, finished: Callable[[int], None]
+        self,
+        function: Callable[..., Any],
+        group: Group,
+        *,
+        batched: bool,
+        offset: int,
+        finished: Callable[[range], None],
     ) -> None:
         self._function = function
-        self._request = request
+        self._group = group
         self._batched = batched
+        self._offset = offset
         self._finished = finished
         self._values: dict[int, tuple[float, ...]] = {}
         self._cancelling = False
@@ -138,7 +167,8 @@ class _Calls:
 
     async def run(self, limit_s: float) -> tuple[list[int], bool]:
         """The calls that had to be cancelled, and whether one of them goes on regardless."""
-        arguments = [self._request.completions] if self._batched else list(self._request.completions)
+        completions = self._group.completions
+        arguments = [completions] if self._batched else list(completions)
         tasks = [asyncio.create_task(self._call(index, each)) for index, each in enumerate(arguments)]
         failed = asyncio.create_task(self._failed.wait())
         either: list[asyncio.Future[Any]] = [asyncio.gather(*tasks, return_exceptions=True), failed]
@@ -153,19 +183,18 @@ class _Calls:
         return left, any(not task.done() for task in tasks)
 
     async def _call(self, index: int, argument: object) -> None:
+        count = len(self._group.completions)
         try:
-            value = await self._function(self._request.task, argument)
-            self._values[index] = (
-                _numbers(value, len(self._request.completions)) if self._batched else (_number(value),)
-            )
+            value = await self._function(self._group.task, argument)
+            self._values[index] = _numbers(value, count) if self._batched else (_number(value),)
         except GeneratorExit:  # the loop was broken, and this coroutine is thrown away
             raise
         except BaseException as error:  # also SystemExit, which would end the event loop
             if not self._cancelling:
                 self.errors[index] = error
                 self._failed.set()
-        unfinished = set(range(len(self._request.completions))) - self._values.keys()
-        self._finished(min(unfinished, default=0))
+        first = self._offset + index
+        self._finished(range(first, first + (count if self._batched else 1)))
 
 
 class _Unusable(Exception):

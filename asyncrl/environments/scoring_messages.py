@@ -1,7 +1,6 @@
 """What passes between a generator and its scoring processes: JSON on a socket, and a few bytes of shared memory."""
 
 import mmap
-import struct
 import time
 from enum import StrEnum
 from typing import TypeVar
@@ -15,7 +14,6 @@ MAX_FRAME_BYTES = 64 * 2**20
 """Longest message either way; a group of completions is far below it."""
 
 HEADER_BYTES = 4
-_PROGRESS = struct.Struct("=qd")
 
 
 class RewardFailure(StrEnum):
@@ -44,16 +42,22 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """Score these completions of one task."""
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Completions of one task."""
 
-    id: int
     task: Task
     completions: tuple[str, ...]
 
 
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """Score these groups: several at once for an asynchronous reward, else one."""
+
+    id: int
+    groups: tuple[Group, ...]
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why there are no rewards. `sample` is the first completion, from 0, without a usable one; None when a call for
+    """Why a group has no rewards. `sample` is the first completion, from 0, without a usable one; None when a call for
     several completions failed as a whole."""
 
     reason: RewardFailure
@@ -61,14 +65,20 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """Rewards in the order of the request's completions, or a failure. `retire` says why this process should get no
-    other request; it is empty when it can go on."""
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Rewards in the order of a group's completions, or a failure. `retire` says why this process should get no other
+    request; it is empty when it can go on."""
 
-    id: int
     rewards: tuple[float, ...] = ()
     failure: Failure | None = None
     retire: str = ""
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """A result for each group of the request."""
+
+    id: int
+    results: tuple[Result, ...]
 
 
 Message = TypeVar("Message", bound=msgspec.Struct)
@@ -83,30 +93,34 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 class Progress:
-    """The completion that is being scored, and since when.
+    """The completion that is being scored, counted over all groups of a request, and since when.
 
     It is memory that a scoring process writes and its generator reads, so that a fast reward does not pay for a
     message a completion. `file` is a descriptor of `BYTES` bytes. The times are of the monotonic clock, which all
     processes of a machine share.
     """
 
-    BYTES = _PROGRESS.size
+    BYTES = 16
 
     def __init__(self, file: int) -> None:
-        self._memory = mmap.mmap(file, self.BYTES)
+        self._map(file)
 
     def begin(self, sample: int) -> None:
         """Scoring of completion `sample` begins now."""
-        _PROGRESS.pack_into(self._memory, 0, sample, time.monotonic())
+        # Each is one store of eight aligned bytes, so that no reader sees a half of it. `struct` and slices are not.
+        self._numbers[0] = sample
+        self._numbers[1] = time.monotonic()
 
     def read(self) -> tuple[int, float]:
         """The completion, and when it began."""
-        sample, since_s = _PROGRESS.unpack_from(self._memory, 0)
-        return sample, since_s
+        return int(self._numbers[0]), self._numbers[1]
 
     def detach(self) -> None:
         """What is written from now on stays in this process."""
-        self._memory = mmap.mmap(-1, self.BYTES)
+        self._map(-1)
 
     def close(self) -> None:
-        self._memory.close()
+        self._numbers.release()
+
+    def _map(self, file: int) -> None:
+        self._numbers = memoryview(mmap.mmap(file, self.BYTES)).cast("d")

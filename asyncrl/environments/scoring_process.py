@@ -14,23 +14,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.config.schema import EnvironmentSection
-from asyncrl.data.prompts import Task
 from asyncrl.environments.group_scoring import CANCEL_GRACE_S
 from asyncrl.environments.output import OutputReader
 from asyncrl.environments.reward_function import Form, subject
 from asyncrl.environments.scoring_messages import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
+    Group,
     Message,
     Progress,
     Reply,
     Request,
+    Result,
     RewardFailure,
     Start,
     Started,
@@ -58,6 +59,10 @@ class _Died(Exception):
 
 class _Late(Exception):
     """The deadline passed."""
+
+
+class _NotSendable(Exception):
+    """A request cannot be made a message."""
 
 
 class ScoringProcess:
@@ -118,66 +123,71 @@ class ScoringProcess:
             raise ConfigError(started.error, key=started.key)
         self.form = started.form
 
-    def score(self, task: Task, completions: tuple[str, ...]) -> list[float]:
-        """See `Scorer.score`."""
+    def score(self, groups: Sequence[Group]) -> list[list[float] | DataError]:
+        """Rewards of each group, or why it has none. Several groups at once only for an asynchronous reward."""
         self.start()
-        deadline = self._deadline(len(completions))
+        deadline = self._deadline(groups)
         self._requests += 1
         try:
-            self._send(Request(id=self._requests, task=task, completions=completions), deadline_s=deadline())
+            self._send(Request(id=self._requests, groups=tuple(groups)), deadline_s=deadline())
             reply = self._receive(Reply, deadline=deadline)
-            if reply.id != self._requests or (reply.failure is None and len(reply.rewards) != len(completions)):
+            if reply.id != self._requests or not _fits(reply.results, groups):
                 raise _Died("sent a reply that is not this request's")
-        except _Late as error:
-            completion = self._under_way(completions)
+        except _NotSendable as error:
+            if len(groups) > 1:  # which one it is, each shows alone
+                return [result for group in groups for result in self.score([group])]
+            return [DataError(f"the group cannot be sent to scoring: {error}", reason="not_scorable")]
+        except _Late:
+            under_way = self._under_way(groups)
             self._replace("overran its time")
-            overran = self.form.overran(self._section.score_timeout_s, len(completions))
+            timeout_s = self._section.score_timeout_s
             blocked = "; it blocked its event loop: await what takes time, or remove `async`"
-            raise DataError(
-                f"{subject(self._section)} {overran}{blocked if self.form.asynchronous else ''}",
-                reason=RewardFailure.TIMEOUT,
-                completion=completion,
-            ) from error
+            return [
+                DataError(
+                    f"{subject(self._section)} {self.form.overran(timeout_s, len(group.completions))}"
+                    f"{blocked if self.form.asynchronous else ''}",
+                    reason=RewardFailure.TIMEOUT,
+                    completion=completion,
+                )
+                for group, completion in zip(groups, under_way, strict=True)
+            ]
         except _Died as error:
-            completion = self._under_way(completions)
+            under_way = self._under_way(groups)
             status = self._replace("died")
             if self._closing.is_set():
                 raise closed() from error
-            raise DataError(
-                f"{subject(self._section)} ended its scoring process ({error}, {status})",
-                reason=RewardFailure.CRASHED,
-                completion=completion,
-            ) from error
-        if reply.retire:
-            self._replace(reply.retire)
+            message = f"{subject(self._section)} ended its scoring process ({error}, {status})"
+            return [DataError(message, reason=RewardFailure.CRASHED, completion=completion) for completion in under_way]
+        if retire := next((result.retire for result in reply.results if result.retire), ""):
+            self._replace(retire)
         elif self._left_behind() > _MAX_LEFT_BEHIND:
             self._replace(f"left more than {_MAX_LEFT_BEHIND} processes behind")
-        if reply.failure is not None:
-            failure = reply.failure
-            completion = "" if failure.sample is None else completions[failure.sample]
-            raise DataError(failure.message, reason=failure.reason, completion=completion)
-        return list(reply.rewards)
+        return [_outcome(result, group) for result, group in zip(reply.results, groups, strict=True)]
 
-    def _deadline(self, completions: int) -> Callable[[], float]:
+    def _deadline(self, groups: Sequence[Group]) -> Callable[[], float]:
         """When a request that begins now is late. For a reward that takes one completion after the other, that moves
         with its progress, up to the time of all completions together."""
         progress, timeout_s = self._progress, self._section.score_timeout_s
         assert progress is not None
         progress.begin(0)
         begun_s = time.monotonic()
+        most = max(len(group.completions) for group in groups)
         if self.form.batched or self.form.asynchronous:
             grace_s = _AWAITED_GRACE_S if self.form.asynchronous else 0.0
-            latest_s = begun_s + self.form.limit_s(timeout_s, completions) + grace_s
+            latest_s = begun_s + self.form.limit_s(timeout_s, most) + grace_s
             return lambda: latest_s
-        return lambda: min(progress.read()[1], begun_s + timeout_s * (completions - 1)) + timeout_s
+        return lambda: min(progress.read()[1], begun_s + timeout_s * (most - 1)) + timeout_s
 
-    def _under_way(self, completions: tuple[str, ...]) -> str:
-        """The completion that was being scored; empty when it was several in one call."""
+    def _under_way(self, groups: Sequence[Group]) -> list[str]:
+        """For each group the completion that was being scored; empty when none was, or several in one call."""
         assert self._progress is not None
         sample, _ = self._progress.read()
-        if self.form.batched and len(completions) > 1:
-            return ""
-        return completions[sample] if 0 <= sample < len(completions) else ""
+        found: list[str] = []
+        for group in groups:
+            alone = not self.form.batched or len(group.completions) == 1
+            found.append(group.completions[sample] if alone and 0 <= sample < len(group.completions) else "")
+            sample -= len(group.completions)
+        return found
 
     def kill(self) -> None:
         """End the process with all that it has started. The thread that uses it finds it dead."""
@@ -246,8 +256,8 @@ class ScoringProcess:
         assert self._socket is not None
         try:
             frame = encode(message)
-        except (TypeError, ValueError) as error:  # metadata that is not JSON, or a group beyond the frame's limit
-            raise DataError(f"the group cannot be sent to scoring: {error}", reason="not_scorable") from error
+        except (TypeError, ValueError) as error:  # metadata that is not JSON, or groups beyond the frame's limit
+            raise _NotSendable(str(error)) from error
         self._socket.settimeout(max(0.001, deadline_s - time.monotonic()))
         try:
             self._socket.sendall(frame)
@@ -298,6 +308,21 @@ class ScoringProcess:
 def closed() -> InfraError:
     """What a score meets once the scorer is closed."""
     return InfraError("the scorer is closed", reason="scorer_closed")
+
+
+def _fits(results: Sequence[Result], groups: Sequence[Group]) -> bool:
+    """Whether results are those of the groups: one each, with a failure or as many rewards as completions."""
+    return len(results) == len(groups) and all(
+        result.failure is not None or len(result.rewards) == len(group.completions)
+        for result, group in zip(results, groups, strict=True)
+    )
+
+
+def _outcome(result: Result, group: Group) -> list[float] | DataError:
+    if (failure := result.failure) is None:
+        return list(result.rewards)
+    completion = "" if failure.sample is None else group.completions[failure.sample]
+    return DataError(failure.message, reason=failure.reason, completion=completion)
 
 
 def _received(connection: socket.socket, size: int) -> bytes:

@@ -43,8 +43,17 @@ async def together(task: Task, completion: str) -> float:
 _barriers: dict[str, asyncio.Barrier] = {}
 
 
+async def waits(task: Task, completion: str) -> float:
+    """Takes as long as the completion says, in seconds, beside others."""
+    await asyncio.sleep(float(completion))
+    return 1.0
+
+
 async def blocking(task: Task, completion: str) -> float:
     """A call that takes time and is not awaited."""
+    if completion == "pause":
+        print("paused")
+        await asyncio.sleep(1)
     if completion == "hang":
         _never.wait()
     return 1.0

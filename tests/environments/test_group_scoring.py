@@ -13,34 +13,42 @@ from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.group_scoring import GroupScoring
 from asyncrl.environments.reward_function import reward_function
-from asyncrl.environments.scoring_messages import Failure, Reply, Request, RewardFailure
+from asyncrl.environments.scoring_messages import Failure, Group, Request, Result, RewardFailure
 from asyncrl.environments.secrets import Secrets
 
 TASK = Task(question="q", prompt="q", answer="a")
 HANGS_S = 600.0
 
 
-def request(*completions: str) -> Request:
-    return Request(id=7, task=TASK, completions=completions)
+def request(*groups: tuple[str, ...]) -> Request:
+    return Request(id=7, groups=tuple(Group(task=TASK, completions=completions) for completions in groups))
 
 
-def scored(function: Callable[..., Any], *completions: str, timeout_s: float = HANGS_S, **options: Any) -> Reply:
+def results(
+    function: Callable[..., Any], *groups: tuple[str, ...], timeout_s: float = HANGS_S, **options: Any
+) -> tuple[Result, ...]:
     section = EnvironmentSection(reward="tasks:judge", score_timeout_s=timeout_s)
-    return GroupScoring(reward_function(function, section), section, **options).score(request(*completions))
+    reply = GroupScoring(reward_function(function, section), section, **options).score(request(*groups))
+    assert reply.id == 7
+    return reply.results
+
+
+def scored(function: Callable[..., Any], *completions: str, **options: Any) -> Result:
+    [result] = results(function, completions, **options)
+    return result
 
 
 def failure_of(function: Callable[..., Any], *completions: str, **options: Any) -> Failure:
-    reply = scored(function, *completions, **options)
-    assert reply.rewards == ()
-    assert reply.failure is not None
-    return reply.failure
+    result = scored(function, *completions, **options)
+    assert result.rewards == ()
+    assert result.failure is not None
+    return result.failure
 
 
 def test_rewards_come_in_the_order_of_the_completions_and_bools_are_numbers() -> None:
-    reply = scored(misbehave, "abc", "", "bool", "ab")
-    assert reply.rewards == (3.0, 0.0, 1.0, 2.0)
-    assert reply.failure is None
-    assert reply.id == 7
+    result = scored(misbehave, "abc", "", "bool", "ab")
+    assert result.rewards == (3.0, 0.0, 1.0, 2.0)
+    assert result.failure is None
 
 
 @pytest.mark.parametrize(
@@ -78,18 +86,18 @@ def test_f19_running_out_of_memory_retires_the_process() -> None:
     def exhausted(task: Task, completion: str) -> float:
         raise MemoryError
 
-    reply = scored(exhausted, "a")
-    assert "score_memory_mib" in reply.retire
-    assert reply.failure is not None
-    assert reply.failure.reason == RewardFailure.RAISED
-    assert "environment.score_memory_mib = 2048 is the limit" in reply.failure.message
+    result = scored(exhausted, "a")
+    assert "score_memory_mib" in result.retire
+    assert result.failure is not None
+    assert result.failure.reason == RewardFailure.RAISED
+    assert "environment.score_memory_mib = 2048 is the limit" in result.failure.message
 
 
 def test_an_own_score_is_named_by_the_environment() -> None:
     section = EnvironmentSection(name="tasks:Riddles")
-    reply = GroupScoring(reward_function(misbehave, section), section).score(request("none"))
-    assert reply.failure is not None
-    assert reply.failure.message.startswith("environment.name = tasks:Riddles returned None")
+    [result] = GroupScoring(reward_function(misbehave, section), section).score(request(("none",))).results
+    assert result.failure is not None
+    assert result.failure.message.startswith("environment.name = tasks:Riddles returned None")
 
 
 # --- a whole group in one call ----------------------------------------------------------------------------------------
@@ -175,6 +183,36 @@ def test_an_async_reward_scores_all_completions_of_a_group_at_once() -> None:
     assert scored(judge, "abc", "", "ab", timeout_s=60.0).rewards == (3.0, 0.0, 2.0)
 
 
+def test_groups_of_an_async_reward_are_scored_at_once_and_fail_alone() -> None:
+    everyone = asyncio.Barrier(5)
+
+    async def judge(task: Task, completion: str) -> Any:
+        await everyone.wait()
+        return misbehave(task, completion)
+
+    first, second, third = results(judge, ("abc", "ab"), ("a", "raise"), ("",), timeout_s=60.0)
+    assert (first.rewards, third.rewards) == ((3.0, 2.0), (0.0,))
+    assert second.failure is not None
+    assert second.failure.sample == 1
+
+
+def test_the_progress_of_an_async_reward_is_the_first_completion_that_is_left() -> None:
+    seen: list[int] = []
+    order = ["d", "a", "c", "b"]
+    turns = {text: asyncio.Event() for text in order}
+
+    async def judge(task: Task, completion: str) -> float:
+        if completion != order[0]:
+            await turns[completion].wait()
+        following = order[order.index(completion) + 1 :]
+        if following:
+            turns[following[0]].set()
+        return 1.0
+
+    results(judge, ("a", "b"), ("c", "d"), begin=seen.append)
+    assert seen == [0, 0, 1, 1, 0]
+
+
 def test_an_async_reward_runs_in_the_same_event_loop_for_all_groups() -> None:
     loops = set()
 
@@ -185,7 +223,7 @@ def test_an_async_reward_runs_in_the_same_event_loop_for_all_groups() -> None:
     section = EnvironmentSection(reward="tasks:judge")
     scoring = GroupScoring(reward_function(judge, section), section)
     for _ in range(3):
-        assert scoring.score(request("a", "b")).rewards == (1.0, 1.0)
+        assert [result.rewards for result in scoring.score(request(("a", "b"))).results] == [(1.0, 1.0)]
     assert len(loops) == 1
 
 
@@ -202,10 +240,10 @@ def test_the_first_failure_of_an_async_reward_cancels_the_others() -> None:
         return misbehave(task, completion)
 
     for behaviour in ("raise", "raise_system_exit", "none"):
-        reply = scored(judge, "hang", behaviour, "hang")
-        assert reply.failure is not None
-        assert reply.failure.sample == 1
-        assert not reply.retire
+        result = scored(judge, "hang", behaviour, "hang")
+        assert result.failure is not None
+        assert result.failure.sample == 1
+        assert not result.retire
         assert cancelled == ["hang", "hang"]
         cancelled.clear()
 
@@ -221,15 +259,15 @@ def test_an_async_reward_that_takes_too_long_is_cancelled_and_the_process_goes_o
             raise
         return 1.0
 
-    reply = scored(judge, "a", "hang", "b", timeout_s=0.1)
-    assert reply.failure is not None
-    assert (reply.failure.reason, reply.failure.sample) == (RewardFailure.TIMEOUT, 1)
-    assert reply.failure.message == (
+    result = scored(judge, "a", "hang", "b", timeout_s=0.1)
+    assert result.failure is not None
+    assert (result.failure.reason, result.failure.sample) == (RewardFailure.TIMEOUT, 1)
+    assert result.failure.message == (
         "environment.reward = tasks:judge took longer than environment.score_timeout_s = 0.1 s for one completion; "
         "raise it"
     )
     assert cancelled == ["hang"]
-    assert not reply.retire
+    assert not result.retire
 
 
 def test_an_async_reward_that_ignores_its_cancellation_retires_the_process() -> None:
@@ -240,10 +278,10 @@ def test_an_async_reward_that_ignores_its_cancellation_retires_the_process() -> 
             except asyncio.CancelledError:
                 continue
 
-    reply = scored(judge, "a", "b", timeout_s=0.1)
-    assert reply.failure is not None
-    assert reply.failure.reason == RewardFailure.TIMEOUT
-    assert reply.retire == "did not end when it was cancelled"
+    result = scored(judge, "a", "b", timeout_s=0.1)
+    assert result.failure is not None
+    assert result.failure.reason == RewardFailure.TIMEOUT
+    assert result.retire == "did not end when it was cancelled"
 
 
 def test_an_async_reward_that_stops_its_loop_is_a_failure() -> None:
@@ -252,10 +290,10 @@ def test_an_async_reward_that_stops_its_loop_is_a_failure() -> None:
         await asyncio.Event().wait()
         return 1.0
 
-    reply = scored(judge, "a", "b")
-    assert reply.failure is not None
-    assert reply.failure.reason == RewardFailure.RAISED
-    assert reply.retire
+    result = scored(judge, "a", "b")
+    assert result.failure is not None
+    assert result.failure.reason == RewardFailure.RAISED
+    assert result.retire
 
 
 def test_a_batched_async_reward_has_the_time_of_all_its_completions() -> None:

@@ -99,12 +99,41 @@ async def test_completions_of_an_async_reward_are_scored_at_once_in_one_process(
 
 
 @pytest.mark.asyncio
+async def test_groups_of_an_async_reward_that_wait_in_line_are_scored_at_once_in_one_process() -> None:
+    async with scoring("waits") as scorer, asyncio.timeout(40):  # one after the other, they would take 100 s
+        assert await asyncio.gather(*[scorer.score(TASK, ["1"]) for _ in range(100)]) == [[1.0]] * 100
+
+
+@pytest.mark.asyncio
+async def test_of_groups_that_are_sent_together_only_the_one_that_is_not_json_fails() -> None:
+    unsendable = Task(question="q", prompt="q", answer="", metadata={"object": object()})
+    async with scoring("waits") as scorer:
+        first = asyncio.ensure_future(scorer.score(TASK, ["1"]))  # the others wait in line behind it
+        tasks = [TASK, unsendable, TASK]
+        others = [asyncio.ensure_future(scorer.score(task, ["0"])) for task in tasks]
+        assert await first == [1.0]
+        assert await others[0] == await others[2] == [1.0]
+        with pytest.raises(DataError) as caught:
+            await others[1]
+        assert caught.value.reason == "not_scorable"
+
+
+@pytest.mark.asyncio
 async def test_an_async_reward_that_blocks_its_loop_is_killed_and_one_that_ignores_the_end_is_replaced() -> None:
     async with scoring("blocking", timeout_s=0.5) as scorer:
+        assert await scorer.score(TASK, ["a"]) == [1.0]
         failure = await failure_of(scorer, "a", "hang", "b")
         assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "hang")
         assert "it blocked its event loop: await what takes time" in str(failure)
         assert await scorer.score(TASK, ["a"]) == [1.0]
+    lines = Lines()
+    async with scoring("blocking", timeout_s=3.0, output=lines) as scorer:
+        first = asyncio.ensure_future(scorer.score(TASK, ["pause"]))
+        await asyncio.to_thread(lines.wait_for, 1)  # the others wait in line behind it, and are sent together
+        together = [scorer.score(TASK, ["a", "b"]), scorer.score(TASK, ["c", "hang"])]
+        failures = await asyncio.gather(*together, return_exceptions=True)
+        assert await first == [1.0]
+        assert [getattr(each, "completion", None) for each in failures] == ["", "hang"]
     async with scoring("stubborn", timeout_s=0.5) as scorer:
         failure = await failure_of(scorer, "a", "hang", "b")
         assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "hang")
