@@ -45,6 +45,9 @@ BUFFER, WEIGHTS = "buffer", "weights"
 DETACHED_PREFIXES = (BUFFER, WEIGHTS, STORE_PREFIX, PARTITIONS)
 ACTOR_CONCURRENCY = 10_000
 STATUS_TIMEOUT_S = 10.0
+WORKER_NICENESS = 0
+"""What Ray adds to the niceness of its workers, in a Ray of our own. Ray adds 15: then two busy programs on a machine of
+two cores leave ranks and engines less than a tenth of the CPU."""
 PROBE_TIMEOUT_S = 5.0
 
 
@@ -68,6 +71,7 @@ def start_local(config: Config, *, generators: int = 1) -> str:
             logging_level=logging.WARNING,
             configure_logging=False,
             _node_ip_address=LOOPBACK,
+            _system_config={"worker_niceness": WORKER_NICENESS},
         )
     address = str(context.address_info["address"])
     check_own_address(address)

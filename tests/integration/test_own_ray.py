@@ -23,11 +23,11 @@ pytestmark = pytest.mark.integration
 START = """
 from asyncrl.deployment.launch import use_ray_token
 use_ray_token(own=True)
-import contextlib, json, logging, sys, psutil, ray
+import contextlib, json, logging, os, sys, psutil, ray
 from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import start_local
 address = start_local(Config())
-ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=240)
+niceness = [os.nice(0), ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote(), timeout=240)]
 listening = []
 for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -36,7 +36,7 @@ for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             for connection in process.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         ]
-print(json.dumps({"address": address, "listening": listening}), flush=True)
+print(json.dumps({"address": address, "listening": listening, "niceness": niceness}), flush=True)
 sys.stdin.read()
 """
 README = REPOSITORY / "README.md"
@@ -108,6 +108,12 @@ def test_nothing_of_it_listens_beyond_this_machine(own_ray: tuple[dict[str, Any]
 def test_nobody_is_told_how_to_open_it(own_ray: tuple[dict[str, Any], Path]) -> None:
     _, home = own_ray
     assert "RAY_AUTH_MODE" not in (home / STDERR).read_text()
+
+
+def test_its_workers_get_as_much_of_a_busy_machine_as_other_programs(own_ray: tuple[dict[str, Any], Path]) -> None:
+    said, _ = own_ray
+    driver, worker = said["niceness"]
+    assert worker == driver
 
 
 def test_its_user_joins_it(own_ray: tuple[dict[str, Any], Path]) -> None:
