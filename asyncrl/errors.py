@@ -13,6 +13,7 @@ AsyncRLError
 │   ├── PlacementError         Ray has no room for a process within the deadline
 │   ├── ActorGone              the process behind a call has ended
 │   │   └── RowsLost           rows died with the process that kept them (F37)
+│   ├── CallTimeout            a call of another process took longer than its limit
 │   ├── CallRefused            the ranks cannot use the arguments of a call; they go on
 │   │   ├── MissingColumns     rows lack what a loss reads; nothing was trained
 │   │   ├── ImpreciseColumns   log-probs in half precision that a loss adds up over sequences
@@ -95,6 +96,10 @@ class StallError(RunError):
 
 class ActorGone(RunError):
     """The process behind a call has ended."""
+
+
+class CallTimeout(RunError, TimeoutError):
+    """A call of another process took longer than its limit."""
 
 
 class RowsLost(ActorGone):

@@ -32,6 +32,7 @@ from asyncrl.algorithms.baselines import (
 from asyncrl.algorithms.returns import ROUNDING, deviation
 from asyncrl.config.import_path import resolve
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.user_code import describe_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,10 +286,13 @@ def _own(own: OwnEstimator) -> Estimator:
         ) from error
 
     def estimate(samples: Samples) -> torch.Tensor:
-        if takes_samples:
-            found = function(samples=samples, **own.options)
-        else:
-            found = function(samples.rewards_N, samples.group_ids_N, **own.options)
+        try:
+            if takes_samples:
+                found = function(samples=samples, **own.options)
+            else:
+                found = function(samples.rewards_N, samples.group_ids_N, **own.options)
+        except Exception as error:
+            raise RunError(f"{KEY} = {own.path} raised {describe_error(error)}") from error
         return cast(torch.Tensor, found)
 
     return estimate

@@ -301,6 +301,11 @@ class BufferActor:
             self._buffer.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
         await self._notify()
 
+    async def heldout_failed(self, failure: Failure) -> None:
+        """A rollout of the held-out evaluation failed."""
+        self._buffer.failures.heldout_failed(failure)
+        await self._notify()
+
     # --- learner ------------------------------------------------------------------------------------------------
 
     async def lease(self, wait_s: float) -> Lease | LeaseWait:

@@ -24,6 +24,18 @@ class FailureLog:
 
     def failed(self, failure: Failure, *, ended_group: bool) -> None:
         """A rollout failed; `ended_group` is false when its prompt is tried again."""
+        self._count(failure, ended_group=ended_group)
+        if failure.failure_class is FailureClass.DATA and not self.too_many:
+            streak = self.streak
+            self.streak = FailureStreak(
+                groups=(streak.groups if streak else 0) + 1, first=streak.first if streak else failure, last=failure
+            )
+
+    def heldout_failed(self, failure: Failure) -> None:
+        """A rollout of the held-out evaluation failed. It belongs to no group, and does not count in the streak."""
+        self._count(failure, ended_group=False)
+
+    def _count(self, failure: Failure, *, ended_group: bool) -> None:
         self.rollouts += 1
         known = self._counts.get(failure.label)
         self._counts[failure.label] = FailureCount(
@@ -31,11 +43,6 @@ class FailureLog:
             groups=(known.groups if known else 0) + ended_group,
             first=known.first if known else failure,
         )
-        if failure.failure_class is FailureClass.DATA and not self.too_many:
-            streak = self.streak
-            self.streak = FailureStreak(
-                groups=(streak.groups if streak else 0) + 1, first=streak.first if streak else failure, last=failure
-            )
 
     def succeeded(self) -> None:
         """A group was committed."""

@@ -239,8 +239,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Failed rollouts of one class and reason: their number, the number of groups that ended with one (an INFRA
-    failure is tried again first), and the first failure."""
+    """Failed rollouts of one class and reason: their number with those of held-out evaluations, the number of groups
+    that ended with one (an INFRA failure is tried again first), and the first failure."""
 
     rollouts: int
     groups: int

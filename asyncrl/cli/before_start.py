@@ -34,7 +34,8 @@ def look(config: Config) -> list[str]:
     """For `config check`: tries the user's code and reads the first rows of the user's dataset; a note of what was
     read. ConfigError with all that is wrong. The hub is not asked."""
     notes: list[str] = []
-    problems = _problems(config, [*_trials(config, tuple(Role)), lambda config: notes.append(_first_rows(config))])
+    trials = [_try_hub_files, *_trials(config, tuple(Role)), lambda config: notes.append(_first_rows(config))]
+    problems = _problems(config, trials)
     if problems:
         raise ConfigError("\n".join(problems))
     return [note for note in notes if note]
@@ -46,7 +47,7 @@ def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompt
     from asyncrl.deployment.launch import Prompts
     from asyncrl.environments.interfaces import build_tasks
 
-    problems = _problems(config, [_try_hub, *_trials(config, roles)])
+    problems = _problems(config, [try_hub, _try_hub_files, *_trials(config, roles)])
     if problems:
         raise ConfigError("\n".join(problems))
     if not _has_own_rows(config):
@@ -125,10 +126,12 @@ def _first_rows(config: Config) -> str:
     """Says what was looked at; nothing for prompts of a built-in environment."""
     if not _has_own_rows(config):
         return ""
-    from asyncrl.environments.interfaces import read_tasks
+    from asyncrl.environments.interfaces import read_tasks, split_tasks
 
     tasks = read_tasks(config, first=FIRST_ROWS)
     _try_prompts(config, tasks)
+    if len(tasks) < FIRST_ROWS:
+        split_tasks(config, tasks)
     rows = f"the first {FIRST_ROWS} rows were" if len(tasks) >= FIRST_ROWS else "all rows were"
     return f"data.dataset = {config.data.dataset}: {rows} read; a run reads all of them before it starts"
 
@@ -170,29 +173,65 @@ def _model_files(config: Config) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _try_hub(config: Config) -> None:
-    """Asks the hub once for a model that is not on this machine. ConfigError when it cannot be had: later each process
-    would ask many times, for a minute."""
-    name = config.model.path
-    if model_directory(config) is not None or _model_files(config) is not None:
+def _try_hub_files(config: Config) -> None:
+    """What `check_presence` looks at in a directory, for a model of the hub whose files are in its cache."""
+    path = _model_files(config)
+    if path is None or model_directory(config) is not None:
         return
+    from asyncrl.policy.model_directory import model_problems, read_model
+
+    if problems := model_problems(read_model(path), config):
+        raise ConfigError("\n".join(problems))
+
+
+def try_hub(config: Config) -> None:
+    """Asks the hub once for a model. ConfigError when the model is neither there nor in the hub's cache.
+
+    If the hub does not answer and the cache has the model, this process and those that it starts do not ask again: each
+    would try for two minutes.
+    """
+    name = config.model.path
+    if model_directory(config) is not None:
+        return
+    cached = _model_files(config) is not None
     from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     if constants.is_offline_mode():
+        if cached:
+            return
         reason = "HF_HUB_OFFLINE is set and the hub's cache does not have it"
     else:
         try:
             get_hf_file_metadata(hf_hub_url(name, "config.json"), token=get_token(), timeout=HUB_TIMEOUT_S)
             return
-        except GatedRepoError:
-            reason = "the hub gives it only to accounts that were granted access; log in to one with `hf auth login`"
-        except RepositoryNotFoundError:
-            reason = "the hub has no such model, or shows it only to its owner"
-        except Exception as error:  # the hub's client passes on the errors of its transport
-            reason = f"the hub does not answer ({type(error).__name__})"
+        except Exception as error:
+            if cached and not isinstance(error, RepositoryNotFoundError):  # a gated one's error is one
+                _leave_hub_alone(name)
+            if cached:
+                return
+            reason = _refusal(error)
     raise ConfigError(
         f"model.path = {name}: there is no folder {name} here, and {reason}; name a model's directory, or a model of "
         "the hub",
         key="model.path",
     )
+
+
+def _refusal(error: Exception) -> str:
+    """Why the hub did not give a model."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return "the hub gives it only to accounts that were granted access; log in to one with `hf auth login`"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub has no such model, or shows it only to its owner"
+    return f"the hub does not answer ({type(error).__name__})"
+
+
+def _leave_hub_alone(name: str) -> None:
+    from huggingface_hub import constants
+
+    typer.echo(f"note: the hub does not answer; model.path = {name} is taken from its cache on this machine", err=True)
+    constants.HF_HUB_OFFLINE = True  # it was read from the environment when the library was imported
+    os.environ["HF_HUB_OFFLINE"] = "1"

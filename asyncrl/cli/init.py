@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from asyncrl.cli.before_start import try_hub
 from asyncrl.cli.options import checked_config, command_app, print_warnings
+from asyncrl.cli.presence import check_model
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import Facts, starter_yaml
@@ -58,21 +60,41 @@ def init(
     """
     if output.exists() and not force:
         raise ConfigError(f"{output} is there already; name another file with --output, or add --force")
+    _check_model(model)
     tasks = _tasks(data)
     if not tasks:
         raise ConfigError(f"{data}: has no prompts")
     facts = _facts(model, data, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion_tokens)
-    text = starter_yaml(facts)
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {output}: {error.strerror}") from None
+    warnings = _write_checked(output, starter_yaml(facts))
     typer.echo(
         f"wrote {output}: {facts.prompts} prompts of at most {facts.longest_prompt} tokens, {_places(facts.gpus)}"
     )
-    _, warnings = checked_config([output], [])
     print_warnings(warnings)
     typer.echo(f"start it with: asyncrl up -c {output}")
+
+
+def _check_model(model: str) -> None:
+    """ConfigError when there is no such model here, and the hub does not give it."""
+    config = Config.model_validate({"model": {"path": model}})
+    check_model(config)
+    try_hub(config)
+
+
+def _write_checked(output: Path, text: str) -> list[str]:
+    """Writes a configuration that can run; what to warn about. ConfigError, and the file is as it was before, when
+    it cannot be written or cannot run."""
+    before = output.read_bytes() if output.exists() else None
+    try:
+        output.write_text(text, encoding="utf-8")
+        return checked_config([output], [])[1]
+    except OSError as error:
+        raise ConfigError(f"--output {output}: {error.strerror}") from None
+    except ConfigError:
+        if before is None:
+            output.unlink()
+        else:
+            output.write_bytes(before)
+        raise
 
 
 def _places(gpus: int) -> str:

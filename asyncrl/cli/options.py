@@ -144,10 +144,14 @@ def print_warnings(warnings: list[str]) -> None:
 
 
 def clear_previous(config: Config) -> None:
-    """Ends what a killed run of this name left, and says so."""
-    from asyncrl.deployment.remains import clear
+    """Ends what a killed run of this name left, and says so. Names what killed runs of other names left."""
+    from asyncrl.deployment.known_runs import dead_runs
+    from asyncrl.deployment.remains import clear, remains_of
 
     print_warnings(clear(config.run.dir / config.run.name))
+    for other in dead_runs(config.run.dir):
+        if remains := remains_of(other):
+            print_warnings([f"run {other.name} was killed and left {remains}; `asyncrl down {other}` ends that"])
 
 
 def print_previous(run_dir: "RunDir") -> None:

@@ -21,7 +21,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.policy.model_directory import is_tiny, missing_parts, model_problems, read_model
 
 _TASK = "environment.options.task"
-_GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
+_NVIDIA = "nvidia[0-9]*"
+_GPU_FILES = (_NVIDIA, "dxg", "kfd")
 """Device files of NVIDIA, of WSL and of AMD."""
 
 
@@ -40,6 +41,13 @@ def check_presence(config: Config, *, roles: Collection[Role], origins: Mapping[
     if missing:
         raise ConfigError("\n".join(missing))
     return [*warnings, *(_cores(config) if here else [])]
+
+
+def check_model(config: Config) -> None:
+    """ConfigError when `model.path` names a directory that is not there, or one that does not hold a whole model."""
+    problems, _ = _model(config, tuple(Role), {})
+    if problems:
+        raise ConfigError("\n".join(problems), key="model.path")
 
 
 def builds_environment(config: Config, roles: Collection[Role]) -> bool:
@@ -163,11 +171,23 @@ def _reasoning_gym_task(config: Config) -> Iterator[str]:
 
 
 def _gpus(config: Config) -> Iterator[str]:
-    if shutil.which("nvidia-smi") is not None or any(next(Path("/dev").glob(name), None) for name in _GPU_FILES):
-        return
     pools = {"generator": config.generator.gpus, "learner": config.learner.gpus}
+    processes = {"generator": config.generator.replicas, "learner": config.learner.ranks}
     if config.critic is not None:
-        pools["critic"] = config.critic.gpus
+        pools["critic"], processes["critic"] = config.critic.gpus, config.critic.ranks
+    if shutil.which("nvidia-smi") is not None or any(next(Path("/dev").glob(name), None) for name in _GPU_FILES):
+        there, wanted = len(list(Path("/dev").glob(_NVIDIA))), sum(pools[pool] * processes[pool] for pool in pools)
+        if there and wanted > there:
+            terms = [
+                f"{pool}.{'replicas' if pool == 'generator' else 'ranks'} × {pool}.gpus = {processes[pool]} × {gpus:g}"
+                for pool, gpus in pools.items()
+                if gpus > 0
+            ]
+            yield (
+                f"{' and '.join(terms)}: needs {wanted:g} GPUs, this machine has {there}, and no other machine can "
+                "join the Ray that `asyncrl up` starts; lower them, or set ray.address to a cluster with more GPUs"
+            )
+        return
     for pool, gpus in pools.items():
         key = f"{pool}.gpus"
         if gpus > 0:

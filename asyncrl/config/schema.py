@@ -6,7 +6,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -16,6 +16,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+def _in_home(path: str) -> str:
+    """The user's home directory in the place of a leading `~`, which a shell replaces only at the begin of a word."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def _off(value: object) -> object:
@@ -42,7 +47,7 @@ class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}$")] = "quickstart"
     """Name of the run: its Ray namespace and its folder under `run.dir`."""
     # Strict validation of JSON takes text for a path, but not the Path that is the default: that one is left alone.
-    dir: Annotated[Path, Field(validate_default=False)] = Path("runs")
+    dir: Annotated[Path, Field(validate_default=False), AfterValidator(Path.expanduser)] = Path("runs")
     """Folder that holds the run's directory; only the learner writes there."""
     seed: NonNegativeInt = 0
     """Seed of prompts' order, of sampling and of everything else that is random."""
@@ -84,7 +89,7 @@ class TinyModelSection(Section):
 class ModelSection(Section):
     """The policy's model."""
 
-    path: str = "models/tiny-speller"
+    path: Annotated[str, AfterValidator(_in_home)] = "models/tiny-speller"
     """Local Hugging Face directory or hub id. A path below `models/` or below another folder that is here, or one that
     begins with `/`, `./` or `../`, is a directory. With `model.tiny` only a directory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -103,7 +108,7 @@ class DataSection(Section):
     dataset: str = "environment"
     """`environment` (its own tasks), `jsonl`, or an import path `package.module:callable` that returns or yields tasks,
     or dicts with the texts `prompt` and `answer`; their other keys become metadata."""
-    path: Path | None = None
+    path: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
     """File of the `jsonl` dataset: one object a line with `prompt` and `answer`."""
     options: dict[str, Any] = {}
     """Keyword arguments of a dataset given by import path."""

@@ -116,6 +116,7 @@ def _task(row: Row, *, number: int) -> Task | BadRow:
             case Task():
                 for name in ("question", "prompt", "answer"):
                     _check_text(getattr(row, name), name=name)
+                _check_metadata(row.metadata)
                 return row if row.row else msgspec.structs.replace(row, row=number)
             case Mapping():
                 return _task_of(row, number=number)
@@ -135,6 +136,7 @@ def _task_of(row: Mapping[str, Any], *, number: int) -> Task:
     if not row["prompt"].strip():
         raise BadRow("blank", "has a blank prompt")
     metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
+    _check_metadata(metadata)
     return Task(question=row["prompt"], prompt=row["prompt"], answer=row["answer"], metadata=metadata, row=number)
 
 
@@ -146,6 +148,20 @@ _RENAME = (
     ". Rows need the texts 'prompt' and 'answer': rename the keys in the dataset, or name a function of your own in "
     "data.dataset that yields {'prompt': …, 'answer': …} for each row"
 )
+
+
+def _check_metadata(metadata: object) -> None:
+    """Scoring processes get tasks as JSON."""
+    if not isinstance(metadata, dict):
+        raise BadRow("wrong_type", f"has 'metadata' of type {type(metadata).__name__}, not a dict")
+    try:
+        msgspec.json.encode(metadata)
+    except (TypeError, ValueError) as error:
+        raise BadRow(
+            "wrong_type",
+            f"has keys besides 'prompt' and 'answer' that are not JSON ({error}), and the reward gets them as JSON; "
+            "convert them, or leave them out",
+        ) from None
 
 
 def _check_text(value: object, *, name: str) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from asyncrl.errors import ActorGone, AsyncRLError
+from asyncrl.errors import ActorGone, AsyncRLError, CallTimeout
 
 
 async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:
     """Result of an actor call.
 
-    Raises asyncrl's own errors as themselves, ActorGone when the actor is dead, TimeoutError past the deadline;
+    Raises asyncrl's own errors as themselves, ActorGone when the actor is dead, CallTimeout past the deadline;
     after a timeout or a cancellation the actor is asked to cancel the call.
     """
     try:
@@ -23,7 +23,7 @@ async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:
             return await ref
     except TimeoutError:
         ray.cancel(ref)
-        raise TimeoutError(f"{what} took longer than {timeout_s:g} s") from None
+        raise CallTimeout(f"{what} took longer than {timeout_s:g} s") from None
     except asyncio.CancelledError:
         ray.cancel(ref)
         raise
@@ -44,7 +44,7 @@ def answer(ref: Any, *, timeout_s: float, what: str) -> Any:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError:
         ray.cancel(ref)
-        raise TimeoutError(f"{what} took longer than {timeout_s:g} s") from None
+        raise CallTimeout(f"{what} took longer than {timeout_s:g} s") from None
     except RayTaskError as error:
         if isinstance(error.cause, AsyncRLError | KeyError | ValueError | TypeError):
             raise error.cause from error
@@ -64,7 +64,7 @@ def answers(refs: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
         if not done:
             for ref in waiting:
                 ray.cancel(ref)
-            raise TimeoutError(f"{what} took longer than {timeout_s:g} s")
+            raise CallTimeout(f"{what} took longer than {timeout_s:g} s")
         for ref in done:
             results[ref] = answer(ref, timeout_s=timeout_s, what=what)
     return [results[ref] for ref in refs]

@@ -46,8 +46,8 @@ DETACHED_PREFIXES = (BUFFER, WEIGHTS, STORE_PREFIX, PARTITIONS)
 ACTOR_CONCURRENCY = 10_000
 STATUS_TIMEOUT_S = 10.0
 WORKER_NICENESS = 0
-"""What Ray adds to the niceness of its workers, in a Ray of our own. Ray adds 15: then two busy programs on a machine of
-two cores leave ranks and engines less than a tenth of the CPU."""
+"""A Ray of our own adds this to the niceness of its workers. Ray's default is 15: beside two busy programs on two
+cores, ranks and engines then get less than a tenth of the CPU."""
 PROBE_TIMEOUT_S = 5.0
 
 

@@ -23,7 +23,7 @@ from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, kee
 from asyncrl.deployment.launch import Prompts
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.environments.secrets import read_secrets
-from asyncrl.errors import GeneratorPoolExhausted, StallError
+from asyncrl.errors import GeneratorPoolExhausted, RunError, StallError
 from asyncrl.generation.actor import GeneratorActor, ReplicaProcesses
 from asyncrl.generation.shared_memory import reap
 
@@ -165,12 +165,19 @@ class GeneratorDeployment:
         )
         model_path = await self._model_path
         replica.begun = True
-        replica.processes = await finished(
-            # Arguments of a method, unlike those of the actor's constructor, are not kept by Ray's head.
-            replica.handle.start.remote(model_path, secrets=self._secrets, reward_log=RunDir.reward_log(self._config)),
-            timeout_s=generator.startup_timeout_s,
-            what=f"starting {replica.name}",
+        # Arguments of a method, unlike those of the actor's constructor, are not kept by Ray's head.
+        started = replica.handle.start.remote(
+            model_path, secrets=self._secrets, reward_log=RunDir.reward_log(self._config)
         )
+        try:
+            replica.processes = await finished(
+                started, timeout_s=generator.startup_timeout_s, what=f"starting {replica.name}"
+            )
+        except TimeoutError:
+            raise RunError(
+                f"replica {replica.name} was not ready within generator.startup_timeout_s = "
+                f"{generator.startup_timeout_s:g} s: its engine still loads the model or compiles; raise the limit"
+            ) from None
         self._on_started(replica.processes)
 
     async def _run(self, replica: _Replica) -> None:

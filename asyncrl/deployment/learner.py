@@ -245,7 +245,7 @@ class LearnerDeployment:
         return await self._loop.run(stop)
 
     async def _check_trained(self, failures: FailureWatch) -> None:
-        """RunError when the prompts ran out and all groups had failed."""
+        """RunError when the prompts ran out before a step was trained."""
         if self._steps:
             return
         await failures.finish()
@@ -254,6 +254,10 @@ class LearnerDeployment:
                 f"no step was trained: the prompts ran out, and rollouts failed ({in_words(failures.counts)}). "
                 f"The first cause: {failures.counts[0].first.words}. Fix it and start again."
             )
+        raise RunError(
+            "no step was trained: the prompts ran out before there were learner.groups_per_step = "
+            f"{self._config.learner.groups_per_step} groups; lower it, raise data.epochs, or add prompts"
+        )
 
     def _check_saved(self) -> None:
         """CheckpointError when the weights of the run's end could not be saved."""

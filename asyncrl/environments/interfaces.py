@@ -91,13 +91,22 @@ def build_tasks(config: Config) -> tuple[list[Task], list[Task]]:
 
     Skipped rows are logged with their counts. ConfigError or DatasetError.
     """
-    data = config.data
-    tasks = read_tasks(config)
+    return split_tasks(config, read_tasks(config))
+
+
+def split_tasks(config: Config, tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
+    """(training, held-out) tasks. DatasetError when the training tasks are too few for one step."""
+    data, groups = config.data, config.learner.groups_per_step
     train, heldout = split(tasks, data.heldout_fraction)
+    remain = f"of {len(tasks)} tasks ({len(heldout)} are held out by data.heldout_fraction = {data.heldout_fraction:g})"
     if not train:
+        raise DatasetError(f"data.dataset = {data.dataset}: no training tasks remain {remain}")
+    if data.drop_last and data.epochs is not None and len(train) * data.epochs < groups:
         raise DatasetError(
-            f"data.dataset = {data.dataset}: no training tasks remain of {len(tasks)} "
-            f"({len(heldout)} held out by data.heldout_fraction = {data.heldout_fraction})"
+            f"data.dataset = {data.dataset}: {len(train)} training tasks remain {remain}, which data.epochs = "
+            f"{data.epochs} gives {len(train) * data.epochs} times. A step takes learner.groups_per_step = {groups}, "
+            "and data.drop_last drops the rest: no step would be trained; lower learner.groups_per_step, or raise "
+            "data.epochs"
         )
     return train, heldout
 

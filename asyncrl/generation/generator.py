@@ -155,10 +155,18 @@ class Generator:
                     reward, _ = await self._rollouts.answer(task)
                 except RolloutError as error:
                     logger.warning("held-out question %.40r failed (%s): %s", task.question, error.reason, error)
-                    return Failure.of(error, prompt=task.prompt)
+                    return await self._heldout_failed(Failure.of(error, prompt=task.prompt))
                 return reward
 
         return list(await asyncio.gather(*[one(task) for task in tasks]))
+
+    async def _heldout_failed(self, failure: Failure) -> Failure:
+        """Reports the failure at once: the evaluation may go on for minutes."""
+        try:
+            await self._buffer.call("heldout_failed", failure)
+        except (RunError, TimeoutError) as lost:
+            logger.warning("the failure of a held-out question did not reach the buffer: %s", lost)
+        return failure
 
     # --- admission ----------------------------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ class HeldoutEvaluation:
         self._replicas = replicas
         self._log = log
         self._metrics = metrics
+        self._timeout_s = config.eval.timeout_s
         self._stall_timeout_s = config.run.stall_timeout_s
         self._started_s = started_s
         self._clock = clock
@@ -111,7 +112,9 @@ class HeldoutEvaluation:
         """Has `actor` answer the held-out questions, and records the mean reward as that of `version`.
 
         A rollout that fails is left out of the mean, as in training: one bad question must not end a run. RunError
-        when all rollouts of the first evaluation fail: nothing was trained yet, and training would fail alike.
+        when all rollouts of the first evaluation fail, or when it takes longer than `eval.timeout_s`: nothing was
+        trained yet, and training would fail alike. A later evaluation that takes longer is left out, with an error in
+        the log.
         A replica that ends before it has answered is replaced by another one at that version (F2).
         """
         while True:
@@ -122,6 +125,9 @@ class HeldoutEvaluation:
                 logger.warning("held-out evaluation of %s: %s; another replica is asked", version.words, error)
                 self._gone.add(actor)
                 actor = await self.replica_at(version)
+            except TimeoutError:
+                self._late(version)
+                return
         if at != version:
             evaluated = at.words if at is not None else "no weights"
             raise RunError(f"replica {actor} evaluated {evaluated} instead of {version.words}")
@@ -148,3 +154,15 @@ class HeldoutEvaluation:
             logger.info(
                 "held-out reward of %s: %.3f (%d of %d prompts)", version.words, mean, len(rewards), len(answers)
             )
+
+    def _late(self, version: Version) -> None:
+        what = (
+            f"held-out evaluation of {version.words}: {len(self._tasks)} prompts (eval.prompts) took longer than "
+            f"eval.timeout_s = {self._timeout_s:g} s"
+        )
+        if not self._evaluated:
+            raise RunError(
+                f"{what}, so training did not start. If the reward is slow, make it async or raise "
+                "environment.score_workers (docs/rewards.md); or lower eval.prompts, or raise eval.timeout_s"
+            )
+        logger.error("%s; it is left out", what)

@@ -4,6 +4,7 @@ from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.records import FailureStreak, LeaseWait
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError, StallError
+from asyncrl.learner.failures import in_words
 
 
 def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config) -> None:
@@ -16,7 +17,7 @@ def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config) -> No
     if status.quiet_s > limit_s:
         raise StallError(
             f"nothing was committed or trained for {status.quiet_s:.0f} s (run.stall_timeout_s = {limit_s:g}): "
-            f"the learner waits ({waits.value}); {replicas_in_words(status)}"
+            f"the learner waits ({waits.value}); {replicas_in_words(status)}{_failures_in_words(status)}"
         )
 
 
@@ -32,6 +33,13 @@ def replicas_in_words(status: RunStatus) -> str:
         for view in status.replicas
     ]
     return "generators: " + "; ".join(words)
+
+
+def _failures_in_words(status: RunStatus) -> str:
+    """The end of a sentence: how many rollouts failed, with the first cause; nothing when none did."""
+    if not status.failures:
+        return ""
+    return f"; rollouts that failed: {in_words(status.failures)}, first {status.failures[0].first.words}"
 
 
 def _streak_in_words(streak: FailureStreak, *, limit: int) -> str:

@@ -166,3 +166,15 @@ def test_an_estimator_that_gives_no_float32_numbers_is_refused(estimator: Estima
 def test_an_unknown_estimator_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean 'group_norm'"):
         resolve_estimator("group_nrom")
+
+
+def broken(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    raise KeyError("beta")
+
+
+def test_what_an_own_advantage_raises_is_said_with_its_line() -> None:
+    estimator = resolve_estimator("test_advantages:broken")
+    with pytest.raises(
+        RunError, match=r"algorithm\.advantage = test_advantages:broken raised KeyError: 'beta' \(.*:\d+\)"
+    ):
+        compute_advantages(estimator, Samples(rewards_N=torch.ones(2), group_ids_N=torch.zeros(2)))

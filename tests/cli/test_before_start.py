@@ -1,6 +1,7 @@
 """What a run tries before it starts Ray: the user's code, the first rows, the hub."""
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -242,3 +243,47 @@ def test_f28_the_commands_that_run_refuse_the_users_mistakes_before_ray_and_befo
         assert "raised KeyError: 'split' (before_start_tasks.py:14)" in result.stderr
         assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "runs").exists()
+
+
+CACHED = "acme/small"
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of the hub whose files are in the hub's cache."""
+    files = tmp_path / "snapshot"
+    build_tokenizer(max_length=32).save_pretrained(files)
+    (files / "config.json").write_text(json.dumps({"vocab_size": 200, "max_position_embeddings": 32}))
+    cache = {CACHED: str(files / "config.json")}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: cache.get(name))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    return files
+
+
+@pytest.mark.parametrize(
+    ("error", "alone"),
+    [(ConnectionError("no route"), True), (RepositoryNotFoundError.__new__(RepositoryNotFoundError), False)],
+)
+def test_a_hub_that_does_not_answer_is_left_alone_when_its_cache_has_the_model(
+    error: Exception, alone: bool, cached: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(url: str, **_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answer)
+    prepare(settings("model.tiny=null", f"model.path={CACHED}", "model.max_length=32"))
+    assert os.environ["HF_HUB_OFFLINE"] == ("1" if alone else "0")
+    assert huggingface_hub.is_offline_mode() == alone
+    assert ("is taken from its cache" in capsys.readouterr().err) == alone
+
+
+def test_f28_a_cached_model_that_is_too_short_is_refused_by_check(cached: Path) -> None:
+    assert "max_position_embeddings" in said(settings("model.tiny=null", f"model.path={CACHED}", "model.max_length=33"))
+
+
+def test_f28_check_refuses_rows_that_are_all_held_out(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    overrides = ("data.dataset=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", "data.heldout_fraction=0.999999", *ROWS)
+    with pytest.raises(ConfigError, match=r"no training tasks remain of 1 tasks \(1 are held out"):
+        look(settings(*overrides))

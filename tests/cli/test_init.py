@@ -82,9 +82,28 @@ def test_a_model_or_data_that_is_not_there_is_refused_before_anything_is_written
     model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for arguments in (["models/small", "nosuch.jsonl"], ["models/small", "nosuch_module:tasks"]):
+    asked_for = (
+        ["models/smal", "sums.jsonl"],
+        ["models/small", "nosuch.jsonl"],
+        ["models/small", "nosuch_module:tasks"],
+    )
+    for arguments, said in zip(asked_for, ("did you mean models/small?", "nosuch", "nosuch"), strict=True):
         result = runner.invoke(app, ["init", *arguments])
         assert result.exit_code in (1, 2)
-        assert "nosuch" in result.stderr
+        assert said in result.stderr
         assert "Traceback" not in result.stderr
     assert not Path("run.yaml").exists()
+
+
+def test_a_configuration_that_cannot_run_is_refused_and_no_file_is_left(
+    model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["init", "models/small", "sums.jsonl", "--reward", "exact_mach"]
+    refused = runner.invoke(app, arguments)
+    assert refused.exit_code == 2
+    assert "did you mean 'exact_match'?" in refused.stderr
+    assert not Path("run.yaml").exists()
+    Path("run.yaml").write_text("mine")
+    assert runner.invoke(app, [*arguments, "--force"]).exit_code == 2
+    assert Path("run.yaml").read_text() == "mine"

@@ -234,6 +234,13 @@ def test_f28_gpus_that_cannot_come_are_refused_where_ray_is_to_run_here(monkeypa
     monkeypatch.setattr(presence, "_GPU_FILES", ("no-such-device",))
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert missing(*wanted) == []
+    monkeypatch.setattr(presence, "_NVIDIA", "null")
+    assert missing("generator.gpus=1") == []
+    [line] = missing("generator.gpus=1", "generator.replicas=2", "learner.gpus=1")
+    assert line.startswith(
+        "generator.replicas × generator.gpus = 2 × 1 and learner.ranks × learner.gpus = 1 × 1: needs 3"
+    )
+    assert "this machine has 1" in line
 
 
 def test_parts_of_engines_without_a_core_each_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

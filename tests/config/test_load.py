@@ -287,3 +287,13 @@ def test_own_keys_are_keys_of_the_schema() -> None:
 def test_deployments_of_one_run_may_ask_for_nodes_of_their_own() -> None:
     asked = load_config([], ["generator.node_labels={pool: generator}", "learner.node_labels={pool: learner}"])
     assert shared_config(asked) == shared_config(Config())
+
+
+def test_a_leading_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = load_config([], ["model.path=~/models/a", "run.dir=~/runs", "data.dataset=jsonl", "data.path='~/q.jsonl'"])
+    assert (config.model.path, str(config.run.dir), str(config.data.path)) == (
+        "/home/ada/models/a",
+        "/home/ada/runs",
+        "/home/ada/q.jsonl",
+    )

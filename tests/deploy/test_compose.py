@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from asyncrl.buffer.membership import Role
+from asyncrl.cli.presence import check_presence
 from asyncrl.config.checks import check_config
 from asyncrl.config.exposure import check_exposure
-from asyncrl.config.load import load_config
+from asyncrl.config.load import config_origins, load_config
 
 
 @pytest.fixture
@@ -129,23 +131,35 @@ OWN_TASK = {
     "TASKS": "../../configs",
     "CONFIG": "/tasks/own_task.yaml",
     "RUN": "own-task",
-    "MODEL": "/models/tiny-larger",
+    "OVERRIDES": "model.path=/models/tiny-larger model.tiny={}",
 }
 
 
-def test_a_task_of_ones_own_is_a_folder_that_the_env_file_names(file: Path, tmp_path: Path, repository: Path) -> None:
+def test_a_task_of_ones_own_is_a_folder_that_the_env_file_names(
+    file: Path, tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(repository / "configs")
     commented = [line.removeprefix("#").strip() for line in file.read_text().splitlines() if line.startswith("#  ")]
     assert [f"{name}={value}" for name, value in OWN_TASK.items()] == commented[-4:]
     for pool in ("learner", "generator"):
         service = services_of(file, OWN_TASK)[pool]
         _, driver = spoken(service, tmp_path)
         assert driver[5:7] == ["-c", "/tasks/own_task.yaml"]
-        config = load_config([repository / "configs" / "own_task.yaml"], driver[7:])
+        files = [repository / "configs" / "own_task.yaml"]
+        config = load_config(files, driver[7:])
         check_config(config)
+        check_presence(config, roles={Role(pool)}, origins=config_origins(files, driver[7:]))
         assert (config.run.name, config.model.path) == ("own-task", "/models/tiny-larger")
         # the image has /tasks on Python's search path
         assert "../../configs:/tasks:ro" in service["volumes"]
         assert (file.parent / OWN_TASK["TASKS"] / "own_task.py").is_file()
+
+
+def test_a_task_of_ones_own_keeps_the_model_that_its_file_names(file: Path, tmp_path: Path) -> None:
+    own = {"CONFIG": "/tasks/mine.yaml", "RUN": "mine"}
+    for pool in ("learner", "generator"):
+        _, driver = spoken(services_of(file, own)[pool], tmp_path)
+        assert not [word for word in driver if word.startswith("model.")]
 
 
 def test_the_object_store_fits_into_the_containers_shared_memory(services: dict[str, Any]) -> None:

@@ -1,11 +1,18 @@
 """The file of Ray's cluster launcher, against the launcher's own schema and rules."""
 
 import copy
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from asyncrl.buffer.membership import Role
+from asyncrl.cli.presence import check_presence
+from asyncrl.config.checks import check_config
+from asyncrl.config.load import config_origins, load_config
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +26,18 @@ def test_it_is_what_rays_launcher_takes(cluster: dict[str, Any]) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     validate_config(prepare_config(copy.deepcopy(cluster)))
+
+
+def test_the_commands_that_it_shows_can_run(deploy: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(repository / "configs")
+    text = (deploy / "ray" / "cluster.yaml").read_text().replace("\\\n#", "")
+    commands = [shlex.split(command)[3:] for command in re.findall(r"cluster\.yaml '(asyncrl up [^']*)'", text)]
+    assert [Path(file).name for _, file, *_ in commands] == ["quickstart.yaml", "own_task.yaml"]
+    for _, file, *overrides in commands:
+        files = [repository / "configs" / Path(file).name]
+        config = load_config(files, overrides)
+        check_config(config)
+        check_presence(config, roles=tuple(Role), origins=config_origins(files, overrides))
 
 
 def test_every_node_has_the_token_and_asks_for_it(cluster: dict[str, Any]) -> None:

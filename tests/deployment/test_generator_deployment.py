@@ -15,7 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment import generators
 from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress, _Replica
 from asyncrl.deployment.launch import Prompts
-from asyncrl.errors import ConfigError, GeneratorPoolExhausted
+from asyncrl.errors import CallTimeout, ConfigError, GeneratorPoolExhausted, RunError
 
 
 def deployment_of(config: Config) -> GeneratorDeployment:
@@ -68,6 +68,24 @@ async def test_a_replica_gets_the_secrets_of_the_command_with_its_start_and_a_pa
     await deployment._start(_Replica("generator-a", handle))
     assert given["secrets"].environment == {"JUDGE_API_KEY": "sk-1"}
     assert given["reward_log"] == tmp_path / "runs" / "a" / "logs" / "reward.log"
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_starts_too_slowly_is_an_error_with_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment = deployment_of(Config.model_validate({"generator": {"startup_timeout_s": 7.0}}))
+    deployment._model_path.set_result("model")  # type: ignore[attr-defined]
+
+    async def placed(*_: Any, **__: Any) -> None:
+        """Ray has placed it."""
+
+    async def late(*_: Any, **__: Any) -> None:
+        raise CallTimeout("starting generator-a took longer than 7 s")
+
+    monkeypatch.setattr(generators, "placed", placed)
+    monkeypatch.setattr(generators, "finished", late)
+    method = SimpleNamespace(remote=lambda *_, **__: None)
+    with pytest.raises(RunError, match=r"generator-a was not ready within generator\.startup_timeout_s = 7 s"):
+        await deployment._start(_Replica("generator-a", SimpleNamespace(__ray_ready__=method, start=method)))
 
 
 @pytest.mark.asyncio

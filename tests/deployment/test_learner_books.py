@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import CheckpointError, FailureClass, RunError, StallError
 from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.records import RunTotals
+from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.metrics import server as server_module
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.discovery import Target
@@ -110,8 +110,10 @@ def deployment_without_ray(
     train: Callable[..., Awaitable[RunTotals]],
     ended: Callable[[], None] = lambda: None,
     failures: tuple[FailureCount, ...] = (),
+    steps: Sequence[StepRecord] = (),
 ) -> LearnerDeployment:
-    """Its buffer lists two endpoints, its training is `train`, and `ended` hears when its ranks end."""
+    """Its buffer lists two endpoints, its training is `train`, and `ended` hears when its ranks end. It has recorded
+    `steps`."""
 
     async def status() -> Any:
         return SimpleNamespace(targets={"learner": "127.0.0.1:1", "buffer": "127.0.0.1:2"})
@@ -130,6 +132,7 @@ def deployment_without_ray(
     deployment = deployment_in(run, config)
     deployment._prompts = asyncio.sleep(0, Prompts(train=(), heldout=()))
     deployment._model_path = asyncio.sleep(0, "model")
+    deployment._steps = list(steps)
     monkeypatch.setattr(deployment, "_train", train)
     return deployment
 
@@ -245,7 +248,7 @@ async def test_what_ended_in_order_is_listed_no_more_and_what_failed_still_is(
         return TOTALS
 
     with RunDir.create(config) as run:
-        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
+        deployment = deployment_without_ray(run, config, monkeypatch, train=train, steps=[make_step(0)])
         with pytest.raises(errors[end]) if end in errors else contextlib.nullcontext():
             await deployment.run(stop)
         left = ["127.0.0.1:2", "127.0.0.1:1"] if end in errors else []
@@ -286,7 +289,12 @@ async def test_a_run_that_ends_serves_until_who_discovers_over_http_has_the_empt
     monkeypatch.setattr(server_module, "DISCOVERY_S", grace_s)
     with RunDir.create(config) as run:
         deployment = deployment_without_ray(
-            run, config, monkeypatch, train=train, ended=lambda: loop.call_soon_threadsafe(closed.set)
+            run,
+            config,
+            monkeypatch,
+            train=train,
+            ended=lambda: loop.call_soon_threadsafe(closed.set),
+            steps=[make_step(0)],
         )
         running = asyncio.create_task(deployment.run(stop))
         async with asyncio.timeout(DEADLINE_S):
@@ -429,3 +437,18 @@ async def test_a_run_whose_prompts_all_failed_ends_with_the_first_cause(
         with pytest.raises(RunError, match=r"rollouts failed \(reward_raised 7\).*KeyError: 'KEY' \(tasks\.py:30\)"):
             await deployment.run(asyncio.Event())
         assert "reward_raised" in run.failures_path.read_text()
+
+
+@pytest.mark.asyncio
+async def test_a_run_whose_prompts_ran_out_before_its_first_step_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+
+    async def nothing_left(*_: object) -> RunTotals:
+        return TOTALS
+
+    with RunDir.create(config) as run:
+        deployment = deployment_without_ray(run, config, monkeypatch, train=nothing_left)
+        with pytest.raises(RunError, match=r"the prompts ran out before there were learner\.groups_per_step"):
+            await deployment.run(asyncio.Event())

@@ -21,6 +21,7 @@ from written_runs import write_run
 from asyncrl.cli.main import app
 from asyncrl.cli.options import clear_previous
 from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import read_info
 from asyncrl.deployment.remains import clear, remains_of, stray_processes
 
@@ -102,6 +103,17 @@ def test_processes_of_the_runs_ray_are_found_ended_and_named_and_others_are_left
     assert bystander.poll() is None
     assert not remains_of(killed.path)
     assert clear(killed.path) == []
+
+
+def test_the_next_run_of_another_name_says_what_a_killed_one_left(
+    killed: Killed, engine: psutil.Popen, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Config.model_validate({"run": {"dir": str(killed.path.parent), "name": "other"}})
+    clear_previous(other)
+    said = capsys.readouterr().err
+    assert f"run {killed.path.name} was killed and left" in said
+    assert f"(pid {engine.pid}); `asyncrl down {killed.path}` ends that" in said
+    assert engine.poll() is None
 
 
 def test_its_end_is_written_down(killed: Killed) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config, EnvironmentSection
-from asyncrl.data.prompts import Task
+from asyncrl.data.prompts import Task, read_rows
 from asyncrl.environments.interfaces import build_environment, build_reward, build_tasks, read_tasks
 from asyncrl.errors import ConfigError, DatasetError
 
@@ -218,3 +218,21 @@ def test_a_dataset_without_training_tasks_is_refused() -> None:
     data = {"dataset": f"{HERE}:listed", "options": {"words": []}}
     with pytest.raises(DatasetError, match=r"data\.heldout_fraction"):
         build_tasks(config(data=data))
+
+
+def test_f33_tasks_whose_metadata_cannot_be_sent_to_scoring_are_refused_with_their_row() -> None:
+    for metadata, text in [(None, r"row 1 has 'metadata' of type NoneType, not a dict"), ({"x": {1j}}, "not JSON")]:
+        task = Task(question="ab", answer="ba", metadata=metadata)  # type: ignore[arg-type]
+        with pytest.raises(DatasetError, match=text):
+            read_rows([task], source="tasks:rows", on_bad_row="refuse")
+    with pytest.raises(DatasetError, match="not JSON"):
+        read_rows([{"prompt": "a", "answer": "b", "image": object()}], source="tasks:rows", on_bad_row="refuse")
+
+
+def test_too_few_tasks_for_one_step_are_refused_where_the_rest_is_dropped() -> None:
+    data: dict[str, Any] = {"dataset": f"{HERE}:rows", "heldout_fraction": 0, "drop_last": True}
+    learner = {"groups_per_step": 4}
+    with pytest.raises(DatasetError, match=r"2 training tasks remain .* learner\.groups_per_step = 4, and data\.drop"):
+        build_tasks(config(data=data | {"epochs": 1}, learner=learner))
+    for enough in ({"epochs": 2}, {"epochs": None}, {"epochs": 1, "drop_last": False}):
+        assert len(build_tasks(config(data=data | enough, learner=learner))[0]) == 2

@@ -317,6 +317,9 @@ async def test_a_heldout_question_whose_reward_fails_does_not_spoil_the_others()
             prompt=TASKS[1].prompt,
             completion="c",
         )
+        [reported] = pool.buffer._buffer.failures.counts()
+        assert (reported.rollouts, reported.groups, reported.first) == (1, 0, rewards[1])
+        assert pool.buffer._buffer.failures.streak is None, "it is no group of the training"
 
 
 @pytest.mark.asyncio

@@ -8,7 +8,7 @@ from learner_scenes import Scene
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.records import Failure, Version
 from asyncrl.data.prompts import Task
-from asyncrl.errors import FailureClass, RunError, StallError
+from asyncrl.errors import CallTimeout, FailureClass, RunError, StallError
 
 
 @pytest.mark.asyncio
@@ -102,3 +102,29 @@ async def test_a_run_whose_first_evaluation_got_not_one_reward_ends_before_it_tr
     )
     assert scene.log.steps == []
     assert scene.log.evals == []
+
+
+@pytest.mark.asyncio
+async def test_a_first_evaluation_that_takes_too_long_ends_the_run_and_a_later_one_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scene = await scene_with([1.0, 1.0])
+    evaluate = scene.evaluate
+
+    async def late(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
+        raise CallTimeout("held-out evaluation took longer than 120 s")
+
+    scene.evaluate = late  # type: ignore[method-assign]
+    with pytest.raises(RunError) as raised:
+        await scene.heldout.evaluate(Version(1, 0), actor="generator-a")
+    assert "held-out evaluation of step 0: 4 prompts (eval.prompts) took longer than eval.timeout_s = 120 s" in str(
+        raised.value
+    )
+    assert "environment.score_workers" in str(raised.value)
+    scene.evaluate = evaluate  # type: ignore[method-assign]
+    await scene.heldout.evaluate(Version(1, 0), actor="generator-a")
+    scene.evaluate = late  # type: ignore[method-assign]
+    await scene.heldout.evaluate(Version(1, 0), actor="generator-a")
+    assert [record.reward_mean for record in scene.log.evals] == [1.0]
+    [error] = [entry.getMessage() for entry in caplog.records if entry.levelname == "ERROR"]
+    assert error.endswith("eval.timeout_s = 120 s; it is left out")

@@ -3,9 +3,9 @@
 import pytest
 from made_up_run import make_status
 
-from asyncrl.buffer.records import Failure, FailureStreak, LeaseWait
+from asyncrl.buffer.records import Failure, FailureCount, FailureStreak, LeaseWait
 from asyncrl.config.schema import Config
-from asyncrl.errors import FailureClass, RunError
+from asyncrl.errors import FailureClass, RunError, StallError
 from asyncrl.learner.progress import check_progress
 
 CONFIG = Config.model_validate({"generator": {"max_data_failures": 16}})
@@ -35,3 +35,10 @@ def test_a_last_cause_that_is_another_one_is_named_too() -> None:
     words = ended_by(failed("one"), failed("two", reason="prompt_length"))
     assert words.startswith("generating a group failed 16 times in a row")
     assert "one for prompt '0+3='; the last time: two for prompt '0+3='." in words
+
+
+def test_a_run_that_stands_still_names_the_failures_that_came_before() -> None:
+    count = FailureCount(rollouts=7, groups=0, first=failed("took longer than 120 s", reason="rollout_timeout"))
+    status = make_status(failures=(count,), quiet_s=10_000.0)
+    with pytest.raises(StallError, match=r"; rollouts that failed: rollout_timeout 7, first took longer than 120 s"):
+        check_progress(status, waits=LeaseWait.NOT_ENOUGH_READY, config=CONFIG)
