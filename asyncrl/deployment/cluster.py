@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 from ray._private import services
 from ray.exceptions import RayError
@@ -45,6 +46,7 @@ BUFFER, WEIGHTS = "buffer", "weights"
 DETACHED_PREFIXES = (BUFFER, WEIGHTS, STORE_PREFIX, PARTITIONS)
 ACTOR_CONCURRENCY = 10_000
 STATUS_TIMEOUT_S = 10.0
+STARTS = 3
 WORKER_NICENESS = 0
 """A Ray of our own adds this to the niceness of its workers. Ray's default is 15: beside two busy programs on two
 cores, ranks and engines then get less than a tenth of the CPU."""
@@ -61,21 +63,47 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     if config.critic is not None:
         logical_cpus += config.critic.ranks * config.critic.cpus
     with _sigterm_stays_ours(), _children_in_sessions_of_their_own(), loopback_stays_loopback():
-        context: Any = ray.init(
-            address="local",  # never whatever cluster happens to run here
+        context = _started(
             num_cpus=max(1, round(logical_cpus + 0.5)),
-            include_dashboard=False,
             namespace=config.run.name,
             object_store_memory=config.ray.object_store_mb * 2**20,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            configure_logging=False,
-            _node_ip_address=LOOPBACK,
-            _system_config={"worker_niceness": WORKER_NICENESS},
         )
     address = str(context.address_info["address"])
     check_own_address(address)
     return address
+
+
+def _started(**options: Any) -> Any:
+    """What `ray.init` returns for a Ray of our own. RunError when it does not start in `STARTS` attempts.
+
+    Ray gives its node manager 30 s to register, and has no setting for it. On a busy machine the first attempt may take
+    longer; the next one finds its files in memory.
+    """
+    for left in reversed(range(STARTS)):
+        before = psutil.Process().children(recursive=True)
+        try:
+            return ray.init(
+                address="local",  # never whatever cluster happens to run here
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                configure_logging=False,
+                _node_ip_address=LOOPBACK,
+                _system_config={"worker_niceness": WORKER_NICENESS},
+                **options,
+            )
+        except Exception as error:  # Ray's own class for it is Exception
+            if "timed out during startup" not in str(error):
+                raise
+            # nothing else starts processes meanwhile; Ray itself ends these only with this process
+            for process in set(psutil.Process().children(recursive=True)) - set(before):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            logger.warning("Ray did not start within its own limit of 30 s; attempts left: %d", left)
+    raise RunError(
+        f"Ray did not start in {STARTS} attempts of 30 s each: this machine is too busy; end other programs, or name a "
+        "running cluster in ray.address"
+    )
 
 
 def session_folder() -> str:

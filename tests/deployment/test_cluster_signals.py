@@ -13,6 +13,7 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.deployment import cluster
+from asyncrl.errors import RunError
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +71,28 @@ def test_f29_what_ray_starts_is_in_a_session_of_its_own_and_nothing_else_is(monk
     cluster.start_local(Config())
     start()
     assert sessions == [True, False]
+
+
+def test_a_ray_that_does_not_start_in_time_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemons: list[subprocess.Popen[bytes]] = []
+
+    def late(**_: Any) -> Any:
+        daemons.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        if len(daemons) < late_starts + 1:
+            raise Exception("The current node timed out during startup. This could happen because some of the raylet")
+        return SimpleNamespace(address_info={"address": "127.0.0.1:1"})
+
+    monkeypatch.setattr(cluster.ray, "init", late)
+    late_starts = 2
+    assert cluster.start_local(Config()) == "127.0.0.1:1"
+    *ended, last = daemons
+    assert [process.wait(60) for process in ended] == [-signal.SIGKILL] * 2
+    assert last.poll() is None
+    daemons.clear()
+    last.communicate(b"\n")
+    late_starts = 3
+    with pytest.raises(RunError, match="Ray did not start in 3 attempts of 30 s each"):
+        cluster.start_local(Config())
 
 
 GROUP_SIGNAL = """
