@@ -1,9 +1,9 @@
 """Measures what an objective does to each token, from the slope of the loss. It needs no code for any one surrogate.
 
 κ_t = −(∂/∂lp_t Σ W · K · S) / A_t is the weight with which a token's advantage pushes its log-prob. It is 1 for
-REINFORCE, u for an unclipped ratio, and 0 for a clipped or gated token. Two parts of the loss are not in the slopes of an
-`Objective`: penalties, because they do not depend on the advantage, and the aggregation's a_t, because it is equal for
-all tokens of a sequence and cancels.
+REINFORCE, u for an unclipped ratio, and 0 for a clipped or gated token. Two parts of the loss are not in the slopes of
+an `Objective`: penalties, because they do not depend on the advantage, and the aggregation's a_t, because it is equal
+for all tokens of a sequence and cancels.
 
 For a loss that is named by import path, these parts are unknown. Its slopes are ∂L/∂lp of the whole loss. They contain
 the penalties and the divisors of tokens, so its effective share also depends on how unequal the sequences are.
