@@ -236,7 +236,7 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Outcome | CriticBas
         if is_import_path(name):
             return OwnEstimator(path=name, options=options)
         raise ConfigError(
-            f"{KEY} = {name}: it is neither one of {', '.join(rows)} nor an import path such as "
+            f"{KEY} = {name}: it is neither one of {', '.join(rows)} nor an import path like "
             f"package.module:callable{suggest(name, list(rows))}",
             key=KEY,
         )

@@ -71,7 +71,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "decoupled_ppo": Preset(
             source="2110.00641, 2505.24298",
-            use="Several updates a step on stale data: the clip is against the step's start, the weight is for staleness.",
+            use="Several updates a step on stale data: the clip is against the step's start, the weight for staleness.",
             objective=Objective(surrogate=_ppo_clip(), weight=Weight(), gates=(Gate(stat="ratio", hi=5.0),)),
         ),
         "a3po": Preset(
@@ -381,7 +381,7 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
     """
     if isinstance(loss, str) and loss not in PRESETS:
         raise ConfigError(
-            f"algorithm.loss: {loss!r} is neither one of {', '.join(PRESETS)} nor an import path such as "
+            f"algorithm.loss: {loss!r} is neither one of {', '.join(PRESETS)} nor an import path like "
             f"'package.module:callable'{suggest(loss, list(PRESETS))}",
             key="algorithm.loss",
         )
