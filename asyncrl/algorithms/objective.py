@@ -161,7 +161,7 @@ Surrogate = Reinforce | Linear | Clipped | Weighted | SoftGate | Quadratic | Reg
 class PreClip(_Axis, frozen=True, kw_only=True):
     """Bounds the ratio of every token before the ratios of a sequence are pooled (2507.20673).
 
-    It acts only where the ratio has already moved in the direction that A asks for: u ≤ hi where A > 0, and u ≥ lo
+    It acts only where the ratio has already moved in the direction in which A pushes it: u ≤ hi where A > 0, and u ≥ lo
     where A < 0.
     """
 

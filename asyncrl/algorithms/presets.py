@@ -421,7 +421,7 @@ def baseline_of(section: AlgorithmSection) -> str:
 
 
 def published_baseline(section: AlgorithmSection) -> str | None:
-    """Returns the estimator that the preset was published with, or None if there is none or the loss is no preset."""
+    """Returns the estimator that the preset was published with, or None if there is none."""
     preset = PRESETS.get(section.loss) if isinstance(section.loss, str) else None
     return None if preset is None else preset.baseline
 

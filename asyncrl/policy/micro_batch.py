@@ -76,9 +76,8 @@ def loss_of(
         return MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum())
     proximal_BS = data["prev_logprobs"] if "prev_logprobs" in data else aligned(logprobs_BT.detach())
     if sole_update:
-        data["prev_logprobs"] = (
-            proximal_BS  # before the first update, the current weights are those of the step's start
-        )
+        # before the first update, the current weights are those of the step's start
+        data["prev_logprobs"] = proximal_BS
     columns = {"next_token_logprobs": logprobs_BT} if from_logprobs else {"next_token_logits": logits_BSV}
     if objective is not None and objective.needs_entropy:
         columns["next_token_entropies"] = entropy_BT

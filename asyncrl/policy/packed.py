@@ -96,12 +96,12 @@ def packed_attention(
     bounds. Without it, attention stays within each of the B rows.
 
     `sliding_window` is the number of tokens that a token sees, including itself. There may be fewer heads of keys and
-    values than of queries. Raises ConfigError if the model asks for a mask or for something in `_UNKNOWN`.
+    values than of queries. Raises ConfigError if the model passes a mask or an argument in `_UNKNOWN`.
     """
     asked = [name for name in _UNKNOWN if kwargs.get(name) is not None]
     if attention_mask is not None or asked:
         raise ConfigError(
-            f"learner.batching: {type(module).__name__} asks its attention for {', '.join(asked) or 'a mask'}, which "
+            f"learner.batching: {type(module).__name__} passes {', '.join(asked) or 'a mask'} to its attention, which "
             "packed rows do not support; set learner.batching to dynamic, which pads rows",
             key="learner.batching",
         )

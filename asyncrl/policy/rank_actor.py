@@ -119,7 +119,7 @@ class RankActor:
 
     def call_with_meta(self, method: str, *args: Any, **options: Any) -> Any:
         """Calls a method of the meta rank. A refusal (`REFUSALS`) is returned, not raised."""
-        assert self._meta_rank is not None, "setup_data_plane() comes first"
+        assert self._meta_rank is not None, "call setup_data_plane() first"
         return self._answer(self._meta_rank, method, args, options)
 
     def on_rank(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -148,5 +148,5 @@ class RankActor:
         return opened
 
     def _ready(self) -> ShardedWorker[Any]:
-        assert self._worker is not None, "setup() comes first"
+        assert self._worker is not None, "call setup() first"
         return self._worker

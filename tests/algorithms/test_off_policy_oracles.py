@@ -207,7 +207,7 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         ),
         log_weighted(advantage=-2, current=(0.4, 0.1), behaviour=(0.2, 0.4), gradients=(0.25 * math.e, 0.25 * math.e)),
     ),
-    # −A · min(r, 20) · lp; zero where the probability moved by more than .2 in the direction that A asks for:
+    # −A · min(r, 20) · lp; zero where the probability moved by more than .2 in the direction in which A pushes it:
     #   .2 → .5, .2 → .3, .5 → .2, .5 → .4, and r = 20.5 with a move of .195
     "dppo_tv": (
         log_weighted(
@@ -223,8 +223,8 @@ WORKED: dict[str, tuple[Worked, ...]] = {
             gradients=(5, 3, 0, 1.6, 40),
         ),
     ),
-    # −A · r without a bound; zero where the probability moved by more than .2 in the direction that A asks for. Every
-    # token, also a gated one, adds 1e-3 · ln² r, whose gradient is 2e-3 · ln r. r = 2.5, 1.5, .4, .8, 20.5
+    # −A · r without a bound; zero where the probability moved by more than .2 in the direction in which A pushes it.
+    # Every token, also a gated one, adds 1e-3 · ln² r, whose gradient is 2e-3 · ln r. r = 2.5, 1.5, .4, .8, 20.5
     "dppo_tv_k2": tuple(
         Worked(
             advantage=advantage,

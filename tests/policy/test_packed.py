@@ -104,5 +104,5 @@ def test_values_return_to_their_rows_with_or_without_the_last_token() -> None:
 @pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"s_aux": torch.zeros(1)}])
 def test_attention_of_another_kind_is_refused(asked: dict[str, object]) -> None:
     one_1HSD = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(ConfigError, match=f"learner.batching: Linear asks its attention for {next(iter(asked))}"):
+    with pytest.raises(ConfigError, match=f"learner.batching: Linear passes {next(iter(asked))} to its attention"):
         packed_attention(torch.nn.Linear(1, 1), one_1HSD, one_1HSD, one_1HSD, None, **asked)
