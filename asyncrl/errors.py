@@ -239,5 +239,5 @@ class UpdateRefused(WeightError):
 
 
 REFUSALS = (CallRefused, RowsLost, StalenessViolation, WeightError, CheckpointError)
-"""Errors with which a rank answers a call without ending. Either all ranks raise such an error together, or the error
-leaves the process group intact. In both cases the ranks accept the next call."""
+"""Errors that a rank returns from a call while its process keeps running. Either all ranks raise such an error
+together, or the error leaves the process group intact. In both cases the ranks accept the next call."""

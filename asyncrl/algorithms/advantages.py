@@ -188,6 +188,7 @@ def _scale(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, teaches_N: to
             squares = (rewards_N - rewards_N.mean()).square().sum()
             return deviation(squares, torch.tensor(float(count)), axes)
         case "informative_share":
+            # at least one sample, so that a step in which all groups are equal does not divide by zero
             return (teaches_N.sum() / count).clamp(min=1 / count)
         case "nonzero_share":
             return (torch.count_nonzero(rewards_N) / count).clamp(min=1 / count)

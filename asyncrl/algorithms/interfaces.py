@@ -41,6 +41,7 @@ def masked_mean(
         mask = mask.expand_as(weighted)
         global_normalization_factor = mask.sum() if dim is None else mask.sum(dim=dim)
     factor = torch.as_tensor(global_normalization_factor, device=total.device)
+    # the inner `where` keeps 0/0, whose gradient is NaN, out of the graph
     return torch.where(factor == 0, 0.0, total / torch.where(factor == 0, 1, factor))
 
 

@@ -47,9 +47,9 @@ class Linear(_Axis, frozen=True, kw_only=True, tag="linear", tag_field="kind"):
 class Clipped(_Axis, frozen=True, kw_only=True, tag="clipped", tag_field="kind"):
     """S = max(−A · u, −A · clamp(u, lo, hi)), the PPO clip (1707.06347).
 
-    `dual` bounds S by −dual · A where A < 0 (1912.09729). `hi` has no effect there, so without `dual` a bad sample
-    could dominate the step after the policy has made it much more likely. Capping u itself where A < 0 (2505.07291) is
-    the same function.
+    For tokens with A < 0, `dual` bounds S by −dual · A (1912.09729). `hi` has no effect on these tokens, so without
+    `dual` a bad sample could dominate the step after the policy has made it much more likely. Capping u itself for
+    these tokens (2505.07291) is the same function.
     """
 
     lo: float = 0.8
@@ -265,7 +265,9 @@ class Gate(_Axis, frozen=True, kw_only=True):
 class Penalty(_Axis, frozen=True, kw_only=True):
     """β · P, added to every token's loss. Advantages, weights and gates do not change it. With d = lp − q:
 
-    k1 = d · k2 = d²/2 · k3 = e^(−d) − 1 + d · `k3+`: k3's value with k2's gradient · `entropy` = −H of the next token.
+    - `k1` is d, `k2` is d²/2, and `k3` is e^(−d) − 1 + d.
+    - `k3+` has the value of k3 and the gradient of k2.
+    - `entropy` is −H, where H is the entropy of the next token's distribution.
 
     `positive_nll` is −lp of the tokens in rows with a reward above 0. It is divided by the number of these tokens in
     the whole update, not by the aggregation (VAPO, 2504.05118, where β is μ = 0.1). It reads the column `rewards`.

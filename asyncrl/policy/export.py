@@ -21,7 +21,7 @@ _WEIGHTS = "model.safetensors"
 def save_hf(
     model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> None:
-    """Writes safetensors, config and tokenizer from rank 0. The directory replaces an earlier export at once, when it
+    """Writes safetensors, config and tokenizer from rank 0. An earlier export at `path` is replaced after the new one
     is complete.
 
     This is a collective. Raises CheckpointError on all ranks if the export cannot be written, or if something else is
@@ -52,8 +52,11 @@ def save_hf(
 def _write_hf(
     model: PreTrainedModel, weights: dict[str, torch.Tensor], *, tokenizer_path: str, path: Path, dtype: torch.dtype
 ) -> None:
-    """Does not use `model.save_pretrained`, because FSDP renames the model's class, and the config would then name a
-    class that does not exist elsewhere. The config object itself still has the original class name."""
+    """Writes weights, configs and tokenizer to `path`.
+
+    It does not use `model.save_pretrained`, because FSDP renames the model's class, and the config would then name a
+    class that does not exist elsewhere. The config object itself still has the original class name.
+    """
     save_file(weights, path / _WEIGHTS, metadata={"format": "pt"})
     config = copy.deepcopy(model.config)
     config.dtype = dtype

@@ -115,7 +115,9 @@ def chunked_logprobs(
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Let z be the logits divided by the temperature, p their softmax, H its entropy, and t the target. The gradients
+    """Output head, log-softmax and entropy as one autograd function.
+
+    Let z be the logits divided by the temperature, p their softmax, H its entropy, and t the target. The gradients
     are
 
     ∂ log p_t / ∂z = 1_t − p,  ∂H / ∂z = −p · (log p + H)

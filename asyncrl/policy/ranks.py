@@ -43,8 +43,8 @@ class RankGroup:
         """Places the ranks and loads the model.
 
         Raises PlacementError if Ray has no resources within `ray.placement_timeout_s`. Raises RunError if a rank fails
-        or takes longer than `learner.startup_timeout_s`, or if the ranks are already started. After a failure, no rank
-        and no placement group is left.
+        or takes longer than `learner.startup_timeout_s`. In both cases no rank and no placement group is left. Also
+        raises RunError if the ranks are already started; these ranks go on.
         """
         if not ray.is_initialized():
             raise RunError("there is no Ray to place ranks on: call ray.init() first (docs/own-loop.md)")
@@ -165,7 +165,8 @@ class RankGroup:
         return self._wait(calls, what=function.__name__, deadline_s=deadline_s, knob="weights.load_timeout_s")
 
     def shutdown(self) -> bool:
-        """Ends every rank. Idempotent; dead ranks are no error. Returns True if all ranks left in order."""
+        """Ends every rank. Idempotent. A rank that is already dead does not cause an error. Returns True if all ranks
+        left in order."""
         self.begun = True
         ranks, self._ranks = self._ranks, []
         answers = [rank.close.remote().future() for rank in ranks]

@@ -184,6 +184,7 @@ class ShardedWorker(ABC, Generic[LossT]):
                 if update.plan.tokens > 0
             )
         except LossFailed:
+            # earlier updates of this call stay applied, so the learning-rate schedule advances
             self._calls += self._updates > updates_before
             raise
         parts = [part for update in planned if update.plan.tokens > 0 for part in update.parts]

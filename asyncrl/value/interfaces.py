@@ -81,4 +81,5 @@ class ValueInterface(ABC):
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Ends the ranks. Idempotent; dead ranks are no error. Returns True if all ranks left in order."""
+        """Ends the ranks. Idempotent. A rank that is already dead does not cause an error. Returns True if all ranks
+        left in order."""
