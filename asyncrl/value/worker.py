@@ -42,9 +42,8 @@ class ValueWorker(ShardedWorker[ValueLossFunction]):
             return MicroBatchOutcome(differentiable=0.0 * values_BS.sum())
         leaf_BS = values_BS.detach().requires_grad_()
         try:
-            with (
-                torch.enable_grad()
-            ):  # first only with respect to the values, so a failing loss never reaches the model
+            # first differentiated only with respect to the values, so a failing loss never reaches the model
+            with torch.enable_grad():
                 loss, metrics = checked_loss(loss_fn(leaf_BS, copy.copy(part), **counts))
                 [slopes_BS] = slopes_of(loss, leaf_BS)
                 value = float(loss.detach())
