@@ -1,6 +1,7 @@
-"""asyncrl: asynchronous reinforcement learning of language models on two pools with their own clocks.
+"""asyncrl: asynchronous reinforcement learning of language models.
 
-Importing this package pulls in none of torch, ray, vllm.
+A pool of generators and a pool of learners run at the same time, each at its own speed. Importing this package does not
+import torch, ray or vllm.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m asyncrl`: the `asyncrl` command."""
+"""Runs the `asyncrl` command: `python -m asyncrl`."""
 
 from asyncrl.cli.main import app
 

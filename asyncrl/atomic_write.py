@@ -1,14 +1,14 @@
-"""Files that readers see whole or not at all."""
+"""Writes files atomically: a reader sees the complete old file or the complete new file."""
 
 import os
 from pathlib import Path
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by a file with `data`, through a temporary file beside it and a rename.
+    """Replaces the file `path` by a file that contains `data`.
 
-    Readers see the old bytes or the new ones. One writer a path: the temporary file's name is fixed, so that leftovers
-    of a killed writer are overwritten by the next.
+    Writes to a temporary file in the same directory and renames it. A path may have only one writer at a time. The name
+    of the temporary file is fixed, so the next writer overwrites the leftover of a writer that was killed.
     """
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:

@@ -1,42 +1,44 @@
-"""Every error that asyncrl raises on purpose, in one tree.
+"""All errors that asyncrl raises on purpose, in one tree.
+
+A code such as (F33) is the number of a fault in the project's fault list.
 
 AsyncRLError
-├── ConfigError                what a user set cannot be run
-├── DatasetError               a dataset row cannot be used (F33)
-├── RunError                   the run as a whole cannot start or go on
-│   ├── RunLocked              someone else holds the run's directory or name (F35)
-│   ├── RunMismatch            a deployment attaches with another config than the run's
+├── ConfigError                the run cannot use a value of the configuration
+├── DatasetError               a row of a dataset is not usable (F33)
+├── RunError                   the whole run cannot start or cannot go on
+│   ├── RunLocked              another process holds the run's directory or name (F35)
+│   ├── RunMismatch            a deployment tries to join a run with a different shared configuration
 │   ├── HandshakeError         the pools disagree on tokenizer, vocabulary or log-probs (F25)
 │   ├── GeneratorPoolExhausted fewer live replicas than `generator.min_replicas`
-│   ├── RunEnded               the run that was to be watched is over, as it should be
-│   ├── StallError             nothing moved within `run.stall_timeout_s` (F5)
-│   ├── PlacementError         Ray has no room for a process within the deadline
-│   ├── ActorGone              the process behind a call has ended
-│   │   └── RowsLost           rows died with the process that kept them (F37)
+│   ├── RunEnded               the run that a command wants to watch has ended normally
+│   ├── StallError             no progress within `run.stall_timeout_s` (F5)
+│   ├── PlacementError         Ray had no resources for a process before the deadline
+│   ├── ActorGone              the process that serves a call has ended
+│   │   └── RowsLost           the process that stored some rows has ended, and the rows with it (F37)
 │   ├── CallTimeout            a call of another process took longer than its limit
-│   ├── CallRefused            the ranks cannot use the arguments of a call; they go on
-│   │   ├── MissingColumns     rows lack what a loss reads; nothing was trained
-│   │   ├── ImpreciseColumns   log-probs in half precision that a loss adds up over sequences
-│   │   ├── LossFailed         a loss function raised, or returned no scalar and metrics
-│   │   └── Offloaded          the model is off its devices for a refit, and was not brought back
-│   ├── NonFiniteError         too many non-finite steps in a row (F21)
-│   └── StalenessViolation     a token older than the limit reached a batch: our bug
-├── RolloutError               one rollout failed; every one is INFRA or DATA
-│   ├── InfraError             retried elsewhere, bounded by `buffer.max_attempts`
-│   └── DataError              counted; `generator.max_data_failures` in a row stop the run
+│   ├── CallRefused            the ranks cannot use the arguments of a call; the ranks stay usable
+│   │   ├── MissingColumns     the rows lack columns that a loss reads; no training step was made
+│   │   ├── ImpreciseColumns   a loss sums log-probs over sequences, and they have half precision
+│   │   ├── LossFailed         a loss function raised an error, or did not return a scalar and metrics
+│   │   └── Offloaded          the model was moved off its devices for a refit and was not moved back
+│   ├── NonFiniteError         too many consecutive steps with a non-finite loss or gradient (F21)
+│   └── StalenessViolation     a token older than the limit reached a batch; this is a bug of asyncrl
+├── RolloutError               one rollout failed; each failure is INFRA or DATA
+│   ├── InfraError             the rollout is retried elsewhere, at most `buffer.max_attempts` times
+│   └── DataError              not retried; `generator.max_data_failures` consecutive ones stop the run
 ├── CheckpointError            a checkpoint cannot be written or loaded
-│   ├── CheckpointIncomplete   its save did not end, or files of it are gone (F7)
-│   └── CheckpointMismatch     a name, shape or dtype is not the live model's
+│   ├── CheckpointIncomplete   the save did not finish, or files are missing (F7)
+│   └── CheckpointMismatch     a tensor's name, shape or dtype differs from the live model
 └── WeightError                a weight update cannot be applied
     ├── ManifestMismatch       a name, shape or dtype differs, or a checksum is wrong (F12)
-    ├── VersionRegression      the version is older than the one that is loaded (F13)
-    ├── TornReplica            half an update was applied; the replica stays paused (F11)
-    ├── ParityError            the engine's log-probs are not the learner's
-    ├── ManifestVoid           the bytes of a manifest died with the process that published them
+    ├── VersionRegression      the offered version is older than the loaded version (F13)
+    ├── TornReplica            only part of an update was applied; the replica stays paused (F11)
+    ├── ParityError            the engine's log-probs differ from the learner's log-probs
+    ├── ManifestVoid           the process that published the weights has ended, and their bytes with it
     ├── CollectiveError        a peer of the weights' process group is dead, missing or late
-    └── UpdateRefused          another peer refused what was to be sent; the group stays
+    └── UpdateRefused          another peer refused the update before the transfer; the process group stays usable
 
-Messages name the key or value, the limit and the mend.
+Each message names the key or value, the limit, and what the user can do.
 """
 
 from collections.abc import Sequence
@@ -44,11 +46,12 @@ from enum import StrEnum
 
 
 class AsyncRLError(Exception):
-    """Base of every error that asyncrl raises on purpose."""
+    """Base class of every error that asyncrl raises on purpose."""
 
 
 class ConfigError(AsyncRLError):
-    """What a user set cannot be run. `key` is the dotted path of the field, empty for a rule over several."""
+    """A value of the configuration cannot be used. `key` is the dotted path of the field. It is empty if the error is
+    about several fields."""
 
     def __init__(self, message: str, *, key: str = "") -> None:
         super().__init__(message)
@@ -63,39 +66,39 @@ def _rebuild_config_error(message: str, key: str) -> ConfigError:
 
 
 class DatasetError(AsyncRLError):
-    """A dataset row cannot be used; the message names the file and the row's number, from 1."""
+    """A row of a dataset is not usable. The message names the file and the number of the row, counted from 1."""
 
 
 class RunError(AsyncRLError):
-    """The run as a whole cannot start or go on."""
+    """The whole run cannot start or cannot go on."""
 
 
 class RunLocked(RunError):
-    """Someone else holds the run's directory or name; the message names the holder."""
+    """Another process holds the run's directory or name. The message names that process."""
 
 
 class RunMismatch(RunError):
-    """A deployment attaches with a shared config key that differs from the run's."""
+    """A deployment tries to join a run, but a shared configuration key differs from the run's."""
 
 
 class HandshakeError(RunError):
-    """The pools disagree on tokenizer, vocabulary or the shape of log-probs."""
+    """The learner and the generators disagree on the tokenizer, the vocabulary or the shape of log-probs."""
 
 
 class GeneratorPoolExhausted(RunError):
-    """Fewer live replicas than `generator.min_replicas`."""
+    """The run has fewer live replicas than `generator.min_replicas`."""
 
 
 class RunEnded(RunError):
-    """A run that was to be watched is over: it lists no endpoints any more."""
+    """The run that a command wants to watch has ended: it no longer lists any metrics endpoint."""
 
 
 class StallError(RunError):
-    """Nothing moved within `run.stall_timeout_s`."""
+    """The run made no progress within `run.stall_timeout_s`."""
 
 
 class ActorGone(RunError):
-    """The process behind a call has ended."""
+    """The process that serves a call has ended."""
 
 
 class CallTimeout(RunError, TimeoutError):
@@ -103,7 +106,8 @@ class CallTimeout(RunError, TimeoutError):
 
 
 class RowsLost(ActorGone):
-    """Rows died with the process that kept them, or are out of reach. `sample_ids` names them."""
+    """Rows are lost because the process that stored them has ended, or they cannot be reached. `sample_ids` holds the
+    ids of the lost rows."""
 
     def __init__(self, message: str, *, sample_ids: Sequence[str]) -> None:
         super().__init__(message)
@@ -118,51 +122,55 @@ def _rebuild_rows_lost(message: str, sample_ids: tuple[str, ...]) -> RowsLost:
 
 
 class PlacementError(RunError):
-    """Ray has no room for a process within `ray.placement_timeout_s`."""
+    """Ray had no resources for a process within `ray.placement_timeout_s`."""
 
 
 class CallRefused(RunError):
-    """The ranks cannot use the arguments of a call. The next call can go on, and no rank has changed anything but what
-    LossFailed says."""
+    """The ranks cannot use the arguments of a call. The ranks accept the next call, and no rank has changed its state.
+    The one exception is described in `LossFailed`."""
 
 
 class MissingColumns(CallRefused):
-    """Rows lack columns that a call reads. No pass was made."""
+    """The rows lack columns that the call reads. The call is refused before any forward or backward pass."""
 
 
 class ImpreciseColumns(CallRefused):
-    """A loss adds up log-probs over sequences and got them in half precision. The message names column and dtype."""
+    """A loss sums log-probs over whole sequences, but the log-probs have half precision. The message names the column
+    and its dtype."""
 
 
 class LossFailed(CallRefused):
-    """A loss function raised an error, or returned something other than a scalar and a dict of numbers.
+    """A loss function raised an error, or it did not return a scalar and a dict of numbers.
 
-    The update of that loss was not applied on any rank. Updates of the same call before it were.
+    The optimizer update of that loss was not applied on any rank. Earlier updates of the same call were applied.
     """
 
 
 class Offloaded(CallRefused):
-    """Model or optimizer are off the ranks' devices; `prepare_for_training` brings them back."""
+    """The model or the optimizer is not on the ranks' devices. Call `prepare_for_training` to load it back."""
 
 
 class NonFiniteError(RunError):
-    """`learner.max_nonfinite_steps` steps in a row had a non-finite loss or gradient."""
+    """`learner.max_nonfinite_steps` consecutive steps had a non-finite loss or gradient."""
 
 
 class StalenessViolation(RunError):
-    """A token older than the limit of its ticket reached a batch. The proof says that this cannot happen."""
+    """A batch contains a token that is older than the limit of its ticket. The proof in docs/guarantees.md says that
+    this cannot happen, so this error is a bug of asyncrl."""
 
 
 class FailureClass(StrEnum):
-    """Whether a failed rollout is worth another attempt. Unknown failures are DATA, so that bugs are loud."""
+    """Says whether a failed rollout is tried again: INFRA is, DATA is not. An unknown failure is DATA, so that a bug
+    becomes visible and is not hidden by retries."""
 
     INFRA = "infra"
     DATA = "data"
 
 
 class RolloutError(AsyncRLError):
-    """One rollout failed. `reason` is a short label from a bounded set, fit for a metric. `completion` is the text of
-    the completion that could not be scored; it is empty when the failure is not of one completion."""
+    """One rollout failed. `reason` is a short label from a bounded set, so that it can be the label of a metric.
+    `completion` is the text of the completion that could not be scored. It is empty if the failure does not belong to
+    one completion."""
 
     failure_class: FailureClass
 
@@ -180,27 +188,27 @@ def _rebuild_rollout_error(cls: type[RolloutError], message: str, reason: str, c
 
 
 class InfraError(RolloutError):
-    """The machine's fault: another attempt may succeed."""
+    """A machine or a process failed. Another attempt may succeed."""
 
     failure_class = FailureClass.INFRA
 
 
 class DataError(RolloutError):
-    """The prompt's, the environment's or our own fault: another attempt would fail alike."""
+    """The prompt, the environment or asyncrl itself caused the failure. Another attempt would fail in the same way."""
 
     failure_class = FailureClass.DATA
 
 
 class CheckpointError(AsyncRLError):
-    """A checkpoint cannot be written or loaded. What was loaded before is unchanged."""
+    """A checkpoint cannot be written or loaded. The model that was loaded before is unchanged."""
 
 
 class CheckpointIncomplete(CheckpointError):
-    """A directory without the marker of a finished save, or without a file that the marker speaks of."""
+    """The directory has no marker of a finished save, or a file that the marker lists is missing."""
 
 
 class CheckpointMismatch(CheckpointError):
-    """A tensor's name, shape or dtype is not the live one's, or two directories are not of one save."""
+    """A tensor's name, shape or dtype differs from the live model, or two directories belong to different saves."""
 
 
 class WeightError(AsyncRLError):
@@ -208,33 +216,33 @@ class WeightError(AsyncRLError):
 
 
 class ManifestMismatch(WeightError):
-    """A parameter's name, shape or dtype differs, or a bucket's checksum is wrong. Nothing was applied."""
+    """A parameter's name, shape or dtype differs, or the checksum of a bucket is wrong. No weight was changed."""
 
 
 class VersionRegression(WeightError):
-    """The version is older than the one that is loaded, within one incarnation."""
+    """The offered version is older than the version that is loaded, within one incarnation of the learner."""
 
 
 class TornReplica(WeightError):
-    """Half an update was applied: the replica stays paused until a whole one is."""
+    """Only part of an update was applied. The replica stays paused until a complete update is applied."""
 
 
 class ParityError(WeightError):
-    """The engine's log-probs differ from the learner's by more than `weights.parity_tolerance_nats`."""
+    """The engine's log-probs differ from the learner's log-probs by more than `weights.parity_tolerance_nats`."""
 
 
 class ManifestVoid(WeightError):
-    """The bytes of a manifest died with the process that published them."""
+    """The process that published a manifest has ended, and the bytes of the weights ended with it."""
 
 
 class CollectiveError(WeightError):
-    """A peer of the weights' process group is dead, missing or late: the group is closed. Nothing was applied."""
+    """A peer of the weights' process group is dead, missing or late. The group is closed, and no weight was changed."""
 
 
 class UpdateRefused(WeightError):
-    """Another peer refused an update before anyone applied a byte of it; the process group stays usable."""
+    """Another peer refused the update before any peer applied a byte of it. The process group stays usable."""
 
 
 REFUSALS = (CallRefused, RowsLost, StalenessViolation, WeightError, CheckpointError)
-"""Errors that a model's rank answers with instead of failing. All ranks raise them together, or they leave the process
-group whole: the next call can go on."""
+"""Errors that a rank returns from a call while its process keeps running. Either all ranks raise such an error
+together, or the error leaves the process group intact. In both cases the ranks accept the next call."""

@@ -1,4 +1,4 @@
-"""Processes that end when their parent ends, whatever they do at that moment."""
+"""Makes a process end when its parent process ends, even if the process is busy at that moment."""
 
 import ctypes
 import os
@@ -9,13 +9,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent_pid: int) -> None:
-    """Ends this process when the process `parent_pid`, which started it, ends; at once if that has ended already.
+    """Makes the kernel kill this process when the process `parent_pid`, which started it, ends.
 
-    The kernel sends SIGKILL. It does so when the *thread* that started this process ends, so that thread must live as
-    long as the parent. The setting survives `exec`, and is not inherited by child processes: each has to call this.
-    Elsewhere than on Linux only the check is made.
+    If the parent has already ended, this process ends at once. Otherwise the kernel sends SIGKILL when the *thread*
+    that started this process ends, so that thread must live as long as the parent. The setting survives `exec`. Child
+    processes do not inherit it: each child must call this function. On other systems than Linux, only the check for a
+    parent that has already ended is made.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent ended before prctl, and no signal will come
+    if os.getppid() != parent_pid:  # the parent ended before the call of prctl, so no signal will come
         os._exit(0)

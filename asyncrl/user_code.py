@@ -1,4 +1,4 @@
-"""Describes errors of code that users bring: rewards, environments, datasets, losses, advantages."""
+"""Describes errors that are raised by the user's own code: rewards, environments, datasets, losses, advantages."""
 
 import sysconfig
 import traceback
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MAX_TEXT_CHARS = 500
-"""Longest text of an error that is passed on. A reward may raise an error that holds a whole document."""
+"""Longest error text that is shown, in characters. An error of a user's reward may contain a whole document."""
 
 _ASYNCRL = Path(__file__).parent
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
@@ -14,22 +14,24 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def describe_error(error: BaseException, *, redact: Callable[[str], str] | None = None) -> str:
-    """Type, text and place of an error, such as `KeyError: 'JUDGE_API_KEY' (tasks.py:30)`.
+    """Returns the type, text and place of an error, for example `KeyError: 'JUDGE_API_KEY' (tasks.py:30)`.
 
-    The place is the innermost line in the user's own files. If there is none, it is the innermost line in an installed
-    package. An error that was raised by asyncrl or by the standard library alone has no place. A path below the
-    working directory is shown relative to it. A text of more than `MAX_TEXT_CHARS` characters is cut, after `redact`
-    has replaced what it must not contain: a cut secret would not be recognised.
+    The place is the innermost line of the traceback in the user's own files. If there is none, it is the innermost line
+    in an installed package. If only asyncrl or the standard library raised the error, there is no place. A path below
+    the working directory is shown relative to it.
+
+    `redact` removes secrets from the text. It runs before the text is cut to `MAX_TEXT_CHARS` characters, because
+    `redact` would not recognise a secret that was cut in half.
     """
     try:
         text = str(error)
-    except Exception:  # an exception's own __str__ may raise; its type and place are still known
+    except Exception:  # an exception's own __str__ may raise; its type and place can still be shown
         text = "(its message cannot be shown)"
     if redact is not None:
         text = redact(text)
     if len(text) > MAX_TEXT_CHARS:
         text = f"{text[:MAX_TEXT_CHARS]}…"
-    text = text.encode("utf-8", "replace").decode()  # lone surrogates can be neither written nor sent
+    text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be written to a file or sent
     return f"{type(error).__name__}: {text}{_place(error)}"
 
 
@@ -46,7 +48,8 @@ def _place(error: BaseException) -> str:
 
 
 def _is_ours(filename: str) -> bool:
-    """Whether a file belongs to asyncrl or to Python itself. `<frozen …>` and `<string>` have no file to look at."""
+    """Returns True if the file belongs to asyncrl or to Python itself. Names such as `<frozen …>` or `<string>` are not
+    files and count as Python's."""
     if filename.startswith("<"):
         return True
     path = Path(filename)

@@ -1,1 +1,1 @@
-"""Objectives and advantages as data: presets, their axes, the loss that is made of them."""
+"""Training objectives and advantages as data: the axes, the published presets, and the loss that is built from them."""

@@ -1,15 +1,17 @@
-"""Advantages from rewards: computed by the driver, which knows rewards, group ids and lengths but no tokens.
+"""Advantages from rewards. The driver computes them; it has rewards, group ids and lengths, but no tokens.
 
-The driver computes them once a step over all of its samples, before they are dealt to ranks, updates or micro-batches.
-"The batch" below is the whole step, so that statistics of the batch are global. They weigh samples and not tokens,
-unless an estimator's `whiten` is `tokens`.
+The driver computes the advantages once a step, over all samples of the step, before it distributes the samples to
+ranks, updates and micro-batches. "The batch" below is the whole step, so statistics of the batch are global. They count
+every sample once, unless an estimator's `whiten` is `tokens`.
 
-- Groups are found by id, never by position or by equal prompts. An incomplete group uses the members that are present.
-- A group whose rewards are all equal gets exactly 0 from a group baseline, never 0/0 and never amplified rounding.
+- A group is identified by its id, never by position or by equal prompts. An incomplete group uses the members that are
+  present.
+- A group whose rewards are all equal gets exactly 0 from a group baseline. There is no 0/0 and no amplified rounding.
 - Standard deviations divide by n − 1, unless an estimator's `divisor` is `n`.
 
-`baselines.py` has the estimators as rows of data, docs/advantages.md their formulas and sources. Token-level
-estimators are in `token_estimators.py` and `returns.py`. Legend: N samples of the step, in any order.
+`baselines.py` has the estimators as rows of data. docs/advantages.md has their formulas and sources. Estimators that
+give every token its own advantage are in `token_estimators.py` and `returns.py`. Legend: N samples of the step, in any
+order.
 """
 
 import inspect
@@ -37,10 +39,10 @@ from asyncrl.user_code import describe_error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """A step's samples, as far as they are known. Every tensor is [N]; a column that a loop does not know is None.
+    """The samples of a step. Every tensor is [N]. A column is None if the training loop does not have it.
 
-    `completion_tokens_N` are the tokens of each completion. `components` are several rewards by name.
-    `greedy_rewards_N` is the reward of a greedy completion of the sample's prompt. RunError when the shapes differ.
+    `completion_tokens_N` is the number of tokens of each completion. `components` holds several rewards by name.
+    `greedy_rewards_N` is the reward of a greedy completion of the sample's prompt. Raises RunError if shapes differ.
     """
 
     rewards_N: torch.Tensor
@@ -59,19 +61,22 @@ class Samples:
         for name, values_N in columns.items():
             if self.rewards_N.ndim != 1 or (values_N is not None and values_N.shape != self.rewards_N.shape):
                 shape = None if values_N is None else tuple(values_N.shape)
-                raise RunError(f"rewards {tuple(self.rewards_N.shape)} and {name} {shape} must all be [N]")
+                raise RunError(
+                    f"rewards have shape {tuple(self.rewards_N.shape)} and {name} {shape}: both must be [N], one entry "
+                    "for each sample"
+                )
 
 
 class Estimator(Protocol):
-    """Advantages [N] of a step's samples."""
+    """Computes the advantages [N] of a step's samples."""
 
     def __call__(self, samples: Samples, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeEstimator:
-    """The estimator that the axes spell out. RunError where the samples lack what it reads, or where a reward is
-    negative and the axes do not allow it."""
+    """The estimator that `axes` describes. A call raises RunError if the samples lack a column that the axes need, or
+    if a reward is negative and the axes need rewards of at least 0."""
 
     axes: Outcome
 
@@ -92,8 +97,8 @@ class OutcomeEstimator:
         return torch.where(self.varied(samples) | _raw(axes, groups), whitened_N, 0.0)
 
     def rewards(self, samples: Samples) -> dict[str, torch.Tensor]:
-        """The rewards that are compared, float64 [N] by component; a single one without a name where there are no
-        components."""
+        """Returns the rewards that the estimator compares, float64 [N], by component name. If `axes.rewards` is
+        `total`, there is one entry with the name "". A length penalty is already applied."""
         found = {"": samples.rewards_N}
         if self.axes.rewards == "components":
             found = dict(_known(samples.components or None, "components"))
@@ -103,12 +108,12 @@ class OutcomeEstimator:
         if self.axes.length_penalty is None:
             return {name: rewards_N.double() for name, rewards_N in found.items()}
         tokens_N = _known(samples.completion_tokens_N, "completion_tokens_N").double()
-        # the clamp is for a group of empty completions, whose lengths are all 0
+        # the clamp avoids 0/0 for a group of empty completions, whose lengths are all 0
         relative_N = tokens_N / Groups(samples.group_ids_N).mean(tokens_N).clamp(min=1e-9)
         return {name: rewards_N / (1 + self.axes.length_penalty * relative_N) for name, rewards_N in found.items()}
 
     def varied(self, samples: Samples) -> torch.Tensor:
-        """Samples whose group has unequal rewards, as this estimator sees them, bool [N]."""
+        """Returns True for samples whose group has unequal rewards, bool [N], after the length penalty."""
         groups = Groups(samples.group_ids_N)
         return torch.stack([groups.varied(rewards_N) for rewards_N in self.rewards(samples).values()]).any(0)
 
@@ -116,14 +121,14 @@ class OutcomeEstimator:
         weights, names = self.axes.weights, set(samples.components or {})
         if weights and set(weights) != names:
             raise RunError(
-                f"{KEY}.weights has {', '.join(sorted(weights))}, and the rewards' components are "
+                f"{KEY}.weights has the names {', '.join(sorted(weights))}, but the components of the rewards are "
                 f"{', '.join(sorted(names))}: give every component one weight"
             )
         return weights.get(name, 1.0)
 
 
 class Groups:
-    """Statistics of every sample's group, float64 [N]: each is gathered back to the samples."""
+    """Statistics of the samples' groups, float64 [N]: entry i is the statistic of the group of sample i."""
 
     def __init__(self, group_ids_N: torch.Tensor) -> None:
         ids, self._index_N = torch.unique(group_ids_N, return_inverse=True)
@@ -140,8 +145,8 @@ class Groups:
         return self._reduced(values_N, "amax")
 
     def varied(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Whether a sample's group has unequal values, bool [N]: false in a group of one."""
-        # max > min, not std > 0: the mean of equal values may differ from them by a rounding
+        """Returns True for samples whose group has unequal values, bool [N]. A group of one sample has none."""
+        # max > min instead of std > 0: the mean of equal values may differ from them by a rounding error
         return self.max(values_N) > self._reduced(values_N, "amin")
 
     def _reduced(self, values_N: torch.Tensor, reduce: str) -> torch.Tensor:
@@ -150,7 +155,7 @@ class Groups:
 
 
 def _scaled(axes: Outcome, rewards_N: torch.Tensor, *, groups: Groups, samples: Samples) -> torch.Tensor:
-    """(reward − baseline) / scale of one reward; exactly 0 where a group baseline finds all rewards equal."""
+    """Returns (reward − baseline) / scale for one reward; exactly 0 where a group baseline finds equal rewards."""
     if axes.baseline == "none":
         return rewards_N
     if axes.baseline == "greedy":
@@ -170,20 +175,21 @@ def _group_baseline(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, samp
         weighted_N = groups.sum(tokens_N * rewards_N) / all_N.clamp(min=1)
         return torch.where(all_N > 0, weighted_N, groups.mean(rewards_N))
     if axes.baseline == "soft_value":
-        largest_N = groups.max(rewards_N)  # the exponents are at most 0, so that none overflows
+        largest_N = groups.max(rewards_N)  # then the exponents are at most 0, so no exponential overflows
         shares_N = groups.mean(((rewards_N - largest_N) / axes.temperature).exp())
         return largest_N + axes.temperature * shares_N.log()
     return groups.mean(rewards_N)
 
 
 def _scale(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, teaches_N: torch.Tensor) -> torch.Tensor:
-    """The divisor, [N] or a scalar; 1 where a statistic of the group would be one of a single sample."""
+    """Returns the divisor, [N] or a scalar. It is 1 where a statistic of the group would be of a single sample."""
     count = max(len(rewards_N), 1)
     match axes.scale:
         case "batch_std":
             squares = (rewards_N - rewards_N.mean()).square().sum()
             return deviation(squares, torch.tensor(float(count)), axes)
         case "informative_share":
+            # at least one sample, so that a step in which all groups are equal does not divide by zero
             return (teaches_N.sum() / count).clamp(min=1 / count)
         case "nonzero_share":
             return (torch.count_nonzero(rewards_N) / count).clamp(min=1 / count)
@@ -193,7 +199,7 @@ def _scale(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, teaches_N: to
         case "group_std":
             scale_N = deviation(squares_N, size_N, axes)
         case "leave_one_out_std":
-            # Σ of the others' squares about their own mean, which is the group's mean − centred / (n − 1)
+            # the sum of squares of the others about their own mean, which is the group's mean − centred / (n − 1)
             others_N = squares_N - centred_N.square() * size_N / (size_N - 1).clamp(min=1)
             equal_N = others_N <= ROUNDING * squares_N
             scale_N = torch.where(equal_N, 1.0, deviation(others_N.clamp(min=0), size_N - 1, axes))
@@ -205,13 +211,13 @@ def _scale(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, teaches_N: to
 
 
 def _raw(axes: Outcome, groups: Groups) -> torch.Tensor:
-    """Samples that are alone in their group and keep their reward as their advantage, bool [N]."""
+    """Returns True for samples that are alone in their group and have their reward as advantage, bool [N]."""
     return (groups.size_N == 1) & (axes.single == "raw")
 
 
 def _whitened(values_N: torch.Tensor, counts_N: torch.Tensor, rule: Whitening) -> torch.Tensor:
-    """(v − mean) / std, where a value counts `counts_N` times; 0 where it counts 0 times, and where all are equal. The
-    mean is added back where `rule` says so."""
+    """Returns (v − mean) / std, where value i counts `counts_N[i]` times in mean and std. The result is 0 where the
+    count is 0, and 0 everywhere if all counted values are equal. If `rule.keep_mean`, the mean is added back."""
     counted_N = counts_N > 0
     inside = values_N[counted_N]
     if inside.numel() == 0:
@@ -231,37 +237,43 @@ KnownT = TypeVar("KnownT")
 
 def _known(column: KnownT | None, name: str) -> KnownT:
     if column is None:
-        raise RunError(f"{KEY} reads {name}, which these samples do not have")
+        raise RunError(f"{KEY} reads {name}, but these samples do not have it: set it in Samples(...)")
     return column
 
 
 def _check_not_negative(rewards_N: torch.Tensor) -> None:
     if bool((rewards_N < 0).any()):
         raise RunError(
-            f"{KEY} needs rewards of at least 0, and the least of this step is {float(rewards_N.min()):g}: it divides "
-            "by a mean of rewards, or shrinks the rewards of long completions, and both would turn a negative reward "
-            "around; shift the rewards, or choose another estimator"
+            f"{KEY} needs rewards of at least 0, but the smallest of this step is {float(rewards_N.min()):g}: the "
+            "estimator divides by a mean of rewards, or shrinks the rewards of long completions, and both would invert "
+            "the meaning of a negative reward; shift the rewards, or choose another estimator"
         )
 
 
 def resolve_estimator(advantage: str | Mapping[str, Any]) -> Estimator:
-    """The estimator that `algorithm.advantage` names: a built-in, with the axes that it replaces, or an import path.
+    """Returns the estimator that `algorithm.advantage` names: a built-in one with replaced axes, or an import path.
 
-    A callable by import path gets (rewards [N], group ids [N]); or, if it has a parameter `samples`, the step's
-    `Samples`. The other keys of the mapping are its keyword arguments. ConfigError when there is no such estimator,
-    when it needs a critic or tokens (`token_estimators.resolve_estimators`), or when the options do not fit.
+    A callable that is named by import path gets (rewards [N], group ids [N]). If it has a parameter `samples`, it gets
+    the step's `Samples` instead. The other keys of the mapping are its keyword arguments. Raises ConfigError if there
+    is no such estimator, if it needs a critic or tokens (use `token_estimators.resolve_estimators` for tokens), or if
+    the options do not fit the callable.
     """
     found = resolve_advantage(advantage)
     if isinstance(found, DiscountedOutcome) and found.by_token:
         raise ConfigError(
-            f"{KEY} = {advantage}: kl and gamma give every token an advantage of its own, and this call has no tokens; "
-            "take `resolve_estimators`, which has a part for the ranks as well, or remove kl and gamma",
+            f"{KEY} = {advantage}: the options kl and gamma give every token its own advantage, but "
+            "`resolve_estimator` gets no tokens; call `resolve_estimators`, which also returns the part that the "
+            "ranks compute, or remove kl and gamma",
             key=KEY,
         )
     if isinstance(found, Outcome):
         return OutcomeEstimator(found)
     if isinstance(found, CriticBased):
-        raise ConfigError(f"{KEY} = {advantage}: needs a critic, which computes it on its own ranks", key=KEY)
+        raise ConfigError(
+            f"{KEY} = {advantage}: it needs a critic, whose ranks compute these advantages, but `resolve_estimator` "
+            "has no critic; use `asyncrl.value.estimators`, or choose an estimator without a critic",
+            key=KEY,
+        )
     return _own(found)
 
 
@@ -269,7 +281,7 @@ def _own(own: OwnEstimator) -> Estimator:
     function = resolve(own.path, key=KEY)
     try:
         signature: inspect.Signature | None = inspect.signature(function)
-    except (TypeError, ValueError):  # a callable written in C may have no signature
+    except (TypeError, ValueError):  # a callable that is written in C may have no signature
         signature = None
     takes_samples = signature is not None and "samples" in signature.parameters
     try:
@@ -280,8 +292,8 @@ def _own(own: OwnEstimator) -> Estimator:
     except TypeError as error:
         wanted = "samples" if takes_samples else "rewards, group_ids"
         raise ConfigError(
-            f"{KEY} = {own.path}: cannot be called with ({', '.join([wanted, *own.options])}): {error}; its parameters "
-            f"are {signature}",
+            f"{KEY} = {own.path}: it cannot be called with ({', '.join([wanted, *own.options])}): {error}; its "
+            f"parameters are {signature}",
             key=KEY,
         ) from error
 
@@ -299,23 +311,30 @@ def _own(own: OwnEstimator) -> Estimator:
 
 
 def varied(estimator: Estimator | None, samples: Samples) -> torch.Tensor:
-    """Samples whose group has unequal rewards, bool [N]: as the estimator sees them, if it is one of ours, else as they
-    are scored."""
+    """Returns True for samples whose group has unequal rewards, bool [N].
+
+    For a built-in estimator these are the rewards that it compares, for example after a length penalty. For any other
+    estimator they are the rewards in `samples`.
+    """
     if isinstance(estimator, OutcomeEstimator):
         return estimator.varied(samples)
     return Groups(samples.group_ids_N).varied(samples.rewards_N)
 
 
 def check_rewards(rewards: torch.Tensor) -> None:
-    """RunError when one is not finite."""
+    """Raises RunError if a reward is not finite."""
     if not bool(torch.isfinite(rewards).all()):
-        raise RunError(f"{int((~torch.isfinite(rewards)).sum())} of {len(rewards)} rewards are not finite")
+        raise RunError(
+            f"{int((~torch.isfinite(rewards)).sum())} of {len(rewards)} rewards are not finite: check the reward "
+            "function"
+        )
 
 
 def compute_advantages(estimator: Estimator, samples: Samples) -> torch.Tensor:
-    """float32 advantages [N]. RunError when a reward or an advantage is not finite in float32, or when an estimator
-    gives anything but one number a reward: a NaN would otherwise become a loss of 0, in a run that looks well and
-    learns nothing.
+    """Returns float32 advantages [N].
+
+    Raises RunError if a reward or an advantage is not finite in float32, or if the estimator does not return one number
+    for each reward. Without this check, a NaN would become a loss of 0, in a run that looks healthy and learns nothing.
 
     >>> samples = Samples(rewards_N=torch.tensor([1.0, 0.0, 5.0]), group_ids_N=torch.tensor([7, 7, 8]))
     >>> compute_advantages(resolve_estimator("group_norm"), samples)
@@ -328,11 +347,14 @@ def compute_advantages(estimator: Estimator, samples: Samples) -> torch.Tensor:
         check_rewards(rewards_N)
     found: object = estimator(samples)
     if not isinstance(found, torch.Tensor):
-        raise RunError(f"{KEY} gave a {type(found).__name__} instead of a tensor of {len(samples.rewards_N)} values")
+        raise RunError(
+            f"{KEY} returned a {type(found).__name__}; it must return a tensor of {len(samples.rewards_N)} values"
+        )
     advantages_N = found.float()
     if advantages_N.shape != samples.rewards_N.shape or not bool(torch.isfinite(advantages_N).all()):
         raise RunError(
-            f"{KEY} gave {tuple(advantages_N.shape)} values for {tuple(samples.rewards_N.shape)} rewards, "
-            f"{int((~torch.isfinite(advantages_N)).sum())} of them not finite in float32"
+            f"{KEY} returned values of shape {tuple(advantages_N.shape)} for rewards of shape "
+            f"{tuple(samples.rewards_N.shape)}, and {int((~torch.isfinite(advantages_N)).sum())} of the values are not "
+            "finite in float32; it must return one finite number for each reward"
         )
     return advantages_N

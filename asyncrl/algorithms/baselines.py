@@ -1,8 +1,8 @@
-"""Advantage estimators as rows of data: a baseline, a scale, a whitening. Torch-free.
+"""Advantage estimators as rows of data: each row has a baseline, a scale and a whitening. Does not import torch.
 
-`algorithm.advantage` names a row, or a row and the axes that differ from it. `advantages.py` computes the rows of
-`OUTCOMES` from one reward a sample, and `token_estimators.py` their part of a token where they have one.
-`asyncrl.value.estimators` computes the rows of `CRITIC_BASED` from a critic's values. docs/advantages.md has the
+`algorithm.advantage` names a row, or a row and the axes to replace in it. `advantages.py` computes the rows of
+`OUTCOMES` from the rewards of samples. If a row also has a part for each token, `token_estimators.py` computes that
+part. `asyncrl.value.estimators` computes the rows of `CRITIC_BASED` from a critic's values. docs/advantages.md has the
 formulas of all rows.
 """
 
@@ -21,23 +21,23 @@ from asyncrl.errors import ConfigError
 KEY = "algorithm.advantage"
 
 GROUP_BASELINES = frozenset({"group_mean", "leave_one_out", "length_weighted_mean", "soft_value"})
-"""Baselines that compare the samples of a group: they give 0 where a group's rewards are all equal."""
+"""Baselines that compare the samples of a group. They give an advantage of 0 if all rewards of a group are equal."""
 
 
 class Whitening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How advantages of a whole step are shifted and scaled, and how a standard deviation divides."""
+    """Says how the advantages of a whole step are shifted and scaled, and how a standard deviation is computed."""
 
     whiten: Literal["none", "samples", "tokens"] = "none"
-    """Divide by the standard deviation over the step. `samples`: every sample counts the same. `tokens`: every trained
-    token counts the same, so that a long completion counts more."""
+    """Divides by the standard deviation over the step. `samples`: every sample has the same weight. `tokens`: every
+    trained token has the same weight, so a long completion has a larger weight."""
     keep_mean: bool = False
-    """Add the mean back after whitening: only the scale changes."""
+    """Adds the mean back after whitening, so that only the scale changes."""
     eps: float = 1e-6
-    """Added where `eps_in` says, so that near-equal rewards do not become large advantages."""
+    """Added to a divisor (see `eps_in`), so that nearly equal rewards do not become large advantages."""
     eps_in: Literal["std", "variance"] = "std"
-    """`std`: divide by std + eps. `variance`: divide by √(variance + eps)."""
+    """`std`: the divisor is std + eps. `variance`: the divisor is √(variance + eps)."""
     divisor: Literal["n-1", "n"] = "n-1"
-    """A variance is the sum of squares over the number of values, or over one less."""
+    """The variance is the sum of squares divided by n or by n − 1, where n is the number of values."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps < math.inf:
@@ -45,47 +45,50 @@ class Whitening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RewardKL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A pull to the reference inside the reward: every trained token earns −beta · KL in nats (InstructGPT,
-    2203.02155)."""
+    """A KL to the reference policy as part of the reward: every trained token gets a reward of −beta · KL, with the KL
+    in nats (InstructGPT, 2203.02155)."""
 
     beta: float
     kind: Literal["k1", "k2", "k3"] = "k1"
-    """The estimate of the KL: `asyncrl.algorithms.returns.kl_estimate`."""
+    """The estimator of the KL. `asyncrl.algorithms.returns.kl_estimate` has the formulas."""
 
     def __post_init__(self) -> None:
         if not 0 < self.beta < math.inf:
-            raise ValueError(f"kl.beta is {self.beta:g}: it must be finite and above 0; without a KL, remove kl")
+            raise ValueError(
+                f"kl.beta is {self.beta:g}: it must be finite and above 0; to train without a KL, remove kl"
+            )
 
 
 class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One advantage a sample: (reward − baseline) / scale, then whitened."""
+    """One advantage for each sample: (reward − baseline) / scale, then whitened."""
 
     rewards: Literal["total", "components"] = "total"
-    """`components`: every one of several rewards has its own baseline and scale; then they are weighted and added."""
+    """`total`: each sample has one reward. `components`: each sample has several rewards. Each of them gets its own
+    baseline and scale, and the results are weighted and added."""
     weights: dict[str, float] = {}
-    """Weight of each reward component, by its name. Empty: all 1."""
+    """Weight of each reward component, by its name. If empty, every weight is 1."""
     length_penalty: float | None = None
-    """α: a reward is multiplied by 1 / (1 + α · tokens / mean tokens of its group) before everything else."""
+    """α: before all other steps, a reward is multiplied by 1 / (1 + α · tokens / mean tokens of its group)."""
     baseline: Literal["none", "group_mean", "leave_one_out", "length_weighted_mean", "soft_value", "greedy"] = "none"
-    """Subtracted from a reward. `soft_value`: temperature · log of the mean of e^(r / temperature) over the group.
-    `greedy`: the reward of a greedy completion of the same prompt."""
+    """The value that is subtracted from a reward. `soft_value`: temperature · log of the mean of e^(r / temperature)
+    over the group. `greedy`: the reward of a greedy completion of the same prompt."""
     temperature: float = 1.0
-    """Of `soft_value`: small values weigh the best reward of a group, large ones give its mean."""
+    """Temperature of `soft_value`. A small value gives nearly the best reward of the group, a large one the mean."""
     scale: Literal[
         "none", "group_std", "leave_one_out_std", "batch_std", "group_mean", "informative_share", "nonzero_share"
     ] = "none"
-    """Divides the difference. `leave_one_out_std`: the standard deviation of the group's other rewards; where those are
-    all equal, it is not divided. `informative_share`: the share of the step's samples whose group has unequal rewards.
-    `nonzero_share`: the share of the step's rewards that are not 0."""
+    """The divisor of reward − baseline. `leave_one_out_std`: the standard deviation of the other rewards of the group;
+    if these are all equal, the divisor is 1. `informative_share`: the share of the step's samples whose group has
+    unequal rewards. `nonzero_share`: the share of the step's rewards that are not 0."""
     single: Literal["zero", "raw"] = "zero"
-    """Advantage of a group of one sample: 0, or its reward."""
+    """Advantage of a sample that is alone in its group: 0 (`zero`) or its reward (`raw`)."""
 
     def __post_init__(self) -> None:
         Whitening.__post_init__(self)
         if self.scale != "none" and self.baseline not in GROUP_BASELINES:
             raise ValueError(
                 f"scale is {self.scale} with baseline {self.baseline}: a scale needs one of the baselines "
-                f"{', '.join(sorted(GROUP_BASELINES))}; set one of them, or scale: none"
+                f"{', '.join(sorted(GROUP_BASELINES))}; set baseline to one of them, or set scale: none"
             )
         if self.length_penalty is not None and not 0 < self.length_penalty < math.inf:
             raise ValueError(f"length_penalty is {self.length_penalty:g}: it must be finite and above 0, or null")
@@ -98,13 +101,13 @@ class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def compares_a_group(self) -> bool:
-        """Whether a group of one sample gets an advantage of 0."""
+        """True if a sample that is alone in its group gets an advantage of 0."""
         return self.baseline in GROUP_BASELINES and self.single == "zero"
 
     @property
     def refuses_negative_rewards(self) -> bool:
-        """Whether a negative reward would turn the meaning around: dividing by a negative mean flips every sign, and a
-        length penalty makes a negative reward better."""
+        """True if the estimator would invert the meaning of a negative reward: a negative mean as divisor changes every
+        sign, and a length penalty improves a negative reward."""
         return self.scale == "group_mean" or self.length_penalty is not None
 
     @property
@@ -113,12 +116,15 @@ class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class DiscountedOutcome(Outcome, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An `Outcome` that the last trained token of a sample may earn. A token's advantage is then the discounted sum of
-    what it and later tokens earn, whitened over the step."""
+    """An `Outcome` whose tokens may have their own advantages.
+
+    If `kl` or `gamma` is set, the last trained token of a sample gets the sample's reward less its baseline. The
+    advantage of a token is then the discounted sum of its own and all later rewards, whitened over the step.
+    """
 
     kl: RewardKL | None = None
     gamma: float = 1.0
-    """γ: what a reward is worth one trained token earlier."""
+    """γ: a reward counts γ^k for the token that is k trained tokens before it."""
 
     def __post_init__(self) -> None:
         Outcome.__post_init__(self)
@@ -127,21 +133,22 @@ class DiscountedOutcome(Outcome, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def by_token(self) -> bool:
-        """Whether the tokens of a sample have advantages of their own."""
+        """True if each token of a sample has its own advantage."""
         return self.kl is not None or self.gamma != 1
 
     def outcome(self) -> Outcome:
-        """The part of a sample, which is not whitened: its reward less its baseline."""
+        """Returns the axes for the sample's reward less its baseline, without whitening. The driver computes it."""
         axes = {name: getattr(self, name) for name in Outcome.__struct_fields__}
         return Outcome(**{**axes, "whiten": "none", "keep_mean": False})
 
     def whitening(self) -> Whitening:
-        """How the advantages of tokens are whitened."""
+        """Returns how the advantages of tokens are whitened."""
         return Whitening(**{name: getattr(self, name) for name in Whitening.__struct_fields__})
 
 
 class CriticBased(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One advantage a token, from a critic's values; γ and λ are in the section `critic`."""
+    """One advantage for each token, from a critic's values. γ and λ are fields of the configuration section
+    `critic`."""
 
     whiten: Literal["none", "samples", "tokens"] = "tokens"
     kl: RewardKL | None = None
@@ -152,7 +159,7 @@ class CriticBased(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class OwnEstimator(msgspec.Struct, frozen=True, kw_only=True):
-    """An import path, and the keyword arguments that its callable gets."""
+    """An estimator of the user: its import path, and the keyword arguments of its callable."""
 
     path: str
     options: dict[str, Any] = {}
@@ -176,14 +183,14 @@ OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
         "remax": Outcome(baseline="greedy"),
     }
 )
-"""Estimators that read a step's `Samples`, and no token unless `DiscountedOutcome.by_token`."""
+"""Estimators that need only the step's `Samples`. A `DiscountedOutcome` with `by_token` also needs tokens."""
 
 CRITIC_BASED: Mapping[str, CriticBased] = MappingProxyType({"gae": CriticBased(), "vtrace": CriticBased()})
-"""Estimators that need the section `critic`."""
+"""Estimators that need the configuration section `critic`."""
 
 
 class PublishedCritic(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of the section `critic` that a paper sets. They hold where the user leaves the field unset."""
+    """Fields of the section `critic` for which a paper gives values. They apply if the user does not set the field."""
 
     value_lam: float
     length_alpha: float
@@ -192,30 +199,30 @@ class PublishedCritic(msgspec.Struct, frozen=True, kw_only=True):
 CRITICS: Mapping[str, PublishedCritic] = MappingProxyType(
     {"vapo": PublishedCritic(value_lam=1.0, length_alpha=0.05)}  # 2504.05118, sections 4.1 and 5.1
 )
-"""By preset of `algorithm.loss`."""
+"""The published critic settings, by preset of `algorithm.loss`."""
 
 
 def advantage_name(advantage: str | Mapping[str, Any] | None) -> str | None:
-    """The name in `algorithm.advantage`; None where there is none."""
+    """Returns the name of the estimator in `algorithm.advantage`, or None if there is no name."""
     return advantage if advantage is None or isinstance(advantage, str) else advantage.get("name")
 
 
 def has_token_advantages(axes: Outcome | CriticBased | OwnEstimator) -> bool:
-    """Whether the tokens of a sample have advantages of their own."""
+    """Returns True if each token of a sample has its own advantage."""
     return isinstance(axes, CriticBased) or (isinstance(axes, DiscountedOutcome) and axes.by_token)
 
 
 def reward_kl(advantage: str | Mapping[str, Any]) -> RewardKL | None:
-    """The KL to the reference in the reward, where `advantage` has one. ConfigError as `resolve_advantage`."""
+    """Returns the KL to the reference in the reward, or None. Raises ConfigError like `resolve_advantage`."""
     axes = resolve_advantage(advantage)
     return axes.kl if isinstance(axes, DiscountedOutcome | CriticBased) else None
 
 
 def resolve_advantage(advantage: str | Mapping[str, Any]) -> Outcome | CriticBased | OwnEstimator:
-    """The row that `advantage` names, with the axes that it replaces; or an estimator by import path with its options.
+    """Returns the row that `advantage` names with its axes replaced, or a user's estimator with its options.
 
-    ConfigError names the key, the value and the choices. An option that changes nothing is refused as well. Where the
-    tokens of a sample have advantages of their own, they are whitened over tokens unless `whiten` is an option.
+    Raises ConfigError with the key, the value and the choices. It also refuses an option that has no effect. If each
+    token of a sample has its own advantage, `whiten` is `tokens` unless the user sets it.
 
     >>> resolve_advantage({"name": "group_norm", "eps": 1e-4}).eps
     0.0001
@@ -224,12 +231,12 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Outcome | CriticBas
     options = {} if isinstance(advantage, str) else {key: value for key, value in advantage.items() if key != "name"}
     rows: Mapping[str, Outcome | CriticBased] = {**OUTCOMES, **CRITIC_BASED}
     if not isinstance(name, str):
-        raise ConfigError(f"{KEY}: has no name; add `name:`, one of {', '.join(rows)} or an import path", key=KEY)
+        raise ConfigError(f"{KEY}: it has no name; add `name:`, one of {', '.join(rows)} or an import path", key=KEY)
     if name not in rows:
         if is_import_path(name):
             return OwnEstimator(path=name, options=options)
         raise ConfigError(
-            f"{KEY} = {name}: is neither one of {', '.join(rows)} nor an import path like "
+            f"{KEY} = {name}: it is neither one of {', '.join(rows)} nor an import path like "
             f"package.module:callable{suggest(name, list(rows))}",
             key=KEY,
         )
@@ -240,7 +247,7 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Outcome | CriticBas
             owners = [other for other, axes in rows.items() if option in axes.__struct_fields__]
             others = f"; {option} is an option of {', '.join(owners)}" if owners else suggest(option, known)
             raise ConfigError(
-                f"{KEY}.{option}: {name} has no such option; there are {', '.join(known)}{others}",
+                f"{KEY}.{option}: {name} has no such option; its options are {', '.join(known)}{others}",
                 key=f"{KEY}.{option}",
             )
     try:
@@ -254,45 +261,47 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Outcome | CriticBas
     idle = dict(_idle(found))
     for option in options:
         if option in idle:
-            raise ConfigError(f"{KEY}.{option}: changes nothing: {idle[option]}; remove it", key=f"{KEY}.{option}")
+            raise ConfigError(
+                f"{KEY}.{option}: the option has no effect, because {idle[option]}; remove it", key=f"{KEY}.{option}"
+            )
     return found
 
 
 def _idle(axes: Outcome | CriticBased) -> Iterator[tuple[str, str]]:
-    """Axes that change nothing, each with the reason."""
+    """Yields the axes that have no effect, each with the reason."""
     if axes.whiten == "none":
         yield "keep_mean", "whiten is none"
     if not axes.divides_by_std:
-        yield "divisor", "no standard deviation divides"
-        yield "eps_in", "no standard deviation divides"
+        yield "divisor", "the estimator does not divide by a standard deviation"
+        yield "eps_in", "the estimator does not divide by a standard deviation"
     if isinstance(axes, CriticBased):
         if not axes.divides_by_std:
-            yield "eps", "no standard deviation divides"
+            yield "eps", "the estimator does not divide by a standard deviation"
         return
     if not axes.divides_by_std and axes.scale != "group_mean":
-        yield "eps", "neither a standard deviation nor a mean divides"
+        yield "eps", "the estimator divides neither by a standard deviation nor by a mean"
     if axes.baseline not in GROUP_BASELINES:
         yield "single", f"baseline {axes.baseline} does not compare the samples of a group"
     if axes.baseline != "soft_value":
-        yield "temperature", f"baseline {axes.baseline} has none"
+        yield "temperature", f"baseline {axes.baseline} has no temperature"
     if axes.rewards == "total":
-        yield "weights", "rewards is total: there is one reward"
+        yield "weights", "rewards is total, so there is one reward"
 
 
 _FIELD = re.compile(r"at `\$\.(?P<path>[\w.]+)`")
 
 
 def _choices(error: str, row: type[msgspec.Struct], options: Mapping[str, Any]) -> str:
-    """The names that a field takes, where msgspec's error is about a field that takes names."""
+    """Returns the allowed names for the field in msgspec's error, as text. It is empty if the field takes no names."""
     found = _FIELD.search(error)
     if found is None:
         return ""
     kind: Any = row
     value: Any = options
     for field in found["path"].split("."):
-        # of the two types of an optional mapping, the one with fields
+        # an optional mapping has two types; this takes the type that has fields
         structs = [part for part in (kind, *typing.get_args(kind)) if hasattr(part, "__struct_fields__")]
         kind = typing.get_type_hints(structs[0])[field]
         value = value.get(field) if isinstance(value, Mapping) else None
     names = [choice for choice in typing.get_args(kind) if isinstance(choice, str)]
-    return f"; there are {', '.join(names)}{suggest(str(value), names)}" if names else ""
+    return f"; the choices are {', '.join(names)}{suggest(str(value), names)}" if names else ""

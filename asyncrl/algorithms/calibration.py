@@ -1,9 +1,11 @@
-"""Bounds that need a statistic of the whole step: found once a step, before the first gradient, on all ranks alike.
+"""Bounds of an objective that depend on a statistic of the whole step, such as M2PO's threshold.
 
-The effective share of the tokens is computed directly. A gate's budget and a weight's `min_ess` are searched. Both
-searches are for the largest bound under which a share or a mean holds. Both hold at small bounds and stop holding
-at larger ones, so a search over a grid that is refined a few times finds the edge; a round costs one sum over the
-ranks of a few numbers a grid point, and no rank sees another's tokens.
+They are computed once a step, before the first gradient. All ranks get the same values.
+
+The effective share of the tokens has a formula. For a gate's `budget` and a weight's `min_ess`, a search finds the
+largest bound for which a condition on a mean or a share holds. The condition holds for small bounds and fails for large
+ones. The search evaluates the condition on a grid of bounds and refines the grid a few times. Each round sums a few
+numbers for each grid point over the ranks. Ranks do not exchange tokens.
 """
 
 import math
@@ -15,28 +17,30 @@ import torch
 from asyncrl.algorithms.objective import Clamp, Gamma, Gate, Inverse, Objective, Weight, Weighted, reads_effective_share
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""The sum of a small tensor over all ranks."""
+"""Returns the sum of a small tensor over all ranks."""
 
+# four rounds of 64 intervals narrow the range from 1e-12 to 1e18 to a relative precision of 4e-6
 _GRID, _ROUNDS = 64, 4
 _SMALLEST, _LARGEST = 1e-12, 1e18
 
 
 class StepTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """The trained tokens of one rank's step, flat: log-probs by whose they are, and advantages.
+    """The trained tokens of one rank's step, flattened: their advantages, and their log-probs by the policy's name.
 
-    Before the first gradient the current policy is the recomputed proximal one; an interpolated one is another.
+    Before the first gradient, the current policy equals the recomputed proximal policy. It differs from an interpolated
+    proximal policy.
     """
 
     sources: dict[str, torch.Tensor]
     advantages: torch.Tensor
 
     def log_ratio(self, p: str, q: str) -> torch.Tensor:
-        """log p − log q, float64."""
+        """Returns log p − log q of every token, float64."""
         return self.sources[p].double() - self.sources[q].double()
 
 
 def needs_calibration(objective: Objective) -> bool:
-    """Whether some bound is a matter of the whole step."""
+    """Returns True if the objective has a bound that depends on a statistic of the whole step."""
     weight = objective.weight
     return (
         any(gate.budget is not None for gate in objective.gates)
@@ -46,7 +50,7 @@ def needs_calibration(objective: Objective) -> bool:
 
 
 def calibrated(objective: Objective, *, tokens: StepTokens, reduce: Reduce) -> Objective:
-    """The objective with those bounds filled in; equal on all ranks. `objective` is the one that was configured."""
+    """Returns the objective with the bounds of this step, equal on all ranks. `objective` is the configured one."""
     weight = objective.weight
     if weight is not None and weight.min_ess is not None:
         weight = _capped(weight, tokens=tokens, reduce=reduce)
@@ -60,7 +64,8 @@ def calibrated(objective: Objective, *, tokens: StepTokens, reduce: Reduce) -> O
 
 
 def _effective_share(tokens: StepTokens, *, reduce: Reduce) -> float:
-    """e = (Σρ)² / (N · Σρ²) of ρ = current/behaviour over all ranks' tokens; 1 where there is none."""
+    """Returns e = (Σρ)² / (N · Σρ²) of ρ = current/behaviour over the tokens of all ranks; 1 if there are none."""
+    # the limit keeps the square of a ratio, e^600 at most, within float64
     ratio = tokens.log_ratio("current", "behaviour").clamp(-300, 300).exp()
     sums = torch.stack([ratio.sum(), ratio.square().sum(), torch.tensor(float(ratio.numel()), dtype=torch.float64)])
     first, second, count = reduce(sums).tolist()
@@ -68,7 +73,8 @@ def _effective_share(tokens: StepTokens, *, reduce: Reduce) -> float:
 
 
 def _with_share(objective: Objective, *, share: float) -> Objective:
-    """The objective with the effective share filled in; a penalty that it leaves nothing of is not there."""
+    """Returns the objective with the effective share e filled in. A penalty with `ess` is removed if e is 1, because
+    its β · (1 − e) is then 0."""
 
     def capped(kernel: Clamp | Inverse | Gamma) -> Clamp | Inverse | Gamma:
         if isinstance(kernel, Clamp) and kernel.ess:
@@ -87,11 +93,12 @@ def _with_share(objective: Objective, *, share: float) -> Objective:
 
 
 def _budgeted(gate: Gate, *, tokens: StepTokens, reduce: Reduce) -> Gate:
-    """hi is the largest τ for which k2 ≤ τ leaves a mean k2 of at most the budget, among the tokens that the gate is
-    about (M2PO's τ*, 2510.01161, whose second moment is twice k2).
+    """Returns the gate with `hi` set to the largest τ for which the tokens with k2 ≤ τ have a mean k2 of at most the
+    budget. Only tokens to which the gate applies (`when`) count.
 
-    The mean is over the tokens that are kept, as the paper's algorithm has it. The authors' code caps the outliers at τ
-    instead of dropping them, and never goes below a ratio band of [.7, 1.5]: its τ is another.
+    This is τ* of M2PO (2510.01161), whose second moment is twice k2. The mean is over the tokens that are kept, as in
+    the paper's algorithm. The authors' code gives another τ: it caps the outliers at τ instead of dropping them, and
+    never uses a ratio band narrower than [.7, 1.5].
     """
     assert gate.budget is not None
     difference = tokens.log_ratio(gate.p, gate.q)
@@ -112,8 +119,10 @@ def _budgeted(gate: Gate, *, tokens: StepTokens, reduce: Reduce) -> Gate:
 
 
 def _capped(weight: Weight, *, tokens: StepTokens, reduce: Reduce) -> Weight:
-    """hi is the largest cap at which the clamped weights' effective share (Σw)² / (N · Σw²) is at least `min_ess`."""
+    """Returns the weight with `hi` set to the largest cap for which the effective share of the clamped weights,
+    (Σw)² / (N · Σw²), is at least `min_ess`."""
     assert weight.min_ess is not None
+    # the limit keeps the square of a ratio, e^600 at most, within float64
     ratio = tokens.log_ratio(weight.p, weight.q).clamp(-300, 300).exp()
     [count] = reduce(torch.tensor([ratio.numel()], dtype=torch.float64)).tolist()
 
@@ -129,7 +138,8 @@ def _capped(weight: Weight, *, tokens: StepTokens, reduce: Reduce) -> Weight:
 def _largest(
     sums: Callable[[float], tuple[float, float]], *, holds: Callable[[float, float], bool], reduce: Reduce
 ) -> float:
-    """The largest bound at which `holds` of the global sums; inf when it always does, the smallest when never."""
+    """Returns the largest bound for which `holds` is true of the global sums. Returns inf if it holds for inf, and the
+    smallest bound of the grid if it never holds."""
 
     def held(bounds: Sequence[float]) -> list[bool]:
         rows = torch.tensor([sums(bound) for bound in bounds], dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""Rules about the objective and its baseline that `asyncrl config check` applies before anything starts. Torch-free."""
+"""Checks of the objective and its advantages, made by `asyncrl config check` before a run starts. Does not import
+torch."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -36,11 +37,13 @@ from asyncrl.errors import ConfigError
 
 NEEDS_CRITIC = tuple(CRITIC_BASED)
 TOKEN_NOISE_NATS = 0.05
-"""Spread of a token's log ρ that a healthy asynchronous run has; what the predicted effective share assumes."""
+"""Assumed standard deviation, in nats, of a token's log ρ in a healthy asynchronous run. The prediction of the
+effective share of samples uses it."""
 
 
 def check_algorithm(config: Config) -> list[str]:
-    """Warnings about an algorithm that can run; ConfigError with every violation of one that cannot."""
+    """Returns the warnings about an algorithm that can run. Raises ConfigError with all violations of one that
+    cannot."""
     violations, warnings = [*_critic(config), *_filters(config)], list[str]()
     advantage: Outcome | CriticBased | OwnEstimator | None = None
     try:
@@ -70,18 +73,19 @@ def _uncorrected(config: Config, objective: Objective) -> Iterator[str]:
     nearest = nearest_corrected(objective, with_critic=config.critic is not None)[:3]
     if config.staleness.max_versions > 0 and not is_corrected(objective):
         yield (
-            f"algorithm.loss = {config.algorithm.loss}{overridden} has no off-policy correction, and "
-            f"staleness.max_versions = {config.staleness.max_versions} trains on samples of older weights: its "
-            f"gradient would be biased. Set staleness.max_versions=0, or take a preset for older weights: the nearest "
-            f"are {', '.join(nearest)}, the default is {AlgorithmSection().loss} (`asyncrl losses` lists all). In axes "
-            "of your own, add a correction: `weight: {p: proximal, q: behaviour}` or `anchor: behaviour`"
+            f"algorithm.loss = {config.algorithm.loss}{overridden} has no off-policy correction, but "
+            f"staleness.max_versions = {config.staleness.max_versions} allows training on samples of older weights, so "
+            f"the gradient would be biased. Set staleness.max_versions=0, or choose a preset with a correction: the "
+            f"nearest are {', '.join(nearest)}, the default is {AlgorithmSection().loss} (`asyncrl losses` lists all). "
+            "If you write the axes yourself, add `weight: {p: proximal, q: behaviour}` or `anchor: behaviour`"
         )
 
 
 def nearest_corrected(objective: Objective, *, with_critic: bool) -> list[str]:
-    """Presets that bear samples of older weights, by how much of them differs from `objective`, nearest first.
+    """Returns the presets that correct for samples of older weights, with the most similar to `objective` first.
 
-    Presets that were published with a critic are left out unless the run has one.
+    The distance is the number of fields that differ. Presets that were published with a critic are included only if
+    `with_critic` is True.
     """
     ours = msgspec.to_builtins(objective)
 
@@ -97,7 +101,8 @@ def nearest_corrected(objective: Objective, *, with_critic: bool) -> list[str]:
 
 
 def _differences(ours: object, theirs: object) -> int:
-    """Fields in which two trees of axes differ. Another kind of surrogate counts as all of its fields."""
+    """Counts the fields in which two trees of axes differ. If the kind of surrogate differs, all of its fields
+    count."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         return sum(_differences(ours.get(key), theirs.get(key)) for key in ours.keys() | theirs.keys())
     if isinstance(ours, Mapping) or isinstance(theirs, Mapping):
@@ -108,40 +113,44 @@ def _differences(ours: object, theirs: object) -> int:
 def _baseline(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:
     name = baseline_of(config.algorithm)
     if isinstance(advantage, CriticBased) and config.critic is None:
-        because = "without one its weight on early tokens is a product of every later ratio" if name == "vtrace" else ""
+        because = (
+            "without one, its weight on an early token is the product of the ratios of all later tokens"
+            if name == "vtrace"
+            else ""
+        )
         yield (
-            f"algorithm.advantage = {name} needs a critic, and this run has none{because and ': ' + because}; set "
-            "critic (`critic: {}` takes its defaults), or algorithm.advantage to a group estimator such as group_norm, "
-            "which leaves only the policy's part of the preset"
+            f"algorithm.advantage = {name} needs a critic, but this run has none{because and ': ' + because}; add the "
+            "section critic (`critic: {}` uses its defaults), or set algorithm.advantage to a group estimator such as "
+            "group_norm, which keeps only the policy's part of the preset"
         )
     if not isinstance(advantage, CriticBased) and config.critic is not None:
         yield (
-            f"critic: algorithm.advantage = {name} does not use a critic; remove critic, or set algorithm.advantage "
-            f"to one of {', '.join(NEEDS_CRITIC)}"
+            f"critic: algorithm.advantage = {name} does not use a critic; remove the section critic, or set "
+            f"algorithm.advantage to one of {', '.join(NEEDS_CRITIC)}"
         )
 
 
 def _unavailable(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:
-    """Columns that an estimator reads and a run does not have, and rewards that it cannot take."""
+    """Refuses estimators that read columns which a run does not have, or that cannot take the run's rewards."""
     if not isinstance(advantage, Outcome):
         return
     name = baseline_of(config.algorithm)
     if advantage.rewards == "components":
         yield (
-            f"algorithm.advantage = {name} reads several rewards of a sample, and a run's environment gives one; set "
-            "algorithm.advantage to an estimator of one reward such as group_norm, or call `compute_advantages` with "
-            "`Samples(components=...)` in a loop of your own"
+            f"algorithm.advantage = {name} reads several rewards of a sample, but a run's environment gives one "
+            "reward; set algorithm.advantage to an estimator of one reward such as group_norm, or write your own loop "
+            "and call `compute_advantages` with `Samples(components=...)`"
         )
     if advantage.baseline == "greedy":
         yield (
-            f"algorithm.advantage = {name} reads the reward of a greedy completion of each prompt, and a run generates "
-            "none for training; set algorithm.advantage to a group estimator such as leave_one_out, or call "
-            "`compute_advantages` with `Samples(greedy_rewards_N=...)` in a loop of your own"
+            f"algorithm.advantage = {name} reads the reward of a greedy completion of each prompt, but a run generates "
+            "no greedy completions for training; set algorithm.advantage to a group estimator such as leave_one_out, "
+            "or write your own loop and call `compute_advantages` with `Samples(greedy_rewards_N=...)`"
         )
     if advantage.refuses_negative_rewards and config.algorithm.overlong == "penalise":
         yield (
-            f"algorithm.overlong = penalise: takes up to 1 off a reward, and algorithm.advantage = {name} needs "
-            "rewards of at least 0; set algorithm.overlong to mask or keep"
+            f"algorithm.overlong = penalise: it lowers a reward by up to 1, so that a reward may become negative, but "
+            f"algorithm.advantage = {name} needs rewards of at least 0; set algorithm.overlong to mask or keep"
         )
 
 
@@ -152,8 +161,8 @@ def _critic(config: Config) -> Iterator[str]:
     for key in ("value_lam", "length_alpha"):
         if getattr(critic, key) is not None:
             yield (
-                f"critic.{key} = {getattr(critic, key):g}: is an option of gae, and algorithm.advantage = vtrace has "
-                "no λ; remove it"
+                f"critic.{key} = {getattr(critic, key):g}: it is an option of gae, but algorithm.advantage = vtrace "
+                "does not have a λ; remove it"
             )
 
 
@@ -162,10 +171,10 @@ def _pooled(config: Config, objective: Objective, advantage: Outcome | CriticBas
     if has_token_advantages(advantage) and averages_advantages(objective):
         options = "" if isinstance(advantage, CriticBased) else " with kl or gamma"
         yield (
-            f"algorithm.advantage = {name}{options} gives every token its own advantage, and algorithm.loss = "
-            f"{config.algorithm.loss} has one ratio a sequence (level: {objective.level}), which every token moves by "
-            "the sum of the sequence's advantages: advantages 1 and −1 would have no gradient. Take a token level, "
-            "e.g. algorithm.loss: gspo_token, or a group estimator such as group_norm"
+            f"algorithm.advantage = {name}{options} gives every token its own advantage, but algorithm.loss = "
+            f"{config.algorithm.loss} has one ratio a sequence (level: {objective.level}). Such a loss moves every "
+            "token by the sum of the sequence's advantages, so advantages 1 and −1 would have no gradient. Choose an "
+            "objective at token level, e.g. algorithm.loss: gspo_token, or a group estimator such as group_norm"
         )
 
 
@@ -173,15 +182,15 @@ def _pulls_twice(config: Config, objective: Objective) -> Iterator[str]:
     pulls = any(part.q == "reference" and part.kind not in ("entropy", "positive_nll") for part in objective.penalties)
     if pulls and reward_kl(advantage_of(config.algorithm)) is not None:
         yield (
-            f"algorithm.advantage.kl: algorithm.loss = {config.algorithm.loss} has a penalty against the reference "
-            "already, so that the policy is pulled to it twice; remove one of them (`algorithm.overrides: "
+            f"algorithm.advantage.kl: algorithm.loss = {config.algorithm.loss} already has a penalty against the "
+            "reference, so the policy is pulled to the reference twice; remove one of them (`algorithm.overrides: "
             "{penalties: []}` removes the penalties)"
         )
 
 
 def averages_advantages(objective: Objective) -> bool:
-    """Whether every token of a sequence gets the gradient of its mean advantage: the gradient goes through a ratio of
-    the whole sequence."""
+    """Returns True if every token of a sequence gets the gradient of the sequence's mean advantage. This happens when
+    the gradient goes through a ratio of the whole sequence."""
     through_the_ratio = not isinstance(objective.surrogate, Reinforce | Weighted)
     return through_the_ratio and objective.level in ("sequence_mean", "sequence_sum")
 
@@ -191,7 +200,7 @@ def _group_size(config: Config, advantage: Outcome | CriticBased | OwnEstimator)
     if isinstance(advantage, Outcome) and advantage.compares_a_group and group_size < 2:
         yield (
             f"learner.group_size = {group_size}: algorithm.advantage = {baseline_of(config.algorithm)} compares the "
-            "samples of a group and is 0 for a single one; raise it to at least 2"
+            "samples of a group, so a group of one sample has an advantage of 0; set learner.group_size to at least 2"
         )
 
 
@@ -199,8 +208,8 @@ def _single(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -> 
     group_size = config.learner.group_size
     if isinstance(advantage, Outcome) and advantage.single == "raw" and group_size > 1:
         yield (
-            f"algorithm.advantage.single = raw: is about groups of one sample, and learner.group_size = {group_size}; "
-            "it never acts"
+            f"algorithm.advantage.single = raw: it has no effect, because it is for groups of one sample and "
+            f"learner.group_size = {group_size}; remove it, or set learner.group_size=1"
         )
 
 
@@ -208,56 +217,60 @@ def _filters(config: Config) -> Iterator[str]:
     section, limit = config.algorithm, config.generator.max_completion_tokens
     if section.overlong == "penalise" and section.overlong_buffer_tokens > limit:
         yield (
-            f"algorithm.overlong_buffer_tokens = {section.overlong_buffer_tokens}: must be at most "
-            f"generator.max_completion_tokens = {limit}, or every completion is penalised; lower it"
+            f"algorithm.overlong_buffer_tokens = {section.overlong_buffer_tokens}: it must be at most "
+            f"generator.max_completion_tokens = {limit}, or every completion would be penalised; lower it"
         )
     if section.zero_variance == "mask" and config.learner.group_size < 2:
         yield (
-            f"algorithm.zero_variance = mask: with learner.group_size = {config.learner.group_size} no group has a "
-            "variance and nothing would be trained; set it to keep"
+            f"algorithm.zero_variance = mask: with learner.group_size = {config.learner.group_size}, no group has "
+            "different rewards, so every sample would be masked and nothing would be trained; set "
+            "algorithm.zero_variance to keep"
         )
 
 
 def _own(config: Config) -> Iterator[str]:
     if config.algorithm.overrides:
         yield (
-            f"algorithm.overrides: replace axes of a preset, and algorithm.loss = {config.algorithm.loss} is none; "
-            "remove them, or name a preset"
+            f"algorithm.overrides: overrides replace the axes of a preset, but algorithm.loss = "
+            f"{config.algorithm.loss} is not a preset; remove algorithm.overrides, or set algorithm.loss to a preset"
         )
 
 
 def _unknown(config: Config) -> Iterator[str]:
     if config.staleness.max_versions > 0:
         yield (
-            f"algorithm.loss = {config.algorithm.loss}: it is not verified to correct for data of older weights, "
-            f"and staleness.max_versions = {config.staleness.max_versions}"
+            f"algorithm.loss = {config.algorithm.loss}: it is not verified to correct for samples of older weights, "
+            f"but staleness.max_versions = {config.staleness.max_versions} allows them; make sure that it corrects for "
+            "them, or set staleness.max_versions=0"
         )
 
 
 def _warnings(config: Config, objective: Objective) -> Iterator[str]:
-    # a note about inert parts is for an objective that the user chose; the default is not a choice
+    # warns only if the user chose the objective: the default has an inert clip too, and no user asked for it
     chosen = bool(config.algorithm.model_fields_set & {"loss", "overrides"})
     inert = inert_in_one_update(objective) if chosen and config.learner.updates_per_step == 1 else []
     if inert:
         yield (
-            f"learner.updates_per_step = 1: the proximal policy is the current one, and what compares the two "
-            f"({', '.join(inert)}) never acts; an off-policy correction is all in what looks at the sampler"
+            f"learner.updates_per_step = 1: the proximal policy equals the current policy, so the parts that compare "
+            f"the two ({', '.join(inert)}) have no effect; only parts that compare with the sampler's log-probs "
+            "correct for samples of older weights"
         )
     if corrects_twice(objective):
         yield (
-            f"algorithm.loss = {config.algorithm.loss} corrects twice: its ratio is against the sampler "
-            "(anchor: behaviour), and its weight divides by the sampler's probability as well; remove one of them"
+            f"algorithm.loss = {config.algorithm.loss} corrects twice: its ratio is against the sampler (anchor: "
+            "behaviour), and its weight also divides by the sampler's probability; remove one of the two"
         )
     published, baseline = published_baseline(config.algorithm), baseline_of(config.algorithm)
     if published in NEEDS_CRITIC and baseline not in NEEDS_CRITIC:
         yield (
             f"algorithm.advantage = {baseline}: algorithm.loss = {config.algorithm.loss} was published with a critic "
-            f"and {published}; without them only its policy objective is left (`asyncrl losses` says whose that is)"
+            f"and {published}; without them, only its policy objective remains (`asyncrl losses` shows its source)"
         )
     if is_product(objective) and config.staleness.max_versions > 0:
         length = config.generator.max_completion_tokens
         yield (
-            f"algorithm.loss = {config.algorithm.loss} multiplies ratios over whole sequences: of {length} tokens "
-            f"whose log-ratios spread by {TOKEN_NOISE_NATS:g} nats each, the effective share of the samples before any "
-            f"bound is about e^(−{TOKEN_NOISE_NATS:g}² · {length}) = {math.exp(-(TOKEN_NOISE_NATS**2) * length):.2g}"
+            f"algorithm.loss = {config.algorithm.loss} multiplies ratios over whole sequences. For {length} tokens "
+            f"whose log-ratios have a standard deviation of {TOKEN_NOISE_NATS:g} nats each, the effective share of the "
+            f"samples, before any bound on the weight, is about "
+            f"e^(−{TOKEN_NOISE_NATS:g}² · {length}) = {math.exp(-(TOKEN_NOISE_NATS**2) * length):.2g}"
         )

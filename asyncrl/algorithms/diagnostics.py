@@ -1,8 +1,9 @@
-"""How far the data is from the policy that trains on it: sums that add up over micro-batches and ranks.
+"""Measures how far the training data is from the policy that is trained. All measures are sums over tokens, so the sums
+of micro-batches and ranks can be added.
 
-For any objective, with no code of its own. Legend: B rows, T next tokens. beh: the sampler's log-probs; prox: those
-of the weights at the start of the step; ρ = e^(prox − beh), never truncated here, or the effective sample share would
-always read healthy.
+They work for every objective. Legend: B rows, T next tokens. beh: the sampler's log-probs. prox: log-probs under the
+weights at the start of the step. ρ = e^(prox − beh). ρ is not truncated here: with a truncated ρ, the effective share
+of samples would always look healthy.
 """
 
 import math
@@ -13,18 +14,19 @@ from dataclasses import dataclass
 import torch
 
 MAX_LOG_RATIO = 300.0
-"""e^600 still fits float64, so that the square of any ρ up to here adds up (F22)."""
+"""Limit of |log ρ| in nats. e^600 still fits float64, so the square of every ρ up to this limit can be summed (F22)."""
 
 AVERAGED_METRICS = frozenset({"lr", "wd", "reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length"})
-"""Metrics that every micro-batch repeats and that are part of none of them."""
+"""Metrics of a loss that have the same meaning in every micro-batch and are not parts of a sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicySums:
-    """Sums over the trained tokens of one micro-batch, rank or step; `+` adds two of them.
+    """Sums over the trained tokens of one micro-batch, rank or step. `+` combines two of them.
 
-    `on_policy_*` are over tokens whose weight version equals the step's own: there the sampler and the trainer are
-    the same policy, so that their log-probs must agree, whatever caches, temperatures and tokenizers lie between.
+    The `on_policy_*` fields cover only tokens that were sampled with the weight version of the step. For these tokens
+    sampler and trainer are the same policy, so their log-probs must agree. A difference shows an error in a cache, a
+    temperature or a tokenizer between the two.
     """
 
     tokens: int = 0
@@ -60,14 +62,14 @@ class OffPolicySums:
 
     @property
     def ess(self) -> float:
-        """Effective share of the tokens, (Σρ)² / (N · Σρ²), from 1/N to 1; NaN when there are none."""
+        """Effective share of the tokens, (Σρ)² / (N · Σρ²), from 1/N to 1. It is NaN if there are no tokens."""
         if self.weight_squared == 0.0:
             return math.nan
         return self.weight / self.tokens * (self.weight / self.weight_squared)
 
     def extremes(self) -> dict[str, float]:
-        """Mean e^|log ρ| and the largest |log ρ|, and where the reference was looked at its KL; nothing when there are
-        no tokens."""
+        """Returns the mean e^|log ρ|, the largest |log ρ|, and the mean KL to the reference if reference log-probs were
+        given. Returns an empty dict if there are no tokens."""
         if not self.tokens:
             return {}
         extremes = {
@@ -79,7 +81,7 @@ class OffPolicySums:
         return extremes
 
     def mean(self, total: float) -> float:
-        """`total` over the tokens; 0 when there are none."""
+        """Returns `total` divided by the number of tokens, or 0 if there are none."""
         return total / max(self.tokens, 1)
 
 
@@ -93,8 +95,11 @@ def off_policy_sums(
     on_policy_BT: torch.Tensor,
     reference_BT: torch.Tensor | None = None,
 ) -> OffPolicySums:
-    """Sums of one micro-batch. k1 and k3 estimate KL(behaviour ‖ proximal), http://joschu.net/blog/kl-approx.html; the
-    reference's k3 is that of KL(proximal ‖ reference), over the tokens as they were sampled."""
+    """Returns the sums of one micro-batch.
+
+    k1 and k3 estimate KL(behaviour ‖ proximal), http://joschu.net/blog/kl-approx.html. The reference's k3 estimates
+    KL(proximal ‖ reference) at the sampled tokens.
+    """
     log_rho = (proximal_BT.double() - behaviour_BT.double())[mask_BT]
     if log_rho.numel() == 0:
         return OffPolicySums()
@@ -104,7 +109,7 @@ def off_policy_sums(
     if reference_BT is not None:
         log_ratio = (reference_BT.double() - proximal_BT.double())[mask_BT].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         reference_k3 = float((log_ratio.exp() - 1 - log_ratio).sum())
-    # max() would drop a NaN in silence
+    # max() ignores NaN, so a NaN is replaced by inf
     parity = log_rho[on_policy_BT[mask_BT]].abs().nan_to_num(nan=torch.inf)
     return OffPolicySums(
         tokens=log_rho.numel(),
@@ -124,15 +129,17 @@ def off_policy_sums(
 
 
 def adds_up(name: str) -> bool:
-    """Whether micro-batches' values of a metric are parts of a sum: not an extreme, and not averaged."""
+    """Returns True if a metric's values of the micro-batches are parts of a sum: it is neither an extreme nor
+    averaged."""
     return _extreme(name) is None and name not in AVERAGED_METRICS
 
 
 def merge_metrics(parts: Iterable[Mapping[str, float]], *, updates: int) -> dict[str, float]:
-    """A loss's metrics of all micro-batches, ranks and `updates` of a call as one value each.
+    """Combines the loss metrics of all micro-batches, ranks and `updates` of a call into one value for each metric.
 
-    Names with the word `max` or `min` after an underscore are extremes. `AVERAGED_METRICS` are averaged over the
-    micro-batches. All others are added over an update's micro-batches and averaged over the updates.
+    If `max` or `min` is a word of the name after an underscore, the result is the maximum or minimum.
+    `AVERAGED_METRICS` are averaged over the micro-batches. All others are summed over an update's micro-batches and
+    averaged over the updates.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for part in parts:

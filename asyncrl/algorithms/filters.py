@@ -1,7 +1,7 @@
-"""Filters before the loss: what becomes of groups without variance and of samples that were cut at their limit.
+"""Filters before the loss, for groups whose rewards are all equal and for samples that were cut at their length limit.
 
-A filter shapes a sample's reward or masks the sample; it never drops a group: a masked sample is a trained one that
-weighs nothing, leaves every denominator of the loss and still counts in its group's baseline, for its reward is real.
+A filter changes a sample's reward or masks the sample. It never drops a group. A masked sample has weight 0 in the loss
+and does not count in the loss's denominators. It still counts in its group's baseline, because its reward is real.
 
 Legend: N samples of the step, in any order.
 """
@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFilters:
-    """What `algorithm.zero_variance` and `algorithm.overlong` ask for."""
+    """The filters that `algorithm.zero_variance` and `algorithm.overlong` select."""
 
     zero_variance: Literal["keep", "mask"] = "keep"
     overlong: Literal["keep", "mask", "penalise"] = "keep"
@@ -26,7 +26,7 @@ class SampleFilters:
     def shaped_rewards(
         self, rewards_N: torch.Tensor, *, truncated_N: torch.Tensor, completion_tokens_N: torch.Tensor
     ) -> torch.Tensor:
-        """The rewards that advantages are made of."""
+        """Returns the rewards [N] from which the advantages are computed."""
         if self.overlong != "penalise":
             return rewards_N
         return rewards_N + overlong_penalty(
@@ -37,7 +37,7 @@ class SampleFilters:
         )
 
     def masked(self, *, zero_variance_N: torch.Tensor, truncated_N: torch.Tensor) -> torch.Tensor:
-        """Samples that are not to be trained, bool [N]."""
+        """Returns the samples that are excluded from the loss, bool [N]."""
         masked_N = torch.zeros_like(truncated_N)
         if self.zero_variance == "mask":
             masked_N = masked_N | zero_variance_N
@@ -49,8 +49,10 @@ class SampleFilters:
 def overlong_penalty(
     completion_tokens_N: torch.Tensor, *, truncated_N: torch.Tensor, max_completion_tokens: int, buffer_tokens: int
 ) -> torch.Tensor:
-    """0 up to the last `buffer_tokens` of the limit, then falling linearly to −1 at the limit (DAPO, 2503.14476, eq.
-    13). A truncated sample is at its limit wherever it was cut: the model's length may have ended it earlier.
+    """Returns the soft overlong penalty [N] of DAPO (2503.14476, eq. 13).
+
+    It is 0 until `buffer_tokens` tokens before the limit, and falls linearly to −1 at the limit. A truncated sample
+    gets −1 at any length, because the model's maximum length may have cut it before `max_completion_tokens`.
 
     >>> overlong_penalty(torch.tensor([6, 7, 8, 10, 3]), truncated_N=torch.tensor([0, 0, 0, 0, 1]).bool(),
     ...     max_completion_tokens=10, buffer_tokens=4).tolist()
@@ -61,7 +63,7 @@ def overlong_penalty(
 
 
 def build_filters(config: Config) -> SampleFilters:
-    """The filters of a run."""
+    """Returns the filters that the configuration selects."""
     section = config.algorithm
     return SampleFilters(
         zero_variance=section.zero_variance,

@@ -1,7 +1,8 @@
-"""What a loss is to the policy: the call, its inputs' kind, and how its metrics add up.
+"""Interfaces of loss functions: how the policy calls a loss, what the loss returns, and how its metrics are combined.
 
-B rows, S tokens, V vocabulary; right padding; log-probs float32 in nats. Column `c[b, i]` belongs to token
-`input_ids[b, i]`, so a loss slices `[:, 1:]` of every column to meet the model's [B, S − 1] next-token log-probs.
+Legend: B rows, S tokens, V vocabulary. Rows are padded on the right. Log-probs are float32, in nats. Column entry
+`c[b, i]` belongs to token `input_ids[b, i]`. The model's next-token log-probs have shape [B, S − 1], so a loss slices
+`[:, 1:]` of every column to align it with them.
 """
 
 import inspect
@@ -21,11 +22,11 @@ def masked_mean(
     *,
     dim: int | tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """Σ values · mask / factor, over `dim`, or over all dimensions when it is None.
+    """Returns Σ values · mask / factor, summed over `dim`, or over all dimensions if `dim` is None.
 
-    The factor is a count over all ranks, a tensor or a Python number; without one it is Σ mask over `dim`. The result
-    is 0 where the factor is 0. Values that are masked with 0 are ignored, even NaN. Sums of half-precision values are
-    float32: a bfloat16 sum of 4,096 tokens would have two digits.
+    The factor is a count over all ranks, as a tensor or a Python number. If no factor is given, it is Σ mask over
+    `dim`. The result is 0 where the factor is 0. Values where the mask is 0 are ignored, even if they are NaN. Values
+    in half precision are summed in float32, because a bfloat16 sum of 4,096 tokens has only two correct digits.
 
     >>> masked_mean(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.5]), 0.5)
     tensor(5.)
@@ -40,27 +41,29 @@ def masked_mean(
         mask = mask.expand_as(weighted)
         global_normalization_factor = mask.sum() if dim is None else mask.sum(dim=dim)
     factor = torch.as_tensor(global_normalization_factor, device=total.device)
+    # the inner `where` keeps 0/0, whose gradient is NaN, out of the graph
     return torch.where(factor == 0, 0.0, total / torch.where(factor == 0, 1, factor))
 
 
 class LossType(StrEnum):
-    """Whether the loss is normalised by tokens or by sequences."""
+    """Says whether the loss is normalised by the number of tokens or by the number of sequences."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
 class LossInputType(StrEnum):
-    """What the loss wants of the model."""
+    """Says which output of the model the loss reads."""
 
     LOGIT = "logit"
-    """`next_token_logits` [B, S, V], already divided by the sampling temperature, float32."""
+    """`next_token_logits` [B, S, V], float32, already divided by the sampling temperature."""
     LOGPROB = "logprob"
-    """`next_token_logprobs` [B, S − 1], of the tokens that follow."""
+    """`next_token_logprobs` [B, S − 1]: entry t is the log-prob of token t + 1."""
 
 
 class MetricNormalization(StrEnum):
-    """The global count that a loss has divided a metric by. It describes the metric; no caller divides again."""
+    """The global count by which a loss has divided a metric. It is a description: no caller divides the metric
+    again."""
 
     TOKENS = "tokens"
     SEQUENCES = "sequences"
@@ -69,25 +72,29 @@ class MetricNormalization(StrEnum):
 
 @runtime_checkable
 class LossFunction(Protocol):
-    """Loss and metrics of one micro-batch.
+    """Computes the loss and the metrics of one micro-batch.
 
-    Both calls work: `loss_fn(next_token_logits, data, global_valid_seqs, global_valid_toks)` and
-    `loss_fn(data=…, global_valid_seqs=…, global_valid_toks=…, next_token_logprobs=…)`. The policy makes the one that
-    `input_type` asks for, and the first if the loss has no such attribute. Logits are passed by keyword to a loss
-    that names an argument `next_token_logits` or `logits`; by both names to one that takes them in `**kwargs`; by
-    position otherwise.
+    There are two calls: `loss_fn(next_token_logits, data, global_valid_seqs, global_valid_toks)` and
+    `loss_fn(data=…, global_valid_seqs=…, global_valid_toks=…, next_token_logprobs=…)`. The policy uses the call that
+    matches the loss's `input_type`. If the loss has no attribute `input_type`, the policy uses the first call. The
+    policy passes logits by keyword to a loss that names an argument `next_token_logits` or `logits`. It passes them
+    under both names to a loss that takes them in `**kwargs`. It passes them by position to every other loss.
 
-    The counts are float32 scalars, sums of masks over the whole global batch and all ranks: `global_valid_seqs` is
-    Σ sample_mask, `global_valid_toks` is Σ token_mask[:, 1:] · sample_mask. A loss is a sum that is divided by them,
-    and by no count of its own, so that any split into micro-batches and ranks gives the same gradient.
+    The counts are float32 scalars, summed over the whole global batch and all ranks: `global_valid_seqs` is
+    Σ sample_mask, and `global_valid_toks` is Σ token_mask[:, 1:] · sample_mask. A loss is a sum that is divided by
+    these counts. It never divides by a count of its own micro-batch, so every split into micro-batches and ranks gives
+    the same gradient.
 
-    Returns the scalar to minimise and metrics, which the loss has divided by global counts too. The policy adds metrics
-    over micro-batches and ranks and averages them over the global batches of a call. Two kinds of names are different:
-    those that contain `_min` or `_max` are extremes, and `diagnostics.AVERAGED_METRICS` are averaged.
+    The call returns the scalar to minimise, and the metrics. The loss divides its metrics by global counts, too. The
+    policy adds the metrics of all micro-batches and ranks, and averages these sums over the global batches of a call.
+    There are two exceptions. If the name contains `_min` or `_max`, the policy takes the minimum or maximum. The
+    metrics in `diagnostics.AVERAGED_METRICS` are averaged.
 
-    Optional attributes: `columns`, the names of the columns that the loss reads beside the masks, so that a batch
-    without them is refused before a rank is called (MissingColumns); `metric_normalizations`, a `MetricNormalization`
-    for each metric.
+    Optional attributes:
+
+    - `columns`: the names of the columns that the loss reads besides the masks. A batch without one of them is refused
+      before any rank is called (MissingColumns).
+    - `metric_normalizations`: a `MetricNormalization` for each metric.
     """
 
     loss_type: LossType
@@ -105,8 +112,11 @@ class LossFunction(Protocol):
 
 
 def input_type_of(loss_fn: object) -> LossInputType:
-    """What a loss wants of the model: its `input_type`, compared by value, so that the text "logprob" and another
-    library's enum are understood; logits when it has none. ValueError for another value."""
+    """Returns the model output that a loss reads, from the loss's `input_type`. Without that attribute it is logits.
+
+    The attribute is compared by value, so the string "logprob" or another library's enum also works. Raises ValueError
+    for an unknown value.
+    """
     found = getattr(loss_fn, "input_type", LossInputType.LOGIT)
     value = getattr(found, "value", found)
     try:
@@ -122,7 +132,8 @@ _LOGITS = ("next_token_logits", "logits")
 def call_with_logits(
     loss_fn: Callable[..., Any], logits: torch.Tensor, data: BatchedDataDict, counts: Mapping[str, torch.Tensor]
 ) -> Any:
-    """Calls the loss with logits [B, S, V], by the keyword that its signature has, else as the first argument."""
+    """Calls the loss with logits [B, S, V]: by keyword if its signature has one for them, else as the first
+    argument."""
     signature = inspect.signature(loss_fn)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     names = [name for name in _LOGITS if name in signature.parameters]
@@ -135,7 +146,7 @@ def call_with_logits(
 
 
 def _binds(signature: inspect.Signature, **arguments: Any) -> bool:
-    """Whether these arguments are all that a call must have."""
+    """Returns True if a call with exactly these arguments fits the signature."""
     try:
         signature.bind(**arguments)
     except TypeError:
@@ -145,8 +156,11 @@ def _binds(signature: inspect.Signature, **arguments: Any) -> bool:
 
 @runtime_checkable
 class ValueLossFunction(Protocol):
-    """As a `LossFunction`, of a critic: it is called with the critic's values [B, S], entry t being V(before token t),
-    in the place of logits."""
+    """Computes the loss and the metrics of one micro-batch for a critic.
+
+    It is called like a `LossFunction`, but with the critic's values [B, S] in place of logits. Entry t is
+    V(before token t): the value of the state before token t.
+    """
 
     loss_type: LossType
 

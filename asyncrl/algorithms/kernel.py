@@ -1,14 +1,15 @@
-"""What an objective does to every token, measured from its slopes, with no code for any one surrogate.
+"""Measures what an objective does to each token, from the slope of the loss. It needs no code for any one surrogate.
 
-κ_t = −(∂/∂lp_t Σ W · K · S) / A_t is the weight with which a token's advantage pushes its log-prob: 1 for REINFORCE, u
-for an unclipped ratio, 0 behind a clip or a gate. Penalties are no push of the advantage, and the aggregation's a_t is
-the same for all tokens of a sequence and so divides out: neither is in the slopes of an `Objective`.
+κ_t = −(∂/∂lp_t Σ W · K · S) / A_t is the weight with which a token's advantage pushes its log-prob. It is 1 for
+REINFORCE, u for an unclipped ratio, and 0 for a clipped or gated token. Two parts of the loss are not in the slopes of
+an `Objective`: penalties, because they do not depend on the advantage, and the aggregation's a_t, because it is equal
+for all tokens of a sequence and cancels.
 
-A loss by import path knows no such parts. Its slopes are ∂L/∂lp of the whole loss: penalties are in them, and so is
-what it divides tokens by, so that its effective share is that of unequal sequences too.
+For a loss that is named by import path, these parts are unknown. Its slopes are ∂L/∂lp of the whole loss. They contain
+the penalties and the divisors of tokens, so its effective share also depends on how unequal the sequences are.
 
-Every measure is a pair of sums, so that micro-batches, updates and ranks add up before anything is divided. What was
-not measured has no pair, and no mean.
+Every measure is a pair (sum, count), so that micro-batches, updates and ranks can be added before the division. A
+measure without a pair was not measured and has no mean.
 """
 
 from collections import defaultdict
@@ -19,12 +20,12 @@ from types import MappingProxyType
 import torch
 
 STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16)
-"""Lower ends, in versions."""
+"""Lower ends of the staleness buckets, in versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSums:
-    """(sum, count) by name; `+` adds two."""
+    """(sum, count) of each measure, by name. `+` adds two of them."""
 
     pairs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -36,7 +37,8 @@ class KernelSums:
         return KernelSums(dict(total))
 
     def means(self) -> dict[str, float]:
-        """Sums over counts, and `kernel_ess_ratio`, (Σκ)² / (N · Σκ²) over tokens with A ≠ 0; 0 if all are silent."""
+        """Returns sum / count of each measure. `kernel_ess_ratio` is (Σκ)² / (N · Σκ²) over tokens with A ≠ 0; it is 0
+        if κ is 0 for all of them."""
         means = {name: value / count for name, (value, count) in self.pairs.items() if count > 0}
         if "kernel" not in means:
             return means
@@ -54,9 +56,12 @@ def kernel_sums(
     mask_BT: torch.Tensor,
     shares_BT: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> KernelSums:
-    """Sums of one micro-batch. `slopes_BT` is what κ is made of, `staleness_BT` versions (None: not known),
-    `log_rho_BT` proximal − behaviour; of `shares_BT`, masks by name, the shares by sign of A are measured, as
-    `NAME_positive_ratio` and `NAME_negative_ratio`."""
+    """Returns the sums of one micro-batch.
+
+    `slopes_BT` are the slopes from which κ is computed. `staleness_BT` is in versions; None if it is not known.
+    `log_rho_BT` is proximal − behaviour, in nats. `shares_BT` holds masks by name. For each mask, the share of true
+    tokens with A > 0 is `NAME_positive_ratio`, and with A < 0 it is `NAME_negative_ratio`.
+    """
     slopes, advantages = slopes_BT[mask_BT].double(), advantages_BT[mask_BT].double()
     log_rho = log_rho_BT[mask_BT].double()
     pushed = advantages != 0

@@ -1,11 +1,15 @@
-"""The one objective on tensors.
+"""Computes any `Objective` on tensors.
 
-Legend: B rows, S tokens, V vocabulary, T = S − 1 (the first token of a row has no prefix and is never trained).
+Legend: B rows, S tokens, V vocabulary, T = S − 1. The first token of a row has no prefix and is never trained.
 
-What must hold: only the current log-probs carry gradient; masked slots are replaced before any exp, so that NaN in
-them changes nothing; weights and gates never change a denominator; exponents are bounded in log space; sequences are
-told apart by segment ids, so that a packed row and padded ones give the same loss and gradient; all arithmetic is in
-float32 or wider, whatever the dtype of the inputs.
+Invariants:
+
+- Only the current log-probs carry gradient.
+- Values at masked positions are replaced before any exp, so NaN there has no effect.
+- Weights and gates never change a denominator.
+- Exponents are bounded in log space.
+- Sequences are identified by segment ids, so a packed row and padded rows give the same loss and gradient.
+- All arithmetic is in float32 or wider, for every dtype of the inputs.
 """
 
 import inspect
@@ -52,27 +56,31 @@ from asyncrl.errors import ConfigError, ImpreciseColumns, RunError
 from asyncrl.user_code import describe_error
 
 MAX_LOG_RATIO = 40.0
-"""A ratio and an unbounded weight beyond e^40 ≈ 2e17 are a broken log-prob (F22): they read as e^40, whose product
-still fits float32, and the ratio carries no gradient."""
+"""Limit of a log-ratio, in nats. A ratio or an unbounded weight above e^40 ≈ 2e17 comes from a broken log-prob (F22).
+It is replaced by e^40, so that a product of two of them still fits float32. A ratio at this limit carries no
+gradient."""
 
 Sources = Mapping[str, torch.Tensor]
-"""Log-probs [B, T] by whose they are: current, proximal, behaviour, reference."""
+"""Log-probs [B, T] by the name of their policy: current, proximal, behaviour, reference."""
 
 SOURCE_COLUMNS: Mapping[str, str] = {
     "proximal": "prev_logprobs",
     "behaviour": "generation_logprobs",
     "reference": "reference_policy_logprobs",
 }
-"""The columns [B, S] that other policies' log-probs are in."""
+"""The column [B, S] that contains each policy's log-probs."""
 
 
 class Segments:
-    """Which tokens belong to one sequence: `mask_BT` are the trained ones, `ids_BT` their sequences, counted anew in
-    every row; without ids a row is one sequence."""
+    """Says which tokens belong to one sequence.
+
+    `mask_BT` marks the trained tokens. `ids_BT` is the number of a token's sequence within its row. Without ids, each
+    row is one sequence.
+    """
 
     def __init__(self, mask_BT: torch.Tensor, ids_BT: torch.Tensor | None = None) -> None:
         rows, tokens = mask_BT.shape
-        # padding may have any id: what is masked is zero wherever it is added
+        # padding may have any id, because the values of masked tokens are zero wherever they are added
         ids_BT = torch.zeros_like(mask_BT, dtype=torch.long) if ids_BT is None else ids_BT.long().clamp(min=0)
         row_B1 = torch.arange(rows, device=mask_BT.device).unsqueeze(1)
         width = int(ids_BT.max()) + 1 if ids_BT.numel() else 1
@@ -83,7 +91,10 @@ class Segments:
         self.sizes_BT = self.pool(mask_BT.float(), "sum")
 
     def pool(self, values_BT: torch.Tensor, how: str) -> torch.Tensor:
-        """`values_BT`, zero at masked tokens, shared by each sequence's trained tokens; differentiable."""
+        """Pools `values_BT` over the trained tokens of each sequence, and gives every token its sequence's result.
+
+        `values_BT` must be zero at masked tokens. `how` is token (no pooling), sum, mean, min or max. Differentiable.
+        """
         if how == "token":
             return values_BT
         flat = values_BT.flatten()
@@ -98,10 +109,11 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTerms:
-    """What the objective says of every token, zero and false at masked ones. `loss_BT` and `push_BT` carry gradient.
+    """The terms of the objective for every token; zero or False at masked tokens. `loss_BT` and `push_BT` carry
+    gradient.
 
-    `loss_BT` is what the aggregation sums: every term but `positive_nll`. `push_BT` is W · K · S alone: what the
-    advantage asks for, without penalties and aggregation.
+    `loss_BT` is the value that the aggregation sums: all terms except `positive_nll`. `push_BT` is W · K · S: the part
+    that the advantage multiplies, without penalties and aggregation.
     """
 
     loss_BT: torch.Tensor
@@ -119,8 +131,11 @@ def token_terms(
     segments: Segments,
     entropy_BT: torch.Tensor | None = None,
 ) -> TokenTerms:
-    """W · K · S + Σ β · P of every token, zero where it is masked. Everything but `logprobs_BT` and `entropy_BT` is
-    detached here. `sources` has at least `objective.sources()`. Half precision is widened to float32 first."""
+    """Returns W · K · S + Σ β · P of every token, zero at masked tokens.
+
+    All inputs except `logprobs_BT` and `entropy_BT` are detached here. `sources` must contain at least
+    `objective.sources()`. Values in half precision are first converted to float32.
+    """
     mask_BT = segments.mask_BT
 
     def inside(values_BT: torch.Tensor) -> torch.Tensor:
@@ -128,7 +143,7 @@ def token_terms(
 
     lp_BT, adv_BT = inside(logprobs_BT), inside(advantages_BT.detach())
     fixed = {name: inside(values_BT.detach()) for name, values_BT in sources.items()} | {"current": lp_BT.detach()}
-    # whoever looks at no ratio need not bring an anchor
+    # a surrogate without a ratio does not read the anchor, so `sources` may lack it
     anchor_BT = fixed[objective.anchor if uses_ratio(objective.surrogate) else "current"]
     log_u_BT = _log_u(objective, lp_BT=lp_BT, anchor_BT=anchor_BT, adv_BT=adv_BT, segments=segments)
     push_BT, clipped_BT = _surrogate(objective.surrogate, lp_BT=lp_BT, log_u_BT=log_u_BT, adv_BT=adv_BT)
@@ -138,11 +153,11 @@ def token_terms(
         push_BT = weight_BT * push_BT
     for gate in objective.gates:
         gated_BT = gated_BT | _gated(gate, fixed=fixed, adv_BT=adv_BT, segments=segments)
-    # where, not only a product with 0: the surrogate of a gated token may be inf
+    # torch.where instead of a product with 0: the surrogate of a gated token may be inf, and inf · 0 is NaN
     push_BT = loss_BT = inside(torch.where(gated_BT, 0.0, push_BT))
     for penalty in objective.penalties:
         if penalty.kind == "positive_nll":
-            continue  # has coefficients of its own: `ObjectiveLoss` adds it
+            continue  # this penalty has its own coefficients: `ObjectiveLoss` adds it
         loss_BT = loss_BT + penalty.beta * inside(_penalty(penalty, lp_BT=lp_BT, fixed=fixed, entropy_BT=entropy_BT))
     return TokenTerms(loss_BT=loss_BT, push_BT=push_BT, clipped_BT=clipped_BT & mask_BT, gated_BT=gated_BT & mask_BT)
 
@@ -155,8 +170,8 @@ def _log_u(
     adv_BT: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    """log u of every token: its own, or its sequence's mean or sum, with lp's gradient. At `sequence_mean_token` the
-    value is the mean's and the gradient that of the token's own lp."""
+    """Returns log u of every token: the token's own log-ratio, or the mean or sum over its sequence, with the gradient
+    of lp. At level `sequence_mean_token`, the value is the mean, and the gradient is that of the token's own lp."""
     log_u_BT = lp_BT - anchor_BT
     if objective.pre_clip is not None:
         above_BT = log_u_BT.clamp(max=math.log(objective.pre_clip.hi))
@@ -171,14 +186,14 @@ def _log_u(
 def _surrogate(
     surrogate: Surrogate, *, lp_BT: torch.Tensor, log_u_BT: torch.Tensor, adv_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """S and where a clip takes its gradient although A ≠ 0."""
+    """Returns S, and where a clip removes the gradient of a token with A ≠ 0."""
     nowhere = torch.zeros_like(lp_BT, dtype=torch.bool)
     if isinstance(surrogate, Reinforce):
         return -adv_BT * lp_BT, nowhere
     if isinstance(surrogate, Regression):
         return (surrogate.beta * log_u_BT - adv_BT).square(), nowhere
     if isinstance(surrogate, Quadratic):
-        # half of the limit: the square, times an unbounded weight, must fit float32
+        # half of the limit, because the square of u times an unbounded weight must fit float32
         u_BT = log_u_BT.clamp(max=MAX_LOG_RATIO / 2).exp()
         return -adv_BT * u_BT + adv_BT.abs() * (u_BT - 1).square() / (2 * surrogate.width), nowhere
     u_BT = log_u_BT.clamp(max=MAX_LOG_RATIO).exp()
@@ -216,7 +231,7 @@ def _kernel(kernel: Clamp | Inverse | Gamma, log_u_BT: torch.Tensor) -> torch.Te
 def _weight(
     weight: Weight, *, fixed: Mapping[str, torch.Tensor], segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounded p/q and where it is zeroed."""
+    """Returns the bounded weight p/q, and where the weight zeroes the token's loss."""
     log_w_BT = segments.pool(fixed[weight.p] - fixed[weight.q], weight.pool)
     bounded_BT = _ratio(log_w_BT, lo=weight.lo, hi=weight.hi)
     if weight.outside == "clamp":
@@ -225,7 +240,7 @@ def _weight(
 
 
 def _ratio(log_ratio: torch.Tensor, *, lo: float, hi: float) -> torch.Tensor:
-    """e^log_ratio in [lo, hi], and never beyond e^MAX_LOG_RATIO."""
+    """Returns e^log_ratio, clamped to [lo, hi] and to at most e^MAX_LOG_RATIO."""
     return log_ratio.clamp(_log(lo), min(_log(hi), MAX_LOG_RATIO)).exp()
 
 
@@ -234,7 +249,7 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """`values`, in float32 if their dtype is narrower: bfloat16 differences would be rounded to bfloat16."""
+    """Converts half precision to float32, because a difference of bfloat16 values would be rounded to bfloat16."""
     return values.float() if _is_half(values.dtype) else values
 
 
@@ -243,7 +258,7 @@ def _log(bound: float) -> float:
 
 
 def _gated(gate: Gate, *, fixed: Mapping[str, torch.Tensor], adv_BT: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Where the gate takes a token out."""
+    """Returns True where the gate zeroes the token's loss."""
     log_p_BT, log_q_BT = fixed[gate.p], fixed[gate.q]
     difference_BT = log_p_BT - log_q_BT
     if gate.stat in ("ratio", "log_ratio"):
@@ -261,7 +276,7 @@ def _gated(gate: Gate, *, fixed: Mapping[str, torch.Tensor], adv_BT: torch.Tenso
 
 
 def gate_stat(stat: str, *, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """A divergence of `Gate`, of every token."""
+    """Returns one of the divergences of `Gate`, for every token."""
     difference = (log_p - log_q).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if stat == "k1":
         return -difference
@@ -271,7 +286,7 @@ def gate_stat(stat: str, *, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.T
         return difference.exp() - 1 - difference
     if stat == "probability":
         return log_p.exp() - log_q.exp()
-    # 1 − p through expm1, and never 0: the rest of the distribution may be smaller than a rounding
+    # 1 − p is computed with expm1 and clamped above 0: the remaining probability may be smaller than a rounding error
     tiny = torch.finfo(log_p.dtype).tiny
     rest_p, rest_q = (-torch.expm1(log_p)).clamp(min=tiny), (-torch.expm1(log_q)).clamp(min=tiny)
     return -log_q.exp() * difference + rest_q * (rest_q.log() - rest_p.log())
@@ -301,8 +316,11 @@ def _penalty(
 def interpolated_proximal(
     *, logprobs_BT: torch.Tensor, behaviour_BT: torch.Tensor, staleness_BT: torch.Tensor
 ) -> torch.Tensor:
-    """Proximal log-probs without a forward pass: behaviour + (1 − 1/d) · (sg lp − behaviour) for tokens that are d
-    versions old, the current ones for d = 0 (A-3PO, 2512.06547)."""
+    """Returns proximal log-probs without a forward pass (A-3PO, 2512.06547).
+
+    For a token that is d versions old, it is behaviour + (1 − 1/d) · (sg lp − behaviour), where sg is stop-gradient.
+    For d = 0 it is sg lp, the current log-probs.
+    """
     behaviour_BT, staleness_BT = _wide(behaviour_BT), _wide(staleness_BT)
     share_BT = torch.where(staleness_BT > 0, 1 - 1 / staleness_BT.clamp(min=1), 1.0)
     return behaviour_BT + share_BT * (_wide(logprobs_BT.detach()) - behaviour_BT)
@@ -318,11 +336,12 @@ def coefficients(
     global_valid_toks: torch.Tensor,
     prompt_share_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a_t, [B, T]: what every token's loss is multiplied by before all are added; zero at masked tokens.
+    """Returns a_t [B, T], the coefficient by which each token's loss is multiplied before the sum; zero at masked
+    tokens.
 
-    Masks are weights: the global counts are their sums, and a row whose sample mask is ½ counts half. A count of zero
-    divides by 1, because there is nothing to sum then (F24). `prompt_share_BT` [B, T] or [B, 1] is read by the prompt
-    mean only (`asyncrl.algorithms.shares`).
+    Masks are weights: the global counts are their sums, and a row whose sample mask is ½ counts half. If a count is 0,
+    the divisor is 1, because there is nothing to sum (F24). `prompt_share_BT` is [B, T] or [B, 1]; only the prompt mean
+    reads it (`asyncrl.algorithms.shares`).
     """
     token_BT = torch.where(segments.mask_BT, token_mask_BT.float(), 0.0)
     share_BT = token_BT * sample_mask_B1.float()
@@ -349,14 +368,16 @@ def _divisor(count: torch.Tensor) -> torch.Tensor:
 class ObjectiveLoss:
     """An `Objective` as a `LossFunction`.
 
-    Reads the columns `advantages`, `token_mask` [B, S], `sample_mask` [B], those of `columns`, and `input_ids` [B, S]
-    when it is given logits. `columns` are [B, S], but `group_ids` and `rewards` [B]; with them it also reads what
-    `asyncrl.algorithms.shares` makes of them. If `segment_ids` [B, S] are there, they say which sequence of a packed
-    row a token belongs to. RunError names a column that is missing.
+    It reads the columns `advantages` and `token_mask` [B, S], `sample_mask` [B], and the columns in `columns`. If it
+    gets logits, it also reads `input_ids` [B, S]. The columns in `columns` are [B, S], except `group_ids` and
+    `rewards`, which are [B]. If one of these two is needed, it also reads the column that `asyncrl.algorithms.shares`
+    makes of it. The optional column `segment_ids` [B, S] gives the sequence of each token in a packed row. Raises
+    RunError with the name of a missing column.
 
-    Its metrics are shares of the global batch's trained tokens. A micro-batch returns its part, and the parts add up.
+    Its metrics are shares of the trained tokens of the global batch. A micro-batch returns its part of each share, and
+    the parts are added.
 
-    With an entropy penalty it takes logits, or log-probs and entropies.
+    With an entropy penalty, it needs logits, or log-probs and entropies.
     """
 
     metric_normalizations: Mapping[str, MetricNormalization] = {
@@ -387,15 +408,21 @@ class ObjectiveLoss:
         next_token_entropies: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         if data is None or global_valid_seqs is None or global_valid_toks is None:
-            raise TypeError("a loss needs data, global_valid_seqs and global_valid_toks")
+            raise TypeError(
+                "a loss was called without data, global_valid_seqs or global_valid_toks: pass all three, as "
+                "asyncrl.algorithms.interfaces.LossFunction describes"
+            )
         given = {"next_token_logits": next_token_logits, "next_token_logprobs": next_token_logprobs}
         self.check_precision({**data, **{name: value for name, value in given.items() if value is not None}})
         if next_token_logits is not None:
             next_token_logprobs = gather_logprobs(next_token_logits, input_ids_BS=data["input_ids"])
             next_token_entropies = entropy(next_token_logits) if self.needs_entropy else None
         if next_token_logprobs is None or (self.needs_entropy and next_token_entropies is None):
-            raise TypeError(f"this loss needs next_token_{self.input_type.value}s")
-        # once: the gradients of several casts would be added up in half precision
+            raise TypeError(
+                f"this loss was called without next_token_{self.input_type.value}s: pass them, as "
+                "asyncrl.algorithms.interfaces.LossFunction describes"
+            )
+        # converted once here: if each use converted it, the gradients of the uses would be added in half precision
         next_token_logprobs = _wide(next_token_logprobs)
         terms = self.terms(data, logprobs_BT=next_token_logprobs, entropy_BT=next_token_entropies)
         segments = _segments(data)
@@ -422,24 +449,24 @@ class ObjectiveLoss:
         }
 
     def check_precision(self, columns: Mapping[str, Any]) -> None:
-        """ImpreciseColumns when a column in half precision reaches a ratio, weight or gate of whole sequences.
+        """Raises ImpreciseColumns if a column in half precision is used in a ratio, weight or gate of whole sequences.
 
-        The tokens' rounding errors add up there: with log-probs rounded to bfloat16, the gradient of a product of 4,096
-        ratios is off by 0.4 of its norm, and widening does not restore them. What only reaches ratios of single tokens
-        is widened and accepted.
+        The rounding errors of the tokens add up there. With log-probs rounded to bfloat16, the gradient of a product of
+        4,096 ratios has an error of 0.4 of its norm. Converting the rounded values to float32 does not remove the
+        error. A column that is only used in ratios of single tokens is converted and accepted.
         """
         for name in sorted(self._pooled_columns & set(columns)):
             if _is_half(columns[name].dtype):
                 raise ImpreciseColumns(
-                    f"{name} is {str(columns[name].dtype).removeprefix('torch.')}: the loss combines log-probs over "
-                    "whole sequences, where the rounding errors of half precision add up; compute it in float32 "
-                    "(logits.float() before log_softmax), or choose a loss whose level and pools are `token`"
+                    f"{name} is {str(columns[name].dtype).removeprefix('torch.')}: this loss combines log-probs over "
+                    "whole sequences, where the rounding errors of half precision add up; compute the column in "
+                    "float32 (logits.float() before log_softmax), or choose a loss whose level and pools are `token`"
                 )
 
     def terms(
         self, data: BatchedDataDict, *, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor | None = None
     ) -> TokenTerms:
-        """What the loss says of every token, before the aggregation."""
+        """Returns the terms of every token, before the aggregation."""
         return token_terms(
             self.objective,
             logprobs_BT=logprobs_BT,
@@ -467,19 +494,23 @@ def _segments(data: BatchedDataDict) -> Segments:
 
 
 def _share(data: BatchedDataDict, name: str) -> torch.Tensor:
-    """A column of `asyncrl.algorithms.shares`, [B, 1] or [B, T]."""
+    """Returns a column of `asyncrl.algorithms.shares`, [B, 1] or [B, T]."""
     if name not in data:
         raise RunError(
-            f"the loss reads {name}, a coefficient that needs counts of the whole update, and the rows do not have it: "
-            "Policy.train adds it; in a loop of your own call asyncrl.algorithms.shares.with_shares on the global batch"
+            f"the loss reads {name}, a coefficient that depends on counts of the whole update, but the rows do not "
+            "have it: call Policy.train, which adds it, or call asyncrl.algorithms.shares.with_shares on the global "
+            "batch in your own loop"
         )
     column: torch.Tensor = data[name]
     return column.unsqueeze(1) if column.ndim == 1 else column[:, 1:]
 
 
 def _columns(objective: Objective) -> frozenset[str]:
-    """The columns that an objective reads beside advantages and masks: other policies' log-probs, what its proximal
-    policy is made of, and what `asyncrl.algorithms.shares` counts by."""
+    """Returns the columns that an objective reads besides advantages and masks.
+
+    These are the log-probs of other policies, the columns from which its proximal policy is interpolated, and the
+    columns by which `asyncrl.algorithms.shares` counts.
+    """
     counted = {"group_ids"} if objective.aggregation is Aggregation.PROMPT_MEAN else set()
     if any(penalty.kind == "positive_nll" for penalty in objective.penalties):
         counted.add("rewards")
@@ -491,37 +522,40 @@ def _columns(objective: Objective) -> frozenset[str]:
 
 
 _HINTS = {
-    "staleness": "; `staleness` is made of `weight_versions` where a step is given",
-    "group_ids": "; `group_ids` is an int a row [B], equal for the rows of one prompt",
-    "rewards": "; `rewards` is a number a row [B]",
+    "staleness": "; `staleness` is computed from `weight_versions` if a step is passed to train",
+    "group_ids": "; `group_ids` has one int for each row [B], equal for the rows of one prompt",
+    "rewards": "; `rewards` has one number for each row [B]",
 }
 
 
 def missing_columns(names: Sequence[str]) -> RunError:
-    """What to raise where rows lack columns that the loss reads."""
+    """Returns the error for rows that lack columns which the loss reads."""
     hints = [hint for name, hint in _HINTS.items() if name in names]
-    return RunError(f"algorithm.loss reads {', '.join(names)}, which the rows do not have{''.join(hints)}")
+    return RunError(
+        f"algorithm.loss reads {', '.join(names)}, but the rows do not have them; add these columns{''.join(hints)}"
+    )
 
 
 def gather_logprobs(logits_BSV: torch.Tensor, *, input_ids_BS: torch.Tensor) -> torch.Tensor:
-    """log-probs [B, T] of the tokens that follow, float32."""
+    """Returns the log-probs [B, T] of the tokens 1 to S − 1, float32."""
     logits_BTV = logits_BSV[:, :-1].float()
     chosen_BT = logits_BTV.gather(-1, input_ids_BS[:, 1:].unsqueeze(-1)).squeeze(-1)
     return chosen_BT - logits_BTV.logsumexp(dim=-1)
 
 
 def entropy(logits_BSV: torch.Tensor) -> torch.Tensor:
-    """Entropy of the next token's distribution, nats, [B, T]; differentiable."""
+    """Returns the entropy of each next token's distribution, in nats, [B, T]. Differentiable."""
     logits_BTV = logits_BSV[:, :-1].float()
-    # row by row: the probabilities of a whole micro-batch would double its logits' memory
+    # row by row, because the probabilities of a whole micro-batch would need as much memory again as its logits
     rows = [logits_TV.logsumexp(-1) - (logits_TV.softmax(-1) * logits_TV).sum(-1) for logits_TV in logits_BTV]
     return torch.stack(rows) if rows else logits_BTV.new_zeros(logits_BTV.shape[:2])
 
 
 def build_loss(config: Config) -> LossFunction:
-    """The loss that the config names: a preset with its overrides, axes spelled out, or an import path.
+    """Returns the loss that the config names: a preset with its overrides, axes that the user wrote, or an import path.
 
-    What an import path names is a LossFunction, which takes arguments, or a class or factory that makes one without.
+    An import path must name either a LossFunction, which is callable with arguments, or a class or factory that returns
+    a LossFunction and is callable without arguments.
     """
     section = config.algorithm
     if not is_own_loss(section):
@@ -532,21 +566,22 @@ def build_loss(config: Config) -> LossFunction:
     if section.overrides:
         raise ConfigError(
             f"algorithm.overrides: {sorted(section.overrides)} replace axes of a preset, but algorithm.loss is the "
-            f"import path {section.loss!r}: remove them",
+            f"import path {section.loss!r}, which has no axes: remove algorithm.overrides",
             key="algorithm.overrides",
         )
     found = resolve(str(section.loss), key="algorithm.loss")
     try:
         loss: Any = found if _is_loss(found) else found()
-    except Exception as error:  # a factory of the user's may raise anything
+    except Exception as error:  # a factory that the user wrote may raise anything
         raise ConfigError(
-            f"algorithm.loss: {section.loss!r} was called to make a loss, and raised {describe_error(error)}",
+            f"algorithm.loss: {section.loss!r} was called without arguments to make a loss, and it raised "
+            f"{describe_error(error)}; fix it, or name a LossFunction",
             key="algorithm.loss",
         ) from error
     if not _is_loss(loss):
         raise ConfigError(
-            f"algorithm.loss: {section.loss!r} gives a {type(loss).__name__}, which is no LossFunction "
-            f"(asyncrl.algorithms.interfaces): a call with logits or log-probs, data and the global counts",
+            f"algorithm.loss: {section.loss!r} gives a {type(loss).__name__}, which is not a LossFunction; it must be "
+            f"callable with logits or log-probs, data and the global counts (see asyncrl.algorithms.interfaces)",
             key="algorithm.loss",
         )
     if problem := _call_problem(loss):
@@ -557,11 +592,11 @@ def build_loss(config: Config) -> LossFunction:
 
 
 def _call_problem(loss: Any) -> str | None:
-    """Why neither call of `interfaces.LossFunction` that the policy would make fits the loss's signature."""
+    """Returns why the loss's signature fits none of the calls that the policy may make, or None if it fits one."""
     try:
         kind = input_type_of(loss)
         signature = inspect.signature(loss)
-    except ValueError as error:  # an unknown input_type; a callable written in C may have no signature
+    except ValueError as error:  # an unknown input_type, or a callable that is written in C and has no signature
         return str(error) if hasattr(loss, "input_type") else None
     counts: dict[str, None] = dict.fromkeys(("global_valid_seqs", "global_valid_toks"))
     logits = (["next_token_logits"], ["logits"], ["next_token_logits", "logits"])
@@ -580,7 +615,7 @@ def _call_problem(loss: Any) -> str | None:
     takes = "data, global_valid_seqs, global_valid_toks, next_token_logprobs"
     if kind == LossInputType.LOGIT:
         takes = "next_token_logits, data, global_valid_seqs, global_valid_toks"
-    return f"{problem}; it must take ({takes}), and its parameters are {signature}"
+    return f"{problem}; it must take ({takes}), but its parameters are {signature}"
 
 
 def _is_loss(value: Any) -> bool:

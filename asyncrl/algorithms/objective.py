@@ -1,16 +1,22 @@
-"""The axes of the one off-policy objective, as data. Torch-free: `asyncrl config check` reads them in milliseconds.
+"""The axes of the off-policy objective, as data. Does not import torch, so `asyncrl config check` reads them quickly.
 
     L = Σ_t a_t · [ W_t · K_t · S(u_t, A_t, lp_t) + Σ_j β_j · P_j(t) ]
 
-lp is the log-prob of a token under the weights that are trained, the only differentiable quantity. Its three
-companions are data: `proximal`, the log-prob under the weights at the start of the step; `behaviour`, the one that the
-sampler recorded; `reference`, that of the frozen first weights. `current` is lp without its gradient.
+lp is the log-prob of a token under the weights that are trained. It is the only differentiable quantity. The log-probs
+of three other policies are data:
 
-u = e^(lp − anchor) is the ratio that the surrogate S sees, W a detached importance weight, K ∈ {0, 1} the gates, P the
-penalties, a the aggregation, always from counts over the whole step and all ranks: nothing else divides.
+- `proximal`: the log-prob under the weights at the start of the step.
+- `behaviour`: the log-prob that the sampler recorded.
+- `reference`: the log-prob under the frozen initial weights.
 
-Bounds of ratios are ratios (0.8, 1.28, inf), never an ε whose meaning depends on the algorithm; bounds of divergences
-are nats. `loss.py` has the tensors, `presets.py` the published algorithms as rows of data.
+`current` is lp without its gradient.
+
+S is the surrogate. It sees the ratio u = e^(lp − anchor). W is a detached importance weight, K ∈ {0, 1} are the gates,
+P are the penalties, and a is the aggregation. The aggregation uses counts over the whole step and all ranks. Nothing
+else divides the loss.
+
+Bounds of ratios are ratios (0.8, 1.28, inf), not an ε whose meaning depends on the algorithm. Bounds of divergences are
+in nats. `loss.py` computes the tensors. `presets.py` has the published algorithms as rows of data.
 """
 
 import math
@@ -22,11 +28,12 @@ import msgspec
 Anchor = Literal["current", "proximal", "behaviour"]
 Source = Literal["current", "proximal", "behaviour", "reference"]
 Pool = Literal["token", "mean", "sum", "min", "max"]
-"""How a sequence's tokens share a value: each its own, or one of all. A mean of log-ratios is a geometric mean."""
+"""How the tokens of a sequence share a value. `token`: each token has its own value. Otherwise all tokens of a sequence
+have one value. The mean of log-ratios is the log of the geometric mean of the ratios."""
 
 
 class _Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What all axes are: data that refuses what it does not know."""
+    """Base of all axes: immutable data that refuses unknown fields."""
 
 
 class Reinforce(_Axis, frozen=True, kw_only=True, tag="reinforce", tag_field="kind"):
@@ -40,8 +47,9 @@ class Linear(_Axis, frozen=True, kw_only=True, tag="linear", tag_field="kind"):
 class Clipped(_Axis, frozen=True, kw_only=True, tag="clipped", tag_field="kind"):
     """S = max(−A · u, −A · clamp(u, lo, hi)), the PPO clip (1707.06347).
 
-    `dual` bounds S by −dual · A where A < 0, where hi never acts (1912.09729), or a sample that the policy has come to
-    like much more than it did would dominate the step. Capping u itself there (2505.07291) is the same function.
+    For tokens with A < 0, `dual` bounds S by −dual · A (1912.09729). `hi` has no effect on these tokens, so without
+    `dual` a bad sample could dominate the step after the policy has made it much more likely. Capping u itself for
+    these tokens (2505.07291) is the same function.
     """
 
     lo: float = 0.8
@@ -51,18 +59,18 @@ class Clipped(_Axis, frozen=True, kw_only=True, tag="clipped", tag_field="kind")
     def __post_init__(self) -> None:
         if not 0 <= self.lo <= 1 <= self.hi:
             raise ValueError(
-                f"clip bounds are ratios with 0 ≤ lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}; ε = 0.2 is lo 0.8 and "
-                "hi 1.2"
+                f"clip bounds are ratios and must satisfy 0 ≤ lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}; for "
+                "example, ε = 0.2 is lo 0.8 and hi 1.2"
             )
         if self.dual is not None and not 1 < self.dual < math.inf:
-            raise ValueError(f"dual is a finite ratio above 1, got {self.dual}")
+            raise ValueError(f"dual is a ratio: it must be finite and above 1, or null for no bound, got {self.dual}")
 
 
 class Clamp(_Axis, frozen=True, kw_only=True, tag="clamp", tag_field="kind"):
-    """k(u) = clamp(u, lo, hi); with lo = hi = 1 the weight is 1 whatever u.
+    """k(u) = clamp(u, lo, hi). With lo = hi = 1, the weight is 1 for every u.
 
-    With `ess`, hi is lowered once a step to the effective share e = (Σρ)² / (N · Σρ²) of the step's tokens,
-    ρ = current/behaviour, which is at most 1 (P3O, 2605.12380).
+    With `ess`, hi is lowered once a step to the effective share e = (Σρ)² / (N · Σρ²) of the step's tokens, with
+    ρ = current/behaviour. e is at most 1 (P3O, 2605.12380).
     """
 
     lo: float = 0.0
@@ -72,95 +80,109 @@ class Clamp(_Axis, frozen=True, kw_only=True, tag="clamp", tag_field="kind"):
     def __post_init__(self) -> None:
         if self.ess and not (self.lo == 0 and self.hi > 0):
             raise ValueError(
-                f"a kernel capped at the effective share has lo 0 and hi above 0, got lo={self.lo}, hi={self.hi}"
+                f"a kernel with ess must have lo 0 and hi above 0, because its cap is the effective share, got "
+                f"lo={self.lo}, hi={self.hi}"
             )
         if not self.ess and not 0 <= self.lo <= 1 <= self.hi:
-            raise ValueError(f"kernel bounds are ratios with 0 ≤ lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}")
+            raise ValueError(
+                f"kernel bounds are ratios and must satisfy 0 ≤ lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}"
+            )
 
 
 class Inverse(_Axis, frozen=True, kw_only=True, tag="inverse", tag_field="kind"):
-    """k(u) = min(1/u, hi): what has become likelier already counts less (2510.06062)."""
+    """k(u) = min(1/u, hi): a token counts less after it has become more likely (2510.06062)."""
 
     hi: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.hi >= 1:
-            raise ValueError(f"the bound of 1/u is a ratio of at least 1, got hi={self.hi}")
+            raise ValueError(f"hi bounds the ratio 1/u: it must be at least 1, got hi={self.hi}")
 
 
 class Gamma(_Axis, frozen=True, kw_only=True, tag="gamma", tag_field="kind"):
-    """k(u) = u^shape · e^(rate · (1 − u)), 1 at u = 1 and falling to 0 on both sides (2602.10693)."""
+    """k(u) = u^shape · e^(rate · (1 − u)): 1 at u = 1, and 0 in the limits u → 0 and u → ∞ (2602.10693)."""
 
     shape: float
     rate: float
 
     def __post_init__(self) -> None:
         if not (0 <= self.shape < math.inf and 0 < self.rate < math.inf):
-            raise ValueError(f"a gamma kernel has finite shape ≥ 0 and rate > 0, got {self.shape} and {self.rate}")
+            raise ValueError(
+                f"a gamma kernel must have a finite shape ≥ 0 and a finite rate > 0, got {self.shape} and {self.rate}"
+            )
 
 
 class Weighted(_Axis, frozen=True, kw_only=True, tag="weighted", tag_field="kind"):
-    """S = −A · sg(k(u)) · lp: every token keeps a gradient, the kernel k says how much, by the sign of A."""
+    """S = −A · sg(k(u)) · lp: every token keeps a gradient, and the kernel k sets its size. There is one kernel for A >
+    0 and one for A < 0. sg is stop-gradient."""
 
     positive: Clamp | Inverse | Gamma
     negative: Clamp | Inverse | Gamma
 
 
 class SoftGate(_Axis, frozen=True, kw_only=True, tag="soft_gate", tag_field="kind"):
-    """S = −A · (4/τ) · σ(τ · (u − 1)): a clip without corners; τ by the sign of A (2511.20347)."""
+    """S = −A · (4/τ) · σ(τ · (u − 1)): a smooth clip. τ is `positive` where A > 0 and else `negative` (2511.20347)."""
 
     positive: float = 1.0
     negative: float = 1.05
 
     def __post_init__(self) -> None:
         if not (0 < self.positive < math.inf and 0 < self.negative < math.inf):
-            raise ValueError(f"temperatures are positive and finite, got {self.positive} and {self.negative}")
+            raise ValueError(f"temperatures must be finite and above 0, got {self.positive} and {self.negative}")
 
 
 class Quadratic(_Axis, frozen=True, kw_only=True, tag="quadratic", tag_field="kind"):
-    """S = −A · u + |A| · (u − 1)² / (2 · width): a parabola in u in the place of the clip (CFPO, 2601.22801).
+    """S = −A · u + |A| · (u − 1)² / (2 · width): a parabola in u instead of the clip (CFPO, 2601.22801).
 
-    Its gradient is 0 at u = 1 + width where A > 0 and at u = 1 − width where A < 0, and pulls back beyond.
+    Its gradient is 0 at u = 1 + width where A > 0, and at u = 1 − width where A < 0. Beyond this point, the gradient
+    pulls u back.
     """
 
     width: float = 0.2
 
     def __post_init__(self) -> None:
         if not 0 < self.width < math.inf:
-            raise ValueError(f"width is a positive and finite distance of u from 1, got {self.width}")
+            raise ValueError(f"width is a distance of u from 1: it must be finite and above 0, got {self.width}")
 
 
 class Regression(_Axis, frozen=True, kw_only=True, tag="regression", tag_field="kind"):
-    """S = (β · log u − A)²: log u is fitted to A / β, with no importance weight (OAPL, 2602.19362)."""
+    """S = (β · log u − A)²: log u is fitted to A / β, without an importance weight (OAPL, 2602.19362)."""
 
     beta: float
 
     def __post_init__(self) -> None:
         if not 0 < self.beta < math.inf:
-            raise ValueError(f"a regression's beta is positive and finite, got {self.beta}")
+            raise ValueError(f"the beta of a regression must be finite and above 0, got {self.beta}")
 
 
 Surrogate = Reinforce | Linear | Clipped | Weighted | SoftGate | Quadratic | Regression
 
 
 class PreClip(_Axis, frozen=True, kw_only=True):
-    """Bounds every token's ratio where it already moved the way A wants, before a sequence's are pooled: u ≤ hi where
-    A > 0, u ≥ lo where A < 0 (2507.20673)."""
+    """Bounds the ratio of every token before the ratios of a sequence are pooled (2507.20673).
+
+    It acts only where the ratio has already moved in the direction in which A pushes it: u ≤ hi where A > 0, and u ≥ lo
+    where A < 0.
+    """
 
     lo: float
     hi: float
 
     def __post_init__(self) -> None:
         if not 0 < self.lo <= 1 <= self.hi:
-            raise ValueError(f"pre-clip bounds are ratios with 0 < lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}")
+            raise ValueError(
+                f"pre-clip bounds are ratios and must satisfy 0 < lo ≤ 1 ≤ hi, got lo={self.lo}, hi={self.hi}"
+            )
 
 
 class Weight(_Axis, frozen=True, kw_only=True):
-    """The detached importance weight p/q, by default ρ = proximal/behaviour. Outside [lo, hi] it is clamped, or the
-    token's loss is zeroed; either way the token stays in every denominator.
+    """The detached importance weight p/q. The default is ρ = proximal/behaviour.
 
-    With `min_ess`, hi is lowered once a step until the effective share of the step's tokens is at least that, but never
-    below 1.
+    Outside [lo, hi], the weight is clamped, or the token's loss is zeroed, as `outside` says. In both cases the token
+    stays in every denominator.
+
+    With `min_ess`, hi is lowered once a step until the effective share of the step's tokens is at least `min_ess`. hi
+    is never lowered below 1.
     """
 
     p: Source = "proximal"
@@ -172,15 +194,20 @@ class Weight(_Axis, frozen=True, kw_only=True):
     min_ess: float | None = None
 
     def __post_init__(self) -> None:
-        # 1 must lie inside, so that on-policy tokens keep weight 1; equal bounds would make the correction inert
+        # 1 must be inside, so that on-policy tokens keep weight 1; with equal bounds, the weight would be a constant
         if not (0 <= self.lo <= 1 <= self.hi and self.lo < self.hi):
-            raise ValueError(f"weight bounds are ratios with 0 ≤ lo ≤ 1 ≤ hi, lo < hi, got lo={self.lo}, hi={self.hi}")
+            raise ValueError(
+                f"weight bounds are ratios and must satisfy 0 ≤ lo ≤ 1 ≤ hi and lo < hi, got lo={self.lo}, hi={self.hi}"
+            )
         if self.p == self.q:
-            raise ValueError(f"the weight {self.p}/{self.q} is always 1")
+            raise ValueError(f"the weight {self.p}/{self.q} is always 1: choose two different policies for p and q")
         if self.min_ess is not None and not (
             0 < self.min_ess <= 1 and self.outside == "clamp" and self.pool == "token"
         ):
-            raise ValueError("min_ess is a share in (0, 1], of token weights that are clamped")
+            raise ValueError(
+                "min_ess must be above 0 and at most 1, and it needs outside: clamp and pool: token; set these, or "
+                "remove min_ess"
+            )
 
 
 _RANGES = {
@@ -190,11 +217,11 @@ _RANGES = {
     "probability": (-1.0, 1.0),
     "binary_kl": (0.0, math.inf),
 }
-"""What a gate's stat can be, where that is not every number."""
+"""The range of possible values of a gate's stat. A stat that is not listed can be any number."""
 
 
 class Gate(_Axis, frozen=True, kw_only=True):
-    """Keeps a token's loss where lo ≤ stat ≤ hi, zeroes it elsewhere; the token stays in every denominator.
+    """Keeps a token's loss where lo ≤ stat ≤ hi, and zeroes it elsewhere. The token stays in every denominator.
 
     With d = log p − log q of the token:
 
@@ -202,11 +229,12 @@ class Gate(_Axis, frozen=True, kw_only=True):
     |---|---|
     | `ratio`, `log_ratio` | e^d, d; pooled before the exponential |
     | `k1`, `k2`, `k3` | −d, d²/2, e^d − 1 − d: estimates of KL(q ‖ p) in nats, http://joschu.net/blog/kl-approx.html |
-    | `probability` | p − q, the total variation of the token against all others |
-    | `binary_kl` | KL(q ‖ p) of the token against all others |
+    | `probability` | p − q, the total variation of the token against all other tokens |
+    | `binary_kl` | KL(q ‖ p) of the token against all other tokens |
 
-    `when` restricts it to tokens with A < 0, or to those whose d moves further the way A pushes. With `budget`, hi is
-    set once a step so that the mean of stat over the tokens that are kept is at most that (2510.01161).
+    `when` restricts the gate to some tokens. `negative_advantage`: tokens with A < 0. `moving_away`: tokens that A
+    pushes further from d = 0 (A · d > 0). With `budget`, hi is set once a step so that the mean of stat over the kept
+    tokens is at most `budget` (2510.01161).
     """
 
     stat: Literal["ratio", "log_ratio", "k1", "k2", "k3", "probability", "binary_kl"]
@@ -221,27 +249,33 @@ class Gate(_Axis, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         same = 1.0 if self.stat == "ratio" else 0.0
         if not self.lo <= same <= self.hi:
-            raise ValueError(f"a gate lets p = q pass: lo ≤ {same:g} ≤ hi, got lo={self.lo}, hi={self.hi}")
+            raise ValueError(f"a gate must pass p = q, so lo ≤ {same:g} ≤ hi, got lo={self.lo}, hi={self.hi}")
         if self.p == self.q:
-            raise ValueError(f"the gate compares {self.p} with itself")
+            raise ValueError(f"the gate compares {self.p} with itself: choose two different policies for p and q")
         if self.budget is not None and not (0 < self.budget < math.inf and self.stat == "k2" and self.pool == "token"):
-            raise ValueError("a budget is positive, finite and of the k2 of tokens")
+            raise ValueError("a budget must be finite and above 0, and it needs stat: k2 and pool: token")
         least, most = _RANGES.get(self.stat, (-math.inf, math.inf))
         if self.budget is None and self.lo <= least and self.hi >= most:
-            raise ValueError(f"no {self.stat} lies outside lo={self.lo}, hi={self.hi}: the gate needs a bound")
+            raise ValueError(
+                f"the gate never acts, because {self.stat} is never outside lo={self.lo}, hi={self.hi}: set a tighter "
+                "bound, or remove the gate"
+            )
 
 
 class Penalty(_Axis, frozen=True, kw_only=True):
-    """β · P, added to every token's loss, untouched by advantages, weights and gates. With d = lp − q:
+    """β · P, added to every token's loss. Advantages, weights and gates do not change it. With d = lp − q:
 
-    k1 = d · k2 = d²/2 · k3 = e^(−d) − 1 + d · `k3+`: k3's value with k2's gradient · `entropy` = −H of the next token.
+    - `k1` is d, `k2` is d²/2, and `k3` is e^(−d) − 1 + d.
+    - `k3+` has the value of k3 and the gradient of k2.
+    - `entropy` is −H, where H is the entropy of the next token's distribution.
 
-    `positive_nll` = −lp of the tokens of rows with a reward above 0. It is divided by the number of these tokens in the
-    whole update, not by the aggregation (VAPO, 2504.05118, where β is μ = 0.1). It reads the column `rewards`.
+    `positive_nll` is −lp of the tokens in rows with a reward above 0. It is divided by the number of these tokens in
+    the whole update, not by the aggregation (VAPO, 2504.05118, where β is μ = 0.1). It reads the column `rewards`.
 
-    `corrected_by` multiplies P by e^(lp − that), gradient included, so that the estimate is of the policy's own KL.
+    `corrected_by` names a policy c and multiplies P by e^(lp − c), including the gradient. The estimate is then of the
+    current policy's own KL.
 
-    With `ess`, β is multiplied once a step by 1 − e, e being the effective share of `Clamp` (P3O, 2605.12380).
+    With `ess`, β is multiplied once a step by 1 − e, where e is the effective share in `Clamp` (P3O, 2605.12380).
     """
 
     beta: float
@@ -253,76 +287,86 @@ class Penalty(_Axis, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 < self.beta < math.inf:
             raise ValueError(
-                f"a penalty's beta is positive and finite, got {self.beta}; without one there is no penalty"
+                f"a penalty's beta must be finite and above 0, got {self.beta}; to train without the penalty, remove it"
             )
         if self.kind == "positive_nll" and (self.q != "reference" or self.corrected_by != "none"):
-            raise ValueError("positive_nll compares the policy with no other: remove q and corrected_by")
+            raise ValueError("positive_nll does not compare the policy with another policy: remove q and corrected_by")
 
 
 class Aggregation(StrEnum):
-    """How token losses become one number. T: trained tokens of the whole step, N: its trained sequences, P: its prompt
-    groups with a trained token."""
+    """How the losses of tokens become one number. T: trained tokens of the whole step. N: its trained sequences. P: its
+    prompt groups with a trained token."""
 
     TOKEN_MEAN = "token_mean"
     """Σ tokens / T."""
     SEQUENCE_MEAN = "sequence_mean"
-    """Mean over each sequence's own tokens, then Σ sequences / N."""
+    """Mean over the tokens of each sequence, then Σ sequences / N."""
     SEQUENCE_SUM = "sequence_sum"
     """Σ tokens / N."""
     SEQUENCE_SUM_CONSTANT = "sequence_sum_constant"
-    """Σ tokens / (N · C), C being `constant`."""
+    """Σ tokens / (N · C), where C is `constant`."""
     PROMPT_MEAN = "prompt_mean"
-    """Mean over each prompt group's own tokens, then Σ groups / P (prompt average of 2510.13786). It reads the column
-    `group_ids`, equal for the rows of one prompt."""
+    """Mean over the tokens of each prompt group, then Σ groups / P (the prompt average of 2510.13786). It reads the
+    column `group_ids`, which is equal for the rows of one prompt."""
     SUM = "sum"
     """Σ tokens."""
 
 
 class Objective(_Axis, frozen=True, kw_only=True):
-    """One choice on every axis."""
+    """One choice on each axis."""
 
     surrogate: Surrogate
     anchor: Anchor = "proximal"
     level: Literal["token", "sequence_mean", "sequence_sum", "sequence_mean_token"] = "token"
-    """u of a token, the geometric mean of its sequence's, or their product. `sequence_mean_token` has the value of
-    `sequence_mean`, and the gradient of the token's own log-prob alone: sg(mean) · π/sg(π) (GSPO-token, 2507.18071),
-    so that every token's advantage pushes that token."""
+    """The ratio u. `token`: the token's own ratio. `sequence_mean`: the geometric mean over its sequence.
+    `sequence_sum`: the product over its sequence. `sequence_mean_token`: the value of `sequence_mean`, but with the
+    gradient of the token's own log-prob only, sg(mean) · π/sg(π) (GSPO-token, 2507.18071). Then a token's advantage
+    pushes only that token."""
     pre_clip: PreClip | None = None
     weight: Weight | None = None
     gates: tuple[Gate, ...] = ()
     penalties: tuple[Penalty, ...] = ()
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     constant: float | None = None
-    """C of `sequence_sum_constant`; unset: `generator.max_completion_tokens`."""
+    """C of `sequence_sum_constant`. If it is not set, it is `generator.max_completion_tokens`."""
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
-    """`interpolated`: behaviour + (1 − 1/d) · (sg lp − behaviour) for a token that is d versions old, sg lp for d = 0
-    (2512.06547): no forward pass of its own."""
+    """`recomputed`: a forward pass at the start of the step. `interpolated`: behaviour + (1 − 1/d) · (sg lp −
+    behaviour) for a token that is d versions old, and sg lp for d = 0 (2512.06547). This needs no forward pass of its
+    own."""
 
     def __post_init__(self) -> None:
         if self.constant is not None and not 0 < self.constant < math.inf:
-            raise ValueError(f"constant divides the loss and is positive and finite, got {self.constant}")
+            raise ValueError(f"constant divides the loss: it must be finite and above 0, got {self.constant}")
         if self.constant is not None and self.aggregation is not Aggregation.SEQUENCE_SUM_CONSTANT:
-            raise ValueError(f"constant belongs to sequence_sum_constant, the aggregation is {self.aggregation}")
+            raise ValueError(
+                f"constant is an option of aggregation sequence_sum_constant, but aggregation is {self.aggregation}: "
+                "remove constant, or change aggregation"
+            )
         if not uses_ratio(self.surrogate):
             idle = [name for name, unset in _OF_THE_RATIO.items() if getattr(self, name) != unset]
             if idle:
                 unset = ", ".join(f"{name}: {_OF_THE_RATIO[name] or 'null'}" for name in idle)
-                raise ValueError(f"the surrogate looks at no ratio, so that nothing reads {', '.join(idle)}: {unset}")
+                raise ValueError(
+                    f"the surrogate does not use a ratio, so {', '.join(idle)} would have no effect: set {unset}"
+                )
         if _kernels_with_ess(self.surrogate) and (self.anchor, self.level) != ("behaviour", "token"):
             raise ValueError(
-                "the effective share is of tokens' ratios to the sampler, and so must be the ratio that it caps: set "
-                f"anchor to behaviour and level to token, got {self.anchor} and {self.level}"
+                "a kernel with ess is capped at the effective share of the tokens' ratios to the sampler, so its own "
+                f"ratio must be that ratio: set anchor to behaviour and level to token, got {self.anchor} and "
+                f"{self.level}"
             )
         if self.level == "sequence_mean_token" and isinstance(self.surrogate, Weighted):
             raise ValueError(
-                "level sequence_mean_token differs from sequence_mean in the ratio's gradient only, and a weighted "
-                "surrogate takes no gradient of its ratio: set level to sequence_mean"
+                "level sequence_mean_token differs from sequence_mean only in the gradient of the ratio, but a "
+                "weighted surrogate has no gradient through its ratio: set level to sequence_mean"
             )
         if self.proximal == "interpolated" and "proximal" not in self.sources():
-            raise ValueError("nothing reads the proximal policy, so that interpolating it does nothing: remove it")
+            raise ValueError(
+                "proximal is interpolated, but no part of the objective reads the proximal policy: remove proximal"
+            )
 
     def sources(self) -> set[str]:
-        """Whose log-probs it needs besides the current ones."""
+        """Returns the names of the policies whose log-probs the objective needs, other than the current policy."""
         pairs: list[tuple[str, str]] = [(gate.p, gate.q) for gate in self.gates]
         pairs += [(self.weight.p, self.weight.q)] if self.weight is not None else []
         pairs += [(p.q, p.corrected_by) for p in self.penalties if p.kind not in ("entropy", "positive_nll")]
@@ -332,11 +376,11 @@ class Objective(_Axis, frozen=True, kw_only=True):
 
 
 _OF_THE_RATIO = {"anchor": "proximal", "level": "token", "pre_clip": None}
-"""Axes that only the surrogate's ratio reads, with what they are unless they are named."""
+"""Axes that only the ratio of the surrogate reads, with their default values."""
 
 
 def uses_ratio(surrogate: Surrogate) -> bool:
-    """Whether S depends on u at all: a kernel that is clamped to one number does not."""
+    """Returns True if S depends on u. It does not if a kernel is clamped to a single number."""
     if isinstance(surrogate, Weighted):
         return not all(isinstance(k, Clamp) and k.lo == k.hi for k in (surrogate.positive, surrogate.negative))
     return not isinstance(surrogate, Reinforce)
@@ -348,14 +392,15 @@ def _kernels_with_ess(surrogate: Surrogate) -> bool:
 
 
 def reads_effective_share(objective: Objective) -> bool:
-    """Whether a kernel or a penalty depends on the effective share of the step's tokens."""
+    """Returns True if a kernel or a penalty depends on the effective share of the step's tokens."""
     return _kernels_with_ess(objective.surrogate) or any(penalty.ess for penalty in objective.penalties)
 
 
 def pooled_sources(objective: Objective) -> frozenset[str]:
-    """Whose log-probs reach a ratio, weight or gate of a whole sequence; `current` are those that are trained.
+    """Returns the policies whose log-probs are used in a ratio, weight or gate of a whole sequence. `current` is the
+    policy that is trained.
 
-    An interpolated proximal policy is made of the sampler's log-probs and the current ones.
+    An interpolated proximal policy is computed from the sampler's and the current log-probs.
     """
     found: set[str] = set()
     if uses_ratio(objective.surrogate) and objective.level != "token":
@@ -369,9 +414,12 @@ def pooled_sources(objective: Objective) -> frozenset[str]:
 
 
 def is_corrected(objective: Objective) -> bool:
-    """Whether the objective corrects for samples of older weights, so that η > 0 is sound: its ratio is against the
-    sampler, its weight divides by the sampler's probability, or a gate compares the two. A proximal clip alone does
-    not: with one update a step its ratio is 1."""
+    """Returns True if the objective corrects for samples of older weights, which staleness limits η > 0 need.
+
+    It corrects if its ratio is against the sampler, if its weight divides by the sampler's probability, or if a gate
+    compares a trained policy with the sampler. A clip against the proximal policy does not correct: with one update a
+    step, its ratio is 1.
+    """
     weight, trained = objective.weight, {"current", "proximal"}
     return (
         (uses_ratio(objective.surrogate) and objective.anchor == "behaviour")
@@ -381,7 +429,7 @@ def is_corrected(objective: Objective) -> bool:
 
 
 def corrects_twice(objective: Objective) -> bool:
-    """Whether both the ratio and the weight correct for the sampler: the importance weight is then about ρ²."""
+    """Returns True if both the ratio and the weight correct for the sampler. The importance weight is then about ρ²."""
     weight = objective.weight
     return (
         uses_ratio(objective.surrogate)
@@ -392,16 +440,22 @@ def corrects_twice(objective: Objective) -> bool:
 
 
 def is_product(objective: Objective) -> bool:
-    """Whether the ratio or the weight is a product over a whole sequence: its spread grows with the length, whatever
-    bound is put on it afterwards. A regression reads the product's logarithm and weighs nothing by it."""
+    """Returns True if the ratio or the weight is a product over a whole sequence.
+
+    The spread of such a product grows with the sequence length, and a bound on the product does not change that. A
+    regression reads only the logarithm of the product and does not use it as a weight.
+    """
     weight = objective.weight
     multiplied = objective.level == "sequence_sum" and not isinstance(objective.surrogate, Regression)
     return multiplied or (weight is not None and weight.pool == "sum")
 
 
 def inert_in_one_update(objective: Objective) -> list[str]:
-    """What only compares the current policy with a recomputed proximal one: the two are one in a step's only update, so
-    that a ratio is 1, a divergence and its gradient 0."""
+    """Returns the parts that only compare the current policy with a recomputed proximal policy.
+
+    If a step has a single update, the two policies are equal. Then a ratio is 1, and a divergence and its gradient
+    are 0, so these parts have no effect.
+    """
     if objective.proximal == "interpolated":
         return []
     same = {"current", "proximal"}

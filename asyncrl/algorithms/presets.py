@@ -1,4 +1,5 @@
-"""Published objectives as rows of data, and the functions that turn a user's config into an objective. Torch-free."""
+"""Published objectives as rows of data, and the functions that build an objective from the user's configuration. Does
+not import torch."""
 
 import functools
 import math
@@ -35,20 +36,20 @@ from asyncrl.config.schema import AlgorithmSection
 from asyncrl.errors import ConfigError
 
 DEFAULT_BASELINE = "group_norm"
-"""For an objective that was published with none, or with many."""
+"""The advantage estimator for an objective that was published without one, or with several."""
 
 SEQUENCE_MEAN, SEQUENCE_SUM = Aggregation.SEQUENCE_MEAN, Aggregation.SEQUENCE_SUM
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):
-    """One published objective: where it comes from, when to use it, and its choice on every axis."""
+    """A published objective: its source, when to use it, and its choice on each axis."""
 
     source: str
-    """Papers, by arXiv number where they have one."""
+    """Papers, by arXiv number if they have one."""
     use: str
     objective: Objective
     baseline: str | None = None
-    """The advantage estimator that it was published with, if that is one of ours."""
+    """The advantage estimator that the objective was published with, if asyncrl has it."""
 
 
 def _ppo_clip(*, hi: float = 1.2, dual: float | None = None) -> Clipped:
@@ -65,45 +66,45 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "decoupled_icepop": Preset(
             source="2110.00641, 2510.18855, 2503.14476, 1912.09729",
-            use="The default of asynchronous runs: a wide clip, and tokens that drifted too far say nothing.",
+            use="The default of asynchronous runs: a wide clip; tokens that drifted too far are left out.",
             objective=Objective(surrogate=_ppo_clip(hi=1.28, dual=3.0), weight=_ICEPOP),
         ),
         "decoupled_ppo": Preset(
             source="2110.00641, 2505.24298",
-            use="Several updates a step on stale data: the clip is about the step's start, the weight about staleness.",
+            use="Several updates a step on stale data: the clip is against the step's start, the weight for staleness.",
             objective=Objective(surrogate=_ppo_clip(), weight=Weight(), gates=(Gate(stat="ratio", hi=5.0),)),
         ),
         "a3po": Preset(
             source="2512.06547",
-            use="As decoupled_ppo without its extra forward pass: the proximal policy is interpolated.",
+            use="Like decoupled_ppo without its extra forward pass: the proximal policy is interpolated.",
             objective=Objective(
                 surrogate=_ppo_clip(), weight=Weight(), gates=(Gate(stat="ratio", hi=5.0),), proximal="interpolated"
             ),
         ),
         "tis": Preset(
             source="Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
-            use="Sampler and trainer disagree a little: their ratio as a weight, truncated at 2.",
+            use="Sampler and trainer disagree a little: their ratio is a weight, truncated at 2.",
             objective=Objective(surrogate=_ppo_clip(), weight=Weight(hi=2.0)),
         ),
         "icepop": Preset(
             source="2510.18855",
-            use="Sampler and trainer disagree on a few tokens, as in mixtures of experts: those are left out.",
+            use="Sampler and trainer disagree on a few tokens, e.g. in mixtures of experts: these tokens are left out.",
             objective=Objective(surrogate=_ppo_clip(), weight=_ICEPOP),
             baseline="group_norm",
         ),
         "seq_tis": Preset(
             source="Liu et al. 2025, When Speed Kills Stability",
-            use="Short sequences whose reward is the whole sequence's: the unbiased weight, truncated at 2.",
+            use="Short sequences with one reward for the whole sequence: the unbiased weight, truncated at 2.",
             objective=Objective(surrogate=_ppo_clip(), weight=Weight(pool="sum", hi=2.0)),
         ),
         "geometric_rejection": Preset(
             source="Liu et al. 2025, When Speed Kills Stability",
-            use="Whole sequences are left out when sampler and trainer disagree on them on average.",
+            use="A whole sequence is left out if sampler and trainer disagree on it on average.",
             objective=Objective(surrogate=_ppo_clip(), gates=(Gate(stat="ratio", pool="mean", lo=0.999, hi=1.001),)),
         ),
         "opsm": Preset(
             source="2512.02556",
-            use="Bad samples that the policy has moved away from already are left out as a whole.",
+            use="A bad sample is left out as a whole if the policy has already moved away from it.",
             objective=Objective(
                 surrogate=_ppo_clip(),
                 gates=(Gate(stat="k1", pool="mean", hi=0.02, p="current", q="behaviour", when="negative_advantage"),),
@@ -112,7 +113,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "m2po": Preset(
             source="2510.01161",
-            use="Very stale data: as few outliers as needed are left out to bound the second moment of log ρ.",
+            use="Very stale data: leaves out just enough outliers to bound the second moment of log ρ.",
             objective=Objective(
                 surrogate=Linear(),
                 anchor="behaviour",
@@ -126,7 +127,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "dppo_tv": Preset(
             source="2602.04879",
-            use="Rare tokens move freely; a token stops when its probability moved by 0.2 against the sampler's.",
+            use="Rare tokens move freely; a token stops after its probability has moved by 0.2 from the sampler's.",
             objective=Objective(
                 surrogate=_same(Clamp(hi=20.0)),
                 anchor="behaviour",
@@ -135,7 +136,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "dppo_kl": Preset(
             source="2602.04879",
-            use="As dppo_tv, with a bound on the token's binary KL divergence.",
+            use="Like dppo_tv, with a bound on the binary KL divergence of the token.",
             objective=Objective(
                 surrogate=_same(Clamp(hi=20.0)),
                 anchor="behaviour",
@@ -144,7 +145,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "dppo_tv_k2": Preset(
             source="2602.04879, 2602.02276",
-            use="As dppo_tv without a bound on the ratio; a squared pull of every token towards the sampler instead.",
+            use="Like dppo_tv, but without a bound on the ratio: a squared penalty pulls each token to the sampler.",
             objective=Objective(
                 surrogate=Linear(),
                 anchor="behaviour",
@@ -153,9 +154,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
         ),
         "glm5": Preset(
-            # the objective is the first paper's, which has no numbers; the bounds are the second one's for reasoning
+            # the first paper has the objective without numbers; the bounds are the second paper's, for reasoning
             source="2602.15763, 2607.07508",
-            use="Long agentic rollouts: one weight against the sampler; tokens outside [0.7, 6] say nothing.",
+            use="Long agentic rollouts: one weight against the sampler; tokens outside [0.7, 6] are left out.",
             objective=Objective(
                 surrogate=_same(Clamp()),
                 anchor="behaviour",
@@ -165,7 +166,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "p3o": Preset(
             source="2605.12380",
-            use="No bound to tune: the step's effective share caps the weight and sets the pull towards the sampler.",
+            use="No bound to tune: the step's effective share caps the weight and sets the pull to the sampler.",
             objective=Objective(
                 surrogate=_same(Clamp(ess=True)),
                 anchor="behaviour",
@@ -186,7 +187,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "topr": Preset(
             source="2503.14286",
-            use="Much stale data: good samples are imitated at full weight, bad ones only where they are still likely.",
+            use="Much stale data: imitates good samples at full weight, pushes bad ones only while they are likely.",
             objective=Objective(
                 surrogate=Weighted(positive=Clamp(lo=1.0, hi=1.0), negative=Clamp(hi=1.0)),
                 anchor="behaviour",
@@ -195,13 +196,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "vtrace": Preset(
             source="1802.01561",
-            use="With a critic: V-trace targets and advantages, a policy weight truncated at 1. Without: aipo, hi 1.",
+            use="With a critic: V-trace targets and advantages, policy weight truncated at 1. Without: aipo with hi 1.",
             objective=Objective(surrogate=_same(Clamp(hi=1.0)), anchor="behaviour"),
             baseline="vtrace",
         ),
         "vespo": Preset(
             source="2602.10693",
-            use="Stale sequences, softly: a kernel of their whole weight that falls to 0 on both sides.",
+            use="Stale sequences, with a smooth kernel of the whole sequence's weight that falls to 0 on both sides.",
             objective=Objective(
                 surrogate=Weighted(positive=Gamma(shape=2.0, rate=3.0), negative=Gamma(shape=3.0, rate=2.0)),
                 anchor="behaviour",
@@ -221,13 +222,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "reinforce_pp": Preset(
             source="2501.03262",
-            use="On-policy, with one baseline for the whole batch and a reference to stay near.",
+            use="On-policy, with one baseline for the whole batch and a penalty against a reference model.",
             objective=Objective(surrogate=_ppo_clip(), penalties=(Penalty(beta=0.01, kind="k2"),)),
             baseline="reinforce_pp",
         ),
         "grpo": Preset(
             source="2402.03300",
-            use="On-policy, near a reference model; every sequence counts the same, whatever its length.",
+            use="On-policy, near a reference model; every sequence has the same weight at any length.",
             objective=Objective(
                 surrogate=_ppo_clip(), penalties=(Penalty(beta=0.04, kind="k3"),), aggregation=SEQUENCE_MEAN
             ),
@@ -235,13 +236,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "dr_grpo": Preset(
             source="2503.20783",
-            use="On-policy, without the biases of dividing by lengths and by the rewards' spread.",
+            use="On-policy, without the biases of dividing by lengths and by the rewards' standard deviation.",
             objective=Objective(surrogate=_ppo_clip(), aggregation=Aggregation.SEQUENCE_SUM_CONSTANT),
             baseline="group_mean",
         ),
         "dapo": Preset(
             source="2503.14476",
-            use="On-policy, long answers: rare tokens may grow further, every token counts the same.",
+            use="On-policy, long answers: rare tokens may grow further, and every token has the same weight.",
             objective=Objective(surrogate=_ppo_clip(hi=1.28)),
             baseline="group_norm",
         ),
@@ -259,18 +260,18 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "dual_clip": Preset(
             source="1912.09729",
-            use="Bad samples that have become much likelier must not dominate a step.",
+            use="Bad samples that have become much more likely must not dominate a step.",
             objective=Objective(surrogate=_ppo_clip(dual=3.0)),
         ),
         "two_sided": Preset(
             source="2505.07291",
-            use="As dual_clip, at 4: the ratio itself is capped, which is the same function.",
+            use="Like dual_clip, with bound 4: the ratio itself is capped, which is the same function.",
             objective=Objective(surrogate=_ppo_clip(dual=4.0)),
             baseline="group_norm",
         ),
         "gspo": Preset(
             source="2507.18071",
-            use="Mixtures of experts, on-policy: the clip looks at whole sequences, whose ratio is calmer.",
+            use="Mixtures of experts, on-policy: the clip acts on the ratio of a whole sequence, which varies less.",
             objective=Objective(
                 surrogate=Clipped(lo=1 - 3e-4, hi=1 + 4e-4), level="sequence_mean", aggregation=SEQUENCE_MEAN
             ),
@@ -278,7 +279,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "gspo_token": Preset(
             source="2507.18071",
-            use="As gspo, for advantages that differ between a sequence's tokens (a critic, rewards of turns).",
+            use="Like gspo, for advantages that differ between the tokens of a sequence (a critic, rewards of turns).",
             objective=Objective(
                 surrogate=Clipped(lo=1 - 3e-4, hi=1 + 4e-4), level="sequence_mean_token", aggregation=SEQUENCE_MEAN
             ),
@@ -286,7 +287,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "luspo": Preset(
             source="2602.05261",
-            use="As gspo, without its preference for short answers.",
+            use="Like gspo, without its preference for short answers.",
             objective=Objective(
                 surrogate=Clipped(lo=1 - 2e-3, hi=1 + 2.5e-3), level="sequence_mean", aggregation=SEQUENCE_SUM
             ),
@@ -294,7 +295,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "gmpo": Preset(
             source="2507.20673",
-            use="On-policy, with outlier tokens: a sequence's ratio is the geometric mean of bounded ones.",
+            use="On-policy, with outlier tokens: a sequence's ratio is the geometric mean of bounded token ratios.",
             objective=Objective(
                 surrogate=Linear(),
                 level="sequence_mean",
@@ -311,7 +312,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "aspo": Preset(
             source="2510.06062",
-            use="Several updates a step without collapse: good tokens that are likely already count less.",
+            use="Several updates a step without collapse: good tokens that are already likely have less weight.",
             objective=Objective(
                 surrogate=Weighted(positive=Inverse(hi=3.0), negative=Clamp(hi=3.0)),
                 gates=(Gate(stat="ratio", lo=0.8, hi=1.2, p="current", q="proximal", when="moving_away"),),
@@ -320,31 +321,31 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "sapo": Preset(
             source="2511.20347",
-            use="Several updates a step: the clip's edge is soft, and stricter for bad samples.",
+            use="Several updates a step: the edge of the clip is smooth, and stricter for bad samples.",
             objective=Objective(surrogate=SoftGate(), aggregation=SEQUENCE_MEAN),
             baseline="group_norm",
         ),
         "cfpo": Preset(
             source="2601.22801",
-            use="Several updates a step: a parabola in the place of the clip, so that no token loses its gradient.",
+            use="Several updates a step: a parabola instead of the clip, so that no token loses its gradient.",
             objective=Objective(surrogate=Quadratic(width=0.2), aggregation=SEQUENCE_MEAN),
             baseline="group_norm",
         ),
         "kimi": Preset(
             source="2501.12599",
-            use="Several updates a step: no ratio at all, a squared pull of every token towards the step's start.",
+            use="Several updates a step: no ratio; a squared penalty pulls each token to the step's start.",
             objective=Objective(surrogate=Reinforce(), penalties=(Penalty(beta=0.1, kind="k2", q="proximal"),)),
             baseline="group_mean",
         ),
         "maxrl": Preset(
             source="2602.02710",
-            use="On-policy, with rewards of 0 and 1: maximises the likelihood of right answers, so hard prompts count.",
+            use="On-policy, rewards of 0 and 1: maximises the likelihood of right answers, so hard prompts weigh more.",
             objective=Objective(surrogate=_ppo_clip()),
             baseline="maxrl",
         ),
         "gdpo": Preset(
             source="2601.05242",
-            use="On-policy, several rewards, each normalised in its group before they are added; for your own loops.",
+            use="On-policy, several rewards, each normalised in its group before the sum; only for your own loops.",
             objective=Objective(surrogate=_ppo_clip()),
             baseline="gdpo",
         ),
@@ -356,7 +357,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "gpg": Preset(
             source="2504.02546",
-            use="On-policy, one update a step: the policy gradient, as large as without the groups of equal rewards.",
+            use="On-policy, one update a step: the policy gradient, scaled as without groups of equal rewards.",
             objective=Objective(surrogate=Reinforce()),
             baseline="gpg",
         ),
@@ -365,12 +366,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Objective:
-    """The preset that `loss` names, with the axes of `overrides` replaced; or the objective that its axes spell out.
+    """Returns the preset that `loss` names with the axes of `overrides` replaced, or the objective that `loss`
+    describes axis by axis.
 
-    A mapping replaces the fields that it names and keeps the others, at any depth; another `kind` of surrogate or
-    kernel starts from that kind's defaults; `weight: null` removes the correction. Lists, `gates` and `penalties`, are
-    replaced whole, but an entry takes what it does not name from the preset's of the same stat or kind. ConfigError
-    names the key, the value and the choices.
+    A mapping replaces the fields that it names and keeps the others, at any depth. If it names another `kind` of
+    surrogate or kernel, the other fields get the defaults of that kind. `weight: null` removes the weight. The lists
+    `gates` and `penalties` are replaced as a whole. An entry of a list that does not name a field takes it from the
+    preset's entry with the same stat or kind. Raises ConfigError with the key, the value and the choices.
 
     >>> resolve_objective("tis", {"weight": {"hi": 4.0}}).weight.hi
     4.0
@@ -379,7 +381,7 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
     """
     if isinstance(loss, str) and loss not in PRESETS:
         raise ConfigError(
-            f"algorithm.loss: {loss!r} is neither one of {', '.join(PRESETS)} nor an import path "
+            f"algorithm.loss: {loss!r} is neither one of {', '.join(PRESETS)} nor an import path like "
             f"'package.module:callable'{suggest(loss, list(PRESETS))}",
             key="algorithm.loss",
         )
@@ -388,7 +390,8 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
         if axis not in Objective.__struct_fields__:
             known = list(Objective.__struct_fields__)
             raise ConfigError(
-                f"algorithm.overrides.{axis}: no such axis, there are {', '.join(known)}{suggest(axis, known)}",
+                f"algorithm.overrides.{axis}: there is no such axis; the axes are {', '.join(known)}"
+                f"{suggest(axis, known)}",
                 key=f"algorithm.overrides.{axis}",
             )
         axes[axis] = _replaced(axes.get(axis), value)
@@ -401,29 +404,30 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
 
 
 def is_own_loss(section: AlgorithmSection) -> bool:
-    """Whether the loss is a LossFunction by import path instead of an objective."""
+    """Returns True if the loss is a LossFunction that is named by import path, and not an objective."""
     return isinstance(section.loss, str) and section.loss not in PRESETS and is_import_path(section.loss)
 
 
 def advantage_of(section: AlgorithmSection) -> str | Mapping[str, Any]:
-    """`algorithm.advantage`; where it is unset the preset's own estimator, else `DEFAULT_BASELINE`."""
+    """Returns `algorithm.advantage`. If it is not set, returns the preset's own estimator, or else
+    `DEFAULT_BASELINE`."""
     return section.advantage or published_baseline(section) or DEFAULT_BASELINE
 
 
 def baseline_of(section: AlgorithmSection) -> str:
-    """The name of the advantage estimator; "" where the mapping in `algorithm.advantage` has none."""
+    """Returns the name of the advantage estimator, or "" if the mapping in `algorithm.advantage` has no name."""
     name = advantage_name(advantage_of(section))
     return name if isinstance(name, str) else ""
 
 
 def published_baseline(section: AlgorithmSection) -> str | None:
-    """The estimator that the loss was published with, if it is a preset that was published with one of ours."""
+    """Returns the estimator that the preset was published with, or None if there is none."""
     preset = PRESETS.get(section.loss) if isinstance(section.loss, str) else None
     return None if preset is None else preset.baseline
 
 
 def published_critic(section: AlgorithmSection) -> PublishedCritic | None:
-    """Fields of `critic` that the loss was published with, if it is such a preset and uses its own estimator."""
+    """Returns the published fields of `critic`, if the loss is a preset that has them and uses its own estimator."""
     name = section.loss if isinstance(section.loss, str) else None
     return CRITICS.get(name) if name is not None and baseline_of(section) == published_baseline(section) else None
 
@@ -434,7 +438,7 @@ _KINDS = (Reinforce, Linear, Clipped, Weighted, SoftGate, Quadratic, Regression,
 
 
 def _unknown_field(error: str, axes: Mapping[str, Any]) -> str | None:
-    """What msgspec says of a field that an axis does not have, with those that it has; None of another error."""
+    """Returns a message with the known fields for msgspec's error about an unknown field; None for any other error."""
     found = _UNKNOWN_FIELD.search(error)
     if found is None:
         return None
@@ -448,14 +452,15 @@ def _unknown_field(error: str, axes: Mapping[str, Any]) -> str | None:
         [axis] = [struct for struct in _KINDS if struct.__struct_config__.tag == kind]
         where, known = f"{place} of kind {kind}", list(axis.__struct_fields__)
     field = found["field"]
-    return f"{where} has no field {field!r}{suggest(field, known)}; there are {', '.join(known) or 'none'}"
+    return f"{where} has no field {field!r}{suggest(field, known)}; its fields are {', '.join(known) or 'none'}"
 
 
 _PLACE = re.compile(r"at `\$\.(?P<place>[^`]*)`")
 
 
 def _choices(error: str, axes: Mapping[str, Any]) -> str:
-    """What may stand where msgspec found something else: names, kinds, or how YAML writes infinity; perhaps nothing."""
+    """Returns the allowed names or kinds for the value in msgspec's error, as text; or how YAML writes infinity, if the
+    value looks like infinity. It is empty if neither is known."""
     found = _PLACE.search(error)
     if found is None:
         return ""
@@ -465,14 +470,15 @@ def _choices(error: str, axes: Mapping[str, Any]) -> str:
         types = [inner for outer in types for inner in _inner(outer, name)]
     choices = [choice for kind in types for choice in getattr(kind, "values", ())]
     if choices:
-        return f"; there are {', '.join(choices)}{suggest(str(value), choices)}"
+        return f"; the choices are {', '.join(choices)}{suggest(str(value), choices)}"
     return (
         "; infinity is written .inf" if isinstance(value, str) and value.strip("+-").lower().startswith("inf") else ""
     )
 
 
 def _inner(outer: msgspec.inspect.Type, name: str) -> list[msgspec.inspect.Type]:
-    """Types of what `name` names in a value of a type: an entry of a list, a field, the tag of a union's struct."""
+    """Returns the types of the part `name` in a value of type `outer`: an entry of a list, a field, or a struct's
+    tag."""
     inner: list[msgspec.inspect.Type] = []
     match outer:
         case msgspec.inspect.UnionType(types=types):
@@ -502,7 +508,7 @@ def _replaced(current: object, value: object) -> object:
 
 
 def _alike(entries: Sequence[object], entry: object) -> object:
-    """The first of a preset's gates or penalties with the stat or kind of `entry`; None when there is none."""
+    """Returns the preset's first gate or penalty with the stat or kind of `entry`, or None if there is none."""
     if isinstance(entry, Mapping):
         for other in entries:
             if isinstance(other, Mapping) and all(entry.get(tag) == other.get(tag) for tag in ("stat", "kind")):

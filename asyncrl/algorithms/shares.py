@@ -1,19 +1,22 @@
-"""Coefficients of tokens that need counts of a whole update, which the loss of one micro-batch does not have.
+"""Coefficients of tokens that depend on counts over a whole optimizer update. The loss sees one micro-batch at a time
+and cannot compute them.
 
-Two columns are made of what a row brings, after counting the update's trained tokens over all micro-batches and ranks:
+This module counts the trained tokens of an update over all micro-batches and ranks. From the counts and a column of the
+rows it makes another column:
 
-| the row brings | the loss reads | value |
+| column of the rows | column that the loss reads | value |
 |---|---|---|
 | `group_ids`, equal for the rows of one prompt | `prompt_share` | 1 / (P · T_g) |
 | `rewards` | `positive_share` | 1 / T₊ where the reward is above 0, else 0 |
 
-P: prompt groups with a trained token. T_g: trained tokens of the row's group. T₊: trained tokens of rows with a reward
-above 0. Tokens count by their weight, token mask times sample mask.
+P: number of prompt groups with a trained token. T_g: trained tokens of the row's group. T₊: trained tokens of rows with
+a reward above 0. A token counts with its weight: token mask times sample mask.
 
-`Policy.train` makes them. A loop that calls an `ObjectiveLoss` itself calls `with_shares` on a whole global batch, and
-cuts it into micro-batches afterwards.
+`Policy.train` adds these columns. If your own loop calls an `ObjectiveLoss`, call `with_shares` on a whole global batch
+first, and split the batch into micro-batches afterwards.
 
-Legend: B rows, S tokens. Both inputs are [B], or [B, S] where a row packs several sequences; outputs have their shape.
+Legend: B rows, S tokens. Both input columns are [B], or [B, S] if a row packs several sequences. Each output column has
+the shape of its input column.
 """
 
 import copy
@@ -25,13 +28,13 @@ import torch
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
 SHARES: Mapping[str, str] = {"group_ids": "prompt_share", "rewards": "positive_share"}
-"""The column that is made of each column."""
+"""Name of the input column → name of the column that is made from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """Trained tokens by prompt group, and those of rows with a positive reward, by weight; `+` adds two micro-batches
-    or ranks."""
+    """Weighted numbers of trained tokens: by prompt group, and of all rows with a positive reward. `+` adds the counts
+    of two micro-batches or ranks."""
 
     by_group: Mapping[int, float] = field(default_factory=dict)
     positive: float = 0.0
@@ -43,7 +46,8 @@ class TokenCounts:
 
 
 def count_tokens(data: BatchedDataDict) -> TokenCounts:
-    """Counts of one batch, of the columns that it has. The first token of a row has no prefix and never counts."""
+    """Returns the counts of one batch, for the columns that it has. The first token of a row is never trained, because
+    it has no prefix; it does not count."""
     weight_BS = data["token_mask"].double() * data["sample_mask"].double().unsqueeze(1)
     weight_BS[:, 0] = 0.0
     mask_BS = weight_BS > 0
@@ -59,11 +63,11 @@ def count_tokens(data: BatchedDataDict) -> TokenCounts:
 
 
 def add_shares(data: BatchedDataDict, counts: TokenCounts) -> None:
-    """Adds the columns of `SHARES`, float32, to a micro-batch. `counts` are those of its whole update."""
+    """Adds the columns of `SHARES`, float32, to a micro-batch. `counts` are the counts of its whole update."""
     if "group_ids" in data:
         groups = sum(tokens > 0 for tokens in counts.by_group.values())
         ids, index = torch.unique(data["group_ids"], return_inverse=True)
-        # a group without a trained token has no coefficient: nothing of it is summed
+        # a group without a trained token gets coefficient 0, because none of its tokens is in the loss
         tokens = [counts.by_group.get(group, 0) for group in ids.tolist()]
         shares = [1 / (groups * count) if count else 0.0 for count in tokens]
         data["prompt_share"] = torch.tensor(shares, device=ids.device)[index]
@@ -72,7 +76,8 @@ def add_shares(data: BatchedDataDict, counts: TokenCounts) -> None:
 
 
 def with_shares(data: BatchedDataDict) -> BatchedDataDict:
-    """The batch with the columns of `SHARES`. `data` is a whole global batch: all rows of one optimizer update."""
+    """Returns the batch with the columns of `SHARES` added. `data` must be a whole global batch: all rows of one
+    optimizer update."""
     data = copy.copy(data)
     add_shares(data, count_tokens(data))
     return data

@@ -1,8 +1,9 @@
-"""From one number a row to an advantage a token: on the ranks, which hold the rows, where the driver holds only names.
+"""Computes an advantage for each token from one number for each row.
 
-A row's last trained token earns its reward. With a KL to the reference in the reward, every trained token pays it.
-Advantages are whitened over the whole step, for which the ranks exchange three sums and nothing else. The estimators
-of a critic are in `asyncrl.value.estimators`.
+The ranks compute it, because they hold the rows; the driver holds only the names of the rows. The last trained token of
+a row gets the row's reward. With a KL to the reference in the reward, every trained token also gets −beta · KL.
+Advantages are whitened over the whole step. For this, the ranks exchange three sums and nothing else. The estimators
+that need a critic are in `asyncrl.value.estimators`.
 
 Legend: B rows, S tokens.
 """
@@ -21,14 +22,16 @@ from asyncrl.data.masks import trained_mask
 from asyncrl.errors import CallRefused
 
 OUTCOME = "outcome_advantages"
-"""Column [B]: the advantage of a sample as a whole, which `DiscountedReturns` puts at its last trained token."""
+"""Column [B]: the advantage of a whole sample. `DiscountedReturns` puts it at the sample's last trained token."""
 KL_COLUMNS = ("prev_logprobs", "reference_policy_logprobs")
-"""Columns that a KL in the reward reads: the policy at the step's start, and the reference."""
+"""Columns that a KL in the reward reads: log-probs of the policy at the step's start, and of the reference."""
 
 
 class TokenEstimator(Protocol):
-    """Advantages and returns [B, S] of a rank's rows, which have the columns `reads`; and how the advantages are
-    whitened over the step."""
+    """Computes advantages and returns [B, S] of a rank's rows.
+
+    `reads` are the columns that the rows must have. `whitening` says how the advantages are whitened over the step.
+    """
 
     @property
     def reads(self) -> tuple[str, ...]: ...
@@ -39,8 +42,11 @@ class TokenEstimator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscountedReturns:
-    """REINFORCE++ (2501.03262, eqs. 8 to 10): Σ_k γ^k · r_{t+k} over trained tokens. r_t is −β · KL_t, and at the last
-    trained token the column `outcome_advantages` [B] besides, which is the sample's reward less its baseline."""
+    """REINFORCE++ (2501.03262, eqs. 8 to 10): the advantage is Σ_k γ^k · r_{t+k} over trained tokens.
+
+    r_t is −β · KL_t. At the last trained token, r_t also contains the column `outcome_advantages` [B], which is the
+    sample's reward less its baseline.
+    """
 
     gamma: float = 1.0
     kl: RewardKL | None = None
@@ -57,9 +63,11 @@ class DiscountedReturns:
 
 
 def resolve_estimators(advantage: str | Mapping[str, Any]) -> tuple[Estimator, DiscountedReturns | None]:
-    """The two parts of `algorithm.advantage` without a critic. The first is of samples and runs where their rewards
-    are. The second is of tokens and runs on the ranks; it reads the answer of the first as `outcome_advantages`. None
-    where all tokens of a sample have the first's answer. ConfigError as `resolve_estimator`.
+    """Returns the two parts of `algorithm.advantage` for an estimator without a critic.
+
+    The first part works on samples and runs where their rewards are. The second part works on tokens and runs on the
+    ranks. It reads the result of the first part as the column `outcome_advantages`. The second part is None if all
+    tokens of a sample have the same advantage. Raises ConfigError like `resolve_estimator`.
 
     >>> estimator, by_token = resolve_estimators({"name": "reinforce_pp", "kl": {"beta": 0.01}, "gamma": 0.99})
     >>> by_token.kl, by_token.gamma, by_token.whitening.whiten
@@ -74,8 +82,10 @@ def resolve_estimators(advantage: str | Mapping[str, Any]) -> tuple[Estimator, D
 
 
 def token_rewards(data: BatchedDataDict, rewards_B: torch.Tensor, *, kl: RewardKL | None = None) -> torch.Tensor:
-    """[B, S]: the row's entry of `rewards_B` at its last trained token, 0 elsewhere; nothing in a row without one. With
-    `kl`, every token pays beta times its `kl_estimate`; tokens that are not trained have no meaning then.
+    """Returns [B, S]: each row's entry of `rewards_B` at the row's last trained token, and 0 elsewhere.
+
+    A row without a trained token gets only zeros. With `kl`, every token also gets −beta · `kl_estimate`; the values at
+    tokens that are not trained are then meaningless.
 
     >>> rows = BatchedDataDict(token_mask=torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
     >>> token_rewards(rows, torch.tensor([2.0, 3.0])).tolist()
@@ -91,20 +101,23 @@ def token_rewards(data: BatchedDataDict, rewards_B: torch.Tensor, *, kl: RewardK
 
 
 def check_estimate(data: BatchedDataDict, found: TokenAdvantages) -> None:
-    """CallRefused when an estimator's answer is not [B, S], or not finite at a trained token. Whitening would make such
-    an advantage 0 like all others, in a run that looks healthy and learns nothing."""
+    """Raises CallRefused if an estimator's result is not [B, S], or not finite at a trained token.
+
+    Without this check, whitening would turn such advantages into 0, in a run that looks healthy and learns nothing.
+    """
     mask_BS = trained_mask(data)
     for name, column_BS in (("advantages", found.advantages_BS), ("returns", found.returns_BS)):
         if column_BS.shape != mask_BS.shape:
             raise CallRefused(
-                f"an estimator gave {name} of shape {tuple(column_BS.shape)} for rows of shape {tuple(mask_BS.shape)}"
+                f"an estimator returned {name} of shape {tuple(column_BS.shape)} for rows of shape "
+                f"{tuple(mask_BS.shape)}: it must return one value for each token"
             )
         broken_BS = mask_BS & ~column_BS.isfinite()
         if broken_BS.any():
             row, token = broken_BS.nonzero()[0].tolist()
             raise CallRefused(
-                f"an estimator gave {int(broken_BS.sum())} {name} that are not finite, the first at row {row}, token "
-                f"{token}: {column_BS[row, token].item()}; look at the rewards, values and log-probs of that row"
+                f"an estimator returned {int(broken_BS.sum())} {name} that are not finite, the first at row {row}, "
+                f"token {token}: {column_BS[row, token].item()}; check the rewards, values and log-probs of that row"
             )
 
 
@@ -115,21 +128,24 @@ def whitened_advantages(
     rule: Whitening,
     add_up: Callable[[torch.Tensor], torch.Tensor],
 ) -> TokenAdvantages | None:
-    """An estimator's answer for a rank's rows, with advantages whitened over all ranks as `rule` says; None without
-    rows. A collective.
+    """Returns an estimator's result for a rank's rows, with the advantages whitened over all ranks as `rule` says.
 
-    CallRefused on all ranks when a trained token's advantage is not finite. Whitening would make it 0 like all others,
-    in a run that looks healthy and learns nothing.
+    Returns None on a rank without rows. This is a collective call: every rank must make it.
+
+    Raises CallRefused on all ranks if an advantage of a trained token is not finite. Without this check, whitening
+    would turn all advantages into 0, in a run that looks healthy and learns nothing.
     """
     moments = torch.zeros(3, dtype=torch.float64)
     if found is not None:
         mask_BS, weights_BS = trained_mask(data), None
-        if rule.whiten == "samples":  # the tokens of a completion count once, all together
+        if rule.whiten == "samples":  # the weights of one completion's tokens add up to 1
             weights_BS = (1 / mask_BS.sum(1, keepdim=True).clamp(min=1)).expand_as(mask_BS)
         moments = masked_moments(found.advantages_BS, mask_BS, weights=weights_BS)
     moments = add_up(moments)
     if not bool(torch.isfinite(moments).all()):
-        raise CallRefused("the sum of the step's advantages is not finite: look at its rewards, values and log-probs")
+        raise CallRefused(
+            "the sum of the step's advantages is not finite: check the rewards, values and log-probs of the step"
+        )
     if found is None:
         return None
     if rule.whiten == "none":

@@ -1,10 +1,11 @@
-"""The critic's loss: squared error of values against returns, clipped about the values that the returns were made of.
+"""The critic's loss: the squared error of values against returns, clipped around the old values.
 
-The loss is divided by global counts only, so that any split into micro-batches and ranks gives the same gradient.
-Masked slots are replaced, so that NaN in them changes nothing. Only the current values carry gradient. A mask between
-0 and 1 is a weight, and the global counts are sums of such weights.
+The old values are those from which the returns were computed. The loss is divided by global counts only, so every split
+into micro-batches and ranks gives the same gradient. Values at masked positions are replaced before use, so NaN there
+has no effect. Only the current values carry gradient. A mask value between 0 and 1 is a weight, and the global counts
+are sums of such weights.
 
-Legend: B rows, S tokens; `values_BS[b, t]` is V(before token t), T = S − 1 (the first token is never trained).
+Legend: B rows, S tokens. `values_BS[b, t]` is V(before token t). T = S − 1, because the first token is never trained.
 """
 
 import math
@@ -24,14 +25,16 @@ ValueAggregation = Literal["token_mean", "sequence_mean"]
 class ClippedValueLoss:
     """½ · max((V − R)², (clip(V, V_old ± clip) − R)²) (PPO, 1707.06347 and its reference code).
 
-    `aggregation` is `token_mean`, the mean over all trained tokens, or `sequence_mean`, the mean over sequences of the
-    means over their trained tokens. A sequence without a trained token adds 0 and is counted.
+    `aggregation` is `token_mean` or `sequence_mean`. `token_mean` is the mean over all trained tokens. `sequence_mean`
+    first takes the mean over each sequence's trained tokens, then the mean over sequences. A sequence without a trained
+    token counts as a sequence with mean 0.
 
-    Called as a `LossFunction` is, with the critic's values [B, S] in the model's place. Reads the columns `returns`,
-    `token_mask` [B, S], `sample_mask` [B] and, unless `clip` is None, `values` [B, S], the old ones: RunError without.
+    It is called like a `LossFunction`, with the critic's values [B, S] in place of logits. It reads the columns
+    `returns`, `token_mask` [B, S], `sample_mask` [B] and, unless `clip` is None, the old values `values` [B, S]. It
+    raises RunError if one of them is missing.
 
-    Metrics are means over tokens, whatever the aggregation: `value_clipped_ratio` (the share of tokens whose clipped
-    error is the larger one and has no gradient) and what `explained_variance` is made of.
+    The metrics are means over tokens for both aggregations. `value_clipped_ratio` is the share of tokens whose clipped
+    error is the larger one; such a token has no gradient. The other metrics are the inputs of `explained_variance`.
     """
 
     metric_normalizations: Mapping[str, MetricNormalization] = dict.fromkeys(
@@ -42,11 +45,11 @@ class ClippedValueLoss:
     def __init__(self, *, clip: float | None, aggregation: ValueAggregation = "token_mean") -> None:
         if aggregation not in get_args(ValueAggregation):
             raise RunError(
-                f"the value loss's aggregation is {aggregation!r}: it must be one of "
+                f"the value loss's aggregation is {aggregation!r}; it must be one of "
                 f"{', '.join(get_args(ValueAggregation))}"
             )
         if clip is not None and not clip > 0:
-            raise RunError(f"the value clip is {clip:g}: it must be above 0, or None for no clip")
+            raise RunError(f"the value clip is {clip:g}; it must be above 0, or None to train without a clip")
         self.clip = clip
         self.aggregation = aggregation
         self.loss_type = LossType.TOKEN_LEVEL if aggregation == "token_mean" else LossType.SEQUENCE_LEVEL
@@ -98,14 +101,19 @@ class ClippedValueLoss:
 
 
 def missing_value_columns(names: Sequence[str]) -> RunError:
-    """What to raise where rows lack columns that the loss reads."""
-    return RunError(f"the value loss reads {' and '.join(names)}, which the rows do not have")
+    """Returns the error for rows that lack columns which the value loss reads."""
+    return RunError(
+        f"the value loss reads {' and '.join(names)}, but the rows do not have these columns; add them before training"
+    )
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float:
-    """1 − Var(R − V) / Var(R) of a step's normalised metrics: 1 is a perfect critic, 0 one that knows only the mean,
-    below 0 a harmful one; NaN when all returns are equal."""
+    """Returns 1 − Var(R − V) / Var(R) from a step's normalised metrics.
+
+    1 means a perfect critic. 0 means a critic that predicts only the mean. Below 0, the critic is worse than the mean.
+    The result is NaN if all returns are equal.
+    """
     spread = metrics["return_square_mean"] - metrics["return_mean"] ** 2
     left = metrics["value_error_square_mean"] - metrics["value_error_mean"] ** 2
-    # of equal returns, what is left are the sums' rounding errors
+    # for equal returns, the spread is not exactly 0: it contains the rounding errors of the sums
     return 1 - left / spread if spread > ROUNDING * metrics["return_square_mean"] else math.nan

@@ -1,1 +1,1 @@
-"""The policy: FSDP2 ranks that score and train, behind the interfaces of `policy.interfaces`."""
+"""The policy: FSDP2 ranks that score and train it. `policy.interfaces` has its interfaces."""

@@ -1,4 +1,5 @@
-"""accelerate, met in one file: the process group of the ranks and FSDP2, by the same code on GPUs and on CPUs."""
+"""All uses of accelerate: it creates the process group of the ranks and FSDP2. The code is the same on GPUs and
+CPUs."""
 
 import os
 from datetime import timedelta
@@ -17,10 +18,10 @@ from asyncrl.config.schema import Config, LearnerSection
 
 
 def make_accelerator(*, rank: int, world_size: int, store: Store, timeout: timedelta, config: Config) -> Accelerator:
-    """An accelerator that shards with FSDP2 as `learner` says, on GPUs and on CPUs, for one rank and for many."""
+    """Returns an accelerator that shards with FSDP2 as `learner` says, on GPUs or CPUs, for one rank or several."""
     on_gpu = config.learner.gpus > 0
-    # how accelerate finds out about a group that it did not make; a rank sees one GPU, and with one rank too this
-    # keeps it from concluding that nothing is distributed
+    # accelerate reads these variables to learn about a process group that it did not create. LOCAL_RANK is 0 because a
+    # rank sees only its own GPU. They are set for a single rank, too: otherwise accelerate would not use FSDP
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1"
     )
@@ -33,7 +34,7 @@ def make_accelerator(*, rank: int, world_size: int, store: Store, timeout: timed
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         reshard_after_forward=True,
-        # gradients are reduced in float32 even where layers compute in bfloat16
+        # gradients are reduced in float32, even if layers compute in bfloat16
         mixed_precision_policy=MixedPrecisionPolicy(param_dtype=compute_dtype(config), reduce_dtype=torch.float32),
         activation_checkpointing=config.learner.activation_checkpointing,
     )
@@ -46,21 +47,22 @@ def make_accelerator(*, rank: int, world_size: int, store: Store, timeout: timed
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    """Of forward and backward passes; the engine's unless `learner.mixed_precision` says otherwise."""
+    """Returns the dtype of forward and backward passes: the engine's, unless `learner.mixed_precision` sets another."""
     if config.learner.mixed_precision is None:
         return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     return torch.bfloat16 if config.learner.mixed_precision == "bf16" else torch.float32
 
 
 def _parallelism(learner: LearnerSection) -> ParallelismConfig | None:
-    """The ranks as copies × shards (HSDP); None when all of them share one copy."""
+    """Returns the ranks as copies × shards (HSDP), or None if all ranks share one copy of the model."""
     if learner.shards is None or learner.shards == learner.ranks:
         return None
     return ParallelismConfig(dp_replicate_size=learner.ranks // learner.shards, dp_shard_size=learner.shards)
 
 
 def _enable_fsdp_on_cpu(plugin: FullyShardedDataParallelPlugin, parallelism: ParallelismConfig | None) -> None:
-    """accelerate 1.15 falls back to DDP on CPUs although FSDP2 runs over gloo: this says what it would on a GPU."""
+    """Sets accelerate's state on CPUs to what it would be on GPUs. accelerate 1.15 falls back to DDP on CPUs, although
+    FSDP2 runs over gloo, too."""
     AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     if parallelism is not None:
@@ -69,12 +71,12 @@ def _enable_fsdp_on_cpu(plugin: FullyShardedDataParallelPlugin, parallelism: Par
 
 
 def frozen(model: torch.nn.Module, *, accelerator: Accelerator) -> torch.nn.Module:
-    """`model` sharded like a trained one, and never trained."""
+    """Shards `model` like a trained model, but without gradients: it is never trained."""
     return cast(torch.nn.Module, fsdp2_prepare_model(accelerator, model.requires_grad_(False).train(False)))
 
 
 def forget_accelerator() -> None:
-    """Leaves the process group; another accelerator may then be made in this process. Idempotent."""
+    """Leaves the process group, so that another accelerator can be made in this process. Idempotent."""
     if dist.is_initialized():
         dist.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,6 +1,6 @@
-"""From a rank's rows to padded micro-batches; the last place where staleness is checked.
+"""Turns a rank's rows into padded micro-batches, and makes the last check of staleness before training.
 
-Legend: B rows, S tokens, T = S − 1. Column `c[b, i]` belongs to token `input_ids[b, i]`; right padding.
+Legend: B rows, S tokens, T = S − 1. Column entry `c[b, i]` belongs to token `input_ids[b, i]`. Padding is on the right.
 """
 
 import copy
@@ -18,12 +18,12 @@ from asyncrl.errors import StalenessViolation
 _NUMBERS = (*SOURCE_COLUMNS.values(), "advantages")
 
 MIN_WIDTH = 2
-"""Tokens of the narrowest batch: one to predict from and one to predict."""
+"""Width of the narrowest batch, in tokens: one token to predict from, and one token to predict."""
 
 
 def check_staleness(batch: BatchedDataDict, *, step: int, limits: Sequence[int], sample_ids: Sequence[str]) -> None:
-    """StalenessViolation for a trained token that is older than its row's limit (the η of its ticket), or newer than
-    the weights. The last place where it is looked at."""
+    """Raises StalenessViolation for a trained token that is older than its row's limit, which is the η of its ticket,
+    or newer than the weights. This is the last check before training."""
     if batch.size == 0:
         return
     staleness_BS = (step - batch["weight_versions"]).where(trained_mask(batch), 0)
@@ -33,13 +33,15 @@ def check_staleness(batch: BatchedDataDict, *, step: int, limits: Sequence[int],
         newest, oldest = staleness_BS[row].aminmax()
         raise StalenessViolation(
             f"sample {sample_ids[row]}: a token to be trained is {int(newest if newest < 0 else oldest)} versions old; "
-            f"the limit of its ticket (staleness.max_versions) is {limits[row]}"
+            f"it must be from 0 to the limit of its ticket (staleness.max_versions), which is {limits[row]}"
         )
 
 
 def without_nonfinite(batch: BatchedDataDict) -> tuple[BatchedDataDict, int]:
-    """The batch without the trained tokens of which a log-prob or the advantage, [B, S], is no finite number, and how
-    many they are. They are masked, and hold 0, for a loss may multiply by its mask."""
+    """Masks the trained tokens that have a non-finite log-prob or advantage [B, S]. Returns the batch and their number.
+
+    These values are also set to 0, because a loss may multiply a value by its mask, and NaN · 0 is NaN.
+    """
     columns = {name: batch[name] for name in _NUMBERS if name in batch}
     if not columns:
         return batch, 0
@@ -53,14 +55,15 @@ def without_nonfinite(batch: BatchedDataDict) -> tuple[BatchedDataDict, int]:
 
 
 def count_trained(batch: BatchedDataDict) -> tuple[int, int]:
-    """(tokens, samples) that are trained. An empty completion of a trained sample is a sample of no tokens."""
+    """Returns (tokens, samples) that are trained. A trained sample with an empty completion counts as a sample with no
+    tokens."""
     if batch.size == 0:
         return 0, 0
     return int(trained_mask(batch).sum()), int((batch["sample_mask"] > 0).sum())
 
 
 def valid_sums(batch: BatchedDataDict) -> tuple[float, float]:
-    """(Σ token_mask[:, 1:] · sample_mask, Σ sample_mask): what a loss divides by, summed over all ranks."""
+    """Returns (Σ token_mask[:, 1:] · sample_mask, Σ sample_mask). A loss is divided by these sums over all ranks."""
     if batch.size == 0:
         return 0.0, 0.0
     sample_mask_B = batch["sample_mask"].double()
@@ -69,7 +72,7 @@ def valid_sums(batch: BatchedDataDict) -> tuple[float, float]:
 
 
 def staleness_counts(batch: BatchedDataDict, *, step: int) -> dict[int, int]:
-    """Trained tokens by their staleness."""
+    """Returns the number of trained tokens for each staleness, in versions."""
     if batch.size == 0:
         return {}
     values, counts = (step - batch["weight_versions"][trained_mask(batch)]).unique(return_counts=True)
@@ -77,9 +80,9 @@ def staleness_counts(batch: BatchedDataDict, *, step: int) -> dict[int, int]:
 
 
 def micro_batches(batch: BatchedDataDict, learner: LearnerSection) -> list[BatchedDataDict]:
-    """What `learner.batching` makes of the rows, each part cut to its longest row.
+    """Cuts the rows into micro-batches as `learner.batching` says. Each micro-batch is cut to its longest row.
 
-    Long rows come first, where rows are sorted: a batch that is too big for memory fails at once.
+    If rows are sorted, long rows come first, so that a micro-batch that does not fit into memory fails at once.
     """
     if batch.size == 0:
         return []
@@ -118,18 +121,20 @@ def micro_batches(batch: BatchedDataDict, learner: LearnerSection) -> list[Batch
 
 
 def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[int, int]:
-    """(real tokens, all tokens) of what goes through the model: all are the padded width, unless rows are packed."""
+    """Returns (real tokens, all tokens) that pass through the model. All tokens include padding, unless rows are
+    packed."""
     real = sum(int(part["input_lengths"].sum()) for part in parts)
     return real, real if packed else sum(part["input_ids"].numel() for part in parts)
 
 
 def row_lengths(parts: Sequence[BatchedDataDict]) -> list[int]:
-    """Real tokens of every row."""
+    """Returns the number of real tokens of every row."""
     return [length for part in parts for length in part["input_lengths"].tolist()]
 
 
 def empty_micro_batch() -> BatchedDataDict:
-    """One row that trains nothing, for a rank that has run out while others have not: collectives must line up."""
+    """Returns one row without a trained token. A rank that has no micro-batches left runs it while other ranks still
+    have some, because all ranks must make the same collective calls."""
     shape = (1, MIN_WIDTH)
     return BatchedDataDict(
         {
@@ -145,7 +150,7 @@ def empty_micro_batch() -> BatchedDataDict:
 
 
 def token_batch(sequences: Sequence[Sequence[int]]) -> BatchedDataDict:
-    """Token sequences to be scored, right-padded: `input_ids` [B, S] and `input_lengths` [B]."""
+    """Returns token sequences to be scored, padded on the right: `input_ids` [B, S] and `input_lengths` [B]."""
     width = max([MIN_WIDTH, *(len(tokens) for tokens in sequences)])
     input_ids_BS = torch.zeros((len(sequences), width), dtype=torch.int64)
     for i, tokens in enumerate(sequences):

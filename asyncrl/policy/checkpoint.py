@@ -1,15 +1,16 @@
-"""Checkpoints of one group of ranks: weights and optimizer, written by N ranks and loaded by any number.
+"""Checkpoints of one group of ranks: weights and optimizer. N ranks write them, and any number of ranks can load them.
 
     <weights_path>/    state/shard-*.safetensors  COMPLETE
     <optimizer_path>/  state/shard-*.safetensors  training.json  COMPLETE
 
-`state/` is what torch's distributed checkpoint (DCP) writes in its safetensors format: every rank its own shards. Its
-default format is not used because loading it unpickles. `training.json` has what is no tensor. Hyperparameters are not
-saved: they are the configuration's.
+torch's distributed checkpoint (DCP) writes `state/` in its safetensors format: every rank writes its own shards. DCP's
+default format is not used, because loading it unpickles data. `training.json` has the state that is not a tensor.
+Hyperparameters are not saved, because they are in the configuration.
 
-What must hold: a directory with a `COMPLETE` is whole, one without it is refused; a save that ends at any point leaves
-the last complete one to be loaded; a load that fails leaves weights and optimizer as they were, on every rank. Every
-function that takes `group` is a collective over it, and raises on all ranks when it fails on one.
+Invariants: a directory with a file `COMPLETE` is complete, and a directory without it is refused. If a save ends at any
+point, the last complete checkpoint can still be loaded. If a load fails, weights and optimizer are unchanged on every
+rank. Every function that takes `group` is a collective over that group. If it fails on one rank, it raises on all
+ranks.
 """
 
 import uuid
@@ -45,7 +46,7 @@ from asyncrl.policy.sharded import reshard
 _STATE, _TRAINING = "state", "training.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _MOMENTS = "state."
-"""Prefix of the optimizer's tensors in its flat state dict; the rest of it are hyperparameters."""
+"""Prefix of the optimizer's tensors in its flat state dict. The other entries are hyperparameters."""
 
 Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
@@ -59,11 +60,12 @@ class _Generators(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Training(msgspec.Struct, frozen=True, kw_only=True):
-    """`training.json`. `generators` has those of each rank that saved."""
+    """Content of `training.json`. `generators` has the states of each rank that saved."""
 
     train_calls: int
     has_moments: bool
-    """False before the first update: an AdamW has no state then, and a step of zero gradients would count as one."""
+    """False before the first update. AdamW has no state then, and an optimizer step with zero gradients, which would
+    create the state, would count as an update."""
     generators: tuple[_Generators, ...]
 
 
@@ -79,10 +81,11 @@ def save_checkpoint(
     optimizer_path: Path | None,
     group: dist.ProcessGroup,
 ) -> None:
-    """Writes the weights, and the optimizer when it has a path, each to a directory that all ranks see.
+    """Writes the weights, and the optimizer if it has a path. Each goes to its own directory, which all ranks must
+    share.
 
-    A complete checkpoint at a path is replaced once the new one is whole; CheckpointError when something else is there,
-    when one path lies in the other, or when a rank cannot write.
+    A complete checkpoint at a path is replaced after the new one is complete. Raises CheckpointError if something else
+    is at a path, if one path is inside the other, or if a rank cannot write.
     """
     paths = [weights_path] if optimizer_path is None else [weights_path, optimizer_path]
     on_first_rank(lambda: _check_apart(paths), group=group)
@@ -107,7 +110,8 @@ def _save_training(
     path: Path,
     group: dist.ProcessGroup,
 ) -> None:
-    # DCP's state dict of an optimizer without state makes one, by a step of which AdamW's bias correction would know
+    # An optimizer without state is not saved: DCP would create its state with an optimizer step, and AdamW's bias
+    # correction would count that step
     has_moments = bool(optimizer.state)
     if has_moments:
         _write_state(_moments(model, optimizer), path, group=group)
@@ -118,8 +122,8 @@ def _save_training(
 
 
 def save_tokenizer(model_path: str, path: Path, *, group: dist.ProcessGroup) -> None:
-    """Writes the files of the tokenizer of the model at `model_path`. CheckpointError when `path` is no directory and
-    cannot become one: transformers only logs that."""
+    """Writes the files of the tokenizer of the model at `model_path`. Raises CheckpointError if `path` is not a
+    directory and cannot be created. In this case transformers would only log a message."""
 
     def save() -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -137,23 +141,25 @@ def _write_state(tensors: Tensors, path: Path, *, group: dist.ProcessGroup) -> N
 
 
 def _check_apart(paths: Sequence[Path]) -> None:
-    """CheckpointError when one is the other, or in it: to publish one would then replace the other."""
+    """Raises CheckpointError if one path equals the other or is inside it: publishing one directory would then replace
+    the other."""
     for path, other in permutations([path.resolve() for path in paths], 2):
         if path.is_relative_to(other):
             raise CheckpointError(
-                f"weights and optimizer go to {paths[0]} and {paths[1]}: name two directories of which none is in the "
-                "other; nothing was written"
+                f"weights and optimizer would be written to {paths[0]} and {paths[1]}, but one of these directories "
+                "must not be inside the other; nothing was written; name two separate directories"
             )
 
 
 def _check_shared(path: Path, *, group: dist.ProcessGroup) -> None:
-    """CheckpointError when the ranks wrote to different disks: rank 0 would call a part of the shards complete."""
+    """Raises CheckpointError if the ranks wrote to different disks. Otherwise rank 0 would mark a checkpoint as
+    complete that has only a part of the shards."""
     seen = _gather(complete_directory.sizes(path), group=group)
     apart = next((rank for rank, files in enumerate(seen) if files != seen[0]), None)
     if apart is not None:
         raise CheckpointError(
-            f"{path}: rank 0 sees {sorted(seen[0])}, rank {apart} {sorted(seen[apart])}; name a path on a file system "
-            "that all ranks share"
+            f"{path}: rank 0 sees the files {sorted(seen[0])}, but rank {apart} sees {sorted(seen[apart])}; name a "
+            "path on a file system that all ranks share"
         )
 
 
@@ -168,12 +174,15 @@ def load_checkpoint(
     optimizer_path: Path | None,
     group: dist.ProcessGroup,
 ) -> int | None:
-    """Loads the weights, and the optimizer and the random generator when they have a path; returns `train_calls` then.
+    """Loads the weights. With `optimizer_path`, also loads the optimizer and the random generators, and returns
+    `train_calls`.
 
-    CheckpointIncomplete when a directory has no `COMPLETE` or not the files it speaks of; CheckpointMismatch names the
-    first tensor whose name, shape or dtype is not the live one's, before a byte is read. DCP writes into the tensors
-    that it is given, in any order: it is given copies, one shard each of the weights and of the optimizer's state, so
-    that an error while reading has changed nothing either.
+    Raises CheckpointIncomplete if a directory has no `COMPLETE` or lacks files that it lists. Raises
+    CheckpointMismatch, before any byte is read, with the first tensor whose name, shape or dtype differs from the live
+    one.
+
+    DCP writes into the tensors that it gets, in any order. So it gets new tensors of the size of this rank's shards of
+    the weights and of the optimizer's state. An error while reading therefore changes nothing, either.
     """
     reshard(model)
     found = _on_all_ranks(lambda: _locate(weights_path, optimizer_path), group=group)
@@ -191,7 +200,7 @@ def load_checkpoint(
     if found.training is None:
         return None
     _set_moments(model, optimizer, moments)
-    # a rank that did not save takes those of one that did
+    # if more ranks load than saved, the additional ranks reuse the generator states of ranks that saved
     _set_generators(found.training.generators[dist.get_rank(group) % len(found.training.generators)])
     return found.training.train_calls
 
@@ -203,21 +212,21 @@ class _Found(NamedTuple):
 
 
 def _locate(weights_path: Path, optimizer_path: Path | None) -> _Found:
-    """The complete directories at the two paths, which must be of one save."""
+    """Returns the complete directories at the two paths. Both must belong to one save."""
     weights, weights_marker = complete_directory.complete(weights_path)
     if optimizer_path is None:
         return _Found(weights, None, None)
     optimizer, optimizer_marker = complete_directory.complete(optimizer_path)
     if optimizer_marker.save_id != weights_marker.save_id:
         raise CheckpointMismatch(
-            f"{weights} and {optimizer} are of different saves ({weights_marker.save_id} and "
-            f"{optimizer_marker.save_id}); load two that were written together"
+            f"{weights} and {optimizer} belong to different saves ({weights_marker.save_id} and "
+            f"{optimizer_marker.save_id}); load two directories that were written together"
         )
     return _Found(weights, optimizer, msgspec.json.decode((optimizer / _TRAINING).read_bytes(), type=_Training))
 
 
 def _read_state(live: Tensors, path: Path, *, group: dist.ProcessGroup) -> Tensors:
-    """What `path` has for the tensors of `live`, in new ones that are sharded like them."""
+    """Reads the tensors named in `live` from `path`. Returns new tensors with the same sharding as `live`."""
     staged = {name: torch.empty_like(tensor) for name, tensor in live.items()}
     planner = _ExactPlanner(path)
     reader = HuggingFaceStorageReader(str(path / _STATE))
@@ -229,7 +238,7 @@ def _read_state(live: Tensors, path: Path, *, group: dist.ProcessGroup) -> Tenso
 
 
 class _ExactPlanner(DefaultLoadPlanner):
-    """Refuses what DCP would take: tensors that the live state does not have, and another dtype."""
+    """Refuses two things that DCP accepts: tensors that the live state does not have, and another dtype."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -254,7 +263,8 @@ Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def first_mismatch(saved: Layout, wanted: Layout) -> str | None:
-    """The first name, in order, by which a checkpoint's tensors are not the live ones; None when they are alike.
+    """Compares a checkpoint's tensors with the live ones. Describes the first difference by name; None if there is
+    none.
 
     >>> first_mismatch({"a": ((2, 3), torch.float32)}, {"a": ((3, 2), torch.float32)})
     'a is (2, 3) in the checkpoint and (3, 2) here'
@@ -263,7 +273,7 @@ def first_mismatch(saved: Layout, wanted: Layout) -> str | None:
         if name not in saved:
             return f"{name} is not in the checkpoint"
         if name not in wanted:
-            return f"{name} is in the checkpoint and not here"
+            return f"{name} is in the checkpoint, but not here"
         for theirs, ours in zip(saved[name], wanted[name], strict=True):
             if theirs != ours:
                 return f"{name} is {theirs} in the checkpoint and {ours} here"
@@ -274,19 +284,19 @@ def first_mismatch(saved: Layout, wanted: Layout) -> str | None:
 
 
 def _names(model: torch.nn.Module) -> dict[str, str]:
-    """Every name in the model's state dict, and the first name of its tensor: a tied one has several."""
+    """Maps every name in the model's state dict to the first name of its tensor. A tied tensor has several names."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def _weights(model: torch.nn.Module) -> Tensors:
-    """This rank's shards, a tied one once."""
+    """Returns this rank's shards of the weights. A tied tensor appears once."""
     tensors: dict[str, Any] = get_model_state_dict(model)
     return {first: tensors[first] for first in _names(model).values()}
 
 
 def _moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """This rank's shards of the optimizer's state; makes one of zeros in an optimizer that has none."""
+    """Returns this rank's shards of the optimizer's state. If the optimizer has no state, this creates one of zeros."""
     flat: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     return {name: tensor for name, tensor in flat.items() if name.startswith(_MOMENTS)}
 
@@ -310,16 +320,17 @@ def _set_generators(saved: _Generators) -> None:
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(saved.cuda), dtype=torch.uint8))
 
 
-# -- one fate for all ranks ----------------------------------------------------------------------------------------
+# -- all ranks succeed or fail together ---------------------------------------------------------------------------
 
 
 def on_first_rank(action: Callable[[], Any], *, group: dist.ProcessGroup) -> None:
-    """`action()` on rank 0; when it fails, its error on all ranks: asyncrl's own as itself, else CheckpointError."""
+    """Runs `action()` on rank 0. If it fails, raises its error on all ranks: an asyncrl error as it is, any other as a
+    CheckpointError."""
     _on_all_ranks(lambda: action() if dist.get_rank(group) == 0 else None, group=group)
 
 
 def _on_all_ranks(action: Callable[[], T], *, group: dist.ProcessGroup) -> T:
-    """`action()`; when it fails on any rank, the first rank's error on all of them."""
+    """Runs `action()` on every rank. If it fails on any rank, raises the error of the first such rank on all ranks."""
     outcome: T | None = None
     failure: AsyncRLError | None = None
     try:
@@ -341,7 +352,8 @@ def _gather(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _first_failure(error: CheckpointException, what: str) -> AsyncRLError:
-    """Every rank knows of all failures: the same one is raised on each. DCP's own error is no Exception."""
+    """Returns the error of the first rank that failed. DCP sends all failures to every rank, so every rank raises the
+    same error. DCP's own error is a BaseException, not an Exception, so `except Exception` would not catch it."""
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
     if isinstance(cause, AsyncRLError):
         return cause

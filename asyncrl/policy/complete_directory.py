@@ -1,12 +1,12 @@
-"""A checkpoint's directory, which readers see whole or not at all: its last file, `COMPLETE`, names what is in it.
+"""Writes the directory of a checkpoint atomically. The file `COMPLETE` is written last and lists all other files.
 
-    prepare(path)                       # an empty `unfinished(path)` to write in
-    finish(path, save_id="…")           # that is whole now
-    publish(path)                       # and has the place of what was at `path`
-    discard(path)                       # when nobody needs it any more
+    prepare(path)                       # creates an empty `unfinished(path)` to write in
+    finish(path, save_id="…")           # marks it as complete
+    publish(path)                       # moves it to `path`, in place of the old directory
+    discard(path)                       # removes the directory at `path`
 
-What must hold: killed at any point, `complete(path)` still finds the last directory that was published, if there ever
-was one and it was not discarded; and what is at `path` is whole.
+Invariants: a directory at `path` is complete. If the process is killed at any point, `complete(path)` still finds the
+last directory that was published and not discarded, if there is one.
 """
 
 import os
@@ -19,36 +19,40 @@ from asyncrl.atomic_write import write_atomically
 from asyncrl.errors import CheckpointError, CheckpointIncomplete
 
 COMPLETE = "COMPLETE"
-"""The file that is written last."""
+"""Name of the file that is written last."""
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
-    """`COMPLETE`: bytes by file, and an id that the directories of one save share."""
+    """Content of `COMPLETE`: the size of each file in bytes, and an id that all directories of one save share."""
 
     save_id: str
     files: dict[str, int]
 
 
 def unfinished(path: Path) -> Path:
-    """Where the directory that will be at `path` is written."""
+    """Returns where the directory for `path` is written until it is published."""
     return path.with_name(path.name + ".tmp")
 
 
 def _replaced(path: Path) -> Path:
-    """Where the complete checkpoint at `path` stays while another takes its place."""
+    """Returns where the complete checkpoint at `path` stays while another one replaces it."""
     return path.with_name(path.name + ".replaced")
 
 
 def prepare(path: Path) -> None:
-    """An empty directory to write in, without what a killed save left; nothing that is no checkpoint is deleted."""
+    """Creates an empty directory to write in, and removes the leftover of a killed save. It deletes nothing that is not
+    a checkpoint."""
     if path.exists() and not (path / COMPLETE).exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} exists and is no checkpoint: it has no {COMPLETE}; name another path")
+        raise CheckpointError(
+            f"{path} exists, but it is not a checkpoint, because it has no file {COMPLETE}; name another path"
+        )
     shutil.rmtree(unfinished(path), ignore_errors=True)
     unfinished(path).mkdir(parents=True)
 
 
 def finish(path: Path, *, save_id: str) -> None:
-    """What is in `unfinished(path)` is all of it. It is on the disk first: a machine that dies keeps it too."""
+    """Marks `unfinished(path)` as complete. All files are flushed to the disk first, so that they survive a crash of
+    the machine."""
     marker = Marker(save_id=save_id, files=sizes(unfinished(path)))
     for name in marker.files:
         with (unfinished(path) / name).open("rb") as file:
@@ -57,7 +61,8 @@ def finish(path: Path, *, save_id: str) -> None:
 
 
 def publish(path: Path) -> None:
-    """At each point a complete checkpoint is at `path` or at `_replaced(path)`, if there ever was one."""
+    """Moves the finished directory to `path`. At each point there is a complete checkpoint at `path` or at
+    `_replaced(path)`, if there was one before."""
     if (path / COMPLETE).exists():
         shutil.rmtree(_replaced(path), ignore_errors=True)
         path.rename(_replaced(path))
@@ -66,16 +71,18 @@ def publish(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes the directory at `path`, which is not there any more before its first file is gone."""
+    """Removes the directory at `path`. It is renamed before the first file is deleted, so `path` is never
+    incomplete."""
     shutil.rmtree(unfinished(path), ignore_errors=True)
     path.rename(unfinished(path))
     shutil.rmtree(unfinished(path))
 
 
 def complete(path: Path) -> tuple[Path, Marker]:
-    """The directory of the complete checkpoint at `path`: that, or the one that was being replaced when a save died.
+    """Returns the directory of the complete checkpoint for `path`, and its marker. It is `path` itself, or the
+    directory that was being replaced when a save was killed.
 
-    CheckpointIncomplete when it has no `COMPLETE`, or not the files that it speaks of.
+    Raises CheckpointIncomplete if the directory has no `COMPLETE`, or lacks files that `COMPLETE` lists.
     """
     if not (path / COMPLETE).exists() and (_replaced(path) / COMPLETE).exists():
         path = _replaced(path)
@@ -83,19 +90,23 @@ def complete(path: Path) -> tuple[Path, Marker]:
         marker = msgspec.json.decode((path / COMPLETE).read_bytes(), type=Marker)
     except FileNotFoundError:
         raise CheckpointIncomplete(
-            f"{path} is no complete checkpoint: it has no {COMPLETE}, so its save did not end; load an earlier one"
+            f"{path} is not a complete checkpoint: it has no file {COMPLETE}, so its save did not finish; load an "
+            "earlier checkpoint"
         ) from None
     except msgspec.DecodeError as error:
-        raise CheckpointIncomplete(f"{path / COMPLETE} cannot be read ({error}); load an earlier checkpoint") from error
+        raise CheckpointIncomplete(
+            f"{path / COMPLETE} cannot be decoded ({error}); load an earlier checkpoint"
+        ) from error
     found = sizes(path)
     for name, nbytes in marker.files.items():
         if found.get(name) != nbytes:
             raise CheckpointIncomplete(
-                f"{path / name} has {found.get(name, 'no')} bytes, {COMPLETE} says {nbytes}; load an earlier checkpoint"
+                f"{path / name} has {found.get(name, 'no')} bytes, but {COMPLETE} lists {nbytes}; load an earlier "
+                "checkpoint"
             )
     return path, marker
 
 
 def sizes(path: Path) -> dict[str, int]:
-    """Bytes by file, in all folders below `path`."""
+    """Returns the size in bytes of each file in all folders below `path`."""
     return {str(file.relative_to(path)): file.stat().st_size for file in sorted(path.rglob("*")) if file.is_file()}

@@ -1,4 +1,4 @@
-"""The policy's weights as a Hugging Face directory, which vLLM and transformers load."""
+"""Exports the policy's weights as a Hugging Face directory, which vLLM and transformers can load."""
 
 import copy
 import shutil
@@ -21,15 +21,17 @@ _WEIGHTS = "model.safetensors"
 def save_hf(
     model: PreTrainedModel, *, tokenizer_path: str, path: Path, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> None:
-    """Writes safetensors, config and tokenizer, by rank 0: whole or not at all, in the place of an earlier export.
+    """Writes safetensors, config and tokenizer from rank 0. An earlier export at `path` is replaced after the new one
+    is complete.
 
-    A collective; CheckpointError on all ranks when it cannot be written, and when something else is at `path`.
+    This is a collective. Raises CheckpointError on all ranks if the export cannot be written, or if something else is
+    at `path`.
     """
     on_first_rank(lambda: complete_directory.prepare(path), group=group)
     weights: dict[str, torch.Tensor] = {}
     pointers: set[int] = set()
     for name, tensor in gather_weights(model, dtype=dtype):
-        # safetensors refuses shared memory, and the format leaves the second name of a tied weight out
+        # safetensors refuses tensors that share memory, so a tied weight is written under its first name only
         if dist.get_rank(group) == 0 and tensor.data_ptr() not in pointers:
             pointers.add(tensor.data_ptr())
             weights[name] = tensor
@@ -41,7 +43,7 @@ def save_hf(
             complete_directory.finish(path, save_id=uuid.uuid4().hex)
             complete_directory.publish(path)
         except Exception as error:
-            shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full of it
+            shutil.rmtree(unfinished, ignore_errors=True)  # frees its space: a full disk may be the cause
             raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
 
     on_first_rank(write, group=group)
@@ -50,13 +52,17 @@ def save_hf(
 def _write_hf(
     model: PreTrainedModel, weights: dict[str, torch.Tensor], *, tokenizer_path: str, path: Path, dtype: torch.dtype
 ) -> None:
-    """Not `model.save_pretrained`: FSDP renames the model's class, and the config would name one that no one knows;
-    the config itself still says what the model was loaded from."""
+    """Writes weights, configs and tokenizer to `path`.
+
+    It does not use `model.save_pretrained`, because FSDP renames the model's class, and the config would then name a
+    class that does not exist elsewhere. The config object itself still has the original class name.
+    """
     save_file(weights, path / _WEIGHTS, metadata={"format": "pt"})
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(path)
-    # safetensors writes for its owner alone: whoever may read the rest may serve it
+    # safetensors makes its file readable only for the owner; this gives it the mode of the other files, so that another
+    # user can serve the model
     (path / _WEIGHTS).chmod((path / "config.json").stat().st_mode)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(path)

@@ -1,17 +1,18 @@
-"""Model FLOPs: what the mathematics of a policy's passes takes however they are run, and what a device could do.
+"""Model FLOPs: the floating-point operations that the passes of a policy need mathematically, and the peak rate of
+devices.
 
-The count is PaLM's (Chowdhery et al. 2022, appendix B), an addition and a multiplication being two. A row of S tokens,
-in a model of L layers with H heads of width D and W weights that are multiplied with, takes
+The count is the one of PaLM (Chowdhery et al. 2022, appendix B); an addition and a multiplication count as two. Take a
+row of S tokens, and a model of L layers with H heads of width D and W weights in matrix products. Then
 
     forward = 2 W S + 4 L H D S²,        backward = 2 · forward.
 
-W are the weights of all layers and of the output head, tied or not, which is counted at every token. The second term is
-attention, QKᵀ and what it does to V, over all S² pairs: a causal kernel needs about half of them, but the utilisations
-that are published count them whole. Not counted are embedding lookups, norms, biases, rotations, softmax and loss,
-padding, and what is computed again for the backward pass.
+W counts the weights of all layers and of the output head. The head is counted at every token, also if it is tied. The
+second term is attention, QKᵀ and the product with V, over all S² pairs. A causal kernel needs about half of these
+pairs, but published utilisations count all of them. Not counted are embedding lookups, norms, biases, rotations,
+softmax and loss, padding, and activations that are computed again for the backward pass.
 
-What must hold: what is not known to be counted right is None, never a guess. That is why no mixture of experts, no
-sliding window and no model but `COUNTED` is counted, and why devices are known by their exact names.
+Invariant: if a count is not known to be right, it is None, never a guess. So only the models in `COUNTED` are counted,
+no mixture of experts and no sliding window, and devices are identified by their exact names.
 """
 
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ import torch
 from transformers import PretrainedConfig
 
 COUNTED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Values of `model_type`; tests/policy/test_flops.py counts the products that a model of each makes."""
+"""Values of `model_type`. tests/policy/test_flops.py counts the products of one model of each type."""
 
 _BF16_TFLOPS = {
     "NVIDIA A100-PCIE-40GB": 312.0,
@@ -37,14 +38,14 @@ _BF16_TFLOPS = {
     "NVIDIA GH200 480GB": 989.0,
     "NVIDIA B200": 2250.0,
 }
-"""NVIDIA's data sheets, without the doubling for sparse weights, by what `torch.cuda.get_device_name` says. Not
-`torch._inductor.analysis.device_info`: as of torch 2.13 it looks for "NVIDIA H100" and "NVIDIA A100", which is no
-card's whole name, and has the sparse figure for the L4."""
+"""Peak rates from NVIDIA's data sheets, without the doubling for sparse weights, by `torch.cuda.get_device_name`.
+`torch._inductor.analysis.device_info` is not used. As of torch 2.13, it looks for "NVIDIA H100" and "NVIDIA A100",
+which are not the full name of any card, and it has the sparse figure for the L4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardCost:
-    """FLOPs of a forward pass, for each token and for each pair of tokens of a row.
+    """FLOPs of a forward pass: for each token, and for each pair of tokens in a row.
 
     >>> ForwardCost(per_token=10, per_pair=2).flops([3, 1], backward=False)
     60
@@ -56,13 +57,14 @@ class ForwardCost:
     per_pair: int
 
     def flops(self, lengths: Iterable[int], *, backward: bool) -> int:
-        """Of rows of so many real tokens that go forward once and, with `backward`, back too."""
+        """Returns the FLOPs for rows with these numbers of real tokens: one forward pass and, with `backward`, one
+        backward pass."""
         forward = sum(self.per_token * length + self.per_pair * length**2 for length in lengths)
         return 3 * forward if backward else forward
 
 
 def forward_cost(config: PretrainedConfig) -> ForwardCost | None:
-    """Of a causal language model with its output head; None when it is none of those that are counted."""
+    """Returns the forward cost of a causal language model with its output head, or None for an uncounted model."""
     if config.model_type not in COUNTED or getattr(config, "sliding_window", None) is not None:
         return None
     width, layers = config.hidden_size, config.num_hidden_layers
@@ -75,8 +77,8 @@ def forward_cost(config: PretrainedConfig) -> ForwardCost | None:
 
 
 def peak_flops_per_s(device_name: str, *, dtype: torch.dtype) -> float | None:
-    """What the device could do at most in products of `dtype`; None when it is not known. Only bfloat16's is: what
-    float32 comes to depends on whether somebody has allowed TF32.
+    """Returns the peak rate of the device for products of `dtype`, or None if it is not known. Only bfloat16 is known:
+    the rate of float32 depends on whether TF32 is allowed.
 
     >>> peak_flops_per_s("NVIDIA H200", dtype=torch.bfloat16)
     989000000000000.0

@@ -1,9 +1,10 @@
-"""The interfaces of a policy that is trained, and what it reports of a step.
+"""The interfaces of a policy that is trained, and its report about a step.
 
-Calls that trainers elsewhere pass more arguments to take `*args, **kwargs`; they ignore what they do not know, with a
-warning that names it.
+Some trainers elsewhere pass more arguments to these calls. Such calls take `*args, **kwargs`. They ignore arguments
+that they do not know, with a warning that names the arguments.
 
-Legend: B rows, S tokens. Column `c[b, i]` belongs to token `input_ids[b, i]` given its prefix; right padding.
+Legend: B rows, S tokens. Column entry `c[b, i]` belongs to token `input_ids[b, i]` given its prefix. Padding is on the
+right.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one step did, over all ranks.
+    """The results of one step, over all ranks.
 
-    `skipped`: nothing was applied because every update was non-finite on some rank (F21). A step without a trained
-    token applies no update either, but is not skipped. In eval mode: what training would have reported.
+    `skipped` is true if no update was applied because each one was non-finite on some rank (F21). A step without a
+    trained token applies no update either, but it does not count as skipped. In eval mode, the report has the numbers
+    that training would have reported.
     """
 
     skipped: bool = False
@@ -49,24 +51,26 @@ class StepReport:
     on_policy_tokens: int = 0
     on_policy_parity_max_nats: float = 0.0
     token_staleness: tuple[int, ...] = ()
-    """Trained tokens by staleness: entry s counts those that are s versions old."""
+    """Trained tokens by staleness: entry s is the number of tokens that are s versions old."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
-    """By name: what `asyncrl.algorithms.kernel` measured, but for a user's loss that takes logits; the mean e^|log ρ|
-    and the largest |log ρ|; the KL to the reference; the share of real tokens among those that went through the model;
-    how many tokens were left out because a log-prob or advantage was no number. What was not measured is not there."""
+    """Measurements by name: the measures of `asyncrl.algorithms.kernel`, except for a user's loss that takes logits;
+    the mean e^|log ρ| and the largest |log ρ|; the KL to the reference; the share of real tokens among the tokens that
+    went through the model; and the number of tokens that were left out because a log-prob or advantage was not finite.
+    A measurement that was not made has no entry."""
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
-    """The loss's own metrics, added over micro-batches and ranks and averaged over updates: `clipped_ratio` and
-    `gated_ratio` for the presets."""
+    """The loss's own metrics, added over micro-batches and ranks and averaged over updates. The presets have
+    `clipped_ratio` and `gated_ratio`."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Wall seconds of rank 0 in `log_probs`, `forward_backward` and `optimizer`."""
+    """Wall-clock seconds of rank 0 in the stages `log_probs`, `forward_backward` and `optimizer`."""
     model_flops: int | None = None
-    """Of the passes, in eval mode forward alone, as `asyncrl.policy.flops` counts them; None where it does not."""
+    """FLOPs of the passes (in eval mode only forward), as `asyncrl.policy.flops` counts them. None if it cannot."""
     peak_flops_per_s: float | None = None
-    """What the ranks' devices could do together, in the precision of the passes; None where it is not known."""
+    """Peak rate of the ranks' devices together, in the precision of the passes. None if it is not known."""
 
 
 class ParameterSpec(NamedTuple):
-    """One parameter as the engine gets it: Hugging Face name, shape, torch dtype without `torch.`, bytes."""
+    """One parameter as the engine receives it: Hugging Face name, shape, torch dtype without `torch.`, size in
+    bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,23 +79,23 @@ class ParameterSpec(NamedTuple):
 
 
 class LogprobOutputSpec(TypedDict):
-    """Columns that `get_logprobs` returns."""
+    """The columns that `get_logprobs` returns."""
 
     logprobs: torch.Tensor
     """float32 [B, S], nats; 0 at the first token and beyond a row's length."""
 
 
 class ReferenceLogprobOutputSpec(TypedDict):
-    """Columns that `get_reference_policy_logprobs` returns."""
+    """The columns that `get_reference_policy_logprobs` returns."""
 
     reference_logprobs: torch.Tensor
     """float32 [B, S], nats; 0 at the first token and beyond a row's length."""
 
 
 class Timer(Protocol):
-    """Measures stages: `with timer.time("policy_training/ranks"): …`.
+    """Measures the time of stages: `with timer.time("policy_training/ranks"): …`.
 
-    A call times its stages under `<call>/…`, never the call itself, so that its caller may:
+    A call measures its stages under `<call>/…`, but not the call itself, so that the caller can do that:
     `with timer.time("policy_training"): policy.train(data, loss_fn, timer=timer)`.
     """
 
@@ -99,21 +103,22 @@ class Timer(Protocol):
 
 
 class PolicyInterface(ABC):
-    """A model that scores and learns. Calls block; rows are in the caller's order, and results on the CPU."""
+    """A model that scores and learns. Calls block. Rows keep the caller's order, and results are on the CPU."""
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
-        """`LogprobOutputSpec` of rows with `input_ids`, `input_lengths`, at the sampler's temperature.
+        """Returns the `LogprobOutputSpec` of rows with `input_ids` and `input_lengths`, at the sampler's temperature.
 
-        No gradient. AssertionError when B is no multiple of the ranks, and when tensors of two or more dimensions
-        differ in dimension 1.
+        Computes no gradient. Raises AssertionError if B is not a multiple of the number of ranks, or if tensors of two
+        or more dimensions differ in dimension 1.
         """
 
     @abstractmethod
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        """`ReferenceLogprobOutputSpec`: the same under the first weights. The live ones are not touched."""
+        """Returns the `ReferenceLogprobOutputSpec`: the same log-probs under the initial weights. The live weights stay
+        unchanged."""
 
     @abstractmethod
     def train(
@@ -126,30 +131,41 @@ class PolicyInterface(ABC):
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for every `gbs` rows (all of them unless given), one scheduler step a call.
+        """Makes one optimizer step for every `gbs` rows (default: all rows), and one scheduler step for the call.
 
-        `data` has the columns that the loss reads: `staleness` [B, S], in versions, among them where the proximal
-        policy is interpolated, `prev_logprobs` when there are several updates, `group_ids` [B] where the loss averages
-        over prompts, `rewards` [B] where it imitates good rows. `advantages` may be [B, S] or [B]. `mbs` rows of a rank
-        share a pass, padded, when it is given. In eval mode nothing changes.
+        `data` has the columns that the loss reads. Among them are:
 
-        Returns `loss`, `grad_norm` float32 [steps], `all_mb_metrics` (by name a value for every micro-batch of all
-        ranks: the loss's own, `lr`, `wd` and its update's `global_valid_seqs` and `global_valid_toks`; the loss's own
-        add up to their mean over the updates), `timing` (seconds by stage) and `report`, a `StepReport`.
+        - `staleness` [B, S], in versions, if the proximal policy is interpolated;
+        - `prev_logprobs` [B, S], if there are several updates;
+        - `group_ids` [B], if the loss averages over prompts;
+        - `rewards` [B], if the loss adds the likelihood of good rows.
 
-        Errors leave the ranks alive. AssertionError when the rows are no multiple of `gbs`, or `gbs` of the ranks
-        unless it is all rows, or `mbs` is below 1. MissingColumns names what the loss reads and the rows lack.
-        CallRefused names the column, row and value that the model cannot use. LossFailed when the loss raises, or
-        returns something other than a scalar and a dict of numbers.
+        `advantages` may be [B, S] or [B]. If `mbs` is given, `mbs` rows of a rank share a padded pass. In eval mode,
+        nothing changes.
+
+        Returns a dict:
+
+        - `loss` and `grad_norm`: float32, one entry for each optimizer step;
+        - `all_mb_metrics`: by name, one value for every micro-batch of all ranks. These are the loss's own metrics,
+          `lr`, `wd`, and the `global_valid_seqs` and `global_valid_toks` of the micro-batch's update. The sum of one of
+          the loss's own metrics is its mean over the updates;
+        - `timing`: seconds by stage;
+        - `report`: a `StepReport`.
+
+        All errors leave the ranks alive. Raises AssertionError if the number of rows is not a multiple of `gbs`, if
+        `gbs` is neither a multiple of the number of ranks nor all rows, or if `mbs` is below 1. Raises MissingColumns
+        with the columns that the loss reads and the rows lack. Raises CallRefused with the column, row and value that
+        the model cannot use. Raises LossFailed if the loss raises an error or does not return a scalar and a dict of
+        numbers.
         """
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Weights and optimizer are on the ranks' devices when it returns."""
+        """Loads weights and optimizer onto the ranks' devices."""
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Lets go of gradients."""
+        """Frees the gradients."""
 
     @abstractmethod
     def save_checkpoint(
@@ -160,67 +176,81 @@ class PolicyInterface(ABC):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Writes the sharded weights and, where paths are given, the optimizer's state and the tokenizer."""
+        """Writes the sharded weights, and the optimizer's state and the tokenizer if they have a path."""
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Ends the ranks; idempotent, and dead ones do no harm. Whether all of them left in order."""
+        """Ends the ranks. Idempotent. A rank that is already dead does not cause an error. Returns True if all ranks
+        left in order."""
 
 
 class ColocatablePolicyInterface(PolicyInterface):
-    """A policy that gives its weights to engines, on devices of their own or on its own ones.
+    """A policy that gives its weights to engines, which run on other devices or share the policy's devices.
 
-    Once: `prepare_refit_info`, whose answer is for the generation side's call of that name. `generation/refit.py` has
-    the calls of a refit in their order: by broadcast, after `init_collective` on both sides at once,
-    `broadcast_weights_for_collective` together with `update_weights_from_collective`; on one device
-    `offload_before_refit`, `prepare_weights_for_ipc`, `get_weights_ipc_handles` group by group, `offload_after_refit`,
-    and `prepare_for_training` to go on.
+    Call `prepare_refit_info` once, and pass its result to the generation side's `prepare_refit_info`.
+    `generation/refit.py` makes the calls of a refit in their order:
 
-    Weights carry a version. Unless it is given, it is one step further than the last that this policy has sent; the
-    first is step 0. A failure is a WeightError; CollectiveError when a peer is dead, missing or late.
+    - By broadcast: call `init_collective` on both sides at the same time. Then call `broadcast_weights_for_collective`
+      together with `update_weights_from_collective`.
+    - On a shared device: `offload_before_refit`, `prepare_weights_for_ipc`, `get_weights_ipc_handles` for one group
+      after the other, `offload_after_refit`, and `prepare_for_training` before the next training step.
+
+    Weights have a version. If it is not given, it is one step after the last version that this policy has sent; the
+    first is step 0. A failure raises a WeightError. It is a CollectiveError if a peer is dead, missing or late.
     """
 
     @abstractmethod
     def init_collective(
         self, ip: str, port: int, world_size: int, *args: Any, train_world_size: int | None = None, **kwargs: Any
     ) -> list[ray.ObjectRef[None]]:
-        """Every rank joins the process group at `ip`:`port`, where rank 0 listens. Returns at once; the references are
-        done when all `world_size` have come: this policy's ranks first, the engines' workers after them. They end with
-        CollectiveError after `weights.load_timeout_s`. A group that was joined before is left."""
+        """Makes every rank join the process group at `ip`:`port`, where rank 0 listens.
+
+        Returns at once. The references are done when all `world_size` members have joined: first this policy's ranks,
+        then the engines' workers. After `weights.load_timeout_s`, the references raise CollectiveError. If a rank has
+        joined a group before, it leaves that group.
+        """
 
     @abstractmethod
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """(shape, dtype without `torch.`) of every weight by its Hugging Face name, in the order of a broadcast."""
+        """Returns (shape, dtype without `torch.`) of every weight by its Hugging Face name, in broadcast order."""
 
     def prepare_info_for_collective(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """`prepare_refit_info`, as it is called elsewhere."""
+        """The name of `prepare_refit_info` in other trainers."""
         return self.prepare_refit_info()
 
     @abstractmethod
     def broadcast_weights_for_collective(
         self, *args: Any, version: Version | None = None, **kwargs: Any
     ) -> list[ray.ObjectRef[None]]:
-        """Every rank sends its part of the current weights. Returns at once; the references are done when all engines
-        hold them whole. UpdateRefused when an engine's model is another; the group stays usable then."""
+        """Makes every rank send its part of the current weights.
+
+        Returns at once. The references are done when all engines have received all weights. They raise UpdateRefused if
+        an engine has another model; the group stays usable then.
+        """
 
     @abstractmethod
     def prepare_weights_for_ipc(
         self, refit_buffer_size_gb: float | None = None, *args: Any, version: Version | None = None, **kwargs: Any
     ) -> list[list[str]]:
-        """Names of the weights in groups, in the order in which they are to be asked for. A group fits
-        `refit_buffer_size_gb` GiB and half of the free memory of each rank's device; a weight that does not is a group
-        of its own."""
+        """Returns the names of the weights in groups, in the order in which `get_weights_ipc_handles` needs them.
+
+        A group fits into `refit_buffer_size_gb` GiB and into half of the free memory of each rank's device. A weight
+        that does not fit is a group of its own.
+        """
 
     @abstractmethod
     def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, Any]:
-        """The next group, `keys`, in memory that an engine on the device opens: what to open, by device. The group
-        before it is freed. AssertionError before `prepare_weights_for_ipc`; WeightError out of its order, and when the
-        policy was trained or loaded since."""
+        """Puts the next group of weights, `keys`, into memory that an engine on the same device can open.
+
+        Returns the handles to open, by device. The memory of the previous group is freed. Raises AssertionError if
+        `prepare_weights_for_ipc` was not called. Raises WeightError if `keys` is not the next group, or if the policy
+        was trained or loaded in the meantime.
+        """
 
     @abstractmethod
     def offload_before_refit(self) -> None:
-        """The optimizer's state is off the ranks' devices when it returns, and gradients are gone."""
+        """Moves the optimizer's state off the ranks' devices, and frees the gradients."""
 
     @abstractmethod
     def offload_after_refit(self) -> None:
-        """The model is off the devices too when it returns, and what was shared is freed."""
+        """Moves the model off the ranks' devices, too, and frees the shared memory."""

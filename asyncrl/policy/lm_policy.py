@@ -1,4 +1,4 @@
-"""The driver's side of the policy.
+"""The driver's side of the policy. The driver is the process that calls the ranks.
 
 policy = Policy(config)
 scored = policy.get_logprobs(batch)
@@ -17,7 +17,7 @@ from asyncrl.policy.refit_driver import RefitDriver
 
 
 class Policy(RefitDriver):
-    """`config.learner.ranks` ranks of the policy at `model_path`."""
+    """The policy at `model_path` on `config.learner.ranks` ranks."""
 
     _kind = POLICY_RANKS
     _training = "policy_training"
@@ -31,16 +31,17 @@ class Policy(RefitDriver):
         return self._scored("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size, timer=timer)
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """The weights are on the ranks' devices when it returns, ready for `get_logprobs`."""
+        """Loads the weights onto the ranks' devices, for `get_logprobs`."""
         ignore_arguments("prepare_for_lp_inference", args, kwargs)
         self._ranks.call("prepare_for_training")
 
     def finish_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Lets go of gradients; scoring keeps nothing else."""
+        """Frees the gradients. Scoring keeps no other state."""
         ignore_arguments("finish_inference", args, kwargs)
         self._ranks.call("finish_training")
 
     def save_hf(self, path: Path) -> None:
-        """Writes a Hugging Face directory that vLLM serves, on rank 0's node, whole or not at all. CheckpointError when
-        it cannot, or when something that is no export is there; then the ranks can go on."""
+        """Writes a Hugging Face directory that vLLM can serve, on rank 0's node. A reader sees the complete directory
+        or none. Raises CheckpointError if it cannot be written, or if something other than an export is at `path`; the
+        ranks stay usable."""
         self._ranks.call("save_hf", path.absolute())

@@ -1,14 +1,18 @@
-"""Log-probs and entropies of next tokens without their logits: the output head, its softmax and its gradient in chunks.
+"""Log-probs and entropies of next tokens without their logits: output head, softmax and gradient are computed in
+chunks.
 
-Chunks run over the vocabulary, not over the tokens: each one then meets every token, so that its rows of the weight's
-gradient come out of a single product, and nothing of the weight's size is held in float32 beside weights and gradients
-in bfloat16.
+A chunk is a part of the vocabulary, not of the tokens. Each chunk is applied to all tokens, so one product gives the
+chunk's rows of the weight's gradient. With weights and gradients in bfloat16, no float32 tensor of the weight's size is
+needed.
 
-What must hold: the numbers and the gradients are those of log-softmax over full float32 logits, to rounding; never more
-than `chunk_logits` logits exist at once, in forward or backward; between the two only the inputs and two numbers a
-token are kept. Products have float32 accumulators and float32 results: on a GPU the operands stay in their own
-precision and the product's `out_dtype` is float32; CPUs have no such product, so operands are cast there, a chunk of
-the weight at a time.
+Invariants:
+
+- Values and gradients equal those of log-softmax over full float32 logits, up to rounding.
+- At most `chunk_logits` logits exist at once, in forward and in backward.
+- Between forward and backward, only the inputs and two numbers for each token are kept.
+- Products have float32 accumulators and float32 results. On a GPU the operands keep their own precision, and the
+  product's `out_dtype` is float32. CPUs have no such product, so the operands are cast there, one chunk of the weight
+  at a time.
 
 Legend: B rows, S tokens, T = S − 1 next tokens, N = B · T, D hidden width, V vocabulary, C vocabulary rows of a chunk.
 """
@@ -26,7 +30,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.policy.packed import PackedRows
 
 CHUNK_LOGITS = 2**24
-"""64 MiB of float32. Measured by benchmarks/chunked_head.py."""
+"""Largest number of logits at once: 64 MiB of float32. benchmarks/chunked_head.py measures the choice."""
 
 _MIN_CHUNK_ROWS = 64
 _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
@@ -41,13 +45,14 @@ def model_logprobs(
     packed_lengths_B: torch.Tensor | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """log-probs [B, T] of the tokens that follow and, if asked for, the entropies [B, T] they were drawn at; float32.
+    """Returns log-probs [B, T] of the next tokens and, if `with_entropy`, the entropies [B, T] of their distributions,
+    as float32.
 
-    Both of softmax(logits / temperature), both differentiable. The model's own forward runs, hooks of FSDP included;
-    its head returns these numbers instead of logits for the one call. No attention mask: padding is on the right,
-    where causal attention never looks. With `packed_lengths_B` the model, whose attention must be
-    `asyncrl.policy.packed`'s, sees no padding at all, and what lies beyond a row's length is 0. ConfigError for a model
-    whose logits are not a plain product with the head.
+    Both are of softmax(logits / temperature), and both are differentiable. The model's own forward runs, including the
+    hooks of FSDP. For this one call, its head returns these numbers instead of logits. No attention mask is needed:
+    padding is on the right, where causal attention does not look. With `packed_lengths_B`, the model sees no padding at
+    all, and results beyond a row's length are 0; its attention must be the one of `asyncrl.policy.packed`. Raises
+    ConfigError for a model whose logits are not a plain product with the head.
     """
     head = _plain_head(model)
     packed = None if packed_lengths_B is None else PackedRows.of(input_ids_BS, lengths_B=packed_lengths_B)
@@ -59,8 +64,8 @@ def model_logprobs(
         if hidden_BSD.shape[:2] != tokens.shape:
             raise ConfigError(
                 f"model.path: the output head of {type(model).__name__} gets hidden states of shape "
-                f"{tuple(hidden_BSD.shape)} for tokens of shape {tuple(tokens.shape)}; "
-                f"name a model whose head reads every position",
+                f"{tuple(hidden_BSD.shape)} for tokens of shape {tuple(tokens.shape)}; choose a model whose head reads "
+                f"every position",
                 key="model.path",
             )
         columns = chunked_logprobs(
@@ -79,8 +84,8 @@ def model_logprobs(
         returned = model(**model_inputs, use_cache=False).logits
     if len(made) != 1 or returned is not made[0]:
         raise ConfigError(
-            f"model.path: {type(model).__name__} changes its logits after the output head, and log-probs taken from "
-            f"the head would be others; name a model that does not",
+            f"model.path: {type(model).__name__} changes its logits after the output head, so log-probs that are "
+            f"computed from the head would be wrong; choose a model that does not do this",
             key="model.path",
         )
     if packed is not None:
@@ -98,9 +103,10 @@ def chunked_logprobs(
     with_entropy: bool = False,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """log softmax(hidden · weightᵀ / temperature) at the targets [N], and the entropies [N] if asked for.
+    """Returns log softmax(hidden · weightᵀ / temperature) at the targets [N], and the entropies [N] if `with_entropy`.
 
-    float32 (float64 for float64 inputs), differentiable once in hidden and weight; gradients in the inputs' dtypes.
+    Results are float32 (float64 for float64 inputs) and differentiable once in hidden and weight. Gradients have the
+    dtypes of the inputs.
     """
     logprobs_N, entropy_N = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
         hidden_ND, weight_VD, targets_N, temperature, chunk_logits, with_entropy
@@ -109,7 +115,10 @@ def chunked_logprobs(
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """With z the logits over the temperature, p their softmax, H its entropy and t the target:
+    """Output head, log-softmax and entropy as one autograd function.
+
+    Let z be the logits divided by the temperature, p their softmax, H its entropy, and t the target. The gradients
+    are
 
     ∂ log p_t / ∂z = 1_t − p,  ∂H / ∂z = −p · (log p + H)
     """
@@ -124,7 +133,7 @@ class _ChunkedHead(torch.autograd.Function):
         chunk_logits: int,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # entropies need logits and probabilities side by side
+        # entropies need a second buffer for probabilities, so a chunk has half as many logits
         chunks = _Chunks.of(hidden_ND, weight_VD, temperature=temperature, chunk_logits=chunk_logits >> with_entropy)
         chosen_N = hidden_ND.new_zeros(targets_N.shape, dtype=chunks.dtype)
         normalizers: list[torch.Tensor] = []
@@ -144,7 +153,7 @@ class _ChunkedHead(torch.autograd.Function):
         normalizer_N = normalizers_KN.logsumexp(dim=0)
         entropy_N = None
         if with_entropy:
-            # which chunk a token is in, and then which token of it: a sum of terms that are never negative
+            # the entropy over chunks plus the entropy within a chunk: all terms are at least 0, so nothing cancels
             log_share_KN = normalizers_KN - normalizer_N
             entropy_N = (log_share_KN.exp() * (torch.stack(entropies) - log_share_KN)).sum(dim=0)
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, normalizer_N, entropy_N)
@@ -158,7 +167,7 @@ class _ChunkedHead(torch.autograd.Function):
         ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, weight_VD, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
-        # an entropy that is only reported comes back with zeros when both numbers share one tensor
+        # if the entropy is only reported, its gradient arrives as zeros, because both results share one stacked tensor
         if grad_entropy_N is not None and not bool(grad_entropy_N.any()):
             grad_entropy_N = None
         chunk_logits = ctx.chunk_logits >> (grad_entropy_N is not None)
@@ -177,7 +186,7 @@ class _ChunkedHead(torch.autograd.Function):
                 slope_NC.add_(grad_N.unsqueeze(1)).mul_(probs_NC)
             inside_N, column_N1 = _located(targets_N, rows)
             slope_NC.scatter_add_(1, column_N1, torch.where(inside_N, -grad_N, 0.0).unsqueeze(1))
-            # slope is −∂L/∂z: the sign goes into the products
+            # slope is −∂L/∂z; the products below contain the sign
             chunks.add_gradients(
                 rows, slope_NC.to(chunks.hidden_ND.dtype), grad_hidden_ND=grad_hidden_ND, grad_weight_VD=grad_weight_VD
             )
@@ -187,9 +196,10 @@ class _ChunkedHead(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunks:
-    """Iterates over (vocabulary rows, logits [N, C] over the temperature), all in one buffer, free to be overwritten.
+    """Iterates over (vocabulary rows, logits [N, C] divided by the temperature). All logits are in one buffer, which
+    the caller may overwrite.
 
-    `dtype` is that of logits and accumulators; `hidden_ND` is in the precision in which products take their operands.
+    `dtype` is the dtype of logits and accumulators. `hidden_ND` has the precision of the products' operands.
     """
 
     hidden_ND: torch.Tensor
@@ -203,7 +213,7 @@ class _Chunks:
         cls, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, *, temperature: float, chunk_logits: int
     ) -> "_Chunks":
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-        # tensor cores want aligned rows
+        # tensor cores are fastest with aligned rows, so the number of rows is a multiple of _MIN_CHUNK_ROWS
         rows = chunk_logits // max(len(hidden_ND), 1) // _MIN_CHUNK_ROWS * _MIN_CHUNK_ROWS
         return cls(
             hidden_ND=hidden_ND if hidden_ND.is_cuda else hidden_ND.to(dtype),
@@ -233,7 +243,7 @@ class _Chunks:
         grad_hidden_ND: torch.Tensor | None,
         grad_weight_VD: torch.Tensor | None,
     ) -> None:
-        """Takes one chunk's −∂L/∂z to the inputs: adds to the one, writes the rows of the other."""
+        """Adds one chunk's part of the gradient of `hidden`, and writes the chunk's rows of the weight's gradient."""
         scale = -1 / self.temperature
         if grad_hidden_ND is not None:
             _multiply(slope_NC, self._weight_CD(rows), out=grad_hidden_ND, scale=scale, add=True)
@@ -249,7 +259,7 @@ class _Chunks:
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, scale: float, add: bool = False) -> None:
-    """out = scale · left · right (+ out), accumulated in float32 or better."""
+    """Computes out = scale · left · right (+ out), accumulated in float32 or wider."""
     if out.dtype == left.dtype:
         torch.addmm(out, left, right, beta=int(add), alpha=scale, out=out)
     else:
@@ -257,10 +267,11 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, sca
 
 
 def _located(targets_N: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which targets are among `rows`, and the column [N, 1] of each; that of another is valid and meaningless."""
+    """Returns which targets are among `rows`, and the column [N, 1] of each target. The column of a target outside is a
+    valid index without a meaning."""
     column_N = targets_N - rows.start
     width = rows.stop - rows.start
-    # no selection by mask: its size would have to be known to the CPU
+    # no boolean indexing: the size of its result would have to be copied from the GPU to the CPU
     return (column_N >= 0) & (column_N < width), column_N.clamp(0, width - 1).unsqueeze(1)
 
 
@@ -269,13 +280,13 @@ def _shaped(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _plain_head(model: PreTrainedModel) -> torch.nn.Linear:
-    """The model's output head, if its product with the hidden states is all that logits are."""
+    """Returns the model's output head. Raises ConfigError if logits are not just its product with the hidden states."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         found = "with a bias" if isinstance(head, torch.nn.Linear) else f"of type {type(head).__name__}"
         raise ConfigError(
-            f"model.path: {type(model).__name__} has an output head {found}; log-probs are computed for "
-            f"torch.nn.Linear without bias only",
+            f"model.path: {type(model).__name__} has an output head {found}, but log-probs can only be computed "
+            "for a torch.nn.Linear without bias; choose another model",
             key="model.path",
         )
     config = model.config.get_text_config()
@@ -284,7 +295,7 @@ def _plain_head(model: PreTrainedModel) -> torch.nn.Linear:
         if value is not None and value != 1.0:
             raise ConfigError(
                 f"model.path: {type(model).__name__} has {key} = {value} in its config, which changes logits after the "
-                f"output head, and log-probs taken from the head would be others; name a model without it",
+                f"output head, so log-probs that are computed from the head would be wrong; choose a model without it",
                 key="model.path",
             )
     return head
@@ -292,7 +303,8 @@ def _plain_head(model: PreTrainedModel) -> torch.nn.Linear:
 
 @contextmanager
 def _forward_replaced(module: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Hooks of the module still run, and the class stays as it is. What other libraries put there comes back."""
+    """Replaces the module's forward for a while. Its hooks still run, and its class is unchanged. A forward that
+    another library has set on the module is restored afterwards."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:

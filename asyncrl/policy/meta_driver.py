@@ -1,7 +1,8 @@
-"""A driver that names rows and never holds them: its ranks fetch and write their own.
+"""A driver that handles only the names of rows. Its ranks fetch the rows and write columns back.
 
-Invariants: rows are cut by their lengths as `RankDriver` cuts the rows themselves. A call that fails with RowsLost or
-CallRefused changed nothing, but for the updates before the one whose loss failed, and the ranks go on.
+Invariants: rows are cut by their lengths in the same way as `RankDriver` cuts the rows themselves. If a call fails with
+RowsLost or CallRefused, nothing has changed, and the ranks stay usable. The one exception: if the loss of an update
+fails, the earlier updates of the call stay applied.
 """
 
 from collections import Counter
@@ -24,10 +25,10 @@ from asyncrl.policy.step_plan import check_columns
 
 
 class MetaDriver(RankDriver):
-    """Beside a `RankDriver`'s calls, the same on rows of the data plane that `config.data_plane` names."""
+    """Adds to a `RankDriver` the same calls for rows on the data plane that `config.data_plane` selects."""
 
     _train_fields: tuple[str, ...]
-    """Columns that training reads where the rows have them, whatever a meta names."""
+    """Columns that training reads if the rows have them, even if a meta does not name them."""
 
     def __init__(self, config: Config, **options: Any) -> None:
         super().__init__(config, **options)
@@ -35,7 +36,7 @@ class MetaDriver(RankDriver):
 
     @property
     def dp_client(self) -> DataPlaneClient:
-        """This process's access to the rows. It is opened by the first use."""
+        """The data-plane client of this process. The first use opens it."""
         if self._client is None:
             self._client = open_client(self._config)
         return self._client
@@ -59,11 +60,12 @@ class MetaDriver(RankDriver):
         timer: Timer | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """`train` on the rows' training columns and the fields that `meta` names, with the same result. Clears nothing.
+        """Trains like `train`, on the rows' training columns and the fields that `meta` names, with the same result. It
+        clears no rows.
 
-        MissingColumns before a rank is called when the rows lack a column that the loss reads or that `meta` names.
-        With `extra_info["step"]` the version of the weights, tokens are checked against each row's
-        `tags["max_staleness_versions"]`: StalenessViolation.
+        Raises MissingColumns, before any rank is called, if the rows lack a column that the loss reads or that `meta`
+        names. If `extra_info["step"]` is set to the version of the weights, the age of every token is checked against
+        its row's `tags["max_staleness_versions"]`, and a token beyond it raises StalenessViolation.
         """
         ignore_arguments("train_from_meta", (), kwargs)
         rows = meta.size if gbs is None else gbs
@@ -84,16 +86,16 @@ class MetaDriver(RankDriver):
         return trained(records)
 
     def _fields_to_train(self, meta: KVBatchMeta, needed: frozenset[str]) -> list[str]:
-        """The columns that ranks fetch to train: those that `meta` names, those of training that the rows have, and
-        those that the loss needs."""
+        """Returns the columns that the ranks fetch for training: the columns that `meta` names, the training columns
+        that the rows have, and the columns that the loss needs."""
         if STEP in meta.extra_info:
             if not isinstance(meta.extra_info[STEP], int):
                 raise CallRefused(f"the meta's extra_info[{STEP!r}] is {meta.extra_info[STEP]!r}; it must be an int")
             needed = needed - {"staleness"} | {"weight_versions"}
             if any(LIMIT not in tags for tags in meta.tags or [{}]):
                 raise CallRefused(
-                    f"the meta's extra_info has {STEP!r}, so that the age of its tokens is checked, but not every row "
-                    f"has {LIMIT!r} in its tags: stamp_tags() writes it"
+                    f"the meta's extra_info has {STEP!r}, so the age of its tokens must be checked, but some rows "
+                    f"have no {LIMIT!r} in their tags; add it with stamp_tags()"
                 )
         named = [*(meta.fields or []), *sorted(needed)]
         present = self.dp_client.fields_of(meta.sample_ids, meta.partition_id)
@@ -103,7 +105,7 @@ class MetaDriver(RankDriver):
         return list(dict.fromkeys([*named, *(name for name in self._train_fields if name in present)]))
 
     def _has_field(self, meta: KVBatchMeta, name: str) -> bool:
-        """Whether the first row has a field, for a client that cannot tell: the field of that row is read."""
+        """Returns True if the first row has a field, by reading it. Used for a client without `fields_of`."""
         try:
             self.dp_client.get_samples(meta.sample_ids[:1], meta.partition_id, [name])
         except KeyError:
@@ -113,7 +115,7 @@ class MetaDriver(RankDriver):
     def _score(
         self, method: str, meta: KVBatchMeta, *, stage: str, micro_batch_size: int | None, timer: Timer | None
     ) -> None:
-        """A stage that scores tokens and writes a column back."""
+        """Runs a stage that scores tokens and writes a column back."""
         with timed(timer, f"{stage}/shard_data"):
             shards = self._shards(
                 meta, rows_per_update=meta.size, micro_batch_size=micro_batch_size, stage="logprob_mb_tokens"
@@ -122,7 +124,7 @@ class MetaDriver(RankDriver):
             self._dispatch(method, shards, fields=LP_SEED_FIELDS, micro_batch_size=micro_batch_size)
 
     def _estimate(self, meta: KVBatchMeta, estimator: TokenEstimator, *, timer: Timer | None) -> None:
-        """The stage that makes token-level advantages of the columns that `estimator` reads."""
+        """Runs the stage that computes token-level advantages from the columns that `estimator` reads."""
         with timed(timer, "get_advantages/shard_data"):
             shards = self._shards(meta, rows_per_update=meta.size, micro_batch_size=None, stage="logprob_mb_tokens")
         with timed(timer, "get_advantages/ranks"):
@@ -131,7 +133,7 @@ class MetaDriver(RankDriver):
     def _dispatch(
         self, method: str, shards: Sequence[KVBatchMeta], *, fields: Sequence[str], **options: Any
     ) -> list[Any]:
-        """A stage of the meta ranks that reads `fields` of the rows."""
+        """Runs a method of the meta ranks that reads `fields` of the rows."""
         for shard in shards:
             shard.fields = list(fields)
         return self._ranks.call_each(method, [(shard,) for shard in shards], with_meta=True, **options)
@@ -139,12 +141,13 @@ class MetaDriver(RankDriver):
     def _shards(
         self, meta: KVBatchMeta, *, rows_per_update: int, micro_batch_size: int | None, stage: str
     ) -> list[KVBatchMeta]:
-        """A meta a rank, cut as `_cut` cuts rows."""
+        """Returns one meta for each rank, cut in the same way as `_cut` cuts rows."""
         check_micro_batch_size(micro_batch_size)
         repeated = [name for name, count in Counter(meta.sample_ids).items() if count > 1]
         if repeated:
             raise ValueError(
-                f"the meta names the samples {repeated[:5]} more than once; a row is trained and scored once"
+                f"the meta names the samples {repeated[:5]} more than once, but a row can be trained or scored only "
+                "once in a call; remove the repeated names"
             )
         self._stamp_pad_seqlen(meta)
         if rows_per_update == meta.size and meta.size % self._ranks.size:
@@ -160,10 +163,10 @@ class MetaDriver(RankDriver):
         return shards
 
     def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
-        """Stamps the width that driver and ranks pad the step's rows to, and lengths where `meta` has none. Idempotent.
+        """Stamps the width to which driver and ranks pad the step's rows. Also sets the lengths if `meta` has none.
 
-        A stamp that is too narrow for the rows grows. Rows whose lengths the data plane does not have are not stamped:
-        they are read as wide as the longest of them.
+        Idempotent. A stamp that is too narrow for the rows is raised. If the data plane does not know the rows'
+        lengths, there is no stamp, and reads are as wide as the longest row.
         """
         if meta.sequence_lengths is None and meta.size:
             meta.sequence_lengths = self.dp_client.lengths_of(meta.sample_ids, meta.partition_id)
@@ -173,5 +176,5 @@ class MetaDriver(RankDriver):
 
 
 def name_fields(meta: KVBatchMeta, names: Sequence[str] | Mapping[str, Any]) -> None:
-    """The rows have these columns from now on."""
+    """Records in `meta` that the rows have these columns."""
     meta.fields = list(dict.fromkeys([*(meta.fields or []), *names]))

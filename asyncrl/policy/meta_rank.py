@@ -1,7 +1,7 @@
-"""A rank whose rows come from the data plane: it fetches its own, and writes columns back under the same keys.
+"""A rank that fetches its own rows from the data plane and writes columns back under the same keys.
 
-Invariants: either all ranks have their rows or none goes on (F37). A token older than its ticket allows is never
-trained.
+Invariants: either all ranks get their rows, or the call fails on all ranks (F37). A token that is older than its ticket
+allows is never trained.
 """
 
 import copy
@@ -22,18 +22,18 @@ from asyncrl.policy.step_report import RankRecord
 from asyncrl.policy.worker import PolicyWorker
 
 STEP = "step"
-"""In `extra_info`: the version of the weights that train the rows."""
+"""Key in `extra_info`: the version of the weights that are trained with the rows."""
 LIMIT = "max_staleness_versions"
-"""In a row's tags: η of its ticket."""
+"""Key in a row's tags: the η of its ticket, in versions."""
 
 WorkerT = TypeVar("WorkerT", bound=ShardedWorker[Any])
 
 
 class MetaRank(Generic[WorkerT]):
-    """Every method is a collective; `meta` names this rank's rows, perhaps none.
+    """Every method is a collective. `meta` names this rank's rows; it may name none.
 
-    RowsLost, on all ranks and with the rows of all, when any of them cannot fetch its own; MissingColumns when rows or
-    columns were never put or are cleared.
+    If a rank cannot fetch its rows, RowsLost is raised on all ranks, with the lost rows of all ranks. MissingColumns is
+    raised if rows or columns were never written or have been cleared.
     """
 
     def __init__(self, worker: WorkerT, client: DataPlaneClient) -> None:
@@ -49,8 +49,8 @@ class MetaRank(Generic[WorkerT]):
         micro_batch_size: int | None,
         eval_mode: bool,
     ) -> RankRecord:
-        """The worker's `train` on the fields of `meta`. With a step in `extra_info`, StalenessViolation for a token
-        beyond the limit in its row's tags."""
+        """Calls the worker's `train` with the fields of `meta`. If `extra_info` has a step, raises StalenessViolation
+        for a token beyond the limit in its row's tags."""
         step: int | None = meta.extra_info.get(STEP)
         data = self._fetch(meta, step=step)
         return self._worker.train(
@@ -63,14 +63,16 @@ class MetaRank(Generic[WorkerT]):
         )
 
     def _fetch(self, meta: KVBatchMeta, *, step: int | None = None) -> BatchedDataDict:
-        """This rank's rows with the driver's cut; with a `step`, their tokens are checked against their limits."""
+        """Returns this rank's rows with the driver's cut. With a `step`, checks their tokens against their limits."""
         data = BatchedDataDict()
         with self._worker.together():
             if meta.size:
                 try:
                     data = self._client.get_data(meta, meta.fields or [])
                 except KeyError as error:
-                    raise MissingColumns(f"the rows have not all of {meta.fields}: {error.args[0]}") from error
+                    raise MissingColumns(
+                        f"the rows do not have all of {meta.fields}: {error.args[0]}; write the missing columns first"
+                    ) from error
             if step is not None:
                 limits = [tags[LIMIT] for tags in meta.tags or []]
                 check_staleness(data, step=step, limits=limits, sample_ids=meta.sample_ids)
@@ -80,10 +82,11 @@ class MetaRank(Generic[WorkerT]):
         return data
 
     def _advantages(self, meta: KVBatchMeta, estimator: TokenEstimator) -> TokenAdvantages | None:
-        """The estimator's answer for this rank's rows, whitened over the rows of all ranks; None without rows."""
+        """Returns the estimator's result for this rank's rows, whitened over the rows of all ranks; None without
+        rows."""
         data = self._fetch(meta)
         estimated: TokenAdvantages | None = None
-        # all checks are here, so that no rank waits in the sum of the moments for one that has failed
+        # all checks are inside `together`, so that no rank waits in the sum of the moments for a rank that has failed
         with self._worker.together():
             rule = estimator.whitening
             if not isinstance(rule, Whitening):
@@ -105,12 +108,12 @@ class PolicyMetaRank(MetaRank[PolicyWorker]):
     """A rank of the policy."""
 
     def write_logprobs(self, meta: KVBatchMeta, *, micro_batch_size: int | None) -> None:
-        """Adds the column `prev_logprobs`: the current weights'."""
+        """Adds the column `prev_logprobs`: log-probs under the current weights."""
         scored = self._worker.get_logprobs(self._fetch(meta), micro_batch_size=micro_batch_size)
         self._write(meta, {"prev_logprobs": scored["logprobs"]})
 
     def write_reference_logprobs(self, meta: KVBatchMeta, *, micro_batch_size: int | None) -> None:
-        """Adds the column `reference_policy_logprobs`: the first weights'."""
+        """Adds the column `reference_policy_logprobs`: log-probs under the initial weights."""
         data = self._fetch(meta)
         scored = self._worker.get_reference_policy_logprobs(data, micro_batch_size=micro_batch_size)
         self._write(meta, {"reference_policy_logprobs": scored["reference_logprobs"]})

@@ -1,4 +1,4 @@
-"""One micro-batch through the live policy and the loss: something to differentiate, and what was measured.
+"""Runs one micro-batch through the live policy and the loss. The result can be differentiated and has measurements.
 
 Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
@@ -25,8 +25,11 @@ from asyncrl.user_code import describe_error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchOutcome:
-    """`differentiable` has the loss's gradient by the weights, not always its value; a gradient of 0 where the loss
-    has failed, which `failure` tells."""
+    """The result of one micro-batch.
+
+    `differentiable` is a scalar whose gradient with respect to the weights is the loss's gradient. Its value may differ
+    from the loss. If the loss failed, `failure` is set and this gradient is 0.
+    """
 
     differentiable: torch.Tensor
     loss: float = 0.0
@@ -47,14 +50,15 @@ def loss_of(
     step: int | None,
     sole_update: bool,
 ) -> MicroBatchOutcome:
-    """Loss, diagnostics and the loss's own metrics; `counts` are the step's `global_valid_seqs` and `…_toks`.
+    """Computes the loss, diagnostics and the loss's own metrics. `counts` are the step's `global_valid_seqs` and
+    `global_valid_toks`.
 
-    Without `step`, the version of the weights, no token counts as on-policy. Without `generation_logprobs` the distance
-    of the data from the policy is not measured. With `sole_update` the loss reads this pass's log-probs as
-    `prev_logprobs` where the rows have none.
+    `step` is the version of the weights. Without it, no token counts as on-policy. Without the column
+    `generation_logprobs`, the distance between data and policy is not measured. With `sole_update`, the loss reads the
+    log-probs of this pass as `prev_logprobs` if the rows have none.
     """
     objective = loss_fn if isinstance(loss_fn, ObjectiveLoss) else None
-    # an objective takes the chunked head's entropies where others would need logits
+    # for an objective, the chunked head computes entropies; other losses that need entropies get logits
     from_logprobs = objective is not None or input_type_of(loss_fn) == LossInputType.LOGPROB
     lengths_B = data["input_lengths"] if packed else None
     if from_logprobs:
@@ -68,19 +72,20 @@ def loss_of(
         entropy_BT = entropy(logits_BSV.detach())
     mask_BT = trained_mask(data)[:, 1:]
     if not bool(mask_BT.any()):
-        # the graph stays, so that FSDP's hooks and collectives run as on the other ranks
+        # the result keeps the graph, so that FSDP's hooks and collectives run as on the other ranks
         return MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum())
     proximal_BS = data["prev_logprobs"] if "prev_logprobs" in data else aligned(logprobs_BT.detach())
     if sole_update:
-        data["prev_logprobs"] = proximal_BS  # before the first update the weights at the step's start are the current
+        # before the first update, the current weights are those of the step's start
+        data["prev_logprobs"] = proximal_BS
     columns = {"next_token_logprobs": logprobs_BT} if from_logprobs else {"next_token_logits": logits_BSV}
     if objective is not None and objective.needs_entropy:
         columns["next_token_entropies"] = entropy_BT
-    # The loss alone is differentiated first: the model's own backward pass needs its slopes and nothing else, and a
-    # loss that fails leaves the collectives of that pass whole.
+    # The loss is first differentiated only with respect to the model's outputs. The model's backward pass needs nothing
+    # but these slopes, and a loss that fails does not interrupt the collectives of that pass.
     leaves = {name: column.detach().requires_grad_() for name, column in columns.items()}
     try:
-        # a copy: the loss may change its columns, and the diagnostics read them afterwards
+        # a copy, because the loss may change its columns, and the diagnostics read them afterwards
         loss, metrics, slopes = _differentiated(loss_fn, copy.copy(data), counts=counts, leaves=leaves)
         sums, kernel = OffPolicySums(), KernelSums()
         if "generation_logprobs" in data:
@@ -109,7 +114,8 @@ def _differentiated(
     counts: Mapping[str, torch.Tensor],
     leaves: Mapping[str, torch.Tensor],
 ) -> tuple[float, dict[str, float], tuple[torch.Tensor, ...]]:
-    """The loss, its metrics, and its slopes by `leaves`, which are measured in evaluation too."""
+    """Returns the loss, its metrics, and its slopes with respect to `leaves`. The slopes are also measured in eval
+    mode."""
     with torch.enable_grad():
         if "next_token_logits" in leaves:
             returned = call_with_logits(loss_fn, leaves["next_token_logits"], data, counts)
@@ -130,8 +136,8 @@ def _diagnosed(
     mask_BT: torch.Tensor,
     step: int | None,
 ) -> tuple[OffPolicySums, KernelSums]:
-    """How far the data is from the policy, and how a loss of log-probs pushes its tokens."""
-    # in float32: the difference of two bfloat16 columns would be rounded to bfloat16
+    """Returns how far the data is from the policy, and how a loss of log-probs pushes its tokens."""
+    # in float32, because the difference of two bfloat16 columns would be rounded to bfloat16
     behaviour_BT = data["generation_logprobs"][:, 1:].float()
     kernel = KernelSums()
     if slopes_BT is not None and "advantages" in data:
@@ -156,23 +162,26 @@ def _diagnosed(
 
 
 def checked_loss(returned: object) -> tuple[torch.Tensor, dict[str, float]]:
-    """A loss's answer, with metrics as floats. TypeError unless it is a scalar tensor and a dict of numbers."""
+    """Returns a loss's result with metrics as floats. Raises TypeError unless it is a scalar tensor and a dict of
+    numbers."""
     if not (isinstance(returned, tuple) and len(returned) == 2):
-        raise TypeError(f"a loss returns (scalar, metrics), this one a {type(returned).__name__}")
+        raise TypeError(f"a loss must return (scalar, metrics), but this one returned a {type(returned).__name__}")
     loss, metrics = returned
     if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and isinstance(metrics, Mapping)):
         found = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TypeError(f"a loss returns a scalar tensor and a dict, this one {found} and {type(metrics).__name__}")
+        raise TypeError(
+            f"a loss must return a scalar tensor and a dict, but this one returned {found} and {type(metrics).__name__}"
+        )
     return loss.squeeze(), {str(name): float(value) for name, value in metrics.items()}
 
 
 def loss_failed(error: Exception) -> LossFailed:
-    """The error of a loss as an error of the call."""
+    """Turns an error of a loss function into an error of the call."""
     return LossFailed(f"the loss failed: {describe_error(error)}")
 
 
 def aligned(logprobs_BT: torch.Tensor) -> torch.Tensor:
-    """[B, S] from [B, S − 1]: entry i belongs to token i, entry 0 is 0."""
+    """Returns [B, S] from [B, S − 1]: entry i belongs to token i, and entry 0 is 0."""
     return torch.nn.functional.pad(logprobs_BT, (1, 0))
 
 
@@ -183,16 +192,16 @@ def _logits(
     temperature: float,
     packed_lengths_B: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[B, S, V] float32, divided by the temperature: for a loss that wants them all.
+    """Returns float32 logits [B, S, V], divided by the temperature, for a loss that needs all of them.
 
-    No attention mask: padding is on the right, where causal attention never looks.
+    No attention mask is needed: padding is on the right, where causal attention does not look.
     """
     if packed_lengths_B is None:
         logits_BSV: torch.Tensor = model(input_ids=input_ids_BS, use_cache=False).logits.float()
     else:
         packed = PackedRows.of(input_ids_BS, lengths_B=packed_lengths_B)
         logits_1NV = model(**packed.model_inputs(), use_cache=False).logits.float()
-        # logits of a row's last token predict nothing that is trained
+        # the logits after a row's last token predict no trained token, so they are filled with 0
         logits_BSV = torch.nn.functional.pad(packed.padded(logits_1NV, width=input_ids_BS.shape[1] - 1), (0, 0, 0, 1))
     return logits_BSV if temperature == 1.0 else logits_BSV / temperature
 
@@ -200,25 +209,27 @@ def _logits(
 def _push(
     objective: ObjectiveLoss, data: BatchedDataDict, logprobs_BT: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The slopes of what the advantages ask for alone, and where the clip and the gates act."""
+    """Returns the slopes of the part that the advantages multiply, and where the clip and the gates act."""
     leaf_BT = logprobs_BT.detach().requires_grad_()
     with torch.enable_grad():
-        # entropies are in no push
+        # the push contains no entropy term, so any entropies will do
         terms = objective.terms(data, logprobs_BT=leaf_BT, entropy_BT=torch.zeros_like(leaf_BT))
         [slopes_BT] = slopes_of(terms.push_BT.sum(), leaf_BT)
     return slopes_BT, {"clipped": terms.clipped_BT, "gated": terms.gated_BT}
 
 
 def slopes_of(loss: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """∂loss/∂leaf of each; zeros for a leaf that the loss does not read."""
+    """Returns ∂loss/∂leaf for each leaf; zeros for a leaf that the loss does not read."""
     if not loss.requires_grad:
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
     return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
 
 
 def with_slopes(tensor: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
-    """A scalar 0 whose gradient by `tensor` is `slopes`: Σ tensor · slopes without its product, which would be another
-    copy of the logits."""
+    """Returns a scalar 0 whose gradient with respect to `tensor` is `slopes`.
+
+    It replaces Σ tensor · slopes, whose product would be another copy of the logits.
+    """
     return cast(torch.Tensor, _WithSlopes.apply(tensor, slopes))  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,7 @@
-"""What a model's directory holds, read without torch and transformers: in a tenth of a second, before anything starts.
+"""Reads a model's directory without torch and transformers, in a tenth of a second, before a run starts.
 
-A directory is refused here only for what every later reader would refuse as well. What its files do not tell, such as
-how far scaled positions reach, is left to the engine.
+A directory is refused here only if every later reader would refuse it, too. Questions that its files do not answer,
+such as how far scaled positions reach, are left to the engine.
 """
 
 import json
@@ -14,7 +14,7 @@ import msgspec
 from asyncrl.config.schema import Config
 
 TINY_RECIPE = "tiny.json"
-"""The file by which a directory says that asyncrl built a tiny model there."""
+"""Name of the file that marks a directory as a tiny model that asyncrl has built."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -22,14 +22,14 @@ _INDEX = "model.safetensors.index.json"
 
 
 def is_tiny(path: Path) -> bool:
-    """Whether the directory says that it holds a tiny model of ours."""
+    """Returns True if the directory is marked as a tiny model of asyncrl."""
     return (path / TINY_RECIPE).is_file()
 
 
 def missing_parts(path: Path, *, weights: bool) -> list[str]:
-    """What a Hugging Face model has and the directory lacks; `weights`: whether they are needed.
+    """Returns the parts of a Hugging Face model that the directory lacks. `weights` says whether weights are needed.
 
-    The engines get their weights from the learner: a generator's machine needs only config and tokenizer.
+    The engines get their weights from the learner, so a generator's machine needs only config and tokenizer.
     """
     missing = [] if (path / "config.json").is_file() else ["config.json"]
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
@@ -52,7 +52,7 @@ class _Vocabulary(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What is read of `tokenizer.json`."""
+    """The part of `tokenizer.json` that is read here."""
 
     model: _Vocabulary
     added_tokens: list[_AddedToken] = []
@@ -60,21 +60,21 @@ class _TokenizerFile(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """Sizes of a model by its files; None where they do not tell."""
+    """Sizes of a model, read from its files. A size is None if the files do not give it."""
 
     vocabulary: int | None
-    """Tokens that the model has embeddings for."""
+    """Number of tokens for which the model has embeddings."""
     positions: int | None
-    """Longest sequence, tokens."""
+    """Longest sequence that the model supports, in tokens."""
     tokens: int | None
-    """Tokens of the tokenizer's vocabulary."""
+    """Number of tokens in the tokenizer's vocabulary."""
     added: tuple[str, ...]
-    """Tokens that were added to the tokenizer beyond the model's vocabulary. Some published models have one that they
-    never use: https://github.com/huggingface/transformers/issues/37011"""
+    """Tokens that were added to the tokenizer beyond the model's vocabulary. Some published models have such a token
+    and never use it: https://github.com/huggingface/transformers/issues/37011"""
 
 
 def read_model(path: Path) -> ModelFiles:
-    """OSError or ValueError for files that cannot be read."""
+    """Reads the sizes of the model at `path`. Raises OSError or ValueError for files that cannot be read."""
     config = _read_json(path / "config.json")
     vocabulary = _number(config, "vocab_size")
     file = path / "tokenizer.json"
@@ -92,17 +92,17 @@ def read_model(path: Path) -> ModelFiles:
 
 
 def model_problems(found: ModelFiles, config: Config) -> list[str]:
-    """Why a model of these sizes cannot be used for the run."""
+    """Returns the reasons why a model of these sizes cannot be used for the run."""
     problems = []
     if found.tokens is not None and found.vocabulary is not None and found.tokens > found.vocabulary:
         problems.append(
-            f"model.path = {config.model.path}: the tokenizer has {found.tokens} tokens, the model's vocabulary "
-            f"{found.vocabulary}: the model has no embedding for the others; name a directory whose tokenizer belongs "
-            "to the model"
+            f"model.path = {config.model.path}: the tokenizer has {found.tokens} tokens, but the model's vocabulary "
+            f"has only {found.vocabulary}, so the model has no embedding for the others; choose a directory whose "
+            "tokenizer belongs to the model"
         )
     if found.positions is not None and config.model.max_length > found.positions:
         problems.append(
-            f"model.max_length = {config.model.max_length}: must be at most {found.positions}, the "
+            f"model.max_length = {config.model.max_length}: it must be at most {found.positions}, the "
             f"max_position_embeddings of {config.model.path}; lower it"
         )
     return problems
@@ -111,7 +111,7 @@ def model_problems(found: ModelFiles, config: Config) -> list[str]:
 def _read_json(path: Path) -> dict[str, Any]:
     found = json.loads(path.read_bytes())
     if not isinstance(found, dict):
-        raise ValueError(f"{path.name} holds a {type(found).__name__}, not an object")
+        raise ValueError(f"{path.name} contains a {type(found).__name__}, not a JSON object")
     return found
 
 
@@ -120,7 +120,7 @@ def _size(vocab: dict[str, int] | list[Any]) -> int:
 
 
 def _positions(config: dict[str, Any]) -> int | None:
-    """None for scaled positions: how far they reach depends on the way of scaling."""
+    """Returns None for scaled positions, because their reach depends on the kind of scaling."""
     sections = (config, config.get("text_config") or {})
     scaling = [section.get(key) for section in sections for key in ("rope_scaling", "rope_parameters")]
     return None if "factor" in json.dumps(scaling) else _number(config, "max_position_embeddings", "n_positions")

@@ -1,9 +1,11 @@
-"""Rows laid end to end for the model, without padding: one sequence in, each row's own numbers out.
+"""Puts rows one after another into a single sequence without padding, and takes each row's results out of it again.
 
-What must hold: no token sees another row, and what comes out is what each row alone would give. Models get the
-boundaries as `cu_seq_lens_q` and so on, transformers' own names for flash attention; `ATTENTION`, registered here,
-reads them too: on a GPU in half precision by torch's variable-length kernel, elsewhere row after row, so that no mask
-of N × N is ever made. Without boundaries it is plain causal attention over right-padded rows.
+Invariants: no token sees another row, and the results equal those of each row alone.
+
+The model gets the boundaries of the rows as `cu_seq_lens_q` and related arguments, which are transformers' names for
+flash attention. The attention `ATTENTION`, which is registered here, also reads them. On a GPU in half precision it
+uses torch's variable-length kernel. Elsewhere it computes one row after the other, so no mask of N × N is made. Without
+boundaries, it is plain causal attention over rows that are padded on the right.
 
 Legend: B rows, S tokens, T = S − 1, N tokens of all rows, H heads, K heads of keys, D head width, C columns.
 """
@@ -20,15 +22,16 @@ from transformers import AttentionInterface
 from asyncrl.errors import ConfigError
 
 ATTENTION = "asyncrl_packed"
-"""Name of the attention in `attn_implementation`."""
+"""Name of this attention for `attn_implementation`."""
 
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
-"""What some models ask of their attention and this one does not do."""
+"""Arguments that some models pass to their attention and that this attention does not implement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """`input_ids_1N`, and where each row starts and ends in it: `starts` int32 [B + 1]."""
+    """The tokens of all rows as `input_ids_1N`. `starts`, int32 [B + 1], has the first position of each row and, at its
+    end, N."""
 
     input_ids_1N: torch.Tensor
     position_ids_1N: torch.Tensor
@@ -38,7 +41,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, input_ids_BS: torch.Tensor, *, lengths_B: torch.Tensor) -> "PackedRows":
-        """The first `lengths_B` tokens of every row; of an empty one its first padding."""
+        """Packs the first `lengths_B` tokens of every row. An empty row is packed as one padding token."""
         device = input_ids_BS.device
         lengths_B = lengths_B.to(device).clamp(min=1)
         positions_BS = torch.arange(input_ids_BS.shape[1], device=device).expand_as(input_ids_BS)
@@ -53,7 +56,7 @@ class PackedRows:
         )
 
     def model_inputs(self) -> dict[str, Any]:
-        """Keyword arguments of the model's forward."""
+        """Returns the keyword arguments of the model's forward."""
         return {
             "input_ids": self.input_ids_1N,
             "position_ids": self.position_ids_1N,
@@ -64,9 +67,10 @@ class PackedRows:
         }
 
     def padded(self, values_1NC: torch.Tensor, *, width: int) -> torch.Tensor:
-        """[B, T, C] of what stands at each token for the one that follows; 0 beyond a row's end. `width` is T.
+        """Returns [B, T, C]: entry t of a row is the value at token t, which predicts token t + 1. It is 0 beyond the
+        row's end. `width` is T.
 
-        `values_1NC` may lack the last token, after which nothing follows.
+        `values_1NC` may lack the last token, because no token follows it.
         """
         follows_BT = torch.arange(width, device=values_1NC.device) < (self.lengths_B - 1).unsqueeze(1)
         has_next_N = self.position_ids_1N[0] < (self.lengths_B - 1).repeat_interleave(self.lengths_B)
@@ -88,15 +92,17 @@ def packed_attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention [B, S, H, D] within the rows that `cu_seq_lens_q` bounds, B being 1; else within each of B rows.
+    """Computes causal attention [B, S, H, D]. With `cu_seq_lens_q`, B is 1, and attention stays within the rows that it
+    bounds. Without it, attention stays within each of the B rows.
 
-    `sliding_window`: tokens that one sees, itself included. Keys and values may have fewer heads than queries.
+    `sliding_window` is the number of tokens that a token sees, including itself. There may be fewer heads of keys and
+    values than of queries. Raises ConfigError if the model passes a mask or an argument in `_UNKNOWN`.
     """
     asked = [name for name in _UNKNOWN if kwargs.get(name) is not None]
     if attention_mask is not None or asked:
         raise ConfigError(
-            f"learner.batching: {type(module).__name__} asks its attention for {', '.join(asked) or 'a mask'}, which "
-            "packed rows do not have; take `dynamic`, which pads",
+            f"learner.batching: {type(module).__name__} passes {', '.join(asked) or 'a mask'} to its attention, which "
+            "packed rows do not support; set learner.batching to dynamic, which pads rows",
             key="learner.batching",
         )
     if cu_seq_lens_q is None:

@@ -1,6 +1,6 @@
-"""The Ray actor around one rank: it meets the others, and hands calls to the worker.
+"""The Ray actor of one rank. It connects to the other ranks and passes calls to the worker.
 
-Imports torch, accelerate and transformers only inside the actor's process, when the rank is set up.
+It imports torch, accelerate and transformers only in the actor's process, when the rank is set up.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 BESIDE = "beside"
-"""Ray concurrency group of calls that run in a thread beside the rank's steps."""
+"""Ray concurrency group for calls that run in a second thread, in parallel with the rank's steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """An object of the caller's, such as a loss, in Ray's object store. A reference inside another object is not
-    resolved by Ray, so that the ranks open it themselves: one that cannot be imported there is a refusal."""
+    """An object of the caller, such as a loss, in Ray's object store.
+
+    Ray does not resolve a reference inside another object, so the ranks load the object themselves. If a rank cannot
+    import it, the call is refused, and the rank goes on.
+    """
 
     ref: ray.ObjectRef[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankKind:
-    """What the ranks of a group are, by import paths, which are followed in their own processes."""
+    """The kind of ranks in a group, as import paths that are resolved in the ranks' processes."""
 
     section: str
-    """The config's section that a user finds them in, and what errors call them."""
+    """The section of the configuration for these ranks. Errors use it as the ranks' name."""
     worker: str
-    """A `ShardedWorker`."""
+    """Import path of a `ShardedWorker`."""
     meta_rank: str
-    """The `MetaRank` around it."""
+    """Import path of the `MetaRank` for this worker."""
 
 
 POLICY_RANKS = RankKind(
@@ -56,7 +59,8 @@ POLICY_RANKS = RankKind(
 
 
 class RankActor:
-    """Order of calls: `node_address` on all, `open_rendezvous` on rank 0, `setup` on all; then anything, on all."""
+    """Call `node_address` on all ranks, `open_rendezvous` on rank 0, `setup` on all. After that, other methods may be
+    called, on all ranks."""
 
     def __init__(self, *, rank: int, world_size: int, config: Config, kind: RankKind) -> None:
         self._rank, self._world_size, self._config, self._kind = rank, world_size, config, kind
@@ -68,10 +72,10 @@ class RankActor:
         return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     def open_rendezvous(self, host: str) -> int:
-        """Starts the store at which the ranks meet, on a free port of `host`; returns the port."""
+        """Starts the TCP store through which the ranks connect, on a free port of `host`. Returns the port."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        # our own listening socket: bound to this address alone, and to a port that nobody can take in between
+        # a listening socket of our own is bound only to this address, and no other process can take its port meanwhile
         listener = socket.create_server((host, 0))
         port = int(listener.getsockname()[1])
         self._store = TCPStore(
@@ -85,13 +89,13 @@ class RankActor:
         return port
 
     def setup(self, *, model_path: str, host: str, port: int) -> None:
-        """Loads the model and meets the other ranks."""
+        """Connects to the other ranks and loads the model."""
         import os
 
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if host == LOOPBACK and os.path.isdir("/sys/class/net/lo"):
-            # all ranks on this node: gloo would look the host's name up and take what it finds
+            # all ranks are on this node; otherwise gloo would look up the host's name and might pick another interface
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         timeout = timedelta(seconds=self._config.learner.startup_timeout_s)
         store = self._store or TCPStore(host, port, is_master=False, timeout=timeout)
@@ -100,26 +104,27 @@ class RankActor:
         )
 
     def setup_data_plane(self) -> None:
-        """Opens the rank's access to the rows that `call_with_meta` names."""
+        """Opens the rank's data-plane client, for `call_with_meta`."""
         from asyncrl.data_plane.clients import open_client
 
         self._meta_rank = resolve(self._kind.meta_rank, key="meta_rank")(self._ready(), open_client(self._config))
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """A method of the worker. A refusal is an answer: the ranks can go on."""
+        """Calls a method of the worker. A refusal (`REFUSALS`) is returned, not raised, so the ranks stay usable."""
         return self._answer(self._ready(), method, args, options)
 
     def attempt(self, method: str, *args: Any, **options: Any) -> Any:
-        """A method of the worker whose refusals are raised where the answer's reference is resolved."""
+        """Calls a method of the worker. A refusal is raised where the reference to the result is resolved."""
         return getattr(self._ready(), method)(*args, **options)
 
     def call_with_meta(self, method: str, *args: Any, **options: Any) -> Any:
-        """A method of the meta rank. A refusal is an answer."""
-        assert self._meta_rank is not None, "setup_data_plane() comes first"
+        """Calls a method of the meta rank. A refusal (`REFUSALS`) is returned, not raised."""
+        assert self._meta_rank is not None, "call setup_data_plane() first"
         return self._answer(self._meta_rank, method, args, options)
 
     def on_rank(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(worker, *args)`: how other layers, such as weight publication, reach a rank's model."""
+        """Calls `function(worker, *args)`. Other layers, such as weight publication, access a rank's model in this
+        way."""
         return function(self._ready(), *args)
 
     def close(self) -> None:
@@ -133,7 +138,7 @@ class RankActor:
             return refusal
 
     def _opened(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments with what is `Shared` among them, on all ranks or on none."""
+        """Returns the arguments with each `Shared` object loaded, on all ranks or on none."""
         if not any(isinstance(arg, Shared) for arg in args):
             return [*args]
         timeout_s = self._config.run.stall_timeout_s
@@ -143,5 +148,5 @@ class RankActor:
         return opened
 
     def _ready(self) -> ShardedWorker[Any]:
-        assert self._worker is not None, "setup() comes first"
+        assert self._worker is not None, "call setup() first"
         return self._worker

@@ -1,7 +1,7 @@
-"""The driver's side of a sharded model: it cuts batches for the ranks and puts their answers together again.
+"""The driver's side of a sharded model: it cuts batches for the ranks and combines their results.
 
-The policy and the critic share this code, which does not depend on what the model is. Arguments that no rank can use
-are refused here, before a rank is called, or by all ranks together, which then go on.
+The policy and the critic share this code, which does not depend on the model. Arguments that no rank can use are
+refused before any rank is called, or by all ranks together. In both cases the ranks stay usable.
 """
 
 import warnings
@@ -25,16 +25,16 @@ from asyncrl.policy.step_report import RankRecord, step_report, train_result
 
 
 class RankDriver:
-    """`config.learner.ranks` ranks of the model at `model_path`, by default `config.model.path`.
+    """The model at `model_path` (default: `config.model.path`) on `config.learner.ranks` ranks.
 
-    The ranks are placed by `start`, or by the first call that needs them. With `weights_path`, and `optimizer_path`,
-    they begin with what `save_checkpoint` wrote there.
+    `start`, or the first call that needs them, starts the ranks. With `weights_path`, and optionally `optimizer_path`,
+    they begin with the checkpoint that `save_checkpoint` wrote there.
     """
 
     _kind: RankKind
     _training = "training"
-    """What a timer calls a `train`: its stages are `<this>/shard_data` and `<this>/ranks`, as they are of other calls,
-    nested in whatever the caller times under the name itself."""
+    """Name of `train` for a timer. Its stages are `<name>/shard_data` and `<name>/ranks`; other calls have the same two
+    stages. A timer nests them in whatever stage the caller measures."""
 
     def __init__(
         self,
@@ -45,13 +45,16 @@ class RankDriver:
         optimizer_path: str | Path | None = None,
     ) -> None:
         if optimizer_path is not None and weights_path is None:
-            raise ValueError(f"optimizer_path={str(optimizer_path)!r} needs the weights_path of the same checkpoint")
+            raise ValueError(
+                f"optimizer_path={str(optimizer_path)!r} was given without weights_path: also pass the weights_path of "
+                "the same checkpoint"
+            )
         self._config = config
         self._group = RankGroup(config, model_path=model_path or config.model.path, kind=self._kind)
         self._first_checkpoint = (weights_path, optimizer_path)
 
     def start(self) -> None:
-        """Places the ranks and loads the model; errors are those of `RankGroup.start` and `load_checkpoint`."""
+        """Starts the ranks and loads the model. Raises the errors of `RankGroup.start` and `load_checkpoint`."""
         self._group.start()
         weights_path, optimizer_path = self._first_checkpoint
         if weights_path is not None:
@@ -111,9 +114,12 @@ class RankDriver:
         self._ranks.call("save_checkpoint", _absolute(weights_path), *paths)
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
-        """Takes over the weights that `save_checkpoint` wrote, by any number of ranks, and with a path the optimizer,
-        the place in the schedule of `train` and the random generators. CheckpointError when it cannot: then nothing has
-        changed. The reference stays the model that the ranks were started with."""
+        """Loads the weights that `save_checkpoint` wrote, from any number of ranks. With `optimizer_path`, also loads
+        the optimizer, its position in the learning-rate schedule of `train`, and the random generators.
+
+        Raises CheckpointError if it cannot; then nothing has changed. The reference stays the model with which the
+        ranks were started.
+        """
         optimizer = None if optimizer_path is None else _absolute(optimizer_path)
         self._ranks.call("load_checkpoint", _absolute(weights_path), optimizer)
 
@@ -121,18 +127,19 @@ class RankDriver:
         return self._group.shutdown()
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`RankGroup.on_ranks`: how other layers, such as weight publication, reach the ranks' models."""
+        """Calls `RankGroup.on_ranks`. Other layers, such as weight publication, access the ranks' models in this
+        way."""
         return self._ranks.on_ranks(function, *args)
 
     def beside_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`RankGroup.beside_ranks`."""
+        """Calls `RankGroup.beside_ranks`."""
         return self._ranks.beside_ranks(function, *args)
 
     def _needed_columns(
         self, loss_fn: LossFunction | ValueLossFunction, *, rows: int, rows_per_update: int, eval_mode: bool
     ) -> frozenset[str]:
-        """The columns that a `train` reads, as far as the loss tells. TypeError for a loss that cannot be called,
-        ValueError for one whose `input_type` is unknown."""
+        """Returns the columns that a `train` reads, as far as the loss names them. Raises TypeError for a loss that is
+        not callable, and ValueError for a loss with an unknown `input_type`."""
         if not callable(loss_fn):
             raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, which cannot be called; it must be a LossFunction")
         input_type_of(loss_fn)
@@ -158,7 +165,7 @@ class RankDriver:
     def _cut(
         self, data: BatchedDataDict, *, rows_per_update: int | None, micro_batch_size: int | None
     ) -> tuple[Sequence[BatchedDataDict], list[int] | None]:
-        """A shard a rank, and how to restore the order of a single update's rows (None: it was kept)."""
+        """Returns one shard for each rank, and the indices that restore the order of the rows (None: order is kept)."""
         check_micro_batch_size(micro_batch_size)
         if rows_per_update == data.size and data.size % self._ranks.size:
             return data.shard_by_batch_size(self._ranks.size, allow_uneven_shards=True), None
@@ -170,13 +177,15 @@ class RankDriver:
         return data.shard_by_batch_size(self._ranks.size, rows_per_update), None
 
     def _packing_args(self, mb_tokens_key: str) -> tuple[SequencePackingArgs | None, DynamicBatchingArgs | None]:
-        """How a stage's rows share passes, fresh copies: neither of them in padded mode.
+        """Returns how the rows of a stage share passes, as fresh copies. Both are None in padded mode.
 
-        `mb_tokens_key` names the stage, `logprob_mb_tokens` or `train_mb_tokens`; `learner.micro_batch_tokens` is the
-        limit of both.
+        `mb_tokens_key` names the stage, `logprob_mb_tokens` or `train_mb_tokens`. `learner.micro_batch_tokens` is the
+        limit for both.
         """
         if mb_tokens_key not in ("logprob_mb_tokens", "train_mb_tokens"):
-            raise ValueError(f"{mb_tokens_key!r} is no stage: logprob_mb_tokens or train_mb_tokens")
+            raise ValueError(
+                f"mb_tokens_key is {mb_tokens_key!r}; it must be one of logprob_mb_tokens, train_mb_tokens"
+            )
         learner = self._config.learner
         match learner.batching:
             case "packed":
@@ -205,36 +214,38 @@ class RankDriver:
 
 
 def trained(records: Sequence[RankRecord]) -> dict[str, Any]:
-    """What `train` returns, from the records of the ranks."""
+    """Returns the result of `train` from the records of the ranks."""
     return {**train_result(records), "report": step_report(records)}
 
 
 def ignore_arguments(call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Warns once a place of call, by name, of arguments that trainers elsewhere pass and that do nothing here."""
+    """Warns about arguments that have no effect in asyncrl, by name, once for each place of call."""
     names = [*(f"positional argument {value!r}" for value in args), *kwargs]
     if names:
-        warnings.warn(f"{call}() ignores {', '.join(names)}: asyncrl has no such argument", stacklevel=3)
+        warnings.warn(f"{call}() ignores {', '.join(names)}: asyncrl has no such argument; remove it", stacklevel=3)
 
 
 def _absolute(path: str | Path) -> Path:
-    """The caller's path: a rank has another working directory."""
+    """Returns the caller's path as an absolute path, because a rank has another working directory."""
     return Path(path).absolute()
 
 
 def timed(timer: Timer | None, label: str) -> Any:
-    """`timer.time(label)`, or nothing."""
+    """Returns `timer.time(label)`, or a context that does nothing if there is no timer."""
     return nullcontext() if timer is None else timer.time(label)
 
 
 def check_micro_batch_size(rows: int | None) -> None:
-    """AssertionError here, where it ends no rank."""
-    require(rows is None or rows > 0, f"micro_batch_size (mbs) is {rows}, it must be at least 1")
+    """Raises AssertionError for an impossible size. The check is in the driver, so that it ends no rank."""
+    require(rows is None or rows > 0, f"micro_batch_size (mbs) is {rows}; it must be at least 1")
 
 
 def _check_widths(data: BatchedDataDict) -> None:
-    """All tensors of two or more dimensions have tokens on dimension 1."""
+    """Checks that all tensors of two or more dimensions have the same number of tokens on dimension 1."""
     widths = {
         name: column.shape[1] for name, column in data.items() if isinstance(column, torch.Tensor) and column.ndim >= 2
     }
     if len(set(widths.values())) > 1:
-        raise AssertionError(f"tensors differ in dimension 1 (tokens): {widths}")
+        raise AssertionError(
+            f"tensors differ in dimension 1 (tokens): {widths}; pad them to the same width before the call"
+        )

@@ -1,7 +1,7 @@
-"""The ranks of one sharded model: a Ray actor each, calls that fan out to all of them, and one fate for all.
+"""The ranks of one sharded model: one Ray actor for each rank, and calls that go to all of them.
 
-What must hold: every wait has a deadline; when one rank fails, none of the others outlives it, and what is raised is
-the first cause, not a neighbour's broken connection (F34).
+Invariants: every wait has a deadline. If one rank fails, all other ranks are ended, and the error that is raised is the
+first cause, not the broken connection of another rank (F34).
 """
 
 import concurrent.futures
@@ -17,14 +17,13 @@ from asyncrl.errors import REFUSALS, AsyncRLError, PlacementError, RunError
 from asyncrl.policy.rank_actor import BESIDE, LOOPBACK, POLICY_RANKS, RankActor, RankKind, Shared
 
 FIRST_CAUSE_GRACE_S = 3.0
-"""When only broken connections are known, how long to wait for the rank that broke them to be known too."""
+"""If only broken connections are known, seconds to wait for the error of the rank that caused them."""
 CLOSE_TIMEOUT_S = 5.0
-"""Seconds that a rank gets to leave its process group before its process is ended."""
+"""Seconds for a rank to leave its process group before its process is killed."""
 
 
 class RankGroup:
-    """`config.learner.ranks` ranks of the model at `model_path`, of one kind. Calls block, and may come from several
-    threads."""
+    """The model at `model_path` on `config.learner.ranks` ranks of one kind. Calls block. Several threads may call."""
 
     def __init__(self, config: Config, *, model_path: str, kind: RankKind = POLICY_RANKS) -> None:
         self._config = config
@@ -33,22 +32,25 @@ class RankGroup:
         self._ranks: list[Any] = []
         self._placement: Any = None
         self.begun = False
-        """Whether `start` or `shutdown` was called."""
+        """True after `start` or `shutdown` was called."""
 
     @property
     def size(self) -> int:
-        """Ranks, whether they were started or not."""
+        """Number of ranks. They may not be started yet."""
         return self._config.learner.ranks
 
     def start(self) -> None:
-        """Places the ranks and loads the model. PlacementError when Ray has no room within
-        `ray.placement_timeout_s`, RunError when a rank fails or takes longer than `learner.startup_timeout_s`, and when
-        they are there already. What fails leaves no rank, and no place taken."""
+        """Places the ranks and loads the model.
+
+        Raises PlacementError if Ray has no resources within `ray.placement_timeout_s`. Raises RunError if a rank fails
+        or takes longer than `learner.startup_timeout_s`. In both cases no rank and no placement group is left. Also
+        raises RunError if the ranks are already started; these ranks go on.
+        """
         if not ray.is_initialized():
-            raise RunError("there is no Ray to place ranks on: ray.init() comes first (docs/own-loop.md)")
+            raise RunError("there is no Ray to place ranks on: call ray.init() first (docs/own-loop.md)")
         self.begun = True
         if self._placement is not None:
-            raise RunError(f"the {self._kind.section}'s ranks were started already: shutdown() comes first")
+            raise RunError(f"the {self._kind.section}'s ranks are already started: call shutdown() first")
         try:
             self._start()
         except BaseException:
@@ -81,7 +83,7 @@ class RankGroup:
         threads = str(learner.threads)
         env = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         if not learner.gpus:
-            # torch's CUDA build would otherwise make its default device mesh of GPUs that were not asked for
+            # otherwise torch's CUDA build would make its default device mesh of GPUs that the ranks did not request
             env["CUDA_VISIBLE_DEVICES"] = ""
         actor = ray.remote(concurrency_groups={BESIDE: 1})(RankActor)  # type: ignore[call-overload]
         self._ranks = [
@@ -100,9 +102,10 @@ class RankGroup:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        """A worker's method on every rank with the same arguments; answers in rank order.
+        """Calls a worker's method on every rank with the same arguments. Returns the results in rank order.
 
-        The deadline is `run.stall_timeout_s`: such calls have no size that a collective's deadline could know of.
+        The deadline is `run.stall_timeout_s`. The deadline of a single collective does not fit, because the time of
+        such a call depends on its number of rows.
         """
         return self.call_each(method, [args] * self.size, **options)
 
@@ -115,10 +118,11 @@ class RankGroup:
         with_meta: bool = False,
         **options: Any,
     ) -> list[Any]:
-        """A worker's method, or its meta rank's, on every rank with positional arguments of its own, then the `shared`
-        ones, objects of a caller that may be anything.
+        """Calls a method of the worker, or of its meta rank, on every rank. Returns the results in rank order.
 
-        What a rank refuses (`REFUSALS`) is raised here, and the ranks go on.
+        `args` has one tuple of positional arguments for each rank. `shared` are further arguments for all ranks; they
+        may be any object of the caller. If a rank refuses the call (`REFUSALS`), the refusal is raised here, and the
+        ranks stay usable.
         """
         ranks, via = self._alive(), "call_with_meta" if with_meta else "call"
         common = [Shared(ref=ray.put(item)) for item in shared]
@@ -133,34 +137,36 @@ class RankGroup:
         return answers
 
     def launch(self, method: str, *args: Any) -> list[Any]:
-        """References to what a worker's method returns on every rank, in rank order, without waiting.
+        """Calls a worker's method on every rank without waiting. Returns references to the results, in rank order.
 
-        The method has a deadline of its own. Its errors are raised where the references are resolved, and end no rank.
+        The method has its own deadline. Its errors are raised where the references are resolved, and end no rank.
         """
         return [rank.attempt.remote(method, *args) for rank in self._alive()]
 
     def setup_data_plane(self) -> None:
-        """Every rank opens its access to rows."""
+        """Opens the data-plane client of every rank."""
         deadline_s, knob = self._config.learner.startup_timeout_s, "learner.startup_timeout_s"
         self._all("setup_data_plane", deadline_s=deadline_s, knob=knob)
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(worker, *args)` on every rank at once, `worker` being its worker; answers in rank order.
+        """Calls `function(worker, *args)` on every rank at the same time. Returns the results in rank order.
 
-        `function` must be importable by the ranks. The deadline is `learner.collective_timeout_s`.
+        The ranks must be able to import `function`. The deadline is `learner.collective_timeout_s`.
         """
         calls = [rank.on_rank.remote(function, *args) for rank in self._alive()]
         deadline_s, knob = self._config.learner.collective_timeout_s, "learner.collective_timeout_s"
         return self._wait(calls, what=function.__name__, deadline_s=deadline_s, knob=knob)
 
     def beside_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(worker, *args)` on every rank, in a thread beside the rank's steps: no collective, no weights."""
+        """Calls `function(worker, *args)` on every rank, in a thread beside the rank's steps. `function` must not make
+        collective calls or access weights."""
         calls = [rank.on_rank.options(concurrency_group=BESIDE).remote(function, *args) for rank in self._alive()]
         deadline_s = self._config.weights.load_timeout_s
         return self._wait(calls, what=function.__name__, deadline_s=deadline_s, knob="weights.load_timeout_s")
 
     def shutdown(self) -> bool:
-        """Ends every rank; idempotent, and dead ranks do no harm. Whether all of them left in order."""
+        """Ends every rank. Idempotent. A rank that is already dead does not cause an error. Returns True if all ranks
+        left in order."""
         self.begun = True
         ranks, self._ranks = self._ranks, []
         answers = [rank.close.remote().future() for rank in ranks]
@@ -173,15 +179,15 @@ class RankGroup:
             self._placement = None
         return in_order
 
-    # -- one fate for all ranks ----------------------------------------------------------------------------------
+    # -- all ranks fail together ---------------------------------------------------------------------------------
 
     def _all(self, method: str, *, deadline_s: float, knob: str, **arguments: Any) -> list[Any]:
         calls = [getattr(rank, method).remote(**arguments) for rank in self._alive()]
         return self._wait(calls, what=method, deadline_s=deadline_s, knob=knob)
 
     def _wait(self, calls: Sequence[Any], *, what: str, deadline_s: float, knob: str) -> list[Any]:
-        """The answers of one call to each rank, in rank order. On the first failure, or past the deadline, every rank
-        is ended; then the first cause is raised."""
+        """Returns the results of one call to each rank, in rank order. At the first failure, or at the deadline, ends
+        every rank and then raises the first cause."""
         answers: list[concurrent.futures.Future[Any]] = [call.future() for call in calls]
         first_failure = concurrent.futures.FIRST_EXCEPTION
         _, late = concurrent.futures.wait(answers, timeout=deadline_s, return_when=first_failure)
@@ -196,13 +202,16 @@ class RankGroup:
             raise _first_cause(failures, what=what, section=self._kind.section)
         unanswered = [rank for rank, answer in enumerate(answers) if answer in late]
         raise RunError(
-            f"{self._kind.section} ranks {unanswered} did not finish {what} within {knob}={deadline_s} s; "
-            "all were ended"
+            f"{self._kind.section} ranks {unanswered} did not finish {what} within {knob}={deadline_s} s, so all ranks "
+            f"were ended; look at the ranks' logs, or raise the limit"
         )
 
     def _alive(self) -> list[Any]:
         if not self._ranks:
-            raise RunError(f"the {self._kind.section} has no ranks: they have ended, or did not start")
+            raise RunError(
+                f"the {self._kind.section} has no ranks: they have ended, or were not started; call shutdown() and "
+                "start()"
+            )
         return self._ranks
 
     def _end_all(self) -> None:
@@ -212,13 +221,13 @@ class RankGroup:
 
 
 def _failures(answers: Sequence["concurrent.futures.Future[Any]"]) -> dict[int, BaseException]:
-    """Errors by rank, of those that have failed by now."""
+    """Returns the errors of the calls that have failed by now, by rank."""
     errors = {rank: answer.exception() for rank, answer in enumerate(answers) if answer.done()}
     return {rank: error for rank, error in errors.items() if error is not None}
 
 
 def _first_cause(failures: dict[int, BaseException], *, what: str, section: str) -> BaseException:
-    """The failure that brought the others about: one that is no broken connection, before any that is."""
+    """Returns the likely root cause: an error other than a broken connection, if there is one."""
     rank, error = min(failures.items(), key=lambda item: (_is_broken_connection(item[1]), item[0]))
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, AsyncRLError):
@@ -233,7 +242,7 @@ def _first_cause(failures: dict[int, BaseException], *, what: str, section: str)
 
 
 def _is_broken_connection(error: BaseException) -> bool:
-    """Whether a rank failed only because a collective with another rank did."""
+    """Returns True if a rank failed only because a collective with another rank failed."""
     if isinstance(error, ray.exceptions.RayActorError):
         return False
     cause = getattr(error, "cause", None) or error

@@ -1,7 +1,8 @@
-"""The driver's side of giving weights away: by broadcast to engines elsewhere, by shared memory to those beside it.
+"""The driver's side of sending weights: by broadcast to engines elsewhere, by shared memory to engines on the same
+device.
 
-Invariants: the driver never holds a weight. A refit that fails raises a WeightError and leaves the ranks as they were,
-ready for the next call.
+Invariants: the driver never holds a weight. A refit that fails raises a WeightError and leaves the ranks unchanged and
+usable.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ GIB = 2**30
 
 
 class RefitDriver(RankDriver, ColocatablePolicyInterface):
-    """What `Policy` has beside training and scoring."""
+    """The part of `Policy` that sends weights. Training and scoring are in `RankDriver` and `Policy`."""
 
     def __init__(self, config: Config, **options: Any) -> None:
         super().__init__(config, **options)
@@ -30,7 +31,8 @@ class RefitDriver(RankDriver, ColocatablePolicyInterface):
         self._sharing = False
 
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:
-        """Names, shapes, dtypes and bytes of what `PolicyWorker.gather_weights` yields, in order."""
+        """Returns names, shapes, dtypes and sizes of the weights that `PolicyWorker.gather_weights` yields, in
+        order."""
         if not self._specs:
             self._specs = self._ranks.call("weights_metadata")[0]
         return self._specs
@@ -47,8 +49,9 @@ class RefitDriver(RankDriver, ColocatablePolicyInterface):
         ranks = self._ranks.size
         if train_world_size not in (None, ranks) or world_size <= ranks:
             raise CollectiveError(
-                f"this policy is {ranks} ranks (learner.ranks), the rest of the group are the engines' workers: "
-                f"train_world_size={train_world_size} of world_size={world_size} does not fit"
+                f"this policy has {ranks} ranks (learner.ranks), and the rest of the group are the engines' workers: "
+                f"train_world_size={train_world_size} of world_size={world_size} does not fit; train_world_size must "
+                "be the number of ranks, and world_size must be larger"
             )
         rendezvous = Rendezvous(
             host=ip,
@@ -77,11 +80,13 @@ class RefitDriver(RankDriver, ColocatablePolicyInterface):
         return groups
 
     def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, Any]:
-        assert self._sharing, "prepare_weights_for_ipc() comes first"
+        assert self._sharing, "call prepare_weights_for_ipc() first"
         if not all(isinstance(key, str) for key in keys):
-            raise TypeError(f"keys are {keys!r}; they must be names of weights, a group of prepare_weights_for_ipc()")
+            raise TypeError(
+                f"keys are {keys!r}; they must be names of weights, as in a group of prepare_weights_for_ipc()"
+            )
         by_rank: list[dict[str, SharedGroup]] = self._ranks.call("get_weights_ipc_handles", list(keys))
-        # ranks on one device share the same bytes: the first one's will do
+        # ranks on one device share the same bytes, so the first rank's handle is enough
         return {device: group for handles in reversed(by_rank) for device, group in handles.items()}
 
     def offload_before_refit(self) -> None:
@@ -96,6 +101,6 @@ class RefitDriver(RankDriver, ColocatablePolicyInterface):
             raise TypeError(f"version is {version!r}; it must be a Version, or None for the next one")
         if version is None:
             version = Version(1, 0) if self._sent is None else Version(self._sent.incarnation, self._sent.step + 1)
-        # an older one is for the engines to refuse; what comes after it is newer than all
+        # the engines refuse an older version; the next version must be newer than all that were sent
         self._sent = version if self._sent is None else max(self._sent, version)
         return version

@@ -1,4 +1,4 @@
-"""Checks a rank's rows before any pass: wrong rows are refused on all ranks together instead of failing in the model.
+"""Checks a rank's rows before any pass. All ranks refuse wrong rows together, instead of failing inside the model.
 
 Legend: B rows, S tokens.
 """
@@ -37,21 +37,23 @@ _KINDS = {
         _Kind(("[B, S]",)),
     ),
 }
-"""Shape and kind of number of each column that the ranks themselves read."""
+"""Shape and number type of each column that the ranks themselves read."""
 
 
 def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
-    """CallRefused, which names the column, the row and the value, when rows cannot go through a model.
+    """Raises CallRefused, with the column, the row and the value, if rows cannot be passed through a model.
 
-    Checks shapes and kinds of the known columns, token ids against `vocabulary`, lengths against the width, and masks.
-    Rows without `input_ids`, which an estimator reads, are measured by their `token_mask`.
+    It checks shapes and number types of the known columns, token ids against `vocabulary`, lengths against the width,
+    and masks. The rows of an estimator may lack `input_ids`; their shape is then taken from `token_mask`.
     """
     if batch.size == 0:
         return
     first = "input_ids" if "input_ids" in batch else "token_mask"
     column_BS = _tensor(batch, first)
     if column_BS.ndim != 2 or column_BS.shape[1] == 0:
-        raise CallRefused(f"{first} has shape {list(column_BS.shape)}; it must be [rows, tokens], one token at least")
+        raise CallRefused(
+            f"{first} has shape {list(column_BS.shape)}; it must be [rows, tokens] with at least one token"
+        )
     rows, width = column_BS.shape
     shapes = {"[B]": (rows,), "[B, S]": (rows, width)}
     for name in (name for name in _KINDS if name in batch):
@@ -62,9 +64,9 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
                 f"B = {rows} rows and S = {width} tokens"
             )
         if kind.integer and column.dtype not in (torch.int32, torch.int64):
-            raise CallRefused(f"{name} is {column.dtype}; it must be torch.int64 or torch.int32")
+            raise CallRefused(f"{name} has dtype {column.dtype}; it must be torch.int64 or torch.int32")
         if column.is_complex():
-            raise CallRefused(f"{name} is {column.dtype}; it must be a real number")
+            raise CallRefused(f"{name} has dtype {column.dtype}; it must be a real number type")
     if "input_ids" in batch:
         why = f"the model's vocabulary has {vocabulary} tokens"
         _check_range("input_ids", batch["input_ids"], 0, vocabulary - 1, why=why)
@@ -87,7 +89,7 @@ def _tensor(batch: BatchedDataDict, name: str) -> torch.Tensor:
 
 
 def _check_range(name: str, values: torch.Tensor, least: float, most: float, *, why: str) -> None:
-    outside = ~((values >= least) & (values <= most))  # NaN too
+    outside = ~((values >= least) & (values <= most))  # negated, so that NaN counts as outside
     if outside.any():
         place = outside.nonzero()[0].tolist()
         raise CallRefused(

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone: a resumed run needs no state to continue it."""
+"""The learning rate as a function of the step only, so a resumed run needs no state to continue it."""
 
 import math
 
@@ -6,7 +6,8 @@ from asyncrl.config.schema import OptimizerSection
 
 
 def learning_rate(section: OptimizerSection, *, step: int, total_steps: int) -> float:
-    """Rate of step 0 … total_steps − 1: linear warm-up, then the schedule down to `final_fraction` at the last step.
+    """Returns the rate of a step from 0 to total_steps − 1: linear warm-up, then the schedule down to `final_fraction`
+    at the last step.
 
     >>> section = OptimizerSection(learning_rate=1.0, schedule="linear", final_fraction=0.5, warmup_steps=2)
     >>> [learning_rate(section, step=step, total_steps=5) for step in range(5)]

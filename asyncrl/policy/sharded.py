@@ -1,7 +1,7 @@
-"""Whole weights out of a sharded model.
+"""Gathers whole weights from a sharded model, and moves its shards between devices.
 
-Every function that returns full tensors is a collective: all ranks call it, in the same order, and exhaust what it
-yields; nothing else may communicate in between.
+A function that returns full tensors is a collective: all ranks must call it in the same order and exhaust its iterator,
+with no other communication in between.
 """
 
 from collections import Counter
@@ -16,8 +16,8 @@ from asyncrl.policy.interfaces import ParameterSpec
 
 
 def parameter_specs(model: torch.nn.Module, *, dtype: torch.dtype) -> tuple[ParameterSpec, ...]:
-    """Every parameter in the order of `gather_weights`. A tied one stands under each of its names: an engine that packs
-    `lm_head.weight` separately would otherwise keep the old one."""
+    """Returns every parameter in the order of `gather_weights`. A tied parameter appears under each of its names:
+    otherwise an engine that stores `lm_head.weight` separately would keep the old one."""
     label = str(dtype).removeprefix("torch.")
     return tuple(
         ParameterSpec(name=name, shape=tuple(parameter.shape), dtype=label, nbytes=parameter.numel() * dtype.itemsize)
@@ -26,13 +26,14 @@ def parameter_specs(model: torch.nn.Module, *, dtype: torch.dtype) -> tuple[Para
 
 
 def _named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Under the names of the model as it was loaded: activation checkpointing wraps its layers."""
+    """Yields parameters under the names of the loaded model. Activation checkpointing adds a prefix to the names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name.replace(_CHECKPOINT_PREFIX, ""), parameter
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Frees what a forward pass without a backward left whole, in the precision of computation. No collective."""
+    """Frees the full weights, in computing precision, that a forward pass without a backward pass keeps. Not a
+    collective."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -40,10 +41,11 @@ def reshard(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def gather_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full tensor on the CPU) of every parameter: a copy, which later training does not change.
+    """Yields (name, full tensor on the CPU) of every parameter. Each tensor is a copy, which later training does not
+    change.
 
-    One gather a parameter; a tied one is gathered once and yielded, as the same tensor, under each of its names. No
-    other is kept here, so that a caller who takes them one by one holds one.
+    There is one gather for each parameter. A tied parameter is gathered once, and the same tensor is yielded under each
+    of its names. No other tensor is kept here, so a caller that takes them one by one holds only one in memory.
     """
     reshard(model)
     names_to_come = Counter(id(parameter) for _, parameter in _named_parameters(model))
@@ -51,32 +53,32 @@ def gather_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tu
     for name, parameter in _named_parameters(model):
         names_to_come[id(parameter)] -= 1
         if id(parameter) not in tied:
-            # cast first: the gather then moves the engine's bytes, not the master weights'
+            # cast before the gather, so that it transfers the engine's precision and not the float32 master weights
             cast = parameter.detach().to(dtype)
             full = cast.full_tensor() if isinstance(cast, DTensor) else cast
-            # with one rank, in float32 and on the CPU nothing has copied yet
+            # clone, because with one rank, in float32 and on the CPU no step above has made a copy
             tied[id(parameter)] = full.to("cpu").clone(memory_format=torch.contiguous_format)
         yield name, tied[id(parameter)] if names_to_come[id(parameter)] else tied.pop(id(parameter))
 
 
 def move_model(model: torch.nn.Module, device: torch.device) -> None:
-    """This rank's shards of the weights, to `device`."""
+    """Moves this rank's shards of the weights to `device`."""
     model.to(device)
     _give_back(device)
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """This rank's shards of the optimizer's state, to `device`; gradients are let go."""
+    """Moves this rank's shards of the optimizer's state to `device`, and frees the gradients."""
     optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         for name, value in state.items():
-            # AdamW counts its steps on the CPU
+            # AdamW's step counter is a 0-dimensional tensor that stays on the CPU
             if isinstance(value, torch.Tensor) and value.ndim > 0:
                 state[name] = value.to(device)
     _give_back(device)
 
 
 def _give_back(device: torch.device) -> None:
-    """After a move to `device`: what it has left on a GPU is for other processes, not for torch's cache."""
+    """After a move to the CPU, returns the freed GPU memory to other processes instead of torch's cache."""
     if device.type == "cpu":
         torch.cuda.empty_cache()

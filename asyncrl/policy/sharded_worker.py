@@ -1,11 +1,14 @@
 """One rank of a trained model: its shard (FSDP2 through accelerate), its optimizer, and the training step.
 
-What the ranks of the policy and of the critic share. A plain class that a Ray actor wraps (`rank_actor.py`); it knows
-nothing of Ray. A subclass says which model it is, what a micro-batch of it comes to, and what it scores.
+The ranks of the policy and of the critic share this class. It is a plain class that the Ray actor in `rank_actor.py`
+wraps; it does not use Ray. A subclass defines the model, the result of a micro-batch, and what the model scores.
 
-Invariants: every method but `close` is a collective, which all ranks call in the same order. The result of a step is
-the same for any number of ranks and any micro-batch size, to float tolerance. Either all ranks apply an update or none
-does. What one rank refuses before it changes anything, all ranks refuse, and they can go on.
+Invariants:
+
+- Every method except `close` is a collective: all ranks must call it in the same order.
+- The result of a step is equal for any number of ranks and any micro-batch size, to float tolerance.
+- Either all ranks apply an update, or none does.
+- If one rank refuses a call before it changes anything, all ranks refuse it, and all stay usable.
 
 Legend: B rows, S tokens.
 """
@@ -46,11 +49,11 @@ from asyncrl.user_code import describe_error
 HOST = torch.device("cpu")
 _SCORED_COLUMNS = ("input_ids", "input_lengths")
 LossT = TypeVar("LossT", LossFunction, ValueLossFunction)
-"""The losses that the model is trained with."""
+"""Type of the losses with which the model is trained."""
 
 
 class ShardedWorker(ABC, Generic[LossT]):
-    """Rank `rank` of `world_size`. Blocks in the constructor until all ranks have met at `store`."""
+    """Rank `rank` of `world_size`. The constructor blocks until all ranks have connected to `store`."""
 
     def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
         learner = config.learner
@@ -64,16 +67,16 @@ class ShardedWorker(ABC, Generic[LossT]):
             rank=rank, world_size=world_size, store=store, timeout=self._timeout, config=config
         )
         self._device = self._accelerator.device
-        # after accelerate, which has its own opinion on CPUs
+        # set after accelerate is initialised, because accelerate sets the number of threads on CPUs
         torch.set_num_threads(learner.threads)
-        # small objects, on the CPU and beside the gradients' traffic
+        # for small objects, on the CPU and separate from the traffic of gradients
         self._control = dist.new_group(backend="gloo", timeout=self._timeout)
-        # DCP on a group with other traffic aborts the process; how long a rank writes is no collective's deadline
+        # DCP aborts the process if its group has other traffic. Writing a checkpoint may take longer than a collective
         self._checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.run.stall_timeout_s))
-        # master weights are float32 whatever the engine's precision: bfloat16 loses updates below 2⁻⁸ of a weight
+        # master weights are float32 for every engine precision: bfloat16 loses updates below 2⁻⁸ of a weight
         model = self._loaded(model_path)
         self._vocabulary = len(model.get_input_embeddings().weight)
-        # dropout would make a token's ratio to itself differ from 1
+        # no dropout: it would make the ratio of a token's probability to itself differ from 1
         model.train(False)
         optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -83,15 +86,15 @@ class ShardedWorker(ABC, Generic[LossT]):
             weight_decay=learner.optimizer.weight_decay,
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
-        self._calls = 0  # of `train`, which the schedule counts
-        self._updates = 0  # that the optimizer has applied
+        self._calls = 0  # number of `train` calls, which the learning-rate schedule counts
+        self._updates = 0  # number of updates that the optimizer has applied
         self._offloaded: frozenset[str] = frozenset()
 
-    # -- which model it is ---------------------------------------------------------------------------------------
+    # -- the model, defined by subclasses ------------------------------------------------------------------------
 
     @abstractmethod
     def _loaded(self, model_path: str) -> Any:
-        """The model, whole and in float32, the same on every rank."""
+        """Loads the whole model in float32. It is the same on every rank."""
 
     @abstractmethod
     def _outcome(
@@ -103,15 +106,18 @@ class ShardedWorker(ABC, Generic[LossT]):
         step: int | None,
         sole_update: bool,
     ) -> MicroBatchOutcome:
-        """One micro-batch through the live model and the loss. `counts` are the update's `global_valid_seqs` and
-        `…_toks`. With `sole_update` the weights are still those of the step's start. A micro-batch without a trained
-        token, or whose loss fails, has a graph too: hooks and collectives run on all ranks."""
+        """Passes one micro-batch through the live model and the loss.
+
+        `counts` are the update's `global_valid_seqs` and `global_valid_toks`. With `sole_update`, the weights are still
+        those of the step's start. The result has a graph even if the micro-batch has no trained token or its loss
+        fails, because hooks and collectives must run on all ranks.
+        """
 
     def _prepared(
         self, data: BatchedDataDict, loss_fn: LossT, *, step: int | None, updates: int, eval_mode: bool
     ) -> tuple[BatchedDataDict, int]:
-        """The rows as `_outcome` reads them, and how many of their tokens were left out. Raises what is wrong with
-        them; no collective."""
+        """Returns the rows as `_outcome` reads them, and the number of their tokens that were left out. Raises an error
+        if rows are wrong. Not a collective."""
         if data.size:
             needed = required_columns(loss_fn, updates=updates, eval_mode=eval_mode)
             check_columns(data, needed, reader="the loss")
@@ -119,15 +125,16 @@ class ShardedWorker(ABC, Generic[LossT]):
         return data, 0
 
     def _step_loss(self, loss_fn: LossT, updates: Sequence[PlannedUpdate]) -> LossT:
-        """The loss of a step, after a look at all of its tokens. A collective."""
+        """Returns the loss for a step, which may depend on all tokens of the step. A collective."""
         return loss_fn
 
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
-        """Of rows of so many tokens, forward and perhaps back; None when they are not counted."""
+        """Returns the FLOPs for rows of these lengths, forward and optionally backward; None if they are not
+        counted."""
         return None
 
     def _peak_flops_per_s(self) -> float | None:
-        """Of this rank's device; None when it is not known."""
+        """Returns the peak rate of this rank's device, or None if it is not known."""
         return None
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -142,13 +149,13 @@ class ShardedWorker(ABC, Generic[LossT]):
         eval_mode: bool = False,
         step: int | None = None,
     ) -> RankRecord:
-        """Trains on this rank's rows `data` with the columns that `loss_fn` reads, cut as `cut_updates` says.
+        """Trains on this rank's rows `data`, which have the columns that `loss_fn` reads. `cut_updates` cuts the rows.
 
-        All ranks cut equally many updates; a rank may have no rows. `step` is the version of the weights, without which
-        no token counts as stale or on-policy. The learning rate goes one step on, unless no update was finite. In eval
-        mode nothing changes, and no gradient is made. The record is of this rank alone.
+        All ranks cut the same number of updates; a rank may have no rows. `step` is the version of the weights. Without
+        it, no token counts as stale or on-policy. The learning-rate schedule advances by one step, unless no update was
+        finite. In eval mode, nothing changes, and no gradient is computed. The record covers only this rank.
 
-        All ranks raise CallRefused together when any of them cannot use its rows, and LossFailed when the loss fails.
+        All ranks raise CallRefused together if any rank cannot use its rows, and LossFailed if the loss fails.
         """
         self._check_on_device("the model", *([] if eval_mode else ["the optimizer"]))
         seconds: dict[str, float] = defaultdict(float)
@@ -177,11 +184,12 @@ class ShardedWorker(ABC, Generic[LossT]):
                 if update.plan.tokens > 0
             )
         except LossFailed:
+            # earlier updates of this call stay applied, so the learning-rate schedule advances
             self._calls += self._updates > updates_before
             raise
         parts = [part for update in planned if update.plan.tokens > 0 for part in update.parts]
         real_tokens, passed_tokens = tokens_passed(parts, packed=self._packed)
-        # this rank's own rows: empty micro-batches that fill its place in the collectives are no work
+        # only this rank's own rows count: the empty micro-batches that it runs for the collectives are not work
         own = [part for cut, update in zip(cuts, planned, strict=False) if update.plan.tokens > 0 for part in cut]
         self._calls += not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes))
         return RankRecord(
@@ -214,8 +222,8 @@ class ShardedWorker(ABC, Generic[LossT]):
         seconds: dict[str, float],
         train: bool = True,
     ) -> UpdateOutcome:
-        """Forward, and to train backward and, when every rank is finite, one optimizer step. LossFailed, on all ranks
-        and without the step, when the loss failed on any."""
+        """Runs the forward passes. For training, also runs the backward passes and, if every rank is finite, one
+        optimizer step. If the loss fails on any rank, raises LossFailed on all ranks, without the optimizer step."""
         loss_total, sums, kernel, grad_norm = 0.0, OffPolicySums(), KernelSums(), 0.0
         metrics: list[Mapping[str, float]] = []
         counts = {
@@ -231,7 +239,7 @@ class ShardedWorker(ABC, Generic[LossT]):
                         part.to(self._device), loss_fn=loss_fn, counts=counts, step=step, sole_update=sole_update
                     )
                 if train:
-                    # FSDP averages gradients over the ranks; the loss is already a part of the global sum
+                    # FSDP averages gradients over the ranks, but the loss is already a part of the global sum
                     self._accelerator.backward(outcome.differentiable * self.world_size)
                 loss_total += outcome.loss
                 sums += outcome.sums
@@ -270,8 +278,8 @@ class ShardedWorker(ABC, Generic[LossT]):
         *,
         micro_batch_size: int | None = None,
     ) -> torch.Tensor:
-        """[B, S] on the CPU, in the order of the rows, 0 beyond a row's length; each rank passes its own rows, perhaps
-        none. `score` makes [b, s] of one micro-batch; no gradient."""
+        """Scores this rank's rows, which may be none. Returns [B, S] on the CPU in the order of the rows, with 0 beyond
+        a row's length. `score` computes [b, s] of one micro-batch. No gradient is computed."""
         self._check_on_device("the model")
         parts: list[BatchedDataDict] = []
         with self.together():
@@ -297,8 +305,9 @@ class ShardedWorker(ABC, Generic[LossT]):
     def save_checkpoint(
         self, weights_path: Path, optimizer_path: Path | None = None, tokenizer_path: Path | None = None
     ) -> None:
-        """Writes what training goes on from, by any number of ranks: weights, and where they have a path the optimizer
-        and the tokenizer, each to a directory of its own that all ranks see. CheckpointError when it cannot."""
+        """Writes the state from which training can continue on any number of ranks: the weights, and the optimizer and
+        the tokenizer if they have a path. Each goes to its own directory, which all ranks must share. Raises
+        CheckpointError if it cannot be written."""
         save_checkpoint(
             self._model,
             self._optimizer.optimizer,
@@ -311,9 +320,12 @@ class ShardedWorker(ABC, Generic[LossT]):
             save_tokenizer(self._model_path, tokenizer_path, group=self._checkpoints)
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
-        """Takes over the weights of `save_checkpoint`, and with a path the optimizer, its place in the schedule of
-        `train`, and the random generators. CheckpointError when it cannot: then nothing has changed. The reference
-        stays the model that the worker was made with."""
+        """Loads the weights of `save_checkpoint`. With `optimizer_path`, also loads the optimizer, its position in the
+        learning-rate schedule of `train`, and the random generators.
+
+        Raises CheckpointError if it cannot; then nothing has changed. The reference stays the model with which the
+        worker was made.
+        """
         train_calls = load_checkpoint(
             self._model,
             self._optimizer.optimizer,
@@ -324,53 +336,54 @@ class ShardedWorker(ABC, Generic[LossT]):
         if train_calls is not None:
             self._calls = train_calls
 
-    # -- memory and the group of ranks ----------------------------------------------------------------------------
+    # -- memory, and the group of ranks --------------------------------------------------------------------------
 
     def prepare_for_training(self) -> None:
-        """Weights and optimizer are on this rank's device, and no gradient is."""
+        """Moves weights and optimizer to this rank's device, and frees the gradients."""
         move_model(self._model, self._device)
         move_optimizer(self._optimizer.optimizer, self._device)
         self._offloaded = frozenset()
 
     def offload_optimizer(self) -> None:
-        """The optimizer's state is in the host's memory, on CPUs where it was, and no gradient is kept."""
+        """Moves the optimizer's state to the host's memory (on CPUs it is already there), and frees the gradients."""
         move_optimizer(self._optimizer.optimizer, HOST)
         self._offloaded |= {"the optimizer"}
 
     def offload_model(self) -> None:
-        """The weights are in the host's memory."""
+        """Moves the weights to the host's memory."""
         move_model(self._model, HOST)
         self._offloaded |= {"the model"}
 
     def _check_on_device(self, *parts: str) -> None:
-        """Offloaded, on all ranks, when a part is not on its device. On CPUs too: what runs here runs on GPUs."""
+        """Raises Offloaded, on all ranks, if a part is not on its device. This also holds on CPUs, so that code that
+        runs there also runs on GPUs."""
         away = sorted(self._offloaded.intersection(parts))
         if away:
-            raise Offloaded(f"{' and '.join(away)} were offloaded: prepare_for_training() brings them back")
+            raise Offloaded(f"{' and '.join(away)} are offloaded: call prepare_for_training() to load them back")
 
     def finish_training(self) -> None:
-        """No gradient is kept."""
+        """Frees the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def check_rows(self, data: BatchedDataDict) -> None:
-        """CallRefused when the model cannot use these rows; no collective."""
+        """Raises CallRefused if the model cannot use these rows. Not a collective."""
         check_rows(data, vocabulary=self._vocabulary)
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """A small tensor added up over the ranks."""
+        """Returns the sum of a small tensor over the ranks."""
         dist.all_reduce(values, group=self._control)
         return values
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raises on every rank what fails inside on any of them: the errors of `REFUSALS` as they are, others as
-        CallRefused. It is a collective, and none may be inside."""
+        """If the body fails on any rank, raises an error on every rank: an error of `REFUSALS` as it is, any other
+        error as CallRefused. This is a collective, and the body must not contain another one."""
         refusal: Exception | None = None
         try:
             yield
         except REFUSALS as error:
             refusal = error
-        except Exception as error:  # a caller's argument must not end the ranks
+        except Exception as error:  # a wrong argument of the caller must not end the ranks
             refusal = CallRefused(describe_error(error))
         refusals: list[Exception] = [found for found in self.gather(refusal) if found is not None]
         lost = [found for found in refusals if isinstance(found, RowsLost)]
@@ -380,18 +393,18 @@ class ShardedWorker(ABC, Generic[LossT]):
             raise refusals[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """One small object of every rank, in rank order; fails after `learner.collective_timeout_s`."""
+        """Returns one small object of every rank, in rank order. Fails after `learner.collective_timeout_s`."""
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value, group=self._control)
         return gathered
 
     def close(self) -> None:
-        """Leaves the process group; another worker may then live in this process. Idempotent."""
+        """Leaves the process group, so that another worker can be made in this process. Idempotent."""
         forget_accelerator()
 
 
 def _number_of_updates(data: BatchedDataDict, *, rows_per_update: int) -> int:
-    """Optimizer updates that a rank's rows are cut into."""
+    """Returns the number of optimizer updates into which a rank's rows are cut."""
     if data.elem_counts_per_gb is not None:
         return len(data.elem_counts_per_gb)
     return -(-data.size // max(rows_per_update, 1))

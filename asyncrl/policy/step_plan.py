@@ -1,6 +1,6 @@
-"""What a step is going to do: its updates' micro-batches on this rank, and what its objective must know beforehand.
+"""Plans a step: cuts this rank's rows into micro-batches, and computes what the objective needs before the first pass.
 
-What must hold: every rank runs equally many micro-batches in every update, because their collectives line up.
+Invariant: in every update, all ranks run the same number of micro-batches, because their collectives must match.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -21,11 +21,11 @@ from asyncrl.policy.batching import count_trained, empty_micro_batch, micro_batc
 from asyncrl.policy.step_report import UpdatePlan, global_plan
 
 CURRENT = SOURCE_COLUMNS["proximal"]
-"""Before the first gradient the weights at the step's start are the current ones."""
+"""Before the first gradient, the weights at the step's start are the current weights."""
 
 
 class PlannedUpdate(NamedTuple):
-    """One optimizer update: what all ranks train together, and this rank's micro-batches."""
+    """One optimizer update: the plan of all ranks together, and this rank's micro-batches."""
 
     plan: UpdatePlan
     parts: list[BatchedDataDict]
@@ -34,10 +34,10 @@ class PlannedUpdate(NamedTuple):
 def cut_updates(
     data: BatchedDataDict, learner: LearnerSection, *, rows_per_update: int, micro_batch_size: int | None = None
 ) -> list[list[BatchedDataDict]]:
-    """Micro-batches of every update of `data`, a rank's rows.
+    """Returns the micro-batches of every update of `data`, which are a rank's rows.
 
-    Updates and micro-batches are what the driver cut; otherwise an update is `rows_per_update` rows, and `learner` says
-    how they share passes, `micro_batch_size` at a time when it is given.
+    If the driver has cut updates and micro-batches, its cut is used. Otherwise an update has `rows_per_update` rows.
+    `learner` then says how rows share passes; if `micro_batch_size` is given, that number of rows shares a pass.
     """
     if data.micro_batch_indices is None:
         if micro_batch_size is not None:
@@ -53,7 +53,7 @@ def cut_updates(
 def planned_updates(
     cuts: Sequence[list[BatchedDataDict]], *, gather: Callable[[Any], list[Any]]
 ) -> list[PlannedUpdate]:
-    """The updates of all ranks; a rank that has fewer micro-batches, or none, runs empty ones. A collective."""
+    """Returns the updates of all ranks. A rank with fewer micro-batches runs empty ones in addition. A collective."""
     own = []
     for parts in cuts:
         counts, sums = [count_trained(part) for part in parts], [valid_sums(part) for part in parts]
@@ -80,14 +80,15 @@ def planned_updates(
 def required_columns(
     loss_fn: LossFunction | ValueLossFunction, *, updates: int, eval_mode: bool = False
 ) -> frozenset[str]:
-    """The columns that training with `loss_fn` reads, as far as the loss names them in `columns`.
+    """Returns the columns that training with `loss_fn` reads, as far as the loss names them in `columns`.
 
-    A call with one update makes `prev_logprobs` in its own pass, because the weights at its start are the current ones.
-    With several updates they are not, and bounds that are calibrated over the step need the column before the pass.
+    A call with one update computes `prev_logprobs` in its own pass, because the weights at its start are the current
+    weights. With several updates, this is only true for the first one. A bound that is calibrated over the step also
+    needs the column before the pass.
     """
     columns = getattr(loss_fn, "columns", ())
     if isinstance(columns, str):
-        raise TypeError(f"the loss's columns are the text {columns!r}; they must be a collection of names")
+        raise TypeError(f"the loss's columns are the string {columns!r}; they must be a collection of names")
     needed = {*LP_SEED_FIELDS, *columns}
     if updates == 1 or eval_mode:
         needed.discard(CURRENT)
@@ -99,27 +100,28 @@ def required_columns(
 
 
 def check_columns(present: Collection[str], needed: Collection[str], *, reader: str) -> None:
-    """MissingColumns, which names `reader` and the columns, when a column that it needs is not present."""
+    """Raises MissingColumns, with `reader` and the columns, if a column in `needed` is not present."""
     missing = sorted({*needed} - {*present})
     if not missing:
         return
     hint = ""
     if CURRENT in missing:
-        hint += f"; get_logprobs() makes {CURRENT}, which a call with several updates (gbs < rows) needs"
+        hint += f"; a call with several updates (gbs < rows) needs {CURRENT}: call get_logprobs() to compute it"
     if "staleness" in missing:
-        hint += "; staleness is made of weight_versions where the meta's extra_info has a step"
+        hint += "; staleness is computed from weight_versions if the meta's extra_info has a step"
     raise MissingColumns(
-        f"{reader} reads {', '.join(missing)}, which the rows do not have; they have {', '.join(sorted(present))}{hint}"
+        f"{reader} reads {', '.join(missing)}, but the rows do not have them; they have "
+        f"{', '.join(sorted(present))}{hint}"
     )
 
 
 def needs_reference(loss_fn: LossFunction) -> bool:
-    """Whether the loss reads `reference_policy_logprobs`, as far as it can be known."""
+    """Returns True if the loss reads `reference_policy_logprobs`. It can be known only for an objective of asyncrl."""
     return isinstance(loss_fn, ObjectiveLoss) and "reference" in loss_fn.objective.sources()
 
 
 def needs_proximal(loss_fn: LossFunction, *, updates: int) -> bool:
-    """Whether the weights at the step's start must be asked before they change, in a forward pass of its own."""
+    """Returns True if the log-probs at the step's start need a forward pass of their own, before the weights change."""
     if isinstance(loss_fn, ObjectiveLoss):
         if needs_calibration(loss_fn.objective):
             return True
@@ -132,7 +134,7 @@ def add_update_shares(
     loss_fn: LossFunction, updates: Sequence[PlannedUpdate], *, gather: Callable[[Any], list[Any]]
 ) -> None:
     """Adds the columns of `asyncrl.algorithms.shares` that the loss reads to every micro-batch, from counts of its
-    update over all ranks. A collective if the loss reads any."""
+    update over all ranks. A collective if the loss reads any of them."""
     if not (isinstance(loss_fn, ObjectiveLoss) and loss_fn.columns & set(SHARES)):
         return
     own = [sum(map(count_tokens, update.parts), TokenCounts()) for update in updates]
@@ -146,10 +148,11 @@ def add_update_shares(
 def calibrated_loss(
     loss_fn: LossFunction, updates: Sequence[PlannedUpdate], *, reduce: Callable[[torch.Tensor], torch.Tensor]
 ) -> LossFunction:
-    """The loss with the bounds that it takes from the whole step's tokens, if it takes any. A collective then."""
+    """Returns the loss with its bounds calibrated on the tokens of the whole step. A collective if it has such
+    bounds."""
     if not (isinstance(loss_fn, ObjectiveLoss) and needs_calibration(loss_fn.objective)):
         return loss_fn
-    # padding has no columns but those of every batch, and no token either
+    # empty micro-batches lack the loss's columns, and they have no trained token
     parts = [part for update in updates for part in update.parts if trained_mask(part).any()]
 
     def flat(column: str) -> torch.Tensor:

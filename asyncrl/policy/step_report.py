@@ -1,7 +1,7 @@
-"""A step's account: what each rank planned and did, added up over ranks and updates. No model, no process group.
+"""Combines what each rank planned and did in a step, over ranks and updates. Needs no model and no process group.
 
-What must hold: sums are added before anything is divided, so that micro-batches, updates and ranks weigh by their
-tokens; a step without a trained token divides by nothing (F24).
+Invariants: sums are added before any division, so that micro-batches, updates and ranks are weighted by their tokens. A
+step without a trained token causes no division by zero (F24).
 """
 
 from collections import defaultdict
@@ -20,10 +20,10 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePlan:
-    """What one rank, or all ranks together, train in one optimizer update.
+    """The rows that one rank, or all ranks together, train in one optimizer update.
 
-    `tokens` and `samples` count those whose mask is above 0. `valid_toks` and `valid_seqs` are the sums of the masks,
-    which a loss divides by; they differ from the counts where a mask is a fraction.
+    `tokens` and `samples` are the numbers of tokens and samples whose mask is above 0. `valid_toks` and `valid_seqs`
+    are the sums of the masks, by which a loss is divided. They differ from the numbers if a mask is a fraction.
     """
 
     tokens: int
@@ -35,8 +35,8 @@ class UpdatePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateOutcome:
-    """What one update did on one rank. `loss` is the rank's part of the global loss; `finite` and `grad_norm` are the
-    same on every rank."""
+    """The result of one update on one rank. `loss` is the rank's part of the global loss. `finite` and `grad_norm` are
+    equal on all ranks."""
 
     loss: float
     grad_norm: float
@@ -44,15 +44,18 @@ class UpdateOutcome:
     sums: OffPolicySums
     kernel: KernelSums
     micro_batch_metrics: tuple[Mapping[str, float], ...]
-    """The loss's own, of every micro-batch with a trained token."""
+    """The loss's own metrics, for every micro-batch with a trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank did in a step. Every rank has the same plans and learning rate, and an outcome for the same
-    updates, those with a trained token. `staleness` is of its own trained tokens, `nonfinite_tokens` were left out of
-    them; of `passed_tokens`, those that went through its model, `real_tokens` were no padding; `seconds` are by
-    stage; `model_flops` and `peak_flops_per_s` as in the report, of this rank."""
+    """The results of one rank in a step.
+
+    All ranks have the same plans and learning rate, and outcomes for the same updates, which are those with a trained
+    token. `staleness` counts the rank's own trained tokens by staleness. `nonfinite_tokens` were left out of training.
+    `passed_tokens` went through the rank's model, and `real_tokens` of them were not padding. `seconds` are by stage.
+    `model_flops` and `peak_flops_per_s` are as in `StepReport`, for this rank.
+    """
 
     plans: tuple[UpdatePlan, ...]
     outcomes: tuple[UpdateOutcome, ...]
@@ -68,7 +71,8 @@ class RankRecord:
 
 
 def global_plan(ranks: Sequence[UpdatePlan]) -> UpdatePlan:
-    """One update over all ranks: counts add up, the rank with the most micro-batches sets their number."""
+    """Combines the plans of one update over all ranks. Counts are added, and the largest number of micro-batches
+    counts."""
     return UpdatePlan(
         tokens=sum(plan.tokens for plan in ranks),
         samples=sum(plan.samples for plan in ranks),
@@ -79,7 +83,7 @@ def global_plan(ranks: Sequence[UpdatePlan]) -> UpdatePlan:
 
 
 def step_report(ranks: Sequence[RankRecord]) -> StepReport:
-    """The report of a step from the records of its ranks."""
+    """Returns the report of a step from the records of its ranks."""
     plans, updates = ranks[0].plans, ranks[0].outcomes
     everywhere = [outcome for rank in ranks for outcome in rank.outcomes]
     sums = sum((outcome.sums for outcome in everywhere), OffPolicySums())
@@ -121,10 +125,10 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
 
 
 def train_result(ranks: Sequence[RankRecord]) -> dict[str, Any]:
-    """What `PolicyInterface.train` returns from the records of its ranks, without the report; rank after rank.
+    """Returns the result of `PolicyInterface.train`, without the report, from the records of its ranks in rank order.
 
-    Beside the loss's own metrics every micro-batch has its step's `lr` and `wd`, and its update's `global_valid_seqs`
-    and `global_valid_toks`. Metrics that add up are divided by the number of updates with a trained token, so that
+    Besides the loss's own metrics, every micro-batch has its step's `lr` and `wd`, and its update's `global_valid_seqs`
+    and `global_valid_toks`. Metrics that are summed are divided by the number of updates with a trained token, so that
     their sum is the mean over the updates.
     """
     updates = list(zip(*[rank.outcomes for rank in ranks], strict=True))
@@ -150,13 +154,14 @@ def train_result(ranks: Sequence[RankRecord]) -> dict[str, Any]:
 
 
 def _packing(ranks: Sequence[RankRecord]) -> dict[str, float]:
-    """The share of real tokens among all that went through the ranks' models; nothing when none did."""
+    """Returns the share of real tokens among all tokens that went through the ranks' models; empty if there were
+    none."""
     passed = sum(rank.passed_tokens for rank in ranks)
     return {"packing_efficiency_ratio": sum(rank.real_tokens for rank in ranks) / passed} if passed else {}
 
 
 def _total(parts: Sequence[Number | None]) -> Number | None:
-    """Their sum; None when a rank does not know its part."""
+    """Returns the sum of the parts, or None if a rank does not know its part."""
     known = [part for part in parts if part is not None]
     return sum(known[1:], known[0]) if len(known) == len(parts) else None
 

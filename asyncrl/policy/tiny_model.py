@@ -1,9 +1,11 @@
-"""A tiny Qwen3 with a character tokenizer, warmed up on solved examples: the model of the quickstart and the tests.
+"""A tiny Qwen3 with a character tokenizer, trained for a short time on solved examples. The quickstart and the tests
+use it.
 
-It is an ordinary Hugging Face directory (safetensors, fast tokenizer, generation config) that vLLM serves and
-`AutoTokenizer` reads. Equal recipes give equal weights: one thread, one seed; `tiny.json` holds the recipe's
-fingerprint. Until the warm-up is over the directory has all but weights and fingerprint: enough for an engine that
-gets its weights from the learner. A directory without that file is somebody else's and is never touched.
+It is an ordinary Hugging Face directory (safetensors, fast tokenizer, generation config) that vLLM can serve and
+`AutoTokenizer` can read. Equal recipes give equal weights, because the warm-up uses one thread and one seed.
+`tiny.json` contains the recipe's fingerprint. Until the warm-up has finished, the directory has all files except the
+weights and the fingerprint. That is enough for an engine that gets its weights from the learner. A directory without
+`tiny.json` was not made by asyncrl and is never changed.
 
 Shapes: B examples, S positions.
 """
@@ -36,13 +38,14 @@ from asyncrl.policy.model_directory import TINY_RECIPE, is_tiny
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
 
-_REPLACED = "replaced"  # in a description: the fingerprint of the model that stood there, for `ensure_model` to tell
-_RECIPE_REVISION = 3  # raised whenever the code below would build other weights from an equal section
+_REPLACED = "replaced"  # key in `tiny.json` of a description: the fingerprint of the model that was there before
+_RECIPE_REVISION = 3  # increased if a change of the code below gives other weights for an equal section
 _REPORT_EVERY_STEPS = 25
 _JUDGED_EXAMPLES = 128
 _HELDOUT_TASKS = 256
 _ROPE_THETA = 100.0
-"""Sequences of some ten characters: with the usual 10,000 most dimensions would not tell neighbours apart."""
+"""Base of the rotary embedding. Sequences have about ten characters. With the usual base of 10,000, most dimensions
+would be nearly equal for neighbouring positions."""
 _IGNORED = -100
 
 Report = Callable[[str], None]
@@ -51,11 +54,12 @@ Report = Callable[[str], None]
 def ensure_model(
     config: Config, *, tasks: tuple[Sequence[Task], Sequence[Task]] | None = None, report: Report = print
 ) -> str:
-    """`config.model.path`, after building the tiny model there when `model.tiny` asks for it and it is not there yet.
+    """Builds the tiny model at `config.model.path` if `model.tiny` is set and the model is not there yet. Returns the
+    path.
 
-    Built anew when its recipe or its training tasks have changed; a directory that this module did not write is used
-    as it is. Without `model.tiny`, the path is returned untouched: it may be a hub id. `tasks`: what `build_tasks`
-    gave, for a caller that has it.
+    The model is built again if its recipe or its training tasks have changed. A directory that this module did not
+    write is used as it is. Without `model.tiny`, the path is returned unchanged, because it may be a hub id. `tasks` is
+    the result of `build_tasks`, if the caller already has it.
     """
     section, path = config.model.tiny, Path(config.model.path)
     if section is None or _is_foreign(path):
@@ -65,7 +69,7 @@ def ensure_model(
     was = _recipe_of(path)
     if was.get("fingerprint") != recipe:
         if was.get("fingerprint", was.get(_REPLACED)):
-            report("tiny model: the recipe changed: building it anew")
+            report("tiny model: the recipe has changed, so the model is built again")
         build_tiny_model(
             section, path=path, tasks=train, heldout=heldout, max_length=config.model.max_length, report=report
         )
@@ -73,7 +77,8 @@ def ensure_model(
 
 
 def ensure_description(config: Config) -> str:
-    """`config.model.path`, after writing the tiny model's config and tokenizer there when they are not there yet."""
+    """Writes the tiny model's config and tokenizer to `config.model.path` if they are not there yet. Returns the
+    path."""
     section, path = config.model.tiny, Path(config.model.path)
     if section is None or _is_foreign(path):
         return config.model.path
@@ -99,13 +104,17 @@ def build_tiny_model(
     heldout: Sequence[Task] = (),
     report: Report = print,
 ) -> None:
-    """Warm a model up on `tasks` and put it at `path`, replacing an older tiny model there in one rename.
+    """Trains a tiny model on `tasks` and puts it at `path`. An older tiny model there is replaced by one rename.
 
-    `max_length` (tokens) bounds prompt, answer and end-of-sequence together. ConfigError when `path` is not ours to
-    replace; DatasetError for a task that does not fit or that has characters outside of printable ASCII.
+    `max_length` (tokens) is the limit for prompt, answer and end-of-sequence token together. Raises ConfigError if
+    `path` is not a tiny model of asyncrl and so must not be replaced. Raises DatasetError for a task that is too long
+    or has characters outside of printable ASCII.
     """
     if _is_foreign(path):
-        raise ConfigError(f"model.path: {path} exists and is no tiny model; name another path", key="model.path")
+        raise ConfigError(
+            f"model.path: {path} exists, but it is not a tiny model, so it is not replaced; name another path",
+            key="model.path",
+        )
     _check([*tasks, *heldout], max_length=max_length)
     tokenizer = build_tokenizer(max_length=max_length)
     with _deterministic(section.seed):
@@ -122,9 +131,9 @@ def build_tiny_model(
 
 
 def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
-    """One token a character of printable ASCII and newline, `<pad>`, `<eos>`; adds nothing when it encodes.
+    """Returns a tokenizer with one token for each character of printable ASCII and newline, and `<pad>` and `<eos>`.
 
-    There is no unknown token: other characters raise instead of vanishing.
+    It adds no tokens when it encodes. It has no unknown token: other characters raise an error and do not vanish.
     """
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
@@ -141,7 +150,7 @@ def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
 
 
 def recipe_fingerprint(section: TinyModelSection, *, tasks: Sequence[Task], max_length: int) -> str:
-    """Hash of everything that decides the weights."""
+    """Returns a hash of everything that determines the weights."""
     return _hash([_RECIPE_REVISION, section.model_dump(mode="json"), max_length, fingerprint(tasks)])
 
 
@@ -154,15 +163,20 @@ def warm_up(
     heldout: Sequence[Task],
     report: Report,
 ) -> None:
-    """AdamW steps of cross-entropy on the answers of random tasks: until `warmup_accuracy`, then with a learning rate
-    that falls to 0 over `warmup_decay_steps`; `warmup_steps` at most.
+    """Trains with AdamW on the cross-entropy of the answers of random tasks.
 
-    How many steps a seed needs varies by a third, and the accuracy climbs steeply once it moves: only a rule that
-    looks at the accuracy leaves every seed with about as much to learn. The decay ends the climb on calmer weights than
-    those of a step taken at the full rate.
+    It trains until the accuracy reaches `warmup_accuracy`. After that, the learning rate falls to 0 over
+    `warmup_decay_steps`. It makes at most `warmup_steps` steps.
+
+    The number of steps that a seed needs varies by a third, and the accuracy rises steeply once it starts to rise. So
+    only a rule that depends on the accuracy leaves about as much to learn for every seed. The decay of the learning
+    rate ends the rise with more stable weights than a step at the full rate would give.
     """
     if section.warmup_steps and not tasks:
-        raise DatasetError("the tiny model needs training tasks to warm up; check data.dataset, or warmup_steps: 0")
+        raise DatasetError(
+            "the tiny model needs training tasks for its warm-up, but there are none; check data.dataset, or set "
+            "warmup_steps: 0"
+        )
     draw = random.Random(section.seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
     correct: deque[float] = deque(maxlen=math.ceil(_JUDGED_EXAMPLES / section.warmup_batch_size))
@@ -181,7 +195,8 @@ def warm_up(
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        # Judged as shown. Nearly all examples are new to the model: tasks outnumber what is drawn.
+        # Accuracy on the examples as they were shown. Nearly all are new to the model, as there are more tasks than
+        # steps draw
         correct.append(_exact_B(logits_BSV, labels_BS).float().mean().item())
         accuracy = sum(correct) / len(correct)
         climbed = len(correct) == correct.maxlen and accuracy >= section.warmup_accuracy
@@ -199,7 +214,7 @@ def warm_up(
 
 @torch.inference_mode()
 def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, tasks: Sequence[Task]) -> float:
-    """Share of `tasks` whose greedy completion is the answer to the letter, end-of-sequence included."""
+    """Returns the share of `tasks` whose greedy completion equals the answer, including the end-of-sequence token."""
     pad_id = _id(tokenizer, PAD)
     examples = [_encode(tokenizer, task) for task in tasks]
     correct = 0
@@ -234,21 +249,24 @@ Example = tuple[list[int], list[int]]
 
 
 def _check(tasks: Sequence[Task], *, max_length: int) -> None:
-    """DatasetError for a task that the tokenizer cannot encode or the model cannot hold; a token is a character."""
+    """Raises DatasetError for a task that the tokenizer cannot encode or that is too long. A token is a character."""
     for task in tasks:
         unknown = sorted(set(task.prompt + task.answer) - set(CHARACTERS))
         if unknown:
-            raise DatasetError(f"task {task.question[:80]!r} has characters that the tiny model lacks: {unknown[:8]}")
+            raise DatasetError(
+                f"task {task.question[:80]!r} has characters that the tiny model's tokenizer lacks: {unknown[:8]}; "
+                "remove them from the task"
+            )
         tokens = len(task.prompt) + len(task.answer) + 1
         if tokens > max_length:
             raise DatasetError(
-                f"task {task.question[:80]!r} has {tokens} tokens with its answer and the end of sequence; "
-                f"raise model.max_length = {max_length}"
+                f"task {task.question[:80]!r} has {tokens} tokens with its answer and the end-of-sequence token, "
+                f"which is more than model.max_length = {max_length}; raise model.max_length, or shorten the task"
             )
 
 
 def _shown(task: Task, draw: random.Random, *, section: TinyModelSection) -> Task:
-    """The task as the warm-up shows it: in `warmup_wrong_fraction` of the cases with its answer back to front."""
+    """Returns the task as the warm-up shows it. In `warmup_wrong_fraction` of the cases, its answer is reversed."""
     wrong = draw.random() < section.warmup_wrong_fraction
     return msgspec.structs.replace(task, answer=task.answer[::-1]) if wrong else task
 
@@ -258,7 +276,8 @@ def _encode(tokenizer: PreTrainedTokenizerFast, task: Task) -> Example:
 
 
 def _batch(examples: Sequence[Example], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, both (B, S), padded on the right; labels are the answers' tokens at their own positions."""
+    """Returns tokens and labels, both (B, S), padded on the right. Labels are the answers' tokens at their
+    positions."""
     longest = max(len(prompt) + len(answer) for prompt, answer in examples)
     tokens_BS = torch.full((len(examples), longest), pad_id)
     labels_BS = torch.full((len(examples), longest), _IGNORED)
@@ -270,10 +289,11 @@ def _batch(examples: Sequence[Example], *, pad_id: int) -> tuple[torch.Tensor, t
 
 
 def _exact_B(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-    """Whether greedy decoding gives the whole answer; logits are those of the positions before each label.
+    """Returns True for each row whose whole answer greedy decoding would give. Logits belong to the position before
+    each label.
 
-    Under a causal mask one forward pass over prompt and answer tells: decoding follows the answer as long as it is
-    right, and padding on the right changes nothing on the left.
+    With a causal mask, one forward pass over prompt and answer is enough: greedy decoding follows the answer as long as
+    it is right, and padding on the right does not affect tokens on the left.
     """
     wanted_BS = labels_BS[:, 1:]
     return ((logits_BSV.argmax(dim=-1) == wanted_BS) | (wanted_BS == _IGNORED)).all(dim=1)
@@ -286,7 +306,7 @@ def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
 
 
 def _put(path: Path, *, parts: Sequence[Any], recipe: dict[str, str]) -> None:
-    """Saves `parts` and their recipe as the directory `path`, replacing an older tiny model there in one rename."""
+    """Saves `parts` and their recipe as the directory `path`. An older tiny model there is replaced by one rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
         built = Path(scratch, "model")
@@ -299,7 +319,7 @@ def _put(path: Path, *, parts: Sequence[Any], recipe: dict[str, str]) -> None:
         try:
             os.rename(built, path)
         except OSError:
-            # another process has just put its own there: as good as ours, if it is of the same recipe
+            # another process has just put a model there; it is equal to this one if it has the same recipe
             theirs = _recipe_of(path)
             if any(theirs.get(key) != value for key, value in recipe.items() if key != _REPLACED):
                 raise
@@ -310,7 +330,7 @@ def _is_foreign(path: Path) -> bool:
 
 
 def _recipe_of(path: Path) -> dict[str, str]:
-    """What the directory was built from; empty when it does not say, or says it illegibly."""
+    """Returns the recipe from which the directory was built. It is empty if the file is missing or cannot be read."""
     try:
         recipe = json.loads((path / TINY_RECIPE).read_text())
     except (OSError, ValueError):
@@ -324,7 +344,7 @@ def _hash(value: object) -> str:
 
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers draws a bar for the one file that it writes."""
+    """Switches off the progress bar that transformers would show for the one file that it writes."""
     if not transformers_logging.is_progress_bar_enabled():
         yield
         return
@@ -337,7 +357,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deterministic(seed: int) -> Iterator[None]:
-    """One thread and the seed's random numbers; the process's own are put back afterwards."""
+    """Uses one thread and the random numbers of the seed. Restores the process's own settings afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

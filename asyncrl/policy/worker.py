@@ -1,4 +1,4 @@
-"""One rank of the policy: a causal language model that scores, learns, and gives its weights away.
+"""One rank of the policy: a causal language model that scores, learns, and sends its weights to engines.
 
 Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
@@ -49,19 +49,19 @@ from asyncrl.weights.transports.peers import Peers, Rendezvous
 
 
 class PolicyWorker(ShardedWorker[LossFunction]):
-    """A rank of the policy at `model_path`, and of its frozen first weights when the objective or the
-    advantages read them."""
+    """A rank of the policy at `model_path`. It also holds the frozen initial weights if the objective or the advantages
+    read them."""
 
     def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
         super().__init__(model_path=model_path, config=config, rank=rank, world_size=world_size, store=store)
-        # what the transports keep here between their calls
+        # state that the transports keep here between their calls
         self.snapshot: Snapshot | None = None
         self.peers: Peers | None = None
         self.refit: Refit | None = None
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._first_weights: torch.nn.Module | None = None
         if needs_reference(build_loss(config)) or reward_kl(advantage_of(config.algorithm)) is not None:
-            self._reference()  # what does not fit into memory fails at the start
+            self._reference()  # loaded at the start, so that a lack of memory shows at once
 
     def _loaded(self, model_path: str) -> PreTrainedModel:
         return cast(
@@ -83,8 +83,8 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         eval_mode: bool = False,
         step: int | None = None,
     ) -> RankRecord:
-        """`ShardedWorker.train`; `advantages`, if the loss reads them, may be a value a row [B]. Tokens whose advantage
-        or log-prob is not finite are left out, and counted."""
+        """Calls `ShardedWorker.train`. `advantages` may have one value for each row [B]. Tokens with a non-finite
+        advantage or log-prob are left out and counted."""
         updates_before = self._updates
         try:
             return super().train(
@@ -148,8 +148,8 @@ class PolicyWorker(ShardedWorker[LossFunction]):
     # -- scoring and weights -------------------------------------------------------------------------------------
 
     def get_logprobs(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """`logprobs` float32 [B, S] of this rank's rows at the sampler's temperature; 0 at the first token and beyond a
-        row's length. Reads `input_ids`, `input_lengths`."""
+        """Returns `logprobs` float32 [B, S] of this rank's rows at the sampler's temperature; 0 at the first token and
+        beyond a row's length. Reads `input_ids` and `input_lengths`."""
         temperature = self._config.generator.temperature
         scored_BS = self._scored_logprobs(
             data, model=self._model, temperature=temperature, micro_batch_size=micro_batch_size
@@ -159,7 +159,7 @@ class PolicyWorker(ShardedWorker[LossFunction]):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """`reference_logprobs` [B, S]: the same under the first weights. The live ones are not touched."""
+        """Returns `reference_logprobs` [B, S]: the same under the initial weights. The live weights are not changed."""
         temperature = self._config.generator.temperature
         scored_BS = self._scored_logprobs(
             data, model=self._reference(), temperature=temperature, micro_batch_size=micro_batch_size
@@ -167,12 +167,13 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         return BatchedDataDict(reference_logprobs=scored_BS)
 
     def probe(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Temperature-1 log-probs (nats) of tokens[1:] given their prefixes; all ranks pass the same sequences."""
+        """Returns log-probs (nats, temperature 1) of tokens[1:] given their prefixes. All ranks must pass the same
+        sequences."""
         scored_BS = self._scored_logprobs(token_batch(sequences), model=self._model, temperature=1.0).numpy()
         return [row[1 : len(tokens)] for row, tokens in zip(scored_BS, sequences, strict=True)]
 
     def _reference(self) -> torch.nn.Module:
-        """The first weights, sharded like the live ones; loaded when they are first asked for."""
+        """Returns the initial weights, sharded like the live ones. The first call loads them."""
         if self._first_weights is None:
             self._first_weights = frozen(self._loaded(self._model_path), accelerator=self._accelerator)
         return self._first_weights
@@ -185,7 +186,7 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         temperature: float,
         micro_batch_size: int | None = None,
     ) -> torch.Tensor:
-        """log-probs [B, S] of this rank's rows under `model`; entry 0 is 0."""
+        """Returns log-probs [B, S] of this rank's rows under `model`; entry 0 is 0."""
 
         def score(part: BatchedDataDict) -> torch.Tensor:
             logprobs_BT, _ = model_logprobs(
@@ -200,16 +201,17 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         return self._scored(data, score, micro_batch_size=micro_batch_size)
 
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:
-        """Every parameter, in the order of `gather_weights` and in the engine's precision. No collective."""
+        """Returns every parameter in the order of `gather_weights`, in the engine's precision. Not a collective."""
         return parameter_specs(self._model, dtype=self._engine_dtype)
 
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full CPU tensor in the engine's precision); every rank must exhaust it, and send only after."""
+        """Yields (name, full CPU tensor in the engine's precision). Every rank must exhaust the iterator before it
+        communicates again."""
         self._check_on_device("the model")
         return gather_weights(self._model, dtype=self._engine_dtype)
 
     def save_hf(self, path: Path) -> None:
-        """Writes a Hugging Face directory that vLLM serves, by rank 0: `export.save_hf`."""
+        """Writes a Hugging Face directory that vLLM can serve, from rank 0. See `export.save_hf`."""
         save_hf(
             self._model,
             tokenizer_path=self._model_path,
@@ -219,28 +221,29 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         )
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
-        """`ShardedWorker.load_checkpoint`."""
+        """Calls `ShardedWorker.load_checkpoint`, and makes weights that were prepared for shared memory invalid."""
         super().load_checkpoint(weights_path, optimizer_path)
         void_weights_for_ipc(self)
 
-    # -- refits: the calls of `RefitDriver`, on a rank -------------------------------------------------------------
+    # -- refits: the rank's side of the calls of `RefitDriver` ----------------------------------------------------
 
     def init_collective(self, rendezvous: Rendezvous) -> None:
-        """`join_collective`."""
+        """Calls `join_collective`."""
         join_collective(self, rendezvous, str(self._device))
 
     def broadcast_weights(self, version: Version) -> None:
-        """Sends the current weights as `version`; returns when every engine worker holds them. CollectiveError also
-        when they cannot be gathered, because another rank is gone; nobody waits for this one then."""
+        """Sends the current weights as `version`. Returns when every engine worker has received them. Raises
+        CollectiveError also if another rank is gone and the weights cannot be gathered. This rank then leaves the
+        process group, so that no peer waits for it."""
         if self.peers is None:
-            raise WeightError("this rank is in no process group of weights: init_collective() comes first")
+            raise WeightError("this rank has not joined a process group for weights: call init_collective() first")
         entries = layout(self.weights_metadata(), self._config.weights.bucket_bytes)
         try:
             take_snapshot(self, entries, ())
         except Exception as error:
             leave_collective(self)
-            if isinstance(error, RuntimeError):  # what gloo and NCCL raise when another rank is gone
-                raise CollectiveError(f"gathering weights {version}: {type(error).__name__}: {error}") from error
+            if isinstance(error, RuntimeError):  # gloo and NCCL raise this if another rank is gone
+                raise CollectiveError(f"cannot gather weights {version}: {type(error).__name__}: {error}") from error
             raise
         try:
             broadcast_snapshot(self, version)
@@ -248,15 +251,15 @@ class PolicyWorker(ShardedWorker[LossFunction]):
             self.snapshot = None
 
     def prepare_weights_for_ipc(self, refit_buffer_size_bytes: int | None, version: Version) -> list[list[str]]:
-        """The function of that name."""
+        """Calls `asyncrl.weights.transports.ipc.prepare_weights_for_ipc`."""
         return prepare_weights_for_ipc(self, refit_buffer_size_bytes, str(self._device), version=version)
 
     def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, SharedGroup]:
-        """The function of that name."""
+        """Calls `asyncrl.weights.transports.ipc.get_weights_ipc_handles`."""
         return get_weights_ipc_handles(self, keys)
 
     def offload_after_refit(self) -> None:
-        """Nothing of this rank is left on its device: what it shared is freed, and model and optimizer are moved."""
+        """Frees everything of this rank on its device: frees the shared weights, and moves model and optimizer away."""
         release_weights_for_ipc(self)
         self.offload_optimizer()
         self.offload_model()

@@ -1,1 +1,1 @@
-"""The critic: what a state is worth, as a sharded model beside the policy."""
+"""The critic: a sharded model beside the policy that predicts the value of states."""

@@ -1,4 +1,5 @@
-"""Advantages and returns a token, from one reward a row and the critic's values, on the critic's ranks.
+"""Advantages and returns for each token, computed on the critic's ranks from one reward for each row and the critic's
+values.
 
 Legend: B rows, S tokens.
 """
@@ -17,8 +18,11 @@ _READS = ("input_lengths", "token_mask", "sample_mask", "rewards", "values")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GAE:
-    """`decoupled_gae`: advantages by `lam`, returns by `value_lam`. `length_alpha` replaces `lam` by
-    `length_adaptive_lambda` of it. With `kl`, rows have `prev_logprobs` and `reference_policy_logprobs` as well."""
+    """Generalised advantage estimation (`decoupled_gae`): advantages use `lam`, and returns use `value_lam`.
+
+    If `length_alpha` is set, `length_adaptive_lambda` replaces `lam`. With `kl`, the rows must also have the columns
+    `prev_logprobs` and `reference_policy_logprobs`.
+    """
 
     gamma: float
     lam: float
@@ -44,8 +48,8 @@ class GAE:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VTrace:
-    """`vtrace` between the weights at the step's start and those that sampled, for an objective that weights by their
-    ratio itself. With `kl`, rows have `reference_policy_logprobs` as well."""
+    """V-trace (`vtrace`) between the policy at the step's start and the sampler's policy. The objective must apply the
+    weight ρ itself. With `kl`, the rows must also have the column `reference_policy_logprobs`."""
 
     gamma: float
     kl: RewardKL | None = None

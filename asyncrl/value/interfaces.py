@@ -1,6 +1,9 @@
-"""The interface of a critic that is trained. Calls with `*args, **kwargs` ignore what they do not know, with a warning.
+"""The interface of a critic that is trained.
 
-Legend: B rows, S tokens. `values[b, t]` is V(before token t), the state that `input_ids[b, :t]` is; right padding.
+Calls with `*args, **kwargs` ignore arguments that they do not know, with a warning.
+
+Legend: B rows, S tokens. `values[b, t]` is V(before token t): the value of the state `input_ids[b, :t]`. Padding is on
+the right.
 """
 
 from __future__ import annotations
@@ -18,21 +21,22 @@ if TYPE_CHECKING:
 
 
 class ValueOutputSpec(TypedDict):
-    """Columns that `get_values` returns."""
+    """The columns that `get_values` returns."""
 
     values: torch.Tensor
     """float32 [B, S]; 0 at the first token and beyond a row's length."""
 
 
 class ValueInterface(ABC):
-    """A model that tells what states are worth. Calls block; rows are in the caller's order, and results on the CPU."""
+    """A model that predicts the value of states. Calls block. Rows keep the caller's order, and results are on the
+    CPU."""
 
     @abstractmethod
     def get_values(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
-        """`ValueOutputSpec` of rows with `input_ids`, `input_lengths`.
+        """Returns the `ValueOutputSpec` of rows with `input_ids` and `input_lengths`.
 
-        No gradient. AssertionError when B is no multiple of the ranks, and when tensors of two or more dimensions
-        differ in dimension 1.
+        Computes no gradient. Raises AssertionError if B is not a multiple of the number of ranks, or if tensors of two
+        or more dimensions differ in dimension 1.
         """
 
     @abstractmethod
@@ -46,23 +50,23 @@ class ValueInterface(ABC):
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for every `gbs` rows (all of them unless given), one scheduler step a call.
+        """Makes one optimizer step for every `gbs` rows (default: all rows), and one scheduler step for the call.
 
-        `data` has `returns` [B, S], the masks and, when the loss clips, the old `values` [B, S]. What else is said, and
-        what is returned, is as `PolicyInterface.train` has it.
+        `data` has `returns` [B, S], the masks and, if the loss clips, the old `values` [B, S]. Other arguments, results
+        and errors are those of `PolicyInterface.train`.
         """
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Weights and optimizer are on the ranks' devices when it returns."""
+        """Loads weights and optimizer onto the ranks' devices."""
 
     @abstractmethod
     def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Weights are on the ranks' devices when it returns, and no gradient is kept."""
+        """Loads the weights onto the ranks' devices, and frees the gradients."""
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Lets go of gradients."""
+        """Frees the gradients."""
 
     @abstractmethod
     def save_checkpoint(
@@ -73,8 +77,9 @@ class ValueInterface(ABC):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Writes the sharded weights and, where paths are given, the optimizer's state and the tokenizer."""
+        """Writes the sharded weights, and the optimizer's state and the tokenizer if they have a path."""
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Ends the ranks; idempotent, and dead ones do no harm. Whether all of them left in order."""
+        """Ends the ranks. Idempotent. A rank that is already dead does not cause an error. Returns True if all ranks
+        left in order."""

@@ -1,4 +1,4 @@
-"""The driver's side of the critic.
+"""The driver's side of the critic. The driver is the process that calls the ranks.
 
 critic = Value(critic_config(config))
 values = critic.get_values(batch)["values"]
@@ -17,8 +17,8 @@ from asyncrl.value.interfaces import ValueInterface
 
 
 class Value(RankDriver, ValueInterface):
-    """`config.learner.ranks` ranks of a critic that grows from the language model at `model_path`: `config.learner` is
-    the critic's own here."""
+    """A critic on `config.learner.ranks` ranks, initialised from the language model at `model_path`. Here
+    `config.learner` has the critic's settings: see `critic_config`."""
 
     _kind = RankKind(
         section="critic",
@@ -32,18 +32,18 @@ class Value(RankDriver, ValueInterface):
 
     def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
         ignore_arguments("prepare_for_inference", args, kwargs)
-        # the ranks' move to their devices lets go of gradients
+        # moving to the devices also frees the gradients
         self._ranks.call("prepare_for_training")
 
     def finish_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Lets go of gradients; scoring keeps nothing else."""
+        """Frees the gradients. Scoring keeps no other state."""
         ignore_arguments("finish_inference", args, kwargs)
         self._ranks.call("finish_training")
 
 
 def critic_config(config: Config) -> Config:
-    """`config` as the critic's ranks see it: `learner` with what `critic` says of ranks, places and optimizer. They
-    share one copy of the critic, whatever the policy's ranks do."""
+    """Returns the configuration for the critic's ranks: `learner` gets the ranks, resources, labels and optimizer of
+    `critic`. The critic's ranks always share one copy of the critic, even if the policy has several copies."""
     assert config.critic is not None
     own = {name: getattr(config.critic, name) for name in ("ranks", "optimizer", "cpus", "gpus", "node_labels")}
     return config.model_copy(update={"learner": config.learner.model_copy(update={**own, "shards": None})})

@@ -1,7 +1,7 @@
-"""The critic's model: a language model's backbone, and one linear number at each token.
+"""The critic's model: a language model's backbone, and a linear head with one number for each token.
 
-What must hold: packed rows get the values that each row alone would get. Sums over the head are float32 whatever the
-backbone computes in: returns differ by less than bfloat16's rounding of them.
+Invariants: packed rows get the same values as each row alone. The head computes in float32 for every dtype of the
+backbone, because returns may differ by less than the rounding of bfloat16.
 
 Legend: B rows, S tokens, T = S − 1 next tokens, N tokens of all rows, D hidden width.
 """
@@ -18,8 +18,8 @@ from asyncrl.policy.packed import ATTENTION, PackedRows
 class ValueModel(torch.nn.Module):
     """`backbone` with a scalar head.
 
-    The head begins at zero: an untrained critic then says nothing, and the first advantages are discounted rewards. A
-    random head would add a noise of the hidden states' size, which is no prediction of anything.
+    The head starts at zero, so an untrained critic predicts 0, and the first advantages are discounted rewards. A
+    random head would add noise of the size of the hidden states, which predicts nothing.
     """
 
     def __init__(self, backbone: PreTrainedModel) -> None:
@@ -27,22 +27,22 @@ class ValueModel(torch.nn.Module):
         self.backbone = backbone
         self.head = torch.nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False, dtype=torch.float32)
         torch.nn.init.zeros_(self.head.weight)
-        # what accelerate asks of a transformers model to find the layers that it shards one by one
+        # accelerate reads this attribute of a transformers model to find the layers that it shards one by one
         self._no_split_modules = backbone._no_split_modules
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        """For accelerate, which shards the largest matrix by itself."""
+        """Returns the input embeddings. accelerate needs them, because it shards the largest matrix separately."""
         return self.backbone.get_input_embeddings()
 
     def forward(self, **model_inputs: Any) -> torch.Tensor:
-        """[B, S] float32: entry t is what the state after token t is worth."""
+        """Returns [B, S] float32: entry t is the value of the state after token t."""
         hidden_BSD = self.backbone(**model_inputs, use_cache=False).last_hidden_state
         worth_BS1 = torch.nn.functional.linear(hidden_BSD.float(), self.head.weight.float())
         return worth_BS1.squeeze(-1)
 
 
 def load_value_model(path: str, *, packed: bool) -> ValueModel:
-    """The backbone of the checkpoint at `path`, in float32, with a new head."""
+    """Loads the backbone of the checkpoint at `path` in float32, and adds a new head."""
     attention = ATTENTION if packed else "sdpa"
     return ValueModel(AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation=attention))
 
@@ -50,10 +50,10 @@ def load_value_model(path: str, *, packed: bool) -> ValueModel:
 def model_values(
     model: torch.nn.Module, input_ids_BS: torch.Tensor, *, packed_lengths_B: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[B, S]: entry t is V(before token t), entry 0 is 0. Differentiable.
+    """Returns [B, S]: entry t is V(before token t), and entry 0 is 0. Differentiable.
 
-    No attention mask: padding is on the right, where causal attention never looks. With `packed_lengths_B` the model
-    sees no padding at all, and what lies beyond a row's length is 0; without, it means nothing.
+    No attention mask is needed: padding is on the right, where causal attention does not look. With `packed_lengths_B`,
+    the model sees no padding, and entries beyond a row's length are 0. Without it, these entries have no meaning.
     """
     if packed_lengths_B is None:
         before_BT: torch.Tensor = model(input_ids=input_ids_BS)[:, :-1]

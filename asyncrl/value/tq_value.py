@@ -1,4 +1,4 @@
-"""The metadata-driven critic: its driver names rows and never holds them; the ranks fetch and write their own.
+"""A critic with rows on a data plane. Its driver handles only the names of rows; the ranks fetch and write the rows.
 
     critic = TQValue(config)
     policy.write_to_dataplane(meta, {"rewards": rewards_B, "sample_mask": mask_B})
@@ -6,8 +6,8 @@
     critic.get_advantages_from_meta(meta, GAE(gamma=1.0, lam=0.95, value_lam=0.95))  # adds advantages and returns
     result = critic.train_from_meta(meta, ClippedValueLoss(clip=0.2), gbs=128)
 
-Partitions are the policy's. After RowsLost or CallRefused the ranks go on. Nothing has
-changed, but for updates before one whose loss failed.
+The partitions are the policy's. After RowsLost or CallRefused, the ranks stay usable, and nothing has changed. The one
+exception: if the loss of an update fails, the earlier updates of the call stay applied.
 """
 
 from asyncrl.algorithms.token_estimators import TokenEstimator
@@ -19,21 +19,21 @@ from asyncrl.value.lm_value import Value
 
 
 class TQValue(MetaDriver, Value):
-    """A `Value` whose rows are on the data plane that `config.data_plane` names."""
+    """A `Value` with rows on the data plane that `config.data_plane` selects."""
 
     _train_fields = (*LP_SEED_FIELDS, "returns", "values", "weight_versions")
 
     def get_values_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
-        """Adds `values`, those of the current critic; `meta` names them from then on."""
+        """Adds the column `values` of the current critic, and records it in `meta`."""
         self._score("write_values", meta, stage="get_values", micro_batch_size=micro_batch_size, timer=timer)
         name_fields(meta, ["values"])
 
     def get_advantages_from_meta(
         self, meta: KVBatchMeta, estimator: TokenEstimator, timer: Timer | None = None
     ) -> None:
-        """Adds `advantages` [B, S], whitened over the trained tokens of these rows, and `returns`; `meta` names them
-        from then on. CallRefused when one is not finite, or when `estimator` fails."""
+        """Adds the columns `advantages` [B, S], whitened over the trained tokens of these rows, and `returns`, and
+        records them in `meta`. Raises CallRefused if a value is not finite or if `estimator` fails."""
         self._estimate(meta, estimator, timer=timer)
         name_fields(meta, ["advantages", "returns"])

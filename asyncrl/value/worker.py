@@ -1,4 +1,4 @@
-"""One rank of the critic: a backbone with a scalar head that learns what states are worth.
+"""One rank of the critic: a backbone with a scalar head that learns the value of states.
 
 Legend: B rows, S tokens.
 """
@@ -17,11 +17,11 @@ from asyncrl.value.model import ValueModel, load_value_model, model_values
 
 
 class ValueWorker(ShardedWorker[ValueLossFunction]):
-    """A rank of the critic that grows from the language model at `model_path`."""
+    """A rank of the critic, initialised from the language model at `model_path`."""
 
     def get_values(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """`values` float32 [B, S] of this rank's rows; 0 at the first token and beyond a row's length. Reads
-        `input_ids`, `input_lengths`."""
+        """Returns `values` float32 [B, S] of this rank's rows; 0 at the first token and beyond a row's length. Reads
+        `input_ids` and `input_lengths`."""
         return BatchedDataDict(values=self._scored(data, self._values, micro_batch_size=micro_batch_size))
 
     def _loaded(self, model_path: str) -> ValueModel:
@@ -38,11 +38,12 @@ class ValueWorker(ShardedWorker[ValueLossFunction]):
     ) -> MicroBatchOutcome:
         values_BS = self._values(part)
         if not bool(trained_mask(part).any()):
-            # the graph stays, so that FSDP's hooks and collectives run as on the other ranks
+            # the result keeps the graph, so that FSDP's hooks and collectives run as on the other ranks
             return MicroBatchOutcome(differentiable=0.0 * values_BS.sum())
         leaf_BS = values_BS.detach().requires_grad_()
         try:
-            with torch.enable_grad():  # the loss alone is differentiated first: no failure of it reaches the model
+            # first differentiated only with respect to the values, so a failing loss never reaches the model
+            with torch.enable_grad():
                 loss, metrics = checked_loss(loss_fn(leaf_BS, copy.copy(part), **counts))
                 [slopes_BS] = slopes_of(loss, leaf_BS)
                 value = float(loss.detach())

@@ -1,6 +1,6 @@
-"""Deliberate breaks of the objective: `run_mutations.py` sees that the tests of this folder catch every one.
+"""Deliberate breaks of the objective. `run_mutations.py` checks that the tests of this folder catch each of them.
 
-Each is (what is wrong then, file, text that occurs once in it, what it becomes).
+Each entry is (name of the break, file, text that occurs exactly once in the file, text that replaces it).
 """
 
 from typing import NamedTuple
@@ -496,8 +496,8 @@ OBJECTIVE = [
     ),
     (
         "any beta of a regression",
-        'if not 0 < self.beta < math.inf:\n            raise ValueError(f"a regression',
-        'if False:\n            raise ValueError(f"a regression',
+        'if not 0 < self.beta < math.inf:\n            raise ValueError(f"the beta of a regression',
+        'if False:\n            raise ValueError(f"the beta of a regression',
     ),
     ("a likelihood against another policy", 'if self.kind == "positive_nll" and (', "if False and ("),
 ]

@@ -1,4 +1,4 @@
-"""Rewards, values, ratios and masks for tests of returns, and the calls over them."""
+"""Rewards, values, ratios and masks for the tests of returns, and short calls of the functions under test."""
 
 import torch
 
@@ -6,11 +6,13 @@ from asyncrl.algorithms.returns import TokenAdvantages, gae, vtrace
 
 ROWS, TOKENS = 5, 9
 GAMMA = 0.875
-"""A discount that float32 holds exactly: torchrl's are float32, whatever the dtype of its columns."""
+"""A discount that float32 represents exactly, because torchrl's discounts are float32 for every dtype of its
+columns."""
 
 
 def scene(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Rewards, values, log-ratios and a mask of prompt, completion, environment tokens and padding; float64."""
+    """Returns rewards, values, log-ratios (float64) and a mask of prompt, completion, environment tokens and
+    padding."""
     random = torch.Generator().manual_seed(seed)
     columns = {
         name: torch.randn(ROWS, TOKENS, generator=random, dtype=torch.float64)

@@ -1,9 +1,10 @@
-"""Applies every deliberate break to a copy of the package and sees that the tests of this folder catch it.
+"""Applies every deliberate break to a copy of the package and checks that the tests of this folder catch it.
 
     python tests/algorithms/run_mutations.py [part of a name …]
 
-Prints one line a break; exit code 1 when one survives or does not apply. What is slow to import is imported once, each
-break then has a forked process of its own: minutes for all of them on one core.
+Prints one line for each break. The exit code is 1 if the tests pass despite a break, or if a break does not apply.
+Modules that are slow to import are imported once, and each break is then tested in a forked process of its own. All
+breaks together take some minutes on one core.
 """
 
 import os
@@ -22,7 +23,7 @@ from mutations import MUTATIONS, Mutation
 
 TESTS = Path(__file__).parent
 REPOSITORY = TESTS.parent.parent
-# what they import takes longer than all of the others run
+# importing their oracle libraries takes longer than running all other tests
 SLOW = {"test_liger_oracle.py", "test_torchrl_oracle.py"}
 FIRST = ["test_preset_oracles.py", "test_off_policy_oracles.py", "test_axes_by_hand.py"]
 DEADLINE_S = 300
@@ -30,13 +31,13 @@ NO_VERDICT = 70
 
 
 def files() -> list[str]:
-    """Those that catch most come first: a run stops at its first failure."""
+    """Returns the test files, starting with those that catch most breaks, because a run stops at its first failure."""
     others = sorted(path.name for path in TESTS.glob("test_*.py") if path.name not in {*SLOW, *FIRST})
     return [str(TESTS / name) for name in FIRST + others]
 
 
 def run_tests(package_root: Path, log: Path) -> int:
-    """pytest's exit code from a forked process that imports the package from `package_root`."""
+    """Returns pytest's exit code from a forked process that imports the package from `package_root`."""
     child = os.fork()
     if child == 0:
         code = NO_VERDICT
@@ -65,14 +66,14 @@ def run_tests(package_root: Path, log: Path) -> int:
 
 
 def caught_by(log: Path) -> str:
-    """The first failure, or the last line when there is none."""
+    """Returns the first failed test, or the last line of the log if no test failed."""
     lines = log.read_text().splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return failed[0].split(" - ")[0].rsplit("/", 1)[-1] if failed else (lines or ["no output"])[-1]
 
 
 def main(wanted: list[str]) -> int:
-    # a stale .pyc of a file that changed twice within a second would be the unbroken package
+    # a .pyc file may be stale if its source changes twice within a second; the tests would then run the unbroken code
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
     chosen = [mutation for mutation in MUTATIONS if not wanted or any(part in mutation.name for part in wanted)]
@@ -93,7 +94,7 @@ def main(wanted: list[str]) -> int:
                 path.write_text(text.replace(mutation.old, mutation.new))
                 code = run_tests(root, log)
                 path.write_text(text)
-                # 1: tests failed; anything else is no verdict about the code
+                # exit code 1 means that tests failed; any other code says nothing about the break
                 verdict, detail = ("caught", caught_by(log)) if code == 1 else ("SURVIVED", f"exit code {code}")
             if verdict != "caught":
                 wrong.append(mutation)

@@ -1,4 +1,4 @@
-"""Advantages: groups by id, and exactly 0 where a group, or the batch, says nothing."""
+"""Advantages: groups are found by id, and a group or batch without differences gets advantages of exactly 0."""
 
 from statistics import mean, stdev
 
@@ -11,12 +11,12 @@ from asyncrl.errors import ConfigError, RunError
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 5.0, 3.0, 2.0, 2.0])
 IDS = torch.tensor([4, 4, 4, 9, 9, 1, 1])
 CENTRED = [2 / 3, -1 / 3, -1 / 3, 1, -1, 0, 0]
-"""Rewards less their group's mean."""
+"""Rewards less the mean of their group."""
 
 WITHIN_GROUPS = ["group_norm", "group_mean", "leave_one_out", "leave_one_out_std"]
 WITH_GROUP_BASELINE = [*WITHIN_GROUPS, "batch_std", "reinforce_pp_baseline"]
 OF_REWARDS = [*WITH_GROUP_BASELINE, "reinforce_pp", "gpg"]
-"""Estimators that rewards are enough for, whatever their sign; `test_estimators_by_hand.py` has the others."""
+"""Estimators that read only rewards, of any sign. `test_estimators_by_hand.py` tests the others."""
 
 
 def advantages(name: str, rewards: torch.Tensor, ids: torch.Tensor) -> list[float]:
@@ -54,7 +54,7 @@ def test_reinforce_pp_has_the_batch_for_baseline_and_for_scale() -> None:
 def test_reinforce_pp_baseline_whitens_what_the_group_baseline_leaves() -> None:
     expected = [value / stdev(CENTRED) for value in CENTRED]
     assert advantages("reinforce_pp_baseline", REWARDS, IDS) == pytest.approx(expected, rel=1e-5)
-    assert stdev(CENTRED) != pytest.approx(stdev(REWARDS.tolist()), rel=0.1), "else batch_std would pass as well"
+    assert stdev(CENTRED) != pytest.approx(stdev(REWARDS.tolist()), rel=0.1), "otherwise batch_std would also pass"
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
@@ -76,7 +76,8 @@ def test_groups_of_one_and_groups_of_equal_rewards_learn_from_the_batch_only_wit
 @pytest.mark.parametrize("name", WITH_GROUP_BASELINE)
 @pytest.mark.parametrize("reward", [0.1, -1 / 3, 1e6])
 def test_f20_a_group_that_says_nothing_is_exactly_zero_beside_groups_that_do(name: str, reward: float) -> None:
-    """Neither the rounding of its mean nor that of the batch's gets through. One group is equal, one has one member."""
+    """Rounding errors of the group's mean or the batch's mean must not become advantages. One group has equal rewards,
+    and one group has a single member."""
     rewards = torch.tensor([reward, 1.0, reward, 0.25, reward, 0.0, 7.0], dtype=torch.float64)
     found = advantages(name, rewards, torch.tensor([0, 1, 0, 1, 0, 1, 2]))
     assert [found[i] for i in (0, 2, 4, 6)] == [0.0] * 4
@@ -94,7 +95,7 @@ def test_groups_are_found_by_id_not_by_position(name: str) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1 / 3, 1e6])
 def test_f20_equal_rewards_and_single_members_give_exactly_zero(name: str, size: int, reward: float) -> None:
-    """0.1 added three times and divided by 3 is not 0.1: a guard of std > 0 would let the rounding through."""
+    """0.1 added three times and divided by 3 is not 0.1, so a check `std > 0` would let this rounding error through."""
     rewards = torch.full((size,), reward, dtype=torch.float64)
     assert advantages(name, rewards, torch.zeros(size, dtype=torch.int64)) == [0.0] * size
 
@@ -112,7 +113,8 @@ def test_an_incomplete_group_uses_the_members_that_are_present(name: str) -> Non
 
 @pytest.mark.parametrize("name", WITH_GROUP_BASELINE)
 def test_the_baseline_of_an_incomplete_group_is_the_mean_of_who_is_present(name: str) -> None:
-    """Three members and two; whatever the scale is, the mean member is 0 and the others are symmetric about it."""
+    """The groups have three members and two. For every scale, the member with the mean reward gets 0, and the others
+    are symmetric about it."""
     found = advantages(name, torch.tensor([1.0, 3.0, 5.0, 0.0, 0.5]), torch.tensor([3, 3, 3, 8, 8]))
     assert found[1] == pytest.approx(0, abs=1e-6)
     assert found[2] == pytest.approx(-found[0])
@@ -146,16 +148,18 @@ def test_an_import_path_names_an_estimator_of_rewards_and_group_ids() -> None:
 
 
 def test_an_estimator_of_the_wrong_length_is_named() -> None:
-    with pytest.raises(RunError, match=r"algorithm.advantage gave \(6,\) values for \(7,\)"):
+    with pytest.raises(
+        RunError, match=r"algorithm.advantage returned values of shape \(6,\) for rewards of shape \(7,\)"
+    ):
         advantages(f"{__name__}:short_estimator", REWARDS, IDS)
 
 
 @pytest.mark.parametrize(
     ("estimator", "words"),
     [
-        (lambda samples: samples.rewards_N.tolist(), "gave a list instead of a tensor of 7 values"),
-        (lambda samples: None, "gave a NoneType"),
-        (lambda samples: samples.rewards_N.double() * 1e300, "5 of them not finite in float32"),
+        (lambda samples: samples.rewards_N.tolist(), "returned a list; it must return a tensor of 7 values"),
+        (lambda samples: None, "returned a NoneType"),
+        (lambda samples: samples.rewards_N.double() * 1e300, "5 of the values are not finite in float32"),
     ],
 )
 def test_an_estimator_that_gives_no_float32_numbers_is_refused(estimator: Estimator, words: str) -> None:

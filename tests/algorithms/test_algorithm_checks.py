@@ -1,4 +1,4 @@
-"""Rules about the objective and its baseline: refused or said before anything starts."""
+"""Rules about the objective and its baseline: what is refused and what gives a warning before a run starts."""
 
 import pytest
 import torch
@@ -47,7 +47,9 @@ def test_f28_an_uncorrected_loss_is_answered_with_presets_that_run_as_they_are(l
 
 
 def test_the_nearest_preset_is_the_one_with_the_fewest_other_axes() -> None:
-    assert nearest_corrected(PRESETS["cispo"].objective, with_critic=False)[0] == "aipo", "cispo against the sampler"
+    assert nearest_corrected(PRESETS["cispo"].objective, with_critic=False)[0] == "aipo", (
+        "aipo is cispo with a behaviour anchor"
+    )
     assert nearest_corrected(PRESETS["dppo_tv"].objective, with_critic=False)[0] == "dppo_tv"
 
 
@@ -60,13 +62,13 @@ def test_f28_a_penalty_is_no_correction() -> None:
 def test_f28_a_baseline_that_needs_a_critic_is_refused_with_the_reason(loss: str) -> None:
     found = violations(f"algorithm.loss={loss}", "staleness.max_versions=0")
     assert "needs a critic" in found[0]
-    assert ("product of every later ratio" in found[0]) == (loss == "vtrace")
+    assert ("product of the ratios of all later tokens" in found[0]) == (loss == "vtrace")
     warnings(f"algorithm.loss={loss}", "algorithm.advantage=group_norm", "staleness.max_versions=0")
     warnings(f"algorithm.loss={loss}", "critic={}", "staleness.max_versions=0")
 
 
 def test_f28_a_critic_that_no_estimator_uses_is_refused() -> None:
-    assert "does not use a critic; remove critic" in violations("critic={}")[0]
+    assert "does not use a critic; remove the section critic" in violations("critic={}")[0]
     assert "does not use a critic" in violations("critic.lam=0.9", "algorithm.advantage=mine:estimator")[0]
     warnings("critic={}", "algorithm.advantage=gae")
 
@@ -121,15 +123,15 @@ def test_f28_overrides_of_no_preset_are_refused() -> None:
 )
 def test_what_compares_a_policy_with_itself_is_said(loss: str, parts: str) -> None:
     on_policy = () if loss == "decoupled_icepop" else ("staleness.max_versions=0",)
-    [warning] = [line for line in warnings(f"algorithm.loss={loss}", *on_policy) if "never acts" in line]
+    [warning] = [line for line in warnings(f"algorithm.loss={loss}", *on_policy) if "have no effect" in line]
     assert parts in warning
     assert not warnings(f"algorithm.loss={loss}", "learner.updates_per_step=2", *on_policy)
 
 
 def test_what_acts_is_not_said_to_be_inert() -> None:
-    assert not warnings("algorithm.loss=a3po"), "an interpolated policy is not the current one"
+    assert not warnings("algorithm.loss=a3po"), "an interpolated proximal policy differs from the current policy"
     assert not warnings("learner.updates_per_step=2")
-    assert not warnings("algorithm.loss=aipo"), "no clip"
+    assert not warnings("algorithm.loss=aipo"), "aipo has no clip"
     assert not warnings("algorithm.loss=tis", "algorithm.overrides={anchor: behaviour, weight: null}"), "the clip acts"
 
 
@@ -169,10 +171,10 @@ def test_f28_a_correction_that_an_override_took_away_is_asked_for_by_its_axis() 
 
 def test_an_advantage_with_options_is_checked_like_a_name() -> None:
     warnings("algorithm.advantage={name: group_norm, eps: 1e-4, eps_in: variance, divisor: n}")
-    assert "changes nothing" in violations("algorithm.advantage={name: group_mean, eps: 1e-4}")[0]
+    assert "the option has no effect" in violations("algorithm.advantage={name: group_mean, eps: 1e-4}")[0]
     assert "did you mean 'eps'" in violations("algorithm.advantage={name: group_norm, esp: 1e-4}")[0]
     both = violations("algorithm.advantage={name: group_norm, esp: 1e-4}", "algorithm.loss=dapo")
-    assert len(both) == 2, "a bad option does not hide what else is wrong"
+    assert len(both) == 2, "an invalid option does not hide other violations"
     assert "needs a critic" in violations("algorithm.advantage={name: gae, keep_mean: true}")[0]
     warnings("critic={}", "algorithm.advantage={name: gae, whiten: samples}")
     assert "does not use a critic" in violations("critic={}", "algorithm.advantage={name: mine:fn, factor: 2}")[0]
@@ -198,11 +200,11 @@ def test_f28_estimators_that_compare_a_group_refuse_a_group_of_one(name: str) ->
     assert "learner.group_size = 1" in violations(f"algorithm.advantage={name}", *alone)[0]
     warnings(f"algorithm.advantage={{name: {name}, single: raw}}", *alone)
     [inert] = warnings(f"algorithm.advantage={{name: {name}, single: raw}}")
-    assert "it never acts" in inert
+    assert "it has no effect" in inert
 
 
 def pushes_opposite_tokens(name: str) -> bool:
-    """Whether advantages 1 and −1 of a sequence of two tokens move them, where all policies agree."""
+    """Returns True if advantages 1 and −1 of a sequence of two tokens give a gradient when all policies agree."""
     logprobs = torch.full((1, 2), -1.0, requires_grad=True)
     columns = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
     data = BatchedDataDict(
@@ -225,7 +227,8 @@ def pushes_opposite_tokens(name: str) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("dr_grpo", "m2po")])
 def test_f28_token_advantages_are_refused_just_where_a_sequence_averages_them(name: str) -> None:
-    """The gradient says which presets those are; dr_grpo's constant and m2po's bound are not set here."""
+    """The gradient shows which presets these are. dr_grpo and m2po are left out, because their constant and their bound
+    are not set here."""
     assert averages_advantages(PRESETS[name].objective) == (not pushes_opposite_tokens(name))
 
 
@@ -234,7 +237,7 @@ def test_f28_a_ratio_of_the_sequence_with_token_advantages_is_refused(loss: str)
     here = (f"algorithm.loss={loss}", "critic={}", "staleness.max_versions=0")
     [violation] = violations(*here, "algorithm.advantage=gae")
     assert f"algorithm.loss = {loss} has one ratio a sequence" in violation
-    assert "Take a token level, e.g. algorithm.loss: gspo_token" in violation
+    assert "Choose an objective at token level, e.g. algorithm.loss: gspo_token" in violation
     warnings(*here, "algorithm.advantage=gae", "algorithm.overrides.level=token")
 
 
@@ -271,7 +274,7 @@ def test_f28_a_kl_in_the_reward_that_is_impossible_is_refused() -> None:
 def test_a_pull_to_the_reference_by_reward_and_by_penalty_is_said_to_be_two() -> None:
     here = ("algorithm.loss=reinforce_pp", "staleness.max_versions=0")
     [warning] = [line for line in warnings(*here, KL) if "twice" in line]
-    assert "algorithm.loss = reinforce_pp has a penalty against the reference" in warning
+    assert "algorithm.loss = reinforce_pp already has a penalty against the reference" in warning
     for other in (
         (*here, KL, "algorithm.overrides={penalties: []}"),
         (*here, KL, "algorithm.overrides={penalties: [{kind: entropy, beta: 0.1}]}"),

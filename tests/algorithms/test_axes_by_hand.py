@@ -1,6 +1,6 @@
-"""What no preset uses of the axes, worked by hand: a config may spell it out.
+"""Choices on the axes that no preset makes, worked by hand. A configuration may use them.
 
-As in `test_preset_oracles.py`: losses and gradients are before the aggregation, T = 10 tokens in the step.
+As in `test_preset_oracles.py`, losses and gradients are before the aggregation, and the step has T = 10 tokens.
 """
 
 import math
@@ -27,8 +27,8 @@ LN3 = math.log(3)
 T = STEP_TOKENS
 
 
-# d = ln(current / q) = ln 3 and −ln 3; (P, d P / d lp) of both tokens. `corrected_by` multiplies by r = current / that,
-# gradient included: (r · P)' = r · (P + P')
+# d = ln(current / q) = ln 3 and −ln 3; each pair is (P, d P / d lp) of a token. `corrected_by` multiplies by r, the
+# ratio of the current policy to the named one, including its gradient: (r · P)' = r · (P + P')
 @pytest.mark.parametrize(
     ("penalty", "columns", "terms"),
     [
@@ -71,7 +71,7 @@ def test_penalties(
 
 
 def test_penalties_know_neither_weights_nor_gates() -> None:
-    """ρ = 4 is cut to 2 and kept, ρ = 10 is gated: −2 · u · W + ½ · k2 against the reference, d = ln 3."""
+    """ρ = 4 is clamped to 2 and kept, ρ = 10 is gated: −2 · u · W + ½ · k2 against the reference, d = ln 3."""
     objective = Objective(
         surrogate=Linear(),
         weight=Weight(hi=2.0),
@@ -161,7 +161,7 @@ def test_gates(gate: Gate, gradients: tuple[float, float]) -> None:
     )
 
 
-# ρ = 4, .5: of the sequence the smallest, the largest, the geometric mean √2 and the product 2
+# ρ = 4 and .5. Over the sequence: the minimum, the maximum, the geometric mean √2 and the product 2
 @pytest.mark.parametrize(("pool", "weight"), [("min", 0.5), ("max", 4.0), ("mean", math.sqrt(2)), ("sum", 2.0)])
 def test_pooled_weights(pool: str, weight: float) -> None:
     assert_as_worked(
@@ -170,9 +170,10 @@ def test_pooled_weights(pool: str, weight: float) -> None:
     )
 
 
-# u = 2 and 4.5, of the sequence s = 3 or the product 9; hi = 1.0004 bounds the first token, whose A > 0, and the second
-# has the loss 2 · s. d s / d lp of both tokens is s/2 where the mean carries gradient, s where it is the product; where
-# only the token's own log-prob does, the second loss moves the second token alone
+# u = 2 and 4.5. The ratio s of the sequence is the mean 3 or the product 9. hi = 1.0004 clips the first token (A > 0);
+# the second token has the loss 2 · s. If s is the product, d s / d lp is s for both tokens; if s is the mean with
+# gradient, it is s/2 for both. If only the token's own log-prob has a gradient, the second loss moves only the second
+# token
 @pytest.mark.parametrize(
     ("level", "losses", "gradients"),
     [
@@ -191,7 +192,8 @@ def test_levels_where_advantages_differ_between_a_sequence_s_tokens(
     )
 
 
-# β = .5, u = 4 and .5: d = .5 · ln u − 2; of the sequence .5 · ln 2 − 2, which either token's log-prob moves in both
+# β = .5, u = 4 and .5. Residual of a token: .5 · ln u − 2. Residual of the sequence: .5 · ln 2 − 2, and the log-prob of
+# each of the two tokens moves it
 @pytest.mark.parametrize(
     ("level", "residuals", "moved"),
     [

@@ -1,4 +1,5 @@
-"""`algorithm.advantage` as data: what is refused, with the choices; and own estimators with options."""
+"""`algorithm.advantage` as data: which values are refused, with the choices; and the user's own estimators with
+options."""
 
 import math
 import subprocess
@@ -41,7 +42,7 @@ def test_the_rows_import_without_torch() -> None:
 
 @pytest.mark.parametrize("name", list(OUTCOMES))
 def test_axes_spelled_out_over_another_row_are_the_row(name: str) -> None:
-    """So that every row can be said by its axes, and no name does anything besides."""
+    """Every row can be written out by its axes, so a name adds nothing to the axes."""
     default, row = DiscountedOutcome(), OUTCOMES[name]
     axes = {key: value for key, value in msgspec.to_builtins(row).items() if value != getattr(default, key)}
     base = {"name": "reinforce_pp", "whiten": "none"}
@@ -78,12 +79,12 @@ def test_the_kl_in_the_reward_is_found_wherever_an_estimator_has_one() -> None:
         assert reward_kl({"name": name, "kl": kl}) == RewardKL(beta=0.01, kind="k2")
         assert reward_kl(name) is None
     assert reward_kl("group_norm") is None
-    assert reward_kl({"name": "mine:fn", "kl": kl}) is None, "an option of its own"
+    assert reward_kl({"name": "mine:fn", "kl": kl}) is None, "kl is an option of the user's estimator"
 
 
-# numbers that no worked example pins: those of the paper, not those of the table
+# no worked example fixes these numbers; they are the paper's numbers, not those of the table
 def test_vapo_s_critic_is_the_papers() -> None:
-    """2504.05118: returns with λ = 1, advantages with λ = 1 − 1/(0.05 · length)."""
+    """2504.05118: returns use λ = 1, advantages use λ = 1 − 1/(0.05 · length)."""
     assert dict(CRITICS) == {"vapo": PublishedCritic(value_lam=1.0, length_alpha=0.05)}
 
 
@@ -93,22 +94,31 @@ def test_vapo_s_critic_is_the_papers() -> None:
         ("group_nrom", ["algorithm.advantage = group_nrom", "did you mean 'group_norm'"]),
         ({"eps": 1e-3}, ["has no name", "add `name:`"]),
         ({"name": 3}, ["has no name"]),
-        ({"name": "group_norm", "esp": 1e-3}, ["algorithm.advantage.esp", "did you mean 'eps'", "there are whiten"]),
-        ({"name": "gae", "single": "raw"}, ["gae has no such option", "there are whiten, keep_mean, eps"]),
+        (
+            {"name": "group_norm", "esp": 1e-3},
+            ["algorithm.advantage.esp", "did you mean 'eps'", "its options are whiten"],
+        ),
+        ({"name": "gae", "single": "raw"}, ["gae has no such option", "its options are whiten, keep_mean, eps"]),
         ({"name": "group_norm", "eps": -1.0}, ["eps is -1", "at least 0"]),
         ({"name": "group_norm", "eps": "small"}, ["float", "eps"]),
-        ({"name": "group_norm", "eps_in": "sdt"}, ["there are std, variance; did you mean 'std'"]),
-        ({"name": "group_norm", "divisor": "n-2"}, ["there are n-1, n"]),
-        ({"name": "group_norm", "whiten": "token"}, ["there are none, samples, tokens"]),
-        ({"name": "group_norm", "baseline": "greedy"}, ["scale is group_std with baseline greedy", "set one of them"]),
+        ({"name": "group_norm", "eps_in": "sdt"}, ["the choices are std, variance; did you mean 'std'"]),
+        ({"name": "group_norm", "divisor": "n-2"}, ["the choices are n-1, n"]),
+        ({"name": "group_norm", "whiten": "token"}, ["the choices are none, samples, tokens"]),
+        (
+            {"name": "group_norm", "baseline": "greedy"},
+            ["scale is group_std with baseline greedy", "set baseline to one of them"],
+        ),
         ({"name": "gr3", "length_penalty": 0.0}, ["length_penalty is 0", "above 0, or null"]),
         ({"name": "gdpo", "weights": {"a": 0.0}}, ["weights are {'a': 0.0}", "at least one must not be 0"]),
         ({"name": "reinforce_pp", "gamma": 0.0}, ["gamma is 0", "above 0 and at most 1"]),
         ({"name": "reinforce_pp_baseline", "gamma": 1.5}, ["gamma is 1.5"]),
-        ({"name": "reinforce_pp", "kl": {"beta": -0.1}}, ["kl.beta is -0.1", "above 0; without a KL, remove kl"]),
+        (
+            {"name": "reinforce_pp", "kl": {"beta": -0.1}},
+            ["kl.beta is -0.1", "above 0; to train without a KL, remove kl"],
+        ),
         ({"name": "gae", "kl": {"beta": 0}}, ["kl.beta is 0"]),
         ({"name": "gae", "kl": {"beta": math.inf}}, ["kl.beta is inf", "must be finite"]),
-        ({"name": "gae", "kl": {"beta": 0.1, "kind": "k4"}}, ["there are k1, k2, k3"]),
+        ({"name": "gae", "kl": {"beta": 0.1, "kind": "k4"}}, ["the choices are k1, k2, k3"]),
         ({"name": "reinforce_pp", "kl": {"kind": "k1"}}, ["missing required field `beta`"]),
         ({"name": "reinforce_pp", "kl": {"beta": 0.1, "knd": "k2"}}, ["unknown field `knd`"]),
         ({"name": "reinforce_pp", "kl": 0.1}, ["$.kl"]),
@@ -120,14 +130,23 @@ def test_vapo_s_critic_is_the_papers() -> None:
             {"name": "gae", "gamma": 0.9},
             ["gae has no such option", "gamma is an option of reinforce_pp, reinforce_pp_"],
         ),
-        # options that change nothing
-        ({"name": "group_mean", "eps": 1e-3}, ["algorithm.advantage.eps: changes nothing", "remove it"]),
-        ({"name": "maxrl", "eps_in": "variance"}, ["eps_in: changes nothing", "no standard deviation divides"]),
-        ({"name": "opo", "divisor": "n"}, ["divisor: changes nothing"]),
-        ({"name": "group_norm", "keep_mean": True}, ["keep_mean: changes nothing: whiten is none"]),
-        ({"name": "reinforce_pp", "single": "raw"}, ["single: changes nothing: baseline none does not compare"]),
-        ({"name": "group_norm", "weights": {"a": 1.0}}, ["weights: changes nothing: rewards is total"]),
-        ({"name": "gae", "whiten": "none", "eps": 1e-3}, ["eps: changes nothing"]),
+        # options without an effect
+        ({"name": "group_mean", "eps": 1e-3}, ["algorithm.advantage.eps: the option has no effect", "remove it"]),
+        (
+            {"name": "maxrl", "eps_in": "variance"},
+            ["eps_in: the option has no effect", "does not divide by a standard deviation"],
+        ),
+        ({"name": "opo", "divisor": "n"}, ["divisor: the option has no effect"]),
+        ({"name": "group_norm", "keep_mean": True}, ["keep_mean: the option has no effect, because whiten is none"]),
+        (
+            {"name": "reinforce_pp", "single": "raw"},
+            ["single: the option has no effect, because baseline none does not compare"],
+        ),
+        (
+            {"name": "group_norm", "weights": {"a": 1.0}},
+            ["weights: the option has no effect, because rewards is total"],
+        ),
+        ({"name": "gae", "whiten": "none", "eps": 1e-3}, ["eps: the option has no effect"]),
     ],
 )
 def test_f28_impossible_and_idle_options_are_refused(advantage: Any, words: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Bounds that a whole step decides: the largest that keep their promise, equal however the step is dealt to ranks."""
+"""Bounds that depend on a whole step: the largest that satisfy their condition, equal for every split over ranks."""
 
 import math
 import threading
@@ -38,7 +38,8 @@ def test_a_budget_leaves_out_as_few_outliers_as_needed_by_hand() -> None:
 
 
 def test_only_tokens_that_the_gate_is_about_count() -> None:
-    """Moving away: A > 0 and likelier, or A < 0 and rarer. The large ones here move back."""
+    """moving_away applies where A > 0 and the token became more likely, or A < 0 and it became less likely. The tokens
+    with large ratios here move back, so they do not count."""
     tokens = step([0.1, 0.2, -2.0, 2.0], advantages=[1.0, 1.0, 1.0, -1.0])
     [gate] = calibrated(gated(budget=0.02, when="moving_away"), tokens=tokens, reduce=alone).gates
     assert gate.hi == math.inf
@@ -47,7 +48,7 @@ def test_only_tokens_that_the_gate_is_about_count() -> None:
 
 
 def test_bad_tokens_alone_count_where_the_gate_is_about_them() -> None:
-    """k2 = 2 of a good token, .02 and .08 of bad ones, mean .05: a budget of .06 bounds nothing."""
+    """k2 is 2 for a good token, and .02 and .08 for bad ones. Their mean is .05, so a budget of .06 sets no bound."""
     tokens = step([2.0, 0.2, 0.4], advantages=[1.0, -1.0, -1.0])
     [gate] = calibrated(gated(budget=0.06, when="negative_advantage"), tokens=tokens, reduce=alone).gates
     assert gate.hi == math.inf
@@ -59,7 +60,8 @@ def test_a_bound_that_was_configured_is_kept_where_it_is_the_stricter_one() -> N
 
 
 def test_the_current_policy_is_not_the_behaviour_nor_an_interpolated_one() -> None:
-    """log current/behaviour = 1, .2; of the interpolated policy it would be .5, .1, whose k2 are within the budget."""
+    """log current/behaviour is 1 and .2. Against the interpolated policy it would be .5 and .1, whose k2 are within the
+    budget."""
     tokens = StepTokens(
         sources={
             "current": torch.tensor([1.0, 0.2]),
@@ -75,7 +77,8 @@ def test_the_current_policy_is_not_the_behaviour_nor_an_interpolated_one() -> No
 
 
 def test_weights_below_the_lower_bound_count_as_clamped() -> None:
-    """With lo = .5 the weights are .5, .5, 1, 8, with lo = 0 nearly 0, 0, 1, 8: the same share needs another cap."""
+    """With lo = .5 the weights are .5, .5, 1, 8. With lo = 0 they are nearly 0, 0, 1, 8. The same share then needs
+    another cap."""
     tokens = step([-9.0, -9.0, 0.0, math.log(8.0)])
     weight = calibrated(
         Objective(surrogate=Linear(), weight=Weight(lo=0.5, min_ess=0.6)), tokens=tokens, reduce=alone
@@ -128,7 +131,7 @@ def test_ranks_find_the_same_bounds_as_one_rank_with_all_tokens() -> None:
     )
     whole = calibrated(objective, tokens=step(ratios), reduce=alone)
     parts = [step(ratios[:17]), step(ratios[17:])]
-    # Both ranks decide by the same sums, so they ask in lockstep.
+    # both ranks make the same decisions, because they see the same sums; so their calls of reduce stay in step
     barrier, slots = threading.Barrier(2), [torch.zeros(0), torch.zeros(0)]
     found: list[Objective | None] = [None, None]
 
@@ -147,8 +150,8 @@ def test_ranks_find_the_same_bounds_as_one_rank_with_all_tokens() -> None:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert found[0] == found[1], "ranks decide by the same sums"
-    # the share is a sum in another order, so that its last bits differ
+    assert found[0] == found[1], "the ranks see the same sums"
+    # the share is summed in another order, so its last bits may differ
     for objective_of_rank in found:
         assert objective_of_rank is not None
         assert objective_of_rank.penalties[0].beta == pytest.approx(whole.penalties[0].beta, rel=1e-12)
@@ -156,7 +159,7 @@ def test_ranks_find_the_same_bounds_as_one_rank_with_all_tokens() -> None:
 
 
 def test_the_effective_share_caps_the_weight_and_leaves_the_rest_to_the_penalty_by_hand() -> None:
-    """ρ = 1 and 3: (1 + 3)² / (2 · (1 + 9)) = .8. The proximal policy is another, and is not looked at."""
+    """ρ = 1 and 3: (1 + 3)² / (2 · (1 + 9)) = .8. The proximal policy is different and is not used."""
     tokens = StepTokens(
         sources={
             "current": torch.tensor([0.0, math.log(3.0)]),
@@ -190,7 +193,7 @@ def test_only_what_asks_for_the_effective_share_depends_on_it() -> None:
     )
     found = calibrated(objective, tokens=step([0.0, math.log(3.0)]), reduce=alone)
     assert found.surrogate == Weighted(positive=Clamp(ess=True, hi=0.1), negative=Inverse(hi=3.0)), (
-        "its own cap is lower"
+        "its own cap is lower than the effective share"
     )
     assert found.penalties[0] == kept
     assert found.penalties[1].beta == pytest.approx(0.8)

@@ -1,4 +1,4 @@
-"""Diagnostics are sums: any split adds up, and what must alarm does."""
+"""Diagnostics: the sums of any split add up to the whole, and harmful values show in the metrics."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_k1_and_k3_estimate_the_divergence_of_the_behaviour_from_the_proximal_po
 
 
 def test_k3_over_the_sampler_s_tokens_is_the_divergence() -> None:
-    """E_beh[k3] = KL(beh ‖ prox) exactly, summed over a vocabulary of three."""
+    """E_beh[k3] = KL(beh ‖ prox) exactly: the expectation is a sum over a vocabulary of three."""
     beh, prox = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     total = sum(p * sums([math.log(q / p)]).k3_nats for p, q in zip(beh.tolist(), prox.tolist(), strict=True))
     assert total == pytest.approx(float((beh * (beh / prox).log()).sum()), rel=1e-5)
@@ -79,7 +79,9 @@ def test_kl_to_the_reference_is_k3_by_hand_and_missing_where_nobody_looked_at_it
         reference_BT=row + torch.tensor([[math.log(2), 0.0, 5.0]]),
     )
     both = found + sums([0.0] * 5)
-    assert both.extremes()["kl_to_reference_nats"] == pytest.approx((2 - 1 - math.log(2)) / 2), "over its own tokens"
+    assert both.extremes()["kl_to_reference_nats"] == pytest.approx((2 - 1 - math.log(2)) / 2), (
+        "mean over its own tokens"
+    )
     assert "kl_to_reference_nats" not in sums([0.0]).extremes()
 
 

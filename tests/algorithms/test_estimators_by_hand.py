@@ -1,5 +1,5 @@
-"""Every estimator of one advantage a sample against a plain float64 loop over groups, written from its paper; and the
-options of all of them."""
+"""Compares every estimator of one advantage a sample with a plain float64 loop over groups, written from its paper.
+Also tests the options of all estimators."""
 
 import math
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from asyncrl.errors import ConfigError, RunError
 REWARDS = [1.0, 0.0, 0.25, 0.5, 0.75, 0.5, 1.0, 0.0, 1.0]
 IDS = [4, 9, 4, 1, 9, 1, 4, 7, 4]
 TOKENS = [3, 5, 8, 2, 1, 6, 4, 7, 2]
-"""A group of four (4), one of two (9), one of two equal rewards (1), and one of one (7)."""
+"""Group ids: group 4 has four samples, group 9 has two, group 1 has two with equal rewards, and group 7 has one."""
 OTHER = [0.0, 2.0, 1.0, 3.0, 2.0, 1.0, 0.0, 5.0, 1.0]
-"""A second reward: it differs in group 1, and is equal in group 9."""
+"""A second reward: its values differ in group 1 and are equal in group 9."""
 GREEDY = [0.5, 1.0, 0.5, 0.5, 1.0, 0.5, 0.5, 0.0, 0.5]
 
 EPS = 1e-6
 CLOSE = 1e-6
-"""Results are float32: 2^-24 relative, of numbers of about 1."""
+"""Relative tolerance: results are float32, which rounds numbers of about 1 by 2^-24."""
 
 
 def samples(**changed: Any) -> Samples:
@@ -42,7 +42,7 @@ def found(advantage: Any, of: Samples | None = None) -> list[float]:
 
 
 def by_group(one: Callable[[list[float], list[int], int], float], rewards: list[float] = REWARDS) -> list[float]:
-    """`one(rewards, tokens, place)` of every sample in its group, in the samples' order."""
+    """Returns `one(rewards, tokens, place)` for every sample in its group, in the order of the samples."""
     answers = []
     for i, group in enumerate(IDS):
         members = [j for j, other in enumerate(IDS) if other == group]
@@ -77,7 +77,7 @@ def leave_one_out_std(r: list[float], tokens: list[int], i: int) -> float:
 
 
 def maxrl(r: list[float], _: list[int], i: int) -> float:
-    """2602.02710: of rewards 0 and 1, n/k − 1 and −1 for k of n right; 0 where none is right."""
+    """2602.02710: for rewards of 0 and 1 with k of n right, it is n/k − 1 and −1. If none is right, it is 0."""
     return 0.0 if len(set(r)) == 1 else (r[i] - mean(r)) / (mean(r) + EPS)
 
 
@@ -96,7 +96,7 @@ def gr3_rewards(r: list[float], tokens: list[int]) -> list[float]:
 
 
 def gr3(r: list[float], tokens: list[int], i: int) -> float:
-    """2603.10535: the rewards are rescaled by their relative lengths first."""
+    """2603.10535: the rewards are first rescaled by their relative lengths."""
     return 0.0 if len(r) == 1 else gr3_rewards(r, tokens)[i] - mean(gr3_rewards(r, tokens))
 
 
@@ -105,13 +105,14 @@ def whitened(values: list[float]) -> list[float]:
 
 
 def gpg() -> list[float]:
-    """2504.02546, eq. 7: the group-centred reward times B / (B − M), M samples of groups with equal rewards."""
+    """2504.02546, eq. 7: the group-centred reward times B / (B − M), where M samples are in groups with equal
+    rewards."""
     scale = len(REWARDS) / sum(informative())
     return [scale * value for value in by_group(centred)]
 
 
 def gdpo(weights: tuple[float, float] = (1.0, 1.0)) -> list[float]:
-    """2601.05242: normalise each reward in its group, add them up, normalise the sums over the batch."""
+    """2601.05242: normalise each reward in its group, add the results, and normalise the sums over the batch."""
     first, second = by_group(normed, REWARDS), by_group(normed, OTHER)
     sums = [weights[0] * a + weights[1] * b for a, b in zip(first, second, strict=True)]
     return [0.0 if group == 7 else value for group, value in zip(IDS, whitened(sums), strict=True)]
@@ -143,7 +144,7 @@ def test_an_estimator_is_the_papers(name: str) -> None:
 
 
 def test_no_two_estimators_agree_on_these_samples() -> None:
-    """Else one of them would pass for the other above."""
+    """If two agreed, a test above would pass with the wrong one."""
     rounded = {name: tuple(round(value, 3) for value in values) for name, values in BY_HAND.items()}
     assert len(set(rounded.values())) == len(BY_HAND) == len(OUTCOMES)
 
@@ -176,13 +177,13 @@ def test_groups_are_found_by_id_not_by_position(name: str) -> None:
 
 
 def test_maxrl_of_right_and_wrong_answers() -> None:
-    """One of four is right: 4/1 − 1 and three times −1."""
+    """One of four is right: 4/1 − 1, and −1 three times."""
     of = Samples(rewards_N=torch.tensor([0.0, 1, 0, 0]), group_ids_N=torch.zeros(4, dtype=torch.int64))
     assert found("maxrl", of) == pytest.approx([-1, 3, -1, -1], rel=1e-5)
 
 
 def test_a_length_penalty_teaches_groups_whose_rewards_are_equal() -> None:
-    """A public library has these numbers for α = 0.33 and lengths 10, 20, 10."""
+    """The expected numbers are from a public library, for α = 0.33 and lengths 10, 20, 10."""
     of = Samples(
         rewards_N=torch.tensor([1.0, 0.5, 0.8]),
         group_ids_N=torch.zeros(3, dtype=torch.int64),
@@ -197,7 +198,9 @@ def test_a_length_penalty_teaches_groups_whose_rewards_are_equal() -> None:
 
 def test_completions_without_a_token_weigh_nothing_in_a_baseline_by_length() -> None:
     empty = [0 if group == 9 else length for group, length in zip(IDS, TOKENS, strict=True)]
-    assert found("opo", samples(completion_tokens_N=torch.tensor(empty)))[1] == pytest.approx(-0.375), "the plain mean"
+    assert found("opo", samples(completion_tokens_N=torch.tensor(empty)))[1] == pytest.approx(-0.375), (
+        "the plain mean is the baseline"
+    )
     one = [0, *TOKENS[1:]]
     expected = 1 - (8 * 0.25 + 4 * 1 + 2 * 1) / 14
     assert found("opo", samples(completion_tokens_N=torch.tensor(one)))[0] == pytest.approx(expected)
@@ -237,11 +240,14 @@ def test_a_group_of_one_has_its_reward_as_its_advantage_where_that_is_asked_for(
     raw = found({"name": name, "single": "raw"}, alone)
     assert raw[7] == 0.5
     del raw[7]
-    assert raw == pytest.approx(BY_HAND[name][:7] + BY_HAND[name][8:], rel=CLOSE, abs=CLOSE), "the others stay"
+    assert raw == pytest.approx(BY_HAND[name][:7] + BY_HAND[name][8:], rel=CLOSE, abs=CLOSE), (
+        "other samples are unchanged"
+    )
 
 
 def test_a_raw_reward_counts_in_the_statistics_of_the_batch() -> None:
-    """GPG counts it as a sample that teaches: M falls by one. REINFORCE++ with a baseline whitens it like the rest."""
+    """GPG counts it as a sample with a gradient, so M is smaller by one. REINFORCE++ with a baseline whitens it like
+    the other samples."""
     alone = samples(rewards_N=torch.tensor([*REWARDS[:7], 0.5, REWARDS[8]]))
     centre = by_group(centred)
     centre[7] = 0.5
@@ -258,7 +264,7 @@ def test_gpg_may_count_rewards_that_are_not_zero_instead() -> None:
 
 
 def by_tokens(values: list[float]) -> tuple[float, float]:
-    """Mean and standard deviation of the values, each as often as its completion has tokens."""
+    """Returns mean and standard deviation of the values, where each counts as often as its completion has tokens."""
     spelled = [value for value, length in zip(values, TOKENS, strict=True) for _ in range(length)]
     return mean(spelled), stdev(spelled)
 
@@ -303,7 +309,9 @@ def test_eps_and_divisor_of_the_batch() -> None:
 def test_components_are_weighted_by_their_names() -> None:
     weights = {"name": "gdpo", "weights": {"style": 0.25, "right": 2.0}}
     assert found(weights) == pytest.approx(gdpo((2.0, 0.25)), rel=CLOSE, abs=CLOSE)
-    with pytest.raises(RunError, match=r"weights has right, and the rewards' components are right, style"):
+    with pytest.raises(
+        RunError, match=r"weights has the names right, but the components of the rewards are right, style"
+    ):
         found({"name": "gdpo", "weights": {"right": 1.0}})
 
 
@@ -322,13 +330,13 @@ def test_components_are_weighted_by_their_names() -> None:
 )
 def test_a_column_that_is_missing_is_named(name: Any, column: str) -> None:
     for missing in (None, *([{}] if column == "components" else [])):
-        with pytest.raises(RunError, match=f"reads {column}, which these samples do not have"):
+        with pytest.raises(RunError, match=f"reads {column}, but these samples do not have it"):
             found(name, samples(**{column: missing}))
 
 
 @pytest.mark.parametrize("name", ["maxrl", "gr3"])
 def test_negative_rewards_are_refused_where_they_would_be_turned_around(name: str) -> None:
-    with pytest.raises(RunError, match=r"least of this step is -0.5"):
+    with pytest.raises(RunError, match=r"smallest of this step is -0.5"):
         found(name, samples(rewards_N=torch.tensor([-0.5, *REWARDS[1:]])))
 
 
@@ -340,7 +348,7 @@ def test_a_component_that_is_not_finite_is_refused() -> None:
 
 @pytest.mark.parametrize("column", ["group_ids_N", "completion_tokens_N", "greedy_rewards_N"])
 def test_columns_of_another_length_are_refused(column: str) -> None:
-    with pytest.raises(RunError, match=r"rewards \(9,\) and .* \(8,\) must all be \[N\]"):
+    with pytest.raises(RunError, match=r"rewards have shape \(9,\) and .* \(8,\): both must be \[N\]"):
         samples(**{column: torch.zeros(8)})
     with pytest.raises(RunError, match="component 'right'"):
         samples(components={"right": torch.zeros(8)})

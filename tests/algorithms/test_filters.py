@@ -1,4 +1,4 @@
-"""What becomes of groups without variance and of overlong samples."""
+"""Filters for groups with equal rewards and for overlong samples."""
 
 import doctest
 
@@ -51,7 +51,7 @@ def test_the_penalty_is_taken_off_rewards() -> None:
 
 
 def test_the_penalty_is_dapos_equation_13() -> None:
-    """L_max = 20, L_cache = 5: 0 up to 15, then ((L_max − L_cache) − |y|) / L_cache, −1 at 20."""
+    """L_max = 20 and L_cache = 5: 0 up to 15 tokens, then ((L_max − L_cache) − |y|) / L_cache, and −1 at 20 tokens."""
     lengths = torch.arange(21)
     expected = [0.0] * 16 + [(15 - length) / 5 for length in range(16, 21)]
     found = overlong_penalty(

@@ -1,4 +1,4 @@
-"""κ and what is measured with it: from a loss's slopes alone, in sums that add up over any split."""
+"""κ and the measures from it: computed only from a loss's slopes, as sums that add up over any split."""
 
 import pytest
 import torch
@@ -34,7 +34,8 @@ def test_reinforce_has_an_effective_share_of_one_whatever_its_scale() -> None:
 
 
 def test_kernel_shares_by_hand() -> None:
-    """κ = 1, 3, 0 and a token with A = 0, which nothing pushes: (1 + 3)² / (3 · (1 + 9)); one of three is silent."""
+    """κ = 1, 3, 0, and a fourth token with A = 0 that is not counted: (1 + 3)² / (3 · (1 + 9)). One of three has κ =
+    0."""
     means = sums([-1.0, 6.0, 0.0, 0.0], [1.0, -2.0, 4.0, 0.0]).means()
     assert means["kernel_ess_ratio"] == pytest.approx(16 / 30)
     assert means["silent_ratio"] == pytest.approx(1 / 3)

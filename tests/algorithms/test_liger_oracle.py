@@ -1,9 +1,10 @@
-"""Presets against liger-kernel's fused GRPO family (LinkedIn, itself held against TRL), in value and gradient.
+"""Compares presets with liger-kernel's fused GRPO family (from LinkedIn, itself tested against TRL), in value and
+gradient.
 
-Liger goes from hidden states and the head's weight to a loss; here the presets get the log-probs of the same head, so
-that the gradients by both inputs can be compared. What Liger calls `old_per_token_logps` is the anchor of u, what it
-calls `vllm_is_ratio` a weight that is made outside of it. Its preset-specific settings are ε around 1, `delta` our
-dual clip.
+Liger computes a loss from hidden states and the head's weight. Here the presets get the log-probs of the same head, so
+the gradients with respect to both inputs can be compared. Liger's argument `old_per_token_logps` is the anchor of u.
+Its argument `vllm_is_ratio` is a weight that the caller computes. Its settings per preset are ε around 1, and its
+`delta` is our dual clip.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,8 +32,8 @@ PPO, HIGHER = {"epsilon_low": 0.2, "epsilon_high": 0.2}, {"epsilon_low": 0.2, "e
 
 @dataclass(frozen=True, kw_only=True)
 class Liger:
-    """How Liger says a preset: its settings, whose log-probs are the old ones, its weight as a function of ρ [B, T] and
-    the mask."""
+    """A preset in Liger's terms: its settings, the policy whose log-probs are the old ones, and its weight as a
+    function of ρ [B, T] and the mask."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     old: str | None = "prev_logprobs"
@@ -70,9 +71,11 @@ EQUIVALENTS = {
 
 
 def step() -> tuple[torch.Tensor, torch.Tensor, BatchedDataDict]:
-    """Hidden states [B, T, H] and the head [V, H], and columns [B, 1 + T] whose first token is a prompt.
+    """Returns hidden states [B, T, H], the head [V, H], and columns [B, 1 + T] whose first token is a prompt.
 
-    Drifts are large enough for every bound to act on both sides; one sequence's mean log-ratio lies inside GSPO's."""
+    The drifts are large enough that every bound acts on both sides. The mean log-ratio of one sequence lies inside
+    GSPO's bounds.
+    """
     draw = torch.Generator().manual_seed(5)
     rows, tokens = len(LENGTHS), max(LENGTHS)
     hidden = torch.randn(rows, tokens, HIDDEN, generator=draw)
@@ -103,7 +106,7 @@ def logprobs(hidden: torch.Tensor, head: torch.Tensor, *, ids: torch.Tensor) -> 
 
 
 def without_nll(objective: Objective) -> Objective:
-    """Without what neither library has: the likelihood of good rows."""
+    """Returns the objective without the likelihood of good rows, which neither library has."""
     penalties = tuple(penalty for penalty in objective.penalties if penalty.kind != "positive_nll")
     return msgspec.structs.replace(objective, penalties=penalties)
 
@@ -146,7 +149,7 @@ def test_a_preset_is_what_liger_computes(name: str) -> None:
 
 
 def test_the_step_reaches_every_bound_on_both_sides() -> None:
-    """Otherwise the comparison would pass without them."""
+    """Without this, the comparison could pass although a bound never acts."""
     hidden, head, data = step()
     mask = data["token_mask"][:, 1:] > 0
     log_u = logprobs(hidden, head, ids=data["input_ids"][:, 1:]) - data["prev_logprobs"][:, 1:]

@@ -1,4 +1,4 @@
-"""Gradients of the objective, worked by hand: values alone cannot tell a missing detach or a wrong ratio."""
+"""Gradients of the objective, worked by hand. Values alone would not show a missing detach or a wrong ratio."""
 
 import math
 
@@ -13,7 +13,7 @@ from asyncrl.algorithms.presets import PRESETS
 def gradient(
     objective: Objective, *, ratio: float = 1.0, rho: float = 1.0, advantage: float = 1.0
 ) -> tuple[float, float, bool, bool]:
-    """(S · W, its gradient by lp, clipped, gated) of one token with u = `ratio` and prox/beh = `rho`."""
+    """Returns S · W, its gradient by lp, clipped and gated, for one token with u = `ratio` and prox/beh = `rho`."""
     prox = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     logprobs = (prox.detach() + math.log(ratio)).requires_grad_()
     behaviour = (prox.detach() - math.log(rho)).requires_grad_()
@@ -27,7 +27,7 @@ def gradient(
     )
     terms.loss_BT.sum().backward()
     for constant in (prox, behaviour, advantages):
-        assert constant.grad is None, "everything but the current log-probs is detached"
+        assert constant.grad is None, "only the current log-probs carry gradient"
     return float(terms.loss_BT.detach()), float(logprobs.grad), bool(terms.clipped_BT), bool(terms.gated_BT)
 
 
@@ -35,12 +35,12 @@ def gradient(
 CLIPPED = [
     (1.0, 2.0, -2.0, -2.0, False),
     (1.1, 2.0, -2.2, -2.2, False),
-    (1.5, 2.0, -2.56, 0.0, True),  # better than enough already: no push
-    (0.5, 2.0, -1.0, -1.0, False),  # a good token that got less likely: pushed, no clip
+    (1.5, 2.0, -2.56, 0.0, True),  # a good token that is already more likely: clipped, no gradient
+    (0.5, 2.0, -1.0, -1.0, False),  # a good token that became less likely: gradient, no clip
     (1.1, -2.0, 2.2, 2.2, False),
-    (0.5, -2.0, 1.6, 0.0, True),  # a bad token that is rare already: no push
-    (2.0, -2.0, 4.0, 4.0, False),  # a bad token that got likelier: pushed
-    (4.0, -2.0, 6.0, 0.0, True),  # beyond the dual clip: no push
+    (0.5, -2.0, 1.6, 0.0, True),  # a bad token that is already rare: clipped, no gradient
+    (2.0, -2.0, 4.0, 4.0, False),  # a bad token that became more likely: gradient
+    (4.0, -2.0, 6.0, 0.0, True),  # a bad token beyond the dual clip: no gradient
 ]
 
 

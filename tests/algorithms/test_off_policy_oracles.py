@@ -1,8 +1,8 @@
 """Presets that correct for the sampler's older weights, worked by hand from their papers: both sides of every bound.
 
-u = current / proximal, ρ = proximal / behaviour, proximal = 0.2 unless said. As in `test_preset_oracles.py`: losses and
-gradients are before the aggregation, `over` is what it divides by, T = 10 tokens and N = 4 sequences in the step. What
-is weighted or left out stays in both.
+u = current / proximal, ρ = proximal / behaviour, and proximal = 0.2 unless a case sets it. As in
+`test_preset_oracles.py`, losses and gradients are before the aggregation, and `over` is the aggregation's divisor. The
+step has T = 10 tokens and N = 4 sequences. A token that is weighted or left out still counts in both.
 """
 
 import math
@@ -25,7 +25,7 @@ BAD, BAD_GRADIENT = (3.0, 1.6), (3.0, 0.0)
 def weighted(
     weights: tuple[float, float], *, behaviour: float | tuple[float, ...], over: float = T
 ) -> tuple[Worked, Worked]:
-    """Both signs at u = 1.5, .5, each token's loss and gradient times its weight."""
+    """Returns both signs of A at u = 1.5 and .5, with each token's loss and gradient multiplied by its weight."""
     return (
         Worked(
             advantage=2,
@@ -49,25 +49,26 @@ def weighted(
 DPPO_RATIOS = (2.5, 1.5, 0.4, 0.8, 20.5)
 
 WORKED: dict[str, tuple[Worked, ...]] = {
-    # ρ = 4 is cut to 2, ρ = .25 stays: there is no lower bound
+    # ρ = 4 is clamped to 2, and ρ = .25 is kept, because there is no lower bound
     "tis": weighted((2, 0.25), behaviour=(0.05, 0.8)) + weighted((0.25, 2), behaviour=(0.8, 0.05)),
-    # ρ = 4 and .625 stay, 10 and .4 say nothing
+    # ρ = 4 and .625 are kept, ρ = 10 and .4 are zeroed
     "icepop": weighted((4, 0.625), behaviour=(0.05, 0.32))
     + weighted((0.625, 4), behaviour=(0.32, 0.05))
     + weighted((0, 0), behaviour=(0.02, 0.5))
     + weighted((0, 0), behaviour=(0.5, 0.02)),
-    # one weight for the sequence, ρ₁ · ρ₂: 4 · .25 = 1, 2 · .625 = 1.25, .5 · .4 = .2, and 2 · 4 = 8 is cut to 2
+    # one weight for the sequence, ρ₁ · ρ₂: 4 · .25 = 1, 2 · .625 = 1.25, .5 · .4 = .2, and 2 · 4 = 8 is clamped to 2
     "seq_tis": weighted((1, 1), behaviour=(0.05, 0.8))
     + weighted((1.25, 1.25), behaviour=(0.1, 0.32))
     + weighted((0.2, 0.2), behaviour=(0.4, 0.5))
     + weighted((2, 2), behaviour=(0.1, 0.05)),
-    # √(ρ₁ · ρ₂): 4 · .25 → 1 stays although each is far from 1; 1.0005 and .9995 stay, 1.002 and .998 do not
+    # √(ρ₁ · ρ₂): 4 · .25 → 1 is kept although each ratio is far from 1; 1.0005 and .9995 are kept, 1.002 and .998 are
+    # not
     "geometric_rejection": weighted((1, 1), behaviour=(0.05, 0.8))
     + weighted((1, 1), behaviour=0.2 / 1.0005)
     + weighted((1, 1), behaviour=0.2 / 0.9995)
     + weighted((0, 0), behaviour=0.2 / 1.002)
     + weighted((0, 0), behaviour=0.2 / 0.998),
-    # ρ without a cut, 4 and .025 (proximal .02, behaviour .8, u = 1.5); ρ = 10 says nothing
+    # ρ has no cap: 4 and .025 (proximal .02, behaviour .8, u = 1.5); ρ = 10 is gated
     "decoupled_ppo": (
         *weighted((4, 0.25), behaviour=(0.05, 0.8)),
         *weighted((0, 4), behaviour=(0.02, 0.05)),
@@ -76,12 +77,12 @@ WORKED: dict[str, tuple[Worked, ...]] = {
             advantage=-2, current=(0.03,), proximal=0.02, behaviour=0.8, losses=(0.075,), gradients=(0.075,), over=T
         ),
     ),
-    # the proximal policy is behaviour^(1/d) · current^(1 − 1/d), whatever `prev_logprobs` holds:
+    # the proximal policy is behaviour^(1/d) · current^(1 − 1/d); `prev_logprobs` is not read:
     #   current .4, behaviour .1, d = 2 → .2: u = 2, ρ = 2, S = ρ · 2u = 8 where A < 0, ρ · −2.4 where A > 0
     #   d = 1 → behaviour: u = 4, ρ = 1; d = 0 → current: u = 1, ρ = 4
-    #   current .8, behaviour .05, d = 4 → .05 · 16^¾ = .4: u = 2, ρ = 8 > 5 says nothing
+    #   current .8, behaviour .05, d = 4 → .05 · 16^¾ = .4: u = 2, ρ = 8 > 5 is gated
     #   current .1, behaviour .4, d = 2 → .2: u = .5, ρ = .5, S = ρ · −2u where A > 0, ρ · 1.6 where A < 0
-    # the interpolated policy is data: the gradient is ρ · −A · u, not (1/d) of it
+    # the interpolated policy is detached: the gradient is ρ · −A · u, not (1/d) of it
     "a3po": (
         Worked(
             advantage=-2,
@@ -104,7 +105,7 @@ WORKED: dict[str, tuple[Worked, ...]] = {
             over=T,
         ),
     ),
-    # clip .8/1.28 with dual 3, times ρ = 2 (behaviour .1); nothing where ρ = 10
+    # clip .8/1.28 with dual 3, times ρ = 2 (behaviour .1); zero where ρ = 10
     #   A = 2: u = 1.5 → −2.56, 1.25 → −2.5, .5 → −1. A = −2: u = 4 → 6 without a gradient, 2.5 → 5, .5 → 1.6
     "decoupled_icepop": (
         Worked(
@@ -126,13 +127,13 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         Worked(advantage=-2, current=(0.5, 0.5), behaviour=(0.02, 0.5), losses=(0, 0), gradients=(0, 0), over=T),
         Worked(advantage=2, current=(0.1, 0.1), behaviour=(0.02, 0.5), losses=(0, 0), gradients=(0, 0), over=T),
     ),
-    # D = mean ln(behaviour / current), a sequence is left out where A < 0 and D > .02. The mean divides by the length.
+    # D = mean ln(behaviour / current); a sequence is left out if A < 0 and D > .02. The mean divides by the length.
     "opsm": (
         # bad, current = behaviour / 2: D = ln 2
         Worked(advantage=-2, current=(0.3, 0.1), behaviour=(0.6, 0.2), losses=(0, 0), gradients=(0, 0), over=N * 2),
-        # bad, D = (ln 2 − ln 3) / 2 < 0: the sampler's token that grew keeps the other one in
+        # bad, D = (ln 2 − ln 3) / 2 < 0: one token became more likely and so keeps the other token, too
         Worked(advantage=-2, current=(0.3, 0.1), behaviour=(0.1, 0.2), losses=BAD, gradients=BAD_GRADIENT, over=N * 2),
-        # bad, D = .015 and .025 for each token: the sum over two tokens would be beyond the bound for both
+        # bad, D = .015 and .025 for each token: the sum over two tokens would exceed the bound in both cases
         Worked(
             advantage=-2,
             current=(0.3, 0.1),
@@ -152,8 +153,8 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         # good: never left out
         Worked(advantage=2, current=(0.3, 0.1), behaviour=(0.6, 0.2), losses=GOOD, gradients=GOOD_GRADIENT, over=N * 2),
     ),
-    # −A · r with r = current / behaviour, no clip. With the step's bound at ½ ln² r ≤ .05, r in [.729, 1.372]: a token
-    # beyond it is left out where r > 1 and A > 0, or r < 1 and A < 0. r = 1.5, 1.3, .5, .8
+    # −A · r with r = current / behaviour, no clip. The step's bound is ½ ln² r ≤ .05, so r in [.729, 1.372]. A token
+    # beyond it is left out if r > 1 and A > 0, or if r < 1 and A < 0. r = 1.5, 1.3, .5, .8
     "m2po": (
         Worked(
             advantage=2,
@@ -174,7 +175,7 @@ WORKED: dict[str, tuple[Worked, ...]] = {
             over=T,
         ),
     ),
-    # −A · min(r, 5) · lp, the weight detached: r = 8, .5
+    # −A · min(r, 5) · lp with the weight detached: r = 8, .5
     "aipo": (
         log_weighted(advantage=2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(-10, -1)),
         log_weighted(advantage=-2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(10, 1)),
@@ -184,7 +185,7 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         log_weighted(advantage=2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(-2, -1)),
         log_weighted(advantage=-2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(2, 1)),
     ),
-    # good sequences at weight 1, bad ones at min(r₁ · r₂, 1): 8 · .5 = 4 → 1, then 2 · .25 = .5
+    # good sequences have weight 1, bad ones min(r₁ · r₂, 1): 8 · .5 = 4 → 1, then 2 · .25 = .5
     "topr": (
         log_weighted(advantage=2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(-2, -2)),
         log_weighted(advantage=-2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(2, 2)),
@@ -206,7 +207,7 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         ),
         log_weighted(advantage=-2, current=(0.4, 0.1), behaviour=(0.2, 0.4), gradients=(0.25 * math.e, 0.25 * math.e)),
     ),
-    # −A · min(r, 20) · lp, nothing where the probability moved by more than .2 the way A pushes:
+    # −A · min(r, 20) · lp; zero where the probability moved by more than .2 in the direction in which A pushes it:
     #   .2 → .5, .2 → .3, .5 → .2, .5 → .4, and r = 20.5 with a move of .195
     "dppo_tv": (
         log_weighted(
@@ -222,8 +223,8 @@ WORKED: dict[str, tuple[Worked, ...]] = {
             gradients=(5, 3, 0, 1.6, 40),
         ),
     ),
-    # −A · r without a bound, nothing where the probability moved by more than .2 the way A pushes, and 1e-3 · ln² r of
-    # every token, of those that say nothing too: its gradient is 2e-3 · ln r. r = 2.5, 1.5, .4, .8, 20.5
+    # −A · r without a bound; zero where the probability moved by more than .2 in the direction in which A pushes it.
+    # Every token, also a gated one, adds 1e-3 · ln² r, whose gradient is 2e-3 · ln r. r = 2.5, 1.5, .4, .8, 20.5
     "dppo_tv_k2": tuple(
         Worked(
             advantage=advantage,
@@ -235,7 +236,7 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         )
         for advantage, pushes in ((2, (0, -3, -0.8, -1.6, -41)), (-2, (5, 3, 0, 1.6, 41)))
     ),
-    # −A · r · lp with r detached, nothing outside [.7, 6] whatever the sign: r = .65, .75, 5.5, 6.5
+    # −A · r · lp with r detached; zero outside [.7, 6] for both signs of A: r = .65, .75, 5.5, 6.5
     "glm5": (
         log_weighted(
             advantage=2, current=(0.13, 0.15, 0.55, 0.65), behaviour=(0.2, 0.2, 0.1, 0.1), gradients=(0, -1.5, -11, 0)
@@ -244,8 +245,8 @@ WORKED: dict[str, tuple[Worked, ...]] = {
             advantage=-2, current=(0.13, 0.15, 0.55, 0.65), behaviour=(0.2, 0.2, 0.1, 0.1), gradients=(0, 1.5, 11, 0)
         ),
     ),
-    # with an effective share of .5: −A · min(r, .5) · lp + .5 · (1/r − 1 + ln r), the pull's gradient .5 · (1 − 1/r).
-    # r = .25, 4: pulls (3 − ln 4)/2 and (ln 4 − .75)/2, gradients −1.5 and .375
+    # with an effective share of .5: −A · min(r, .5) · lp + .5 · (1/r − 1 + ln r). The gradient of the second term is
+    # .5 · (1 − 1/r). r = .25, 4: second terms (3 − ln 4)/2 and (ln 4 − .75)/2, with gradients −1.5 and .375
     "p3o": tuple(
         Worked(
             advantage=advantage,
@@ -260,8 +261,8 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         )
         for advantage in (2, -2)
     ),
-    # (β · ln(r₁ · r₂) − A)² of the sequence, β = 1e-3, in each of its two tokens; the mean over them takes it once.
-    # r₁ · r₂ = 4 · .5 = 2: with d = 1e-3 · ln 2 − A, a token's log-prob moves both by 2 · 1e-3 · d
+    # (β · ln(r₁ · r₂) − A)² of the sequence, β = 1e-3, at each of its two tokens; the mean over the tokens counts it
+    # once. r₁ · r₂ = 4 · .5 = 2: with d = 1e-3 · ln 2 − A, the log-prob of a token changes both terms by 2 · 1e-3 · d
     "oapl": tuple(
         Worked(
             advantage=advantage,
@@ -273,7 +274,7 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         )
         for advantage in (2, -2)
     ),
-    # the same where KL(behaviour ‖ current) of the token against all others is above .05:
+    # as dppo_tv, but zero where KL(behaviour ‖ current) of the token against all other tokens is above .05:
     #   .2 → .4: .2 ln ½ + .8 ln(.8/.6) = .092; .5 → .3: .5 ln(5/3) + .5 ln(5/7) = .087
     #   .01 → .06: .01 ln(1/6) + .99 ln(.99/.94) = .033, although KL(current ‖ behaviour) = .059
     #   .4 → .3: .4 ln(4/3) + .6 ln(6/7) = .023
@@ -292,7 +293,7 @@ WORKED: dict[str, tuple[Worked, ...]] = {
 def test_value_and_gradient_are_those_worked_by_hand(name: str) -> None:
     objective = PRESETS[name].objective
     gates = tuple(
-        # what the step's calibration does: here its result is given
+        # sets the bound that the step's calibration would compute
         msgspec.structs.replace(gate, budget=None, hi=0.05) if gate.budget is not None else gate
         for gate in objective.gates
     )

@@ -1,4 +1,5 @@
-"""Half precision: token objectives compute in float32 what they get in bfloat16; pooled ones refuse it by name."""
+"""Half precision: token-level objectives compute in float32 from bfloat16 inputs; pooled objectives refuse such inputs
+and name the column."""
 
 import msgspec
 import pytest
@@ -26,7 +27,7 @@ def evaluated(objective: Objective, data: BatchedDataDict) -> tuple[torch.Tensor
 
 
 def rounded(dtype: torch.dtype) -> BatchedDataDict:
-    """The scene of the metamorphic tests, every number rounded to `dtype`."""
+    """Returns the rows of the metamorphic tests with every number rounded to `dtype`."""
     data = padded(rows())
     return BatchedDataDict({name: column.to(dtype) for name, column in data.items()})
 
@@ -38,7 +39,8 @@ def as_float32(data: BatchedDataDict) -> BatchedDataDict:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", TOKEN_LEVEL)
 def test_log_probs_in_half_precision_give_what_the_same_numbers_give_in_float32(name: str, dtype: torch.dtype) -> None:
-    """Equal bit for bit: only the gradient, which has its leaf's dtype, is rounded once at the end."""
+    """The results are equal bit for bit. Only the gradient, which has the dtype of its leaf, is rounded once at the
+    end."""
     half = rounded(dtype)
     loss, gradient = evaluated(runnable(name), half)
     expected, expected_gradient = evaluated(runnable(name), as_float32(half))
@@ -95,7 +97,7 @@ def test_a_pooled_objective_refuses_each_column_in_half_precision_by_name(name: 
 
 
 def test_columns_that_are_not_pooled_may_be_in_half_precision() -> None:
-    """GSPO compares the current policy with the proximal one; a reference penalty is a token's own."""
+    """GSPO compares the current policy with the proximal one; a reference penalty is computed for each token."""
     grounded = msgspec.structs.replace(PRESETS["gspo"].objective, penalties=PRESETS["grpo"].objective.penalties)
     data = padded(rows())
     for column in ("reference_policy_logprobs", "generation_logprobs", "advantages"):
@@ -120,14 +122,14 @@ def test_logits_in_half_precision_are_refused_where_log_probs_are_pooled() -> No
 
 
 def long_rows() -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of 16 sequences of 4,096 tokens under two policies, most of them near 0 as a trained model's are."""
+    """Returns log-probs of 16 sequences of 4,096 tokens under two policies. Most are near 0, as for a trained model."""
     draw = torch.Generator().manual_seed(0)
     old = -6 * torch.rand(16, 4096, generator=draw) ** 4
     return (old + 0.01 * torch.randn(16, 4096, generator=draw)).clamp(max=0.0), old
 
 
 def pushed(name: str, current: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """The gradient by `current` of Σ tokens, in float64; both other policies are `old`."""
+    """Returns the gradient of Σ tokens with respect to `current`, in float64. Both other policies are `old`."""
     leaf = current.clone().requires_grad_()
     terms = token_terms(
         PRESETS[name].objective,
@@ -141,15 +143,16 @@ def pushed(name: str, current: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_long_sequence_s_gradient_is_added_up_in_float32() -> None:
-    """bfloat16 adds 1 to 256 and gets 256: GSPO's gradient over 4,096 tokens was 256/4096 of itself."""
+    """In bfloat16, 256 + 1 is 256: GSPO's gradient over 4,096 tokens was 256/4096 of its true value."""
     current, old = (column.bfloat16() for column in long_rows())
     half, wide = pushed("gspo", current, old), pushed("gspo", current.float(), old.float())
     assert torch.equal(half, wide.bfloat16().double())
 
 
 def test_a_product_of_rounded_ratios_is_another_number() -> None:
-    """Why pooled log-probs in half precision are refused instead of widened: the rounding is in the numbers already.
-    0.05 is far below what is found (0.4) and far above float32's own rounding over 4,096 tokens (4096 · 2⁻²⁴)."""
+    """This is why pooled log-probs in half precision are refused and not widened: the numbers themselves are already
+    rounded. The limit 0.05 is far below the found error (0.4) and far above float32's own rounding over 4,096 tokens
+    (4096 · 2⁻²⁴)."""
     current, old = long_rows()
     exact = pushed("vespo", current, old)
     from_rounded = pushed("vespo", current.bfloat16().float(), old.bfloat16().float())

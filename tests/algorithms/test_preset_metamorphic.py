@@ -1,6 +1,6 @@
-"""What must hold of every preset, whatever its axes: no split, order, padding or packing of a step changes it.
+"""Properties of every preset: splitting, reordering, padding or packing the rows of a step does not change its result.
 
-Gradients are compared, not values alone. Losses are float64 here, so that equal means equal.
+The tests compare gradients, not only values. Losses are float64 here, so equal means equal.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ PROMPT = 2
 PER_TOKEN = ("logprobs", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages", "staleness")
 PER_ROW = ("sample_mask", "group_ids", "rewards", "prompt_share", "positive_share")
 Row = dict[str, torch.Tensor]
-# what no preset has of the axes, and a split, order or packing could change
+# choices on the axes that no preset makes, and that a split, an order or packing could change
 OWN = {
     "prompt_mean": Objective(
         surrogate=Clipped(),
@@ -48,7 +48,7 @@ def runnable(name: str) -> Objective:
     gates = tuple(
         msgspec.structs.replace(gate, budget=None, hi=0.05) if gate.budget else gate for gate in objective.gates
     )
-    # bounds of the step's calibration are given here: a share of 1 caps a weight at 1
+    # sets the bounds that the step's calibration would compute; an effective share of 1 caps a weight at 1
     surrogate = objective.surrogate
     if isinstance(surrogate, Weighted) and Clamp(ess=True) in (surrogate.positive, surrogate.negative):
         surrogate = Weighted(positive=Clamp(hi=1.0), negative=Clamp(hi=1.0))
@@ -60,7 +60,7 @@ def runnable(name: str) -> Objective:
 
 
 def rows(*, off_policy: float = 0.3) -> list[Row]:
-    """Sequences of a prompt and a completion; `logprobs[i]` belongs to token i. The last is not trained."""
+    """Returns sequences of a prompt and a completion. `logprobs[i]` belongs to token i. The last sequence is masked."""
     draw = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ def rows(*, off_policy: float = 0.3) -> list[Row]:
         total = PROMPT + length
         beh = -1.5 + 0.3 * normal(total)
         drift = off_policy * normal(total)
-        if index == 0:  # one sequence on which sampler and trainer agree on average
+        if index == 0:  # in one sequence, sampler and trainer agree on average
             drift[PROMPT:] -= drift[PROMPT:].mean()
         prox = beh + drift
         found.append(
@@ -88,7 +88,7 @@ def rows(*, off_policy: float = 0.3) -> list[Row]:
                 "rewards": torch.tensor(float(index > 0), dtype=torch.float64),
             }
         )
-    # of the whole step: a part of it has the same
+    # the coefficients are computed over the whole step, and a part of the step gets the same ones
     whole = with_shares(padded(found))
     for index, row in enumerate(found):
         row |= {name: whole[name][index] for name in ("prompt_share", "positive_share")}
@@ -109,7 +109,8 @@ def padded(batch: list[Row], *, extra: int = 0) -> BatchedDataDict:
 
 
 def packed(batch: list[Row]) -> BatchedDataDict:
-    """All sequences behind each other in one row; no sequence's first token is trained, prompts are longer than one."""
+    """Returns all sequences one after another in one row. The first token of a sequence is never trained, because every
+    prompt has more than one token."""
     data = BatchedDataDict({name: torch.cat([row[name] for row in batch])[None] for name in PER_TOKEN})
     data["token_mask"] = torch.cat([row["token_mask"] * row["sample_mask"] for row in batch])[None]
     data["segment_ids"] = torch.cat([torch.full((len(row["logprobs"]),), i) for i, row in enumerate(batch)])[None]
@@ -131,7 +132,7 @@ def counts(batch: list[Row]) -> dict[str, torch.Tensor]:
 def evaluated(
     objective: Objective, data: BatchedDataDict, **global_counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Loss, its gradient by the log-prob of every token [B, S], metrics."""
+    """Returns the loss, its gradient with respect to the log-prob of every token [B, S], and the metrics."""
     leaf = data["logprobs"].clone().requires_grad_()
     columns = BatchedDataDict({name: column for name, column in data.items() if name != "logprobs"})
     loss, metrics = ObjectiveLoss(objective)(data=columns, next_token_logprobs=leaf[:, 1:], **global_counts)
@@ -195,14 +196,14 @@ def test_nan_in_masked_slots_changes_nothing(name: str) -> None:
 
 @every_preset
 def test_on_policy_the_gradient_is_that_of_reinforce_with_the_same_aggregation(name: str) -> None:
-    """u = ρ = 1 and the policy is its own reference: clips, weights, gates and divergences say nothing."""
+    """u = ρ = 1, and the policy equals its reference: clips, weights, gates and divergences have no effect."""
     batch, objective = rows(off_policy=0.0), runnable(name)
     divergences = tuple(penalty for penalty in objective.penalties if penalty.kind != "positive_nll")
     objective = msgspec.structs.replace(objective, penalties=divergences)
     plain = Objective(surrogate=Reinforce(), aggregation=objective.aggregation, constant=objective.constant)
     scale = 1.0
     if isinstance(objective.surrogate, Regression):
-        # (β · Σ d − A)² has the gradient −2 · β · A by every token, whatever the sequence's length
+        # (β · Σ d − A)² has the gradient −2 · β · A at every token, for every length of the sequence
         plain, scale = (
             Objective(surrogate=Reinforce(), aggregation=Aggregation.SEQUENCE_SUM),
             2 * objective.surrogate.beta,
@@ -214,7 +215,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce_with_the_same_aggregation(n
 
 @every_preset
 def test_without_penalties_the_gradient_is_proportional_to_the_advantages(name: str) -> None:
-    """A regression has another gradient too, where advantages are 0: it pulls to the sampler's policy."""
+    """A regression also has a gradient where advantages are 0, because it pulls the policy to the sampler's policy."""
     objective = msgspec.structs.replace(runnable(name), penalties=())
 
     def gradient(factor: float) -> torch.Tensor:
@@ -230,14 +231,14 @@ def test_without_penalties_the_gradient_is_proportional_to_the_advantages(name: 
 
 @every_preset
 def test_with_rho_one_the_off_policy_correction_is_inert(name: str) -> None:
-    """beh = prox: dropping the weight and the gates between the two changes nothing."""
+    """beh = prox: the result is the same without the weight and without the gates between these two."""
     batch, objective = rows(), runnable(name)
     for row in batch:
         row["generation_logprobs"] = row["prev_logprobs"].clone()
         row["staleness"] = torch.zeros_like(row["staleness"])
     kept = tuple(gate for gate in objective.gates if {gate.p, gate.q} != {"proximal", "behaviour"})
     bare = msgspec.structs.replace(objective, weight=None, gates=kept, proximal="recomputed")
-    if objective.proximal == "interpolated":  # then the proximal policy is the current one, and u = 1
+    if objective.proximal == "interpolated":  # then the proximal policy is the current policy, and u = 1
         for row in batch:
             row["prev_logprobs"] = row["logprobs"].clone()
             row["generation_logprobs"] = row["logprobs"].clone()

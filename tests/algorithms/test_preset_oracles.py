@@ -1,8 +1,8 @@
 """Presets without an off-policy correction, worked by hand from their papers: both signs of A, both sides of bounds.
 
-u = current / proximal, proximal = 0.2 unless said. A case gives every token's loss and d loss / d log-prob before the
-aggregation, and what the aggregation divides them by: T = 10 (token mean), N · length with N = 4 (sequence mean), N
-(sequence sum). d u / d lp = u, so that a term −A · u has the gradient −A · u, and a bounded one has none.
+u = current / proximal, and proximal = 0.2 unless a case sets it. A case gives every token's loss and d loss / d
+log-prob before the aggregation, and the aggregation's divisor: T = 10 (token mean), N · length with N = 4 (sequence
+mean), or N (sequence sum). d u / d lp = u, so a term −A · u has the gradient −A · u, and a clipped one has none.
 `test_off_policy_oracles.py` has the other presets.
 """
 
@@ -21,9 +21,9 @@ T, N = 10, 4
 def ppo_clip(over: float) -> tuple[Worked, ...]:
     """max(−A·u, −A·clamp(u, .8, 1.2)) at u = 1.5, 1.25, .5.
 
-    A = 2: 1.2 bounds the first two at −2.4, without a gradient; below, −2 · .5 = −1 is larger than −2 · .8 and stays.
-    A = −2: above nothing is bounded, 2u = 3 and 2.5; below, 2 · .8 = 1.6 is larger than 2 · .5 and has no gradient.
-    Far above (u = 4) a bad token is not bounded either, that is what `dual` is for.
+    A = 2: 1.2 bounds the first two at −2.4, without a gradient; below, −2 · .5 = −1 is larger than −2 · .8 and is kept.
+    A = −2: there is no upper bound, so 2u = 3 and 2.5; below, 2 · .8 = 1.6 is larger than 2 · .5 and has no gradient.
+    A bad token far above (u = 4) is not bounded either; the option `dual` bounds it.
     """
     return (
         Worked(advantage=2, current=(0.3, 0.25, 0.1), losses=(-2.4, -2.4, -1), gradients=(0, 0, -1), over=over),
@@ -32,13 +32,13 @@ def ppo_clip(over: float) -> tuple[Worked, ...]:
     )
 
 
-# hi = 1.28: u = 1.25 is inside now, −2 · 1.25; u = 1.5 is bounded at −2.56
+# hi = 1.28: u = 1.25 is now inside, −2 · 1.25; u = 1.5 is bounded at −2.56
 CLIP_HIGHER = (
     Worked(advantage=2, current=(0.3, 0.25, 0.1), losses=(-2.56, -2.5, -1), gradients=(0, -2.5, -1), over=T),
     Worked(advantage=-2, current=(0.3, 0.25, 0.1), losses=(3, 2.5, 1.6), gradients=(3, 2.5, 0), over=T),
 )
 
-# S = −A · lp, whatever the ratios
+# S = −A · lp, for all ratios
 PLAIN = {
     over: (
         Worked(
@@ -55,7 +55,7 @@ PLAIN = {
 
 WORKED: dict[str, tuple[Worked, ...]] = {
     "ppo": ppo_clip(T),
-    # a sequence with a positive reward adds 0.1 · −lp over the 5 tokens of such sequences: as 0.2 · −lp over 10
+    # sequences with a positive reward add 0.1 · −lp, divided by their 5 tokens: this equals 0.2 · −lp, divided by 10
     "vapo": (
         *CLIP_HIGHER,
         Worked(
@@ -72,7 +72,7 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         Worked(advantage=-2, current=(0.25,), reward=-1.0, losses=(2.5,), gradients=(2.5,), over=T),
     ),
     "dapo": CLIP_HIGHER,
-    # N · C with C = 5, whatever the lengths
+    # N · C with C = 5, for all lengths
     "dr_grpo": ppo_clip(N * 5),
     # k3 = e^−d − 1 + d with d = ln(current / reference), e^−d = reference / current = 1/3, 1, 3; d k3 / d lp = 1 − e^−d
     "grpo": (
@@ -84,7 +84,7 @@ WORKED: dict[str, tuple[Worked, ...]] = {
             gradients=(0.04 * (1 - 1 / 3), 0, -1 + 0.04 * (1 - 3)),
             over=N * 3,
         ),
-        # the same for a bad sequence of one token, whose mean is over one token
+        # the same for a bad sequence of one token, whose mean divides by one token
         Worked(
             advantage=-2,
             current=(0.3,),
@@ -119,7 +119,8 @@ WORKED: dict[str, tuple[Worked, ...]] = {
     "maxrl": ppo_clip(T),
     "gdpo": ppo_clip(T),
     "rloo": PLAIN[N],
-    # −A · lp + τ/2 · (ln current/proximal)², τ = 0.1; its gradient −A + τ · ln(current/proximal), at ratios 3 and 1/3
+    # −A · lp + τ/2 · (ln current/proximal)², τ = 0.1; its gradient is −A + τ · ln(current/proximal), at ratios 3 and
+    # 1/3
     "kimi": (
         Worked(
             advantage=2,
@@ -138,7 +139,7 @@ WORKED: dict[str, tuple[Worked, ...]] = {
             over=T,
         ),
     ),
-    # u = 4, 2.5, .5: a bad token's loss is at most 3 · 2, without a gradient above; a good one's is as without dual
+    # u = 4, 2.5, .5: a bad token's loss is at most 3 · 2, without a gradient above; a good token's is as without dual
     "dual_clip": (
         Worked(advantage=-2, current=(0.8, 0.5, 0.1), losses=(6, 5, 1.6), gradients=(0, 5, 0), over=T),
         Worked(advantage=2, current=(0.8, 0.5, 0.1), losses=(-2.4, -2.4, -1), gradients=(0, 0, -1), over=T),
@@ -148,28 +149,28 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         Worked(advantage=-2, current=(0.9, 0.7, 0.1), losses=(8, 7, 1.6), gradients=(0, 7, 0), over=T),
         Worked(advantage=2, current=(0.9, 0.7, 0.1), losses=(-2.4, -2.4, -1), gradients=(0, 0, -1), over=T),
     ),
-    # s = (∏ u)^(1/length), d s / d lp_t = s / length; every token carries S(s), so that its gradient, the sum over the
-    # sequence's tokens, is −A · s. The mean over the tokens then divides by the length
+    # s = (∏ u)^(1/length), d s / d lp_t = s / length. Every token of the sequence has the loss S(s), so the gradient,
+    # summed over the tokens of the sequence, is −A · s. The mean over the tokens then divides by the length
     "gspo": (
         # A > 0: u = (.4, .1) → s = .2, below lo but not bounded there; u = (2, 4.5) → s = 3, bounded at 1.0004
         Worked(advantage=2, current=(0.08, 0.02), losses=(-0.4, -0.4), gradients=(-0.4, -0.4), over=N * 2),
         Worked(advantage=2, current=(0.4, 0.9), losses=(-2.0008, -2.0008), gradients=(0, 0), over=N * 2),
-        # A < 0: the other way around, 2 · .9997
+        # A < 0: the bounds act on the other sides, 2 · .9997
         Worked(advantage=-2, current=(0.08, 0.02), losses=(1.9994, 1.9994), gradients=(0, 0), over=N * 2),
         Worked(advantage=-2, current=(0.4, 0.9), losses=(6, 6), gradients=(6, 6), over=N * 2),
         # s of one token is its u: 1.0003 and .9998 lie inside for both signs
         Worked(advantage=2, current=(0.20006,), losses=(-2.0006,), gradients=(-2.0006,), over=N),
         Worked(advantage=-2, current=(0.19996,), losses=(1.9996,), gradients=(1.9996,), over=N),
     ),
-    # s_t = sg(s) · π/sg(π): the value of gspo, and every token's loss moves that token alone, by −A · s. With one
-    # advantage for the sequence that is gspo's gradient; `test_axes_by_hand.py` has advantages that differ
+    # s_t = sg(s) · π/sg(π): it has the value of gspo, and a token's loss has a gradient only at that token, −A · s.
+    # With one advantage for the sequence this is gspo's gradient; `test_axes_by_hand.py` has advantages that differ
     "gspo_token": (
         Worked(advantage=2, current=(0.08, 0.02), losses=(-0.4, -0.4), gradients=(-0.4, -0.4), over=N * 2),
         Worked(advantage=2, current=(0.4, 0.9), losses=(-2.0008, -2.0008), gradients=(0, 0), over=N * 2),
         Worked(advantage=-2, current=(0.08, 0.02), losses=(1.9994, 1.9994), gradients=(0, 0), over=N * 2),
         Worked(advantage=-2, current=(0.4, 0.9), losses=(6, 6), gradients=(6, 6), over=N * 2),
     ),
-    # as gspo with wider bounds, and the length is not divided out again
+    # like gspo with wider bounds, but the aggregation does not divide by the length
     "luspo": (
         Worked(advantage=2, current=(0.08, 0.02), losses=(-0.4, -0.4), gradients=(-0.4, -0.4), over=N),
         Worked(advantage=2, current=(0.4, 0.9), losses=(-2.005, -2.005), gradients=(0, 0), over=N),
@@ -178,8 +179,8 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         Worked(advantage=2, current=(0.2004,), losses=(-2.004,), gradients=(-2.004,), over=N),
         Worked(advantage=-2, current=(0.1997,), losses=(1.997,), gradients=(1.997,), over=N),
     ),
-    # log u = (.8, −.8). A > 0: bounded above at .4, s = e^((.4 − .8)/2); the bounded token moves nothing, the other as
-    # in gspo. A < 0: bounded below at −.4, s = e^((.8 − .4)/2), and the second token moves nothing
+    # log u = (.8, −.8). A > 0: bounded above at .4, s = e^((.4 − .8)/2); the bounded token has no gradient, the other
+    # as in gspo. A < 0: bounded below at −.4, s = e^((.8 − .4)/2), and the second token has no gradient
     "gmpo": (
         Worked(
             advantage=2,
@@ -201,8 +202,8 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         log_weighted(advantage=2, current=(0.8, 0.3, 0.1), proximal=(0.1, 0.2, 0.2), gradients=(-10, -3, -1)),
         log_weighted(advantage=-2, current=(0.8, 0.1), proximal=(0.1, 0.2), gradients=(10, 1)),
     ),
-    # A > 0: the weight is 1/u, at most 3; u > 1.2 says nothing. u = .5 → 2, .25 → 3 (not 4), 1.5 → nothing, 1.1 → 1/1.1
-    # A < 0: the weight is u, at most 3; u < .8 says nothing. u = 4 → 3, 2 → 2, .5 → nothing, .9 → .9
+    # A > 0: the weight is 1/u, at most 3; u > 1.2 is gated. u = .5 → 2, .25 → 3 (not 4), 1.5 → gated, 1.1 → 1/1.1
+    # A < 0: the weight is u, at most 3; u < .8 is gated. u = 4 → 3, 2 → 2, .5 → gated, .9 → .9
     "aspo": (
         log_weighted(advantage=2, current=(0.1, 0.05, 0.3, 0.22), gradients=(-4, -6, 0, -2 / 1.1)),
         log_weighted(advantage=-2, current=(0.8, 0.4, 0.1, 0.18), gradients=(6, 4, 0, 1.8)),
@@ -212,8 +213,8 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         Worked(advantage=2, current=(0.3, 0.1, 0.24), losses=(-1.75, 0.25, -2.2), gradients=(4.5, -3.5, 0), over=N * 3),
         Worked(advantage=-2, current=(0.3, 0.1, 0.16), losses=(4.25, 2.25, 1.8), gradients=(10.5, -1.5, 0), over=N * 3),
     ),
-    # σ(ln 3) = 3/4 and σ(−ln 1.5) = 2/5, so that u = 1 + ln 3 / τ and 1 − ln 1.5 / τ give f = (4/τ) · 3/4 and
-    # (4/τ) · 2/5, and d f / d lp = 4 · σ · (1 − σ) · u = .75 u and .96 u. τ is 1 where A > 0, 1.05 where A < 0
+    # σ(ln 3) = 3/4 and σ(−ln 1.5) = 2/5. So u = 1 + ln 3 / τ and 1 − ln 1.5 / τ give f = (4/τ) · 3/4 and (4/τ) · 2/5,
+    # and d f / d lp = 4 · σ · (1 − σ) · u = .75 u and .96 u. τ is 1 where A > 0, and 1.05 where A < 0
     "sapo": (
         Worked(
             advantage=2,

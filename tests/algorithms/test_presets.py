@@ -1,4 +1,4 @@
-"""Presets and overrides: data, torch-free, and refused with a mend where they make no sense."""
+"""Presets and overrides: they are data, do not import torch, and are refused with advice if they make no sense."""
 
 import math
 import subprocess
@@ -90,7 +90,10 @@ def test_an_objective_can_be_made_of_axes_and_bad_ones_name_the_key() -> None:
     assert found == Objective(surrogate=Linear(), anchor="behaviour", gates=(Gate(stat="k3", hi=0.1),))
     for axes, words in (
         ({}, "surrogate"),
-        ({"surrogate": {"kind": "linear"}, "anker": "proximal"}, "no field 'anker'; there are surrogate, anchor, "),
+        (
+            {"surrogate": {"kind": "linear"}, "anker": "proximal"},
+            "no field 'anker'; its fields are surrogate, anchor, ",
+        ),
         ({"surrogate": {"kind": "linear"}, "constant": 3}, "sequence_sum_constant"),
         ({"surrogate": {"kind": "linear"}, "gates": [{"stat": "ratio", "lo": 1.2}]}, "lo=1.2"),
         ({"surrogate": {"kind": "linear"}, "gates": [{"stat": "k2", "budget": -1}]}, "budget"),
@@ -155,16 +158,16 @@ def test_what_does_not_divide_by_the_samplers_probability_is_no_correction(axes:
 @pytest.mark.parametrize(
     ("axes", "words"),
     [
-        ({"surrogate": {"kind": "clipped"}, "gates": [{"stat": "ratio"}]}, "no ratio lies outside"),
-        ({"surrogate": {"kind": "clipped"}, "gates": [{"stat": "k3", "lo": 0.0}]}, "no k3 lies outside"),
-        ({"surrogate": {"kind": "clipped"}, "gates": [{"stat": "probability", "lo": -1, "hi": 1}]}, "needs a bound"),
-        ({"surrogate": CONSTANT, "anchor": "behaviour"}, "nothing reads anchor: anchor: proximal"),
+        ({"surrogate": {"kind": "clipped"}, "gates": [{"stat": "ratio"}]}, "ratio is never outside"),
+        ({"surrogate": {"kind": "clipped"}, "gates": [{"stat": "k3", "lo": 0.0}]}, "k3 is never outside"),
+        ({"surrogate": {"kind": "clipped"}, "gates": [{"stat": "probability", "lo": -1, "hi": 1}]}, "a tighter bound"),
+        ({"surrogate": CONSTANT, "anchor": "behaviour"}, "anchor would have no effect: set anchor: proximal"),
         ({"surrogate": {"kind": "reinforce"}, "level": "sequence_sum"}, "level: token"),
         (
             {"surrogate": {"kind": "reinforce"}, "pre_clip": {"lo": 0.8, "hi": 1.2}, "weight": {}},
-            "nothing reads pre_clip: pre_clip: null",
+            "pre_clip would have no effect: set pre_clip: null",
         ),
-        ({"surrogate": {"kind": "linear"}, "anchor": "behaviour", "proximal": "interpolated"}, "interpolating"),
+        ({"surrogate": {"kind": "linear"}, "anchor": "behaviour", "proximal": "interpolated"}, "remove proximal"),
         (
             {
                 "surrogate": {"kind": "weighted", "positive": {"kind": "clamp"}, "negative": {"kind": "clamp"}},
@@ -225,14 +228,14 @@ def test_an_override_reaches_into_one_of_two_kernels() -> None:
     assert resolve_objective("cispo", {"surrogate": {"positive": {"hi": 3}}}).surrogate == Weighted(
         positive=Clamp(hi=3.0), negative=Clamp(hi=5.0)
     )
-    # another kind starts anew
+    # another kind starts with its own defaults
     with pytest.raises(ConfigError, match="shape"):
         resolve_objective("cispo", {"surrogate": {"positive": {"kind": "gamma"}}})
 
 
-# a number that the worked examples do not pin from both sides: what a paper says, not what the table says
+# the worked examples do not fix these numbers from both sides; they are the papers' numbers, not those of the table
 def test_thresholds_are_the_papers() -> None:
-    """M2PO bounds the second moment, twice k2, by .04; DPPO's KL is .05, OPSM's .02."""
+    """M2PO bounds the second moment, which is twice k2, by .04. DPPO bounds the KL by .05, and OPSM by .02."""
     assert [2 * gate.budget for gate in PRESETS["m2po"].objective.gates if gate.budget] == [0.04]
     assert [gate.hi for gate in PRESETS["dppo_kl"].objective.gates] == [0.05]
     assert [gate.hi for gate in PRESETS["opsm"].objective.gates] == [0.02]
@@ -279,9 +282,9 @@ def test_a_weight_can_be_added_to_an_uncorrected_preset() -> None:
     [
         ("decoupled_ice", {}, ["algorithm.loss", "did you mean 'decoupled_icepop'"]),
         ("tis", {"wieght": {}}, ["algorithm.overrides.wieght", "did you mean 'weight'"]),
-        ("tis", {"weight": {"high": 3}}, ["weight has no field 'high'", "there are p, q, pool, lo, hi"]),
-        ("tis", {"surrogate": {"low": 1}}, ["surrogate of kind clipped", "mean 'lo'", "there are lo, hi, dual"]),
-        ("tis", {"gates": [{"stat": "k2", "x": 1}]}, ["gates[0] has no field 'x'", "there are stat, pool"]),
+        ("tis", {"weight": {"high": 3}}, ["weight has no field 'high'", "its fields are p, q, pool, lo, hi"]),
+        ("tis", {"surrogate": {"low": 1}}, ["surrogate of kind clipped", "mean 'lo'", "its fields are lo, hi, dual"]),
+        ("tis", {"gates": [{"stat": "k2", "x": 1}]}, ["gates[0] has no field 'x'", "its fields are stat, pool"]),
         (
             "aipo",
             {"surrogate": {"positive": {"kind": "clamp", "x": 1}}},
@@ -293,11 +296,19 @@ def test_a_weight_can_be_added_to_an_uncorrected_preset() -> None:
         ("tis", {"surrogate": {"dual": 1.0}}, ["dual"]),
         ("tis", {"surrogate": {"kind": "ppo"}}, ["ppo"]),
         ("tis", {"surrogate": {"lo": math.nan}}, ["lo=nan"]),
-        ("tis", {"aggregation": "sequence_men"}, ["there are token_mean, sequence_mean", "you mean 'sequence_mean'"]),
-        ("tis", {"surrogate": {"kind": "Clipped"}}, ["there are reinforce", "soft_gate", "did you mean 'clipped'"]),
-        ("tis", {"weight": {"outside": "Zero"}}, ["there are clamp, zero; did you mean 'zero'"]),
+        (
+            "tis",
+            {"aggregation": "sequence_men"},
+            ["the choices are token_mean, sequence_mean", "you mean 'sequence_mean'"],
+        ),
+        (
+            "tis",
+            {"surrogate": {"kind": "Clipped"}},
+            ["the choices are reinforce", "soft_gate", "did you mean 'clipped'"],
+        ),
+        ("tis", {"weight": {"outside": "Zero"}}, ["the choices are clamp, zero; did you mean 'zero'"]),
         ("tis", {"gates": [{"stat": "k2", "hi": 1}, {"stat": "ratoi"}]}, ["gates[1].stat", "did you mean 'ratio'"]),
-        ("aipo", {"surrogate": {"negative": {"kind": "clam"}}}, ["there are clamp, inverse, gamma"]),
+        ("aipo", {"surrogate": {"negative": {"kind": "clam"}}}, ["the choices are clamp, inverse, gamma"]),
         ("tis", {"weight": {"hi": "inf"}}, ["infinity is written .inf"]),
     ],
 )
@@ -309,24 +320,24 @@ def test_f28_impossible_choices_are_refused(name: str, overrides: dict[str, Any]
 
 
 def test_an_overridden_gate_keeps_what_it_does_not_name() -> None:
-    """A gate of its own would look at the proximal policy and act on every token: another objective."""
+    """A gate with default fields would compare the proximal policy and act on every token: another objective."""
     narrower = {"gates": [{"stat": "probability", "lo": -0.1, "hi": 0.1}]}
     [gate], [published] = resolve_objective("dppo_tv", narrower).gates, PRESETS["dppo_tv"].objective.gates
     assert (gate.lo, gate.hi) == (-0.1, 0.1)
     assert (gate.p, gate.q, gate.when) == (published.p, published.q, published.when)
     [other] = resolve_objective("dppo_tv", {"gates": [{"stat": "ratio", "hi": 2.0}]}).gates
-    assert other == Gate(stat="ratio", hi=2.0), "another stat is another gate"
+    assert other == Gate(stat="ratio", hi=2.0), "a gate with another stat does not take fields from the preset's gate"
     [penalty] = resolve_objective("grpo", {"penalties": [{"kind": "k3", "beta": 0.1}]}).penalties
     assert penalty == msgspec.structs.replace(PRESETS["grpo"].objective.penalties[0], beta=0.1)
 
 
 @pytest.mark.parametrize("bounds", [{"lo": 0.5}, {"lo": 1.0, "hi": 1.0}, {"hi": 0.0}, {"hi": -1.0}])
 def test_f28_a_kernel_capped_at_the_effective_share_has_no_lower_bound(bounds: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="has lo 0 and hi above 0"):
+    with pytest.raises(ConfigError, match="must have lo 0 and hi above 0"):
         resolve_objective("p3o", {"surrogate": {"positive": bounds}})
 
 
 @pytest.mark.parametrize("bounds", [{"hi": 0.2}, {"lo": 0.2, "hi": 0.28}, {"lo": 1.5, "hi": 2.0}])
 def test_f28_a_kernel_s_bounds_are_ratios_about_1(bounds: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="ratios with 0 ≤ lo ≤ 1 ≤ hi"):
+    with pytest.raises(ConfigError, match="ratios and must satisfy 0 ≤ lo ≤ 1 ≤ hi"):
         resolve_objective("aipo", {"surrogate": {"positive": bounds}})

@@ -36,7 +36,7 @@ def test_gae_carries_its_accumulators_across_environment_tokens_by_hand() -> Non
 
 def test_vtrace_by_hand() -> None:
     """ρ₁ = min(2, e^log 3) = 2, c₁ = 1, ρ₂ = c₂ = 0.5. v₂ = 0.4 + 0.5·(1 − 0.4) = 0.7. δ₁ = 2·(0.4 − 0.1) = 0.6;
-    v₁ = 0.1 + 0.6 + 1·(0.7 − 0.4) = 1.0. A₁ = 0.7 − 0.1 = 0.6, A₂ = 1 − 0.4 = 0.6: ρ is the objective's part."""
+    v₁ = 0.1 + 0.6 + 1·(0.7 − 0.4) = 1.0. A₁ = 0.7 − 0.1 = 0.6, A₂ = 1 − 0.4 = 0.6. The objective applies ρ to them."""
     found = vtrace(
         torch.tensor([[0.0, 0.0, 1.0]]),
         torch.tensor([[0.0, 0.1, 0.4]]),
@@ -50,8 +50,8 @@ def test_vtrace_by_hand() -> None:
 
 
 def test_the_vtrace_preset_on_vtrace_advantages_is_the_papers_policy_gradient() -> None:
-    """π/μ = 3 and 0.5, ρ̄ = c̄ = 1, γ = 1. v₂ = 0.4 + 0.5·(1 − 0.4) = 0.7; the paper (1802.01561, eq. 1 and section 4.2)
-    ascends ρ_t·(r_t + v_{t+1} − V_t)·∇ log π: 1·(0.7 − 0.1) = 0.6 and 0.5·(1 − 0.4) = 0.3, over two tokens."""
+    """π/μ = 3 and 0.5, ρ̄ = c̄ = 1, γ = 1. v₂ = 0.4 + 0.5·(1 − 0.4) = 0.7; the paper (1802.01561, eq. 1 and section
+    4.2) ascends ρ_t·(r_t + v_{t+1} − V_t)·∇ log π: 1·(0.7 − 0.1) = 0.6 and 0.5·(1 − 0.4) = 0.3, over two tokens."""
     mask_BS = torch.tensor([[0.0, 1.0, 1.0]])
     log_ratios_BS = torch.tensor([[9.0, math.log(3), math.log(0.5)]])
     found = vtrace(
@@ -134,7 +134,7 @@ def test_returns_at_lambda_one_are_discounted_rewards_whatever_the_critic_says()
 def test_a_length_adaptive_lambda_counts_trained_tokens_and_is_never_negative() -> None:
     mask_BS = torch.zeros(4, 101)
     mask_BS[0, 1:] = 1  # 1 − 1 / (0.05 · 100)
-    mask_BS[1, 1:81:2] = 1  # 40 tokens among environment ones: 1 − 1 / 2
+    mask_BS[1, 1:81:2] = 1  # 40 trained tokens between environment tokens: 1 − 1 / 2
     mask_BS[2, 1:11] = 1  # 1 − 1 / 0.5 would be −1
     mask_BS[:, 0] = 1
     assert length_adaptive_lambda(mask_BS, alpha=0.05).tolist() == pytest.approx([0.8, 0.5, 0.0, 0.0])
@@ -148,7 +148,7 @@ def test_vtrace_bounds_that_break_its_contraction_are_refused(rho_bar: float, c_
 
 def test_columns_of_another_shape_are_refused_instead_of_broadcast() -> None:
     data = scene()
-    with pytest.raises(RunError, match=r"\(5, 1\), the token mask \(5, 9\)"):
+    with pytest.raises(RunError, match=r"\(5, 1\), but the token mask has shape \(5, 9\)"):
         gae_of({**data, "rewards": data["rewards"][:, :1]}, gamma=1.0, lam=1.0)
 
 
@@ -191,7 +191,7 @@ def test_whitening_reads_no_masked_slot() -> None:
 @pytest.mark.parametrize("count", [0, 1, 3, 4097])
 @pytest.mark.parametrize("value", [0.0, 0.1, -1 / 3, 1e6])
 def test_f20_whitened_equal_values_are_exactly_zero(count: int, value: float) -> None:
-    """The sum of squares less the square of the sum leaves a rounding, which must not become advantages."""
+    """The sum of squares less the square of the sum leaves a rounding error, which must not become advantages."""
     values_N = torch.full((4100,), value, dtype=torch.float64)
     mask_N = torch.arange(4100) < count
     assert not whiten(values_N, mask_N, moments=masked_moments(values_N, mask_N)).any()

@@ -1,4 +1,4 @@
-"""GAE and V-trace over trained tokens, against torchrl over those alone."""
+"""Compares GAE and V-trace over trained tokens with torchrl over the trained tokens alone."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ pytestmark = pytest.mark.slow
 
 
 def compacted(column_BS: torch.Tensor, mask_BS: torch.Tensor, row: int) -> torch.Tensor:
-    """The row's trained tokens alone, as torchrl wants them: [T, 1]."""
+    """Returns only the trained tokens of a row, in the shape that torchrl needs: [T, 1]."""
     return column_BS[row][mask_BS[row]].unsqueeze(-1)
 
 
 def trajectory(data: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
-    """One row's trained tokens as a trajectory of torchrl's, terminated by the last."""
+    """Returns one row's trained tokens as a torchrl trajectory that the last token terminates."""
     values_T1 = compacted(data["values"], data["mask"], row)
     done_T1 = torch.zeros_like(values_T1, dtype=torch.bool)
     done_T1[-1] = True
@@ -60,6 +60,6 @@ def test_vtrace_over_trained_tokens_is_torchrls_over_those_alone(gamma: float, r
             rho_thresh=rho_bar,
             c_thresh=c_bar,
         )
-        # torchrl's advantages carry ρ, ours leave it to the objective
+        # torchrl's advantages contain ρ; in asyncrl, the objective applies it
         rho_T1 = log_pi_T1.exp().clamp(max=rho_bar)
         assert_row_is(found, data, row, (oracle[0] / rho_T1, oracle[1]))

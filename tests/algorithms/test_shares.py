@@ -1,4 +1,4 @@
-"""Coefficients from counts of a whole update: by hand, over any split, and read by the loss."""
+"""Coefficients from counts of a whole update: computed by hand, equal for every split, and read by the loss."""
 
 import math
 
@@ -17,8 +17,8 @@ IMITATION = Penalty(beta=0.1, kind="positive_nll")
 
 
 def batch() -> BatchedDataDict:
-    """Trained tokens by row: 3 and 1 of group 70, 2 of group −4, 4 of a masked row of group −4, none of group 9; the
-    last row of group 70 is masked by its tokens. Every log-prob is −1."""
+    """Trained tokens by row: 3 and 1 of group 70, 2 of group −4, 4 of a masked row of group −4, and none of group 9.
+    The last row of group 70 is masked by its token mask. Every log-prob is −1."""
     lengths, width = [3, 1, 2, 4, 2, 0], 6
     token_mask = torch.tensor([[0.0] * 2 + [1.0] * n + [0.0] * (width - 2 - n) for n in lengths], dtype=torch.float64)
     return BatchedDataDict(
@@ -52,14 +52,15 @@ def test_the_first_token_of_a_row_never_counts() -> None:
 
 
 def test_each_prompt_group_weighs_the_same_however_many_tokens_it_has() -> None:
-    """Each token's loss is A: (3 · 1 + 1 · 2)/4 of group 70, 4 of group −4, over the 2 groups with a trained token."""
+    """Each token's loss is A: (3 · 1 + 1 · 2)/4 for group 70 and 4 for group −4, over 2 groups with a trained token."""
     loss, gradient = evaluated(PROMPT_MEAN, with_shares(batch()))
     assert loss == pytest.approx((5 / 4 + 4) / 2)
     assert [row[row != 0].tolist() for row in gradient] == [[-1 / 8] * 3, [-2 / 8], [-4 / 4] * 2, [], [], []]
 
 
 def test_the_likelihood_of_good_rows_is_over_their_own_tokens_whatever_the_aggregation() -> None:
-    """Rows 0 and 2 are good, 5 tokens: −0.1/5 for each, and the value 0.1 · 1. All advantages are 0."""
+    """Rows 0 and 2 are good and have 5 tokens: a gradient of −0.1/5 at each, and the value 0.1 · 1. All advantages are
+    0."""
     data = with_shares(batch())
     data["advantages"] = torch.zeros_like(data["advantages"])
     for aggregation in Aggregation:
@@ -82,7 +83,7 @@ def test_the_likelihood_of_good_rows_is_over_their_own_tokens_whatever_the_aggre
     ],
 )
 def test_penalties_stand_alone_where_every_advantage_is_zero(kind: str, shape: dict[str, object]) -> None:
-    """Neither clip, gate nor weight takes them away: here every token is outside all three."""
+    """Clips, gates and weights do not change the penalties: here every token is outside all three."""
     data = with_shares(batch())
     data["advantages"] = torch.zeros_like(data["advantages"])
     for name, log_ratio in (("prev_logprobs", 2.0), ("generation_logprobs", 4.0), ("reference_policy_logprobs", 1.0)):
@@ -155,12 +156,12 @@ def test_log_probs_that_are_masked_may_be_nan() -> None:
 def test_a_loss_says_what_it_counts_by_and_where_its_coefficients_come_from() -> None:
     assert ObjectiveLoss(PROMPT_MEAN).columns == {"group_ids"}
     assert ObjectiveLoss(Objective(surrogate=Reinforce(), penalties=(IMITATION,))).columns == {"rewards"}
-    with pytest.raises(RunError, match=r"prompt_share.*Policy.train adds it.*with_shares"):
+    with pytest.raises(RunError, match=r"prompt_share.*Policy.train, which adds it.*with_shares"):
         evaluated(PROMPT_MEAN, batch())
     bare = BatchedDataDict({name: column for name, column in batch().items() if name != "group_ids"})
-    with pytest.raises(RunError, match="reads group_ids, which the rows do not have; `group_ids` is an int a row"):
+    with pytest.raises(RunError, match=r"reads group_ids, but the rows do not have them; .*`group_ids` has one int"):
         evaluated(PROMPT_MEAN, bare)
-    assert "`rewards` is a number a row" in str(missing_columns(["rewards"]))
+    assert "`rewards` has one number for each row" in str(missing_columns(["rewards"]))
 
 
 @pytest.mark.parametrize("idle", [{"q": "proximal"}, {"corrected_by": "current"}])

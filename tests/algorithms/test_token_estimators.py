@@ -1,5 +1,5 @@
-"""REINFORCE++ with the KL to a reference in the reward, against a loop over rows in plain Python; the step is whitened
-as one however its rows are dealt to ranks."""
+"""Compares REINFORCE++ with a KL to a reference in the reward with a loop over rows in plain Python. The whitening
+covers the whole step for every distribution of the rows over ranks."""
 
 import math
 from typing import Any
@@ -26,8 +26,8 @@ REWARDS = [1.0, 0.0, 2.0, 2.0, -1.0, 0.5]
 
 
 def scene() -> BatchedDataDict:
-    """A prompt token, environment tokens in the middle, a row without a trained token, a masked sample. Log-probs of
-    tokens that are not trained are NaN."""
+    """Returns rows with a prompt token, environment tokens in the middle, a row without a trained token, and a masked
+    sample. Log-probs of tokens that are not trained are NaN."""
     random = torch.Generator().manual_seed(11)
     mask_BS = (torch.rand(ROWS, TOKENS, generator=random) < 0.6).float()
     mask_BS[:, 0], mask_BS[2], mask_BS[0] = 0.0, 0.0, torch.tensor([0.0, 0, 1, 1, 0, 1, 0, 0, 0])
@@ -46,7 +46,7 @@ def scene() -> BatchedDataDict:
 def oracle(
     data: BatchedDataDict, *, beta: float, kind: str, gamma: float, baseline: bool, whiten: str
 ) -> list[list[float]]:
-    """Eqs. 8 to 10 of 2501.03262 a token at a time; eps is 1e-6, and a variance divides by n − 1."""
+    """Computes eqs. 8 to 10 of 2501.03262, one token at a time. eps is 1e-6, and a variance divides by n − 1."""
     trained = (data["token_mask"] * data["sample_mask"].unsqueeze(1)).tolist()
     policy, reference = data["prev_logprobs"].tolist(), data["reference_policy_logprobs"].tolist()
     found = [[0.0] * TOKENS for _ in range(ROWS)]
@@ -79,7 +79,7 @@ def oracle(
 
 
 def over_ranks(data: BatchedDataDict, estimator: Any, *, ranks: int) -> torch.Tensor:
-    """Advantages of all rows, each rank knowing its own rows and the sums of all."""
+    """Returns the advantages of all rows, where each rank has its own rows and the sums of all ranks."""
     shards = data.shard_by_batch_size(ranks, allow_uneven_shards=True)
     given: list[torch.Tensor] = []
 
@@ -98,7 +98,7 @@ def over_ranks(data: BatchedDataDict, estimator: Any, *, ranks: int) -> torch.Te
 
 
 def estimated(advantage: dict[str, Any], *, ranks: int) -> torch.Tensor:
-    """Both parts of an estimator, as a run puts them together."""
+    """Applies both parts of an estimator in the order in which a run applies them."""
     of_samples, of_tokens = resolve_estimators(advantage)
     assert of_tokens is not None
     data = scene()
@@ -152,7 +152,7 @@ def test_without_kl_and_discount_a_sample_has_one_advantage() -> None:
 
 def test_an_estimator_of_samples_alone_refuses_a_kl_and_names_the_call_that_takes_it() -> None:
     for options in ({"kl": {"beta": 0.1}}, {"gamma": 0.5}):
-        with pytest.raises(ConfigError, match="this call has no tokens; take `resolve_estimators`"):
+        with pytest.raises(ConfigError, match="gets no tokens; call `resolve_estimators`"):
             resolve_estimator({"name": "reinforce_pp", **options})
 
 
@@ -168,9 +168,9 @@ def test_an_answer_of_another_shape_is_refused_with_both_shapes() -> None:
     data, right = scene(), torch.zeros(ROWS, TOKENS)
     check_estimate(data, TokenAdvantages(advantages_BS=right, returns_BS=right))
     wrong = torch.zeros(ROWS)
-    with pytest.raises(CallRefused, match=r"gave advantages of shape \(6,\) for rows of shape \(6, 9\)"):
+    with pytest.raises(CallRefused, match=r"returned advantages of shape \(6,\) for rows of shape \(6, 9\)"):
         check_estimate(data, TokenAdvantages(advantages_BS=wrong, returns_BS=right))
-    with pytest.raises(CallRefused, match="gave returns"):
+    with pytest.raises(CallRefused, match="returned returns"):
         check_estimate(data, TokenAdvantages(advantages_BS=right, returns_BS=wrong))
     broken = right.clone()
     place = tuple(int(index) for index in trained_mask(data).nonzero()[0])

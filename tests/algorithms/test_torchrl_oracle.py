@@ -1,8 +1,8 @@
-"""The PPO family against torchrl's ClipPPOLoss, in value and in gradient by the logits.
+"""Compares the PPO family with torchrl's ClipPPOLoss, in value and in gradient with respect to the logits.
 
-With `delay_actor` torchrl's loss is decoupled: its delayed parameters are the proximal policy, its `action_log_prob`
-the behaviour policy, and it weighs by their ratio without a bound. Its CISPOLoss is no oracle: it multiplies the
-clamped weight by A alone, without the log-prob that the paper (2506.13585) has, so that what is clamped has no
+With `delay_actor`, torchrl's loss is decoupled: its delayed parameters are the proximal policy, its `action_log_prob`
+is the behaviour policy, and its weight is their ratio without a bound. torchrl's CISPOLoss is not an oracle. It
+multiplies the clamped weight by A only, without the log-prob that the paper (2506.13585) has, so a clamped token has no
 gradient.
 """
 
@@ -24,7 +24,7 @@ TOKENS, VOCABULARY = 24, 5
 
 
 class Logits(torch.nn.Module):
-    """A policy that is its table of logits: the observation is the token's index."""
+    """A policy that is a table of logits. The observation is the index of the token."""
 
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def actor(table: torch.Tensor) -> ProbabilisticTensorDictSequential:
 
 
 def policies() -> dict[str, torch.Tensor]:
-    """Logits [tokens, vocabulary] of the current, the proximal and the behaviour policy."""
+    """Returns logits [tokens, vocabulary] of the current, the proximal and the behaviour policy."""
     draw = torch.Generator().manual_seed(1)
     current = torch.randn(TOKENS, VOCABULARY, generator=draw, dtype=torch.float64)
     proximal = current + 0.6 * torch.randn(TOKENS, VOCABULARY, generator=draw, dtype=torch.float64)
@@ -57,7 +57,7 @@ ADVANTAGES = torch.where(torch.arange(TOKENS) % 2 == 0, 1.5, -0.8).double()
 
 
 def without_nll(objective: Objective) -> Objective:
-    """Without what the library does not have: the likelihood of good rows."""
+    """Returns the objective without the likelihood of good rows, which the library does not have."""
     penalties = tuple(penalty for penalty in objective.penalties if penalty.kind != "positive_nll")
     return msgspec.structs.replace(objective, penalties=penalties)
 
@@ -67,7 +67,7 @@ def chosen(table: torch.Tensor) -> torch.Tensor:
 
 
 def ours(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss, and its gradient by the current logits: all tokens as one sequence."""
+    """Returns the loss and its gradient with respect to the current logits. All tokens are one sequence."""
     tables = policies()
     table = tables["current"].requires_grad_()
     columns = {
@@ -106,7 +106,7 @@ def table_of(parameters: TensorDict) -> torch.Tensor:
     return table
 
 
-# the delayed parameters are set by hand here, once
+# this test sets the delayed parameters itself, once, so torchrl's warning about a missing updater does not apply
 @pytest.mark.filterwarnings("ignore:No target network updater")
 @pytest.mark.parametrize(("name", "epsilon"), [("ppo", 0.2), ("dapo", (0.2, 0.28)), ("decoupled_ppo", 0.2)])
 def test_a_preset_is_what_torchrl_computes(name: str, epsilon: float | tuple[float, float]) -> None:

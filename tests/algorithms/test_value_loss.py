@@ -1,4 +1,4 @@
-"""The critic's loss: value, gradient and metrics by hand, and the same however a batch is cut."""
+"""The critic's loss: value, gradient and metrics by hand, and equal for every split of a batch."""
 
 import math
 from typing import get_args
@@ -40,7 +40,7 @@ every_aggregation = pytest.mark.parametrize("aggregation", get_args(ValueAggrega
 
 def test_the_larger_of_plain_and_clipped_error_counts_and_the_clipped_one_has_no_gradient() -> None:
     """R = 1, clip 0.2, 3 tokens. V from 0 to 0.1: within the clip, both (0.9)². V from 0 to 0.5, towards R: clipped to
-    0.2, its 0.8² is larger. V from 0 to −0.5, away from R: clipped to −0.2, the plain 1.5² is larger."""
+    0.2, and its 0.8² is larger. V from 0 to −0.5, away from R: clipped to −0.2, and the unclipped 1.5² is larger."""
     values = torch.tensor([[0.0, 0.1, 0.5, -0.5]], requires_grad=True)
     data = batch(returns=[[0, 1, 1, 1]], old=[[0, 0, 0, 0]], mask=[[0, 1, 1, 1]])
     loss, metrics = run(ClippedValueLoss(clip=0.2), values, data, 3)
@@ -93,8 +93,8 @@ def test_micro_batches_add_up_to_the_whole_batch_in_loss_gradient_and_metrics(ag
 
 
 def test_a_sequence_mean_is_the_mean_over_sequences_of_their_tokens_means() -> None:
-    """R = 0; errors 1, 3, 1 in a row of three tokens, 2 in a row of one, none in a third: ½ · (11/3 + 4 + 0) over three
-    sequences. The token mean is ½ · (1 + 9 + 1 + 4) over four tokens."""
+    """R = 0. The errors are 1, 3, 1 in a row of three tokens, 2 in a row of one, and a third row has no token. The
+    result is ½ · (11/3 + 4 + 0) over three sequences. The token mean is ½ · (1 + 9 + 1 + 4) over four tokens."""
     values = torch.tensor([[9.0, 1, 3, 1], [9, 9, 2, 9], [9, 9, 9, 9]], requires_grad=True)
     zeros = [[0.0] * 4] * 3
     data = batch(returns=zeros, old=zeros, mask=[[0, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]])
@@ -109,7 +109,8 @@ def test_a_sequence_mean_is_the_mean_over_sequences_of_their_tokens_means() -> N
 
 @every_aggregation
 def test_the_clip_acts_before_the_aggregation(aggregation: ValueAggregation) -> None:
-    """One token of one sequence is both means: as in the case by hand above, ½ · 0.8² without a gradient."""
+    """With one token in one sequence, both means are equal: as in the case by hand above, ½ · 0.8² without a
+    gradient."""
     values = torch.tensor([[0.0, 0.5]], requires_grad=True)
     data = batch(returns=[[0, 1]], old=[[0, 0]], mask=[[0, 1]])
     loss, metrics = run(ClippedValueLoss(clip=0.2, aggregation=aggregation), values, data, 1)
@@ -122,7 +123,7 @@ def test_the_clip_acts_before_the_aggregation(aggregation: ValueAggregation) -> 
 
 @every_aggregation
 def test_wider_padding_changes_nothing(aggregation: ValueAggregation) -> None:
-    """What a packed pass returns is as wide as its own longest row."""
+    """The output of a packed pass is only as wide as its own longest row."""
     values, data, tokens = random_batch()
     wider = BatchedDataDict(
         {name: torch.nn.functional.pad(data[name], (0, 4)) for name in ("returns", "values", "token_mask")}
@@ -148,7 +149,7 @@ def test_a_row_of_weight_1_is_two_rows_of_weight_one_half(aggregation: ValueAggr
 
 
 def test_an_unknown_aggregation_is_refused() -> None:
-    with pytest.raises(RunError, match="'sum': it must be one of token_mean, sequence_mean"):
+    with pytest.raises(RunError, match="'sum'; it must be one of token_mean, sequence_mean"):
         ClippedValueLoss(clip=None, aggregation="sum")  # type: ignore[arg-type]
 
 
@@ -163,7 +164,7 @@ def test_masked_slots_are_not_read(junk: float, aggregation: ValueAggregation) -
     loss, metrics = run(loss_fn, clean, data, tokens)
     loss.backward()
     assert clean.grad is not None
-    assert not clean.grad[~trained].any(), "prompts, padding, masked samples and first tokens"
+    assert not clean.grad[~trained].any(), "no gradient at prompts, padding, masked samples and first tokens"
     for name in ("returns", "values"):
         data[name] = torch.where(trained, data[name], junk)
     dirty = torch.where(trained, values, junk).requires_grad_()
@@ -232,5 +233,5 @@ def test_a_clip_that_is_not_positive_is_refused(clip: float) -> None:
 
 @pytest.mark.parametrize(("clip", "missing"), [(0.2, "returns and values"), (None, "returns")])
 def test_a_column_that_is_missing_is_named(clip: float | None, missing: str) -> None:
-    with pytest.raises(RunError, match=f"reads {missing}, which the rows do not have"):
+    with pytest.raises(RunError, match=f"reads {missing}, but the rows do not have"):
         ClippedValueLoss(clip=clip)(torch.zeros(1, 2), BatchedDataDict(), torch.tensor(1), torch.tensor(1))

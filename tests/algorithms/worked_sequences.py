@@ -1,9 +1,9 @@
-"""Sequences that are worked by hand: their probabilities, and what every token's loss and its gradient must be.
+"""Sequences that are worked by hand: their probabilities, and the expected loss and gradient of every token.
 
-What `asyncrl/algorithms/loss.py` is held against; nothing here computes a loss. Prompts and padding carry ratios of
-their own, so that whatever leaks from a masked slot shows. The sequences are a micro-batch of a step of STEP_TOKENS
-trained tokens in STEP_SEQUENCES sequences, STEP_POSITIVE_TOKENS of them in sequences with a positive reward, so that a
-count of the micro-batch's own shows too.
+Tests compare `asyncrl/algorithms/loss.py` with them; nothing here computes a loss. Prompts and padding have ratios of
+their own, so a value that leaks from a masked position changes the result. The sequences are a micro-batch of a step of
+STEP_TOKENS trained tokens in STEP_SEQUENCES sequences. STEP_POSITIVE_TOKENS of these tokens are in sequences with a
+positive reward. So a loss that wrongly uses the micro-batch's own counts gives another result, too.
 """
 
 import math
@@ -29,11 +29,11 @@ MASKED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Worked:
-    """One sequence. Probabilities are those of its tokens; `losses` and `gradients` (by the current log-prob) are
-    before the aggregation, which divides them by `over`.
+    """One sequence. The probabilities are those of its tokens. `losses` and `gradients` (with respect to the current
+    log-prob) are before the aggregation, which divides them by `over`.
 
-    A column that is one number holds for every token. The defaults are far from 1 in every ratio: an objective that
-    does not look at them does not notice.
+    A column that is a single number applies to every token. The defaults make every ratio far from 1, so an objective
+    that reads a ratio by mistake gives another result.
     """
 
     advantage: float | tuple[float, ...]
@@ -56,7 +56,7 @@ def log_weighted(
     proximal: float | tuple[float, ...] = 0.2,
     behaviour: float | tuple[float, ...] = 0.05,
 ) -> Worked:
-    """A sequence under −A · k · lp with k detached: the gradient is −A · k, the loss that times lp. The
+    """Returns a sequence under −A · k · lp with k detached: the gradient is −A · k, and the loss is that times lp. The
     aggregation is the mean over tokens."""
     losses = tuple(gradient * math.log(p) for gradient, p in zip(gradients, current, strict=True))
     return Worked(
@@ -102,7 +102,7 @@ def batch_of(sequences: tuple[Worked, ...]) -> BatchedDataDict:
 
 
 def assert_as_worked(objective: Objective, sequences: tuple[Worked, ...]) -> None:
-    """Value of the loss, and its gradient by every log-prob of the batch, prompts and padding included."""
+    """Asserts the value of the loss and its gradient at every log-prob of the batch, including prompts and padding."""
     data = batch_of(sequences)
     leaf = data["logprobs"].requires_grad_()
     columns = BatchedDataDict({name: column for name, column in data.items() if name != "logprobs"})
@@ -126,5 +126,5 @@ def assert_as_worked(objective: Objective, sequences: tuple[Worked, ...]) -> Non
     )
     torch.testing.assert_close(leaf.grad, gradients, rtol=1e-6, atol=1e-7)
     value = sum(sum(sequence.losses) / sequence.over for sequence in sequences)
-    # bounds and temperatures are float32 inside the loss, and large terms of the sum cancel
+    # the loss uses float32 bounds and temperatures, and large terms of the sum cancel, so the tolerance is 1e-6
     torch.testing.assert_close(loss.detach().double(), torch.tensor(value, dtype=torch.float64), rtol=1e-6, atol=1e-6)

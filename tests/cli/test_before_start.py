@@ -100,7 +100,7 @@ def test_built_in_parts_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"algorithm.loss={OWN}:loss", "cannot be called as a loss: "),
         (
             f"algorithm.loss={OWN}:factory",
-            "was called to make a loss, and raised KeyError: 'beta' (before_start_tasks.py:",
+            "was called without arguments to make a loss, and it raised KeyError: 'beta' (before_start_tasks.py:",
         ),
         (f"algorithm.advantage={OWN}:advantage", "cannot be called with (rewards, group_ids): too many positional"),
         (f"data.dataset={OWN}:god", "did you mean 'good'?"),

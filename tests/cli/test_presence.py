@@ -143,7 +143,7 @@ def test_f28_weights_that_their_index_names_and_that_are_not_there_are_missed(tm
 def test_f25_a_tokenizer_of_more_tokens_than_the_models_vocabulary_is_refused_with_both_numbers(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", vocabulary=97, tokens=2000)
     [line] = missing("model.tiny=null", f"model.path={model}")
-    assert f"model.path = {model}: the tokenizer has 2000 tokens, the model's vocabulary 97: " in line
+    assert f"model.path = {model}: the tokenizer has 2000 tokens, but the model's vocabulary has only 97, " in line
 
 
 def test_f25_an_added_token_beyond_the_vocabulary_is_a_note(tmp_path: Path) -> None:

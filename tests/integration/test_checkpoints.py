@@ -122,16 +122,20 @@ def test_uneven_tied_and_stepless_state_is_the_same_on_any_number_of_ranks(
 @pytest.mark.parametrize(
     ("fault", "error", "says"),
     [
-        ("no directory", "CheckpointIncomplete", "nothing/weights is no complete checkpoint: it has no COMPLETE"),
-        ("no marker", "CheckpointIncomplete", "no marker/optimizer is no complete checkpoint"),
+        (
+            "no directory",
+            "CheckpointIncomplete",
+            "nothing/weights is not a complete checkpoint: it has no file COMPLETE",
+        ),
+        ("no marker", "CheckpointIncomplete", "no marker/optimizer is not a complete checkpoint"),
         ("short", "CheckpointIncomplete", "has 40 bytes"),
         ("gone", "CheckpointIncomplete", "has no bytes"),
         ("garbled", "CheckpointError", "cannot load the checkpoint"),
-        ("of two saves", "CheckpointMismatch", "are of different saves"),
+        ("of two saves", "CheckpointMismatch", "belong to different saves"),
         ("another shape", "CheckpointMismatch", "embed.weight is (5, 3) in the checkpoint and (5, 2) here"),
         ("another dtype", "CheckpointMismatch", "embed.weight is torch.float32 in the checkpoint and torch.bfloat16"),
         ("missing", "CheckpointMismatch", "more is not in the checkpoint"),
-        ("unknown", "CheckpointMismatch", "more is in the checkpoint and not here"),
+        ("unknown", "CheckpointMismatch", "more is in the checkpoint, but not here"),
     ],
 )
 def test_what_cannot_be_loaded_says_why_on_every_rank_and_changes_nothing(
@@ -167,7 +171,7 @@ def test_a_directory_that_is_no_checkpoint_is_not_replaced(folder: Path) -> None
     for ranks in results(folder, "saved", 2):
         assert ranks["faults"]["foreign"]["kept"]
         assert ranks["faults"]["foreign"]["error"][0] == "CheckpointError"
-        assert "is no checkpoint" in ranks["faults"]["foreign"]["error"][1]
+        assert "is not a checkpoint" in ranks["faults"]["foreign"]["error"][1]
 
 
 def test_ranks_that_write_to_different_disks_are_told_so(folder: Path) -> None:

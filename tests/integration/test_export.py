@@ -60,7 +60,7 @@ def train_and_export(rank: int, world_size: int, folder: Path, config: Config) -
     foreign = folder / f"foreign-{world_size}"
     foreign.mkdir(exist_ok=True)
     (foreign / "thesis.txt").touch()
-    with pytest.raises(CheckpointError, match=r"exists and is no checkpoint: it has no COMPLETE"):
+    with pytest.raises(CheckpointError, match=r"exists, but it is not a checkpoint, because it has no file COMPLETE"):
         policy.save_hf(foreign)
     found |= {"before": before, "after": policy.probe(SEQUENCES)}
     (folder / f"probe-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(found))

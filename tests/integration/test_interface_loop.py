@@ -204,7 +204,7 @@ def train_by_value(policy: Policy, rows: BatchedDataDict, rewards: torch.Tensor)
     batch["prev_logprobs"] = scored
     for wrong, error, text in (
         (Failing(), LossFailed, r"ZeroDivisionError: my own mistake \(.*test_interface_loop\.py:\d+\)"),
-        (no_scalar, LossFailed, r"a loss returns \(scalar, metrics\), this one a Tensor"),
+        (no_scalar, LossFailed, r"a loss must return \(scalar, metrics\), but this one returned a Tensor"),
         (unimportable(), CallRefused, "nowhere_to_be_found"),
         ("ppo", TypeError, "cannot be called"),
     ):

@@ -215,10 +215,10 @@ def test_the_kl_in_the_reward_is_whitened_over_two_ranks_as_over_one(model_path:
         assert found is not None
         torch.testing.assert_close(rows["advantages"], found.advantages_BS)
 
-        for shape, words in ((False, "mine"), (True, "an estimator gave advantages of shape")):
+        for shape, words in ((False, "mine"), (True, "an estimator returned advantages of shape")):
             with pytest.raises(CallRefused, match=words):
                 policy.get_advantages_from_meta(meta, Failing(shape=shape))
-        with pytest.raises(MissingColumns, match=r"rows have not all of .*values"):
+        with pytest.raises(MissingColumns, match=r"rows do not have all of .*values"):
             policy.get_advantages_from_meta(meta, GAE(gamma=1.0, lam=1.0, value_lam=1.0))
         again = policy.read_from_dataplane(meta, select_fields=["advantages"])["advantages"]
         assert torch.equal(again, rows["advantages"]), "what is refused writes nothing"
@@ -356,7 +356,7 @@ def test_a_start_that_fails_leaves_no_place_taken_and_a_second_one_is_refused(mo
     assert ours == ["REMOVED"]
     policy = Policy(make_config(ranks=1), model_path=model_path)
     policy.start()
-    with pytest.raises(RunError, match="started already"):
+    with pytest.raises(RunError, match="already started"):
         policy.start()
     assert policy.shutdown()
 

@@ -295,11 +295,11 @@ def test_calls_out_of_their_order_are_refused_and_end_nobody(scene: Scene) -> No
         scene.generation.update_weights_from_collective()
     with pytest.raises(WeightError, match=r"call prepare_refit_info\(\) first"):
         scene.generation.update_weights_from_ipc_handles({})
-    with pytest.raises(AssertionError, match=r"prepare_weights_for_ipc\(\) comes first"):
+    with pytest.raises(AssertionError, match=r"call prepare_weights_for_ipc\(\) first"):
         scene.policy.get_weights_ipc_handles(["a"])
     for outcome in outcomes(scene.policy.broadcast_weights_for_collective()):
         assert isinstance(outcome, WeightError), outcome
-        assert "init_collective() comes first" in str(outcome)
+        assert "call init_collective() first" in str(outcome)
     first, *_ = scene.policy.prepare_weights_for_ipc(SMALL_GB)
     with pytest.raises(WeightError, match="the next group is"):
         scene.policy.get_weights_ipc_handles(["lm_head.weight"])

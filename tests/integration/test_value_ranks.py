@@ -209,4 +209,4 @@ def test_a_column_that_is_missing_is_refused_by_all_ranks_before_a_pass(
 ) -> None:
     """Ranks without rows, of four the last ones, raise it too."""
     [said] = {rank["without returns"] for rank in results[world]}
-    assert said.startswith("the loss reads returns, which the rows do not have; they have ")
+    assert said.startswith("the loss reads returns, but the rows do not have them; they have ")

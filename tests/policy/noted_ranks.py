@@ -1,4 +1,4 @@
-"""What the tests of drivers share: ranks that note what they are told, and rows by name on a data plane in memory."""
+"""Helpers for the tests of drivers: ranks that record their calls, and rows on a data plane in memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,13 +26,13 @@ COLUMNS = {
     "get_values": "values",
 }
 STORED = ("input_ids", "input_lengths", "generation_logprobs", "advantages", "token_mask", "sample_mask")
-"""What `LOSS` reads of rows that are trained in one update."""
+"""The columns that `LOSS` reads if rows are trained in one update."""
 PACKED = {"batching": "packed", "micro_batch_tokens": 32}
 DYNAMIC = {"batching": "dynamic", "micro_batch_tokens": 32}
 
 
 class NotedRanks:
-    """Stands for a `RankGroup`; scoring answers with the rows' own ids, so that their order shows."""
+    """Replaces a `RankGroup`. Scoring returns the rows' own ids, so that a test can see their order."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -92,7 +92,7 @@ def tq_on(ranks: int, monkeypatch: pytest.MonkeyPatch, **learner: Any) -> tuple[
 
 
 def stored(client: MemoryClient, batch: BatchedDataDict) -> KVBatchMeta:
-    """The rows of `batch` on the data plane; the meta names their ids alone."""
+    """Writes the rows of `batch` to the data plane. The returned meta names only their ids."""
     meta = named(batch)
     client.put_samples(meta.sample_ids, "train", fields={name: batch[name] for name in STORED})
     return meta

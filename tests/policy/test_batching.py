@@ -1,4 +1,4 @@
-"""From rows to micro-batches: the last staleness check, and no row lost."""
+"""From rows to micro-batches: the last staleness check, and every row is in exactly one micro-batch."""
 
 from typing import Literal
 
@@ -26,7 +26,7 @@ PADDED = LearnerSection()
 
 
 def with_versions(group: BatchedDataDict, values: list[int]) -> BatchedDataDict:
-    """One value a sampled token, sample after sample."""
+    """Returns the group with one weight version for each sampled token, sample after sample."""
     group["weight_versions"][group["token_mask"] > 0] = torch.tensor(values)
     return group
 
@@ -103,7 +103,7 @@ def test_micro_batches_hold_every_row_once_within_their_limit_and_no_wider_than_
         assert size[batching] <= tokens
         assert width - part["input_lengths"].max() in ((0, 1) if batching == "dynamic" else (0,))
     assert sum(int(trained_mask(part).sum()) for part in parts) == count_trained(batch)[0]
-    assert len(parts) == 1 or len(parts) < batch.size, "rows share a pass"
+    assert len(parts) == 1 or len(parts) < batch.size, "rows must share a pass"
 
 
 @pytest.mark.parametrize("batching", ["padded", "dynamic"])
@@ -117,7 +117,7 @@ def test_the_longest_rows_come_first(batching: Literal["padded", "dynamic"]) -> 
 
 def test_the_empty_micro_batch_trains_nothing_and_has_every_column() -> None:
     empty = empty_micro_batch()
-    only_counted = {"group_ids", "rewards"}  # read where tokens are counted, and an empty batch has none
+    only_counted = {"group_ids", "rewards"}  # needed only to count tokens, and an empty micro-batch has none
     assert set(empty) | only_counted == set(make_group(0))
     assert count_trained(empty) == (0, 0)
 
@@ -136,13 +136,13 @@ def test_a_token_without_a_number_leaves_loss_and_denominator_and_is_counted(col
         batch[name] = torch.zeros_like(batch["token_mask"])
     last = int(batch["input_lengths"][0]) - 1
     batch[column][0, last] = value
-    batch[column][1, 0] = value  # a prompt's token is no token that is left out
+    batch[column][1, 0] = value  # a token of the prompt is not trained, so it is not counted as left out
     clean, count = without_nonfinite(batch)
     assert count == 1
     assert count_trained(clean) == (4, 2)
     assert not trained_mask(clean)[0, last]
     assert clean[column][0, last] == 0
-    assert count_trained(batch) == (5, 2), "the caller's rows stay as they are"
+    assert count_trained(batch) == (5, 2), "the caller's rows are unchanged"
 
 
 def test_numbers_are_left_alone() -> None:
@@ -160,6 +160,6 @@ def test_a_loss_divides_by_sums_of_masks_and_tokens_are_counted_by_those_above_0
     assert count_trained(group) == (2, 1)
     assert valid_sums(group) == (1.0, 0.5)
     group["token_mask"] = group["token_mask"] * 0.5
-    group["token_mask"][:, 0] = 1.0  # never trained
+    group["token_mask"][:, 0] = 1.0  # the first token is never trained
     assert valid_sums(group) == (0.5, 0.5)
     assert valid_sums(BatchedDataDict()) == (0.0, 0.0)

@@ -1,5 +1,5 @@
-"""A checkpoint's directory under kill -9: a child does the work, and dies before its first, second, … change of a
-file."""
+"""A checkpoint's directory under kill -9. A child process does the work and is killed before its first, second, …
+change of a file."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ def save(path: Path, save_id: str) -> None:
 
 
 def exit_code(work: Callable[[], object], *, changes: int) -> int:
-    """Of a child that does `work` and is gone at the change after so many."""
+    """Returns the exit code of a child that does `work` and is killed after this number of file changes."""
     left = changes
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -46,7 +46,7 @@ def exit_code(work: Callable[[], object], *, changes: int) -> int:
 
 
 def whole(path: Path) -> str | None:
-    """The save that `complete` finds, all files of it; None when there is none."""
+    """Returns the id of the save that `complete` finds, after checking all its files; None if there is none."""
     try:
         found, marker = complete(path)
     except CheckpointIncomplete:
@@ -66,14 +66,16 @@ def test_f7_a_save_that_is_killed_leaves_the_one_before_and_is_in_the_way_of_not
             save(path, before)
         code = exit_code(partial(save, path, "new"), changes=changes)
         found.append(whole(path))
-        assert not path.exists() or (path / COMPLETE).exists(), "readers who know no COMPLETE take what is there"
+        assert not path.exists() or (path / COMPLETE).exists(), (
+            "a reader that does not check COMPLETE must be safe, too"
+        )
         save(path, "next")
         assert whole(path) == "next"
         assert [left.name for left in path.parent.iterdir()] == ["hf"]
         changes += 1
     assert code == SURVIVED
     assert changes > 6
-    assert found == sorted(found, key=lambda save_id: save_id == "new"), "once it is there it stays"
+    assert found == sorted(found, key=lambda save_id: save_id == "new"), "after the new save is visible, it stays"
     assert set(found) == {before, "new"}
 
 

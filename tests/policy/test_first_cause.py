@@ -1,4 +1,4 @@
-"""What the driver raises when ranks fail: the first cause, named, and never later than the deadline."""
+"""The error that the driver raises when ranks fail: the first cause, with the rank, within the deadline."""
 
 from concurrent.futures import Future
 from typing import Any
@@ -13,7 +13,7 @@ from asyncrl.policy.ranks import RankGroup
 
 
 class Call:
-    """Stands for one Ray call: what it comes to is decided before it is waited for. None: nothing, ever."""
+    """Replaces one Ray call whose result is known in advance. With None, the call never ends."""
 
     def __init__(self, outcome: Any) -> None:
         self._future: Future[Any] = Future()

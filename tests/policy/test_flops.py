@@ -1,4 +1,4 @@
-"""Model FLOPs are the products that real models make, and what is not known is None."""
+"""Model FLOPs equal the products that real models make, and unknown values are None."""
 
 import doctest
 import math
@@ -27,9 +27,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def counted(config: PretrainedConfig, tokens: int, *, attention: str = "eager") -> tuple[int, int]:
-    """FLOPs of the products in a forward and in a backward pass of one row, by torch's count.
+    """Returns the FLOPs of the products in a forward and in a backward pass of one row, as torch counts them.
 
-    `eager` attention is two products, which torch counts over all pairs; its kernels for CPUs it does not count.
+    `eager` attention is two products, which torch counts over all pairs. torch does not count its CPU kernels.
     """
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with FlopCounterMode(display=False) as forward:
@@ -70,7 +70,7 @@ def test_every_kind_of_model_that_is_counted_is_counted_right(kind: str) -> None
 
 
 def test_the_term_of_attention_is_what_torch_leaves_out_for_the_kernel_of_cpus() -> None:
-    """All of the difference to the count with a fused kernel is the quadratic term, by which it can be seen alone."""
+    """The whole difference to the count with a fused kernel is the quadratic term, so the test sees this term alone."""
     config = Qwen3Config(**(SMALL | SHAPES["grouped, tied"]))
     without, _ = counted(config, 9, attention="sdpa")
     assert cost_of(config).flops([9], backward=False) - without == cost_of(config).per_pair * 9**2 == 4 * 2 * 64 * 9**2
@@ -84,7 +84,7 @@ def test_rows_do_not_see_each_other() -> None:
 
 
 def test_a_model_of_known_size_takes_six_flops_a_weight_and_token() -> None:
-    """Qwen2.5-0.5B: 494 million weights, 136 million of them in the tied embeddings, which are the head's as well."""
+    """Qwen2.5-0.5B has 494 million weights. 136 million of them are the tied embeddings, which are also the head."""
     config = Qwen2Config(
         **{"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
         **{"num_attention_heads": 14, "num_key_value_heads": 2, "use_sliding_window": False, "sliding_window": 32768},
@@ -121,7 +121,7 @@ def test_a_device_is_known_by_its_whole_name_and_only_in_bfloat16() -> None:
 def test_a_rank_tells_the_peak_of_its_device_in_the_precision_of_its_passes(
     monkeypatch: pytest.MonkeyPatch, device: str, dtype: str, peak: float | None
 ) -> None:
-    """There is no GPU here: what is asked of torch is answered by hand."""
+    """This machine has no GPU, so the test replaces the functions of torch that describe one."""
     monkeypatch.setattr(torch.cuda, "get_device_name", {torch.device("cuda:0"): "NVIDIA H200"}.__getitem__)
     rank = object.__new__(PolicyWorker)
     rank._config = Config.model_validate({"model": {"path": "m", "dtype": dtype}})

@@ -1,4 +1,4 @@
-"""The chunked head against full logits: values, gradients, and what it must not hold in memory."""
+"""Compares the chunked head with full logits: values, gradients, and its use of memory."""
 
 import pytest
 import torch
@@ -19,14 +19,14 @@ from asyncrl.policy.logprobs import chunked_logprobs, model_logprobs
 pytestmark = pytest.mark.slow
 
 VOCABULARY = 200
-SMALL = 64 * 12  # one chunk of the smallest width for twelve tokens: the last of four chunks is narrower
+SMALL = 64 * 12  # a chunk of the smallest width for twelve tokens; of the four chunks, the last is narrower
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden_ND = torch.randn(12, 8, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
     weight_VD = torch.randn(VOCABULARY, 8, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
-    # both ends of the vocabulary and of a chunk
+    # targets at both ends of the vocabulary and of a chunk
     targets_N = torch.randint(VOCABULARY, (12,), generator=generator)
     targets_N[:4] = torch.tensor([0, 63, 64, VOCABULARY - 1])
     return hidden_ND, weight_VD, targets_N
@@ -55,7 +55,7 @@ def test_values_and_gradients_are_those_of_full_logits_however_many_chunks(chunk
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_the_gradient_is_the_derivative(with_entropy: bool) -> None:
-    # finite differences take two passes an element: as few as two chunks can have
+    # finite differences need two passes for each element, so the inputs are small and give only two chunks
     hidden_ND = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     weight_VD = torch.randn(70, 2, dtype=torch.float64, requires_grad=True)
     targets_N = torch.tensor([0, 63, 69])
@@ -101,7 +101,8 @@ def test_huge_logits_of_both_signs_stay_finite() -> None:
     )
     assert entropy_N is not None
     want_N, _ = full(hidden_ND.double() * 1000 @ weight_VD.double().t(), targets_N)
-    # the products of a logit and the log-sum of exponentials; the largest log-prob is about as large as the logits
+    # two roundings count: the products of a logit, and the log-sum of exponentials; log-probs are about as large as
+    # logits
     assert_reordered(logprobs_N, want_N.float(), spread=spread(8 + VOCABULARY))
     gradients = torch.autograd.grad(logprobs_N.sum() + entropy_N.sum(), (hidden_ND, weight_VD))
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
@@ -114,19 +115,19 @@ def test_bfloat16_inputs_are_multiplied_in_float32_and_rounded_once() -> None:
     want_N, _ = full(exact[0] @ exact[1].t(), targets_N)
     got_N, _ = chunked_logprobs(hidden_ND, weight_VD, targets_N=targets_N, chunk_logits=SMALL)
     assert got_N.dtype is torch.float32
-    # products rounded to bfloat16 are off by 1e-2
+    # products that were rounded to bfloat16 would have an error of 1e-2
     assert_reordered(got_N, want_N, spread=spread(8 + VOCABULARY))
     got = torch.autograd.grad(got_N.sum(), (hidden_ND, weight_VD))
     want = torch.autograd.grad(want_N.sum(), exact)
     for got_part, want_part in zip(got, want, strict=True):
         assert got_part.dtype is torch.bfloat16
-        # bfloat16 rounds by at most 2⁻⁸ of a value, and what it rounds is a float32 sum over the vocabulary
+        # bfloat16 rounds a value by at most 2⁻⁸ of it, and the value is a float32 sum over the vocabulary
         rounding = spread(8 + 2 * VOCABULARY) * float(want_part.abs().max())
         torch.testing.assert_close(got_part.float(), want_part, rtol=2**-8, atol=rounding)
 
 
 class Float32Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-    """Elements of the largest float32 tensor that any operation makes."""
+    """Records the number of elements of the largest float32 tensor that an operation creates."""
 
     largest = 0
 
@@ -151,7 +152,7 @@ def test_no_more_logits_than_asked_for_exist_at_once(dtype: torch.dtype, trains_
         )
         loss = logprobs_N.sum() if entropy_N is None else logprobs_N.sum() + entropy_N.sum()
         torch.autograd.backward(loss)
-    # beside the logits' buffer and its twin for an entropy
+    # the largest tensor is the buffer of logits, or one of two buffers of half the size if the entropy is trained
     assert sizes.largest == (limit // 2 if trains_entropy else limit)
 
 
@@ -209,7 +210,7 @@ def test_a_model_gives_the_log_probs_and_every_gradient_of_its_full_logits(
     model = tiny_qwen3(tied=tied)
     input_ids_BS = torch.randint(1, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(2))
     weights_BT = torch.randn(3, 6, generator=torch.Generator().manual_seed(3))
-    input_ids_BS[1, 4:], weights_BT[1, 3:] = 0, 0.0  # a padded row
+    input_ids_BS[1, 4:], weights_BT[1, 3:] = 0, 0.0  # makes the second row a padded one
     logits_BTV = model(input_ids=input_ids_BS, use_cache=False).logits[:, :-1].float() / temperature
     want_logprobs_BT, want_entropy_BT = full(logits_BTV, input_ids_BS[:, 1:])
     parameters = dict(model.named_parameters())
@@ -326,7 +327,7 @@ def test_a_model_that_changes_its_logits_is_refused_whatever_its_config_calls_it
         pad_token_id=0,
     )
     model = CohereForCausalLM(config)
-    model.config.logit_scale = None  # the module has its own copy
+    model.config.logit_scale = None  # the module keeps its own copy of the value
     assert "changes its logits" in refused(model)
 
 

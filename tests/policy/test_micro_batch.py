@@ -1,4 +1,4 @@
-"""A micro-batch through a tiny model: what the kernel says of objectives and users' losses; the entropy penalty."""
+"""A micro-batch through a tiny model: measurements of objectives and of users' losses, and the entropy penalty."""
 
 import copy
 import enum
@@ -41,7 +41,7 @@ def model() -> PreTrainedModel:
 
 
 def on_policy(key: int, lengths: tuple[int, ...]) -> BatchedDataDict:
-    """A group whose sampler is the model; every sample has an advantage of its own."""
+    """Returns a group that was sampled from the model. Every sample has another advantage."""
     data = make_group(key, lengths=lengths)
     with torch.no_grad():
         logprobs, _ = model_logprobs(model(), data["input_ids"], temperature=TEMPERATURE, with_entropy=False)
@@ -68,7 +68,7 @@ def outcome(
 
 
 class Wrapped:
-    """An objective as a user's loss, of which nothing but the call is known."""
+    """An objective in the form of a user's loss: asyncrl knows nothing of it except the call."""
 
     loss_type = LossType.SEQUENCE_LEVEL
 
@@ -91,7 +91,7 @@ def test_on_policy_every_token_is_pushed_alike_whatever_its_sequence_and_its_upd
 
 
 def test_a_users_loss_is_measured_with_what_it_divides_by() -> None:
-    """κ ∝ 1/length: (2/2 + 6/6)² / (8 · (2/4 + 6/36)) of two sequences of 2 and 6 tokens."""
+    """κ ∝ 1/length: (2/2 + 6/6)² / (8 · (2/4 + 6/36)) for two sequences of 2 and 6 tokens."""
     loss = Wrapped(PRESETS["opsm"].objective, LossInputType.LOGPROB)
     means = outcome(loss, on_policy(0, (2, 6))).kernel.means()
     assert means["kernel_ess_ratio"] == pytest.approx(4 / (8 * (1 / 2 + 1 / 6)), rel=1e-4)
@@ -136,7 +136,7 @@ class Foreign(enum.Enum):
 @pytest.mark.parametrize("input_type", ["logprob", Foreign.LOGPROB, LossInputType.LOGPROB])
 def test_the_input_type_is_compared_by_value(input_type: Any) -> None:
     loss = Wrapped(PRESETS["dapo"].objective, input_type)
-    assert outcome(loss, on_policy(0, (2, 6))).kernel.means(), "it was given log-probs, whose slopes are measured"
+    assert outcome(loss, on_policy(0, (2, 6))).kernel.means(), "it got log-probs, so their slopes are measured"
 
 
 def test_an_unknown_input_type_is_named() -> None:
@@ -145,7 +145,7 @@ def test_an_unknown_input_type_is_named() -> None:
 
 
 class Kind:
-    """A bare function as a loss with an input type."""
+    """A plain function as a loss with an input type."""
 
     def __init__(self, input_type: str, function: Any) -> None:
         self.input_type, self._function = input_type, function
@@ -163,9 +163,9 @@ def raising(**_: Any) -> Any:
     ("answer", "text"),
     [
         (None, r"KeyError: 'prev_logprobs' \(.*test_micro_batch\.py:\d+\)"),
-        (torch.ones(3), r"a loss returns \(scalar, metrics\), this one a Tensor"),
-        ((torch.ones(3), {}), r"a scalar tensor and a dict, this one shape \[3\] and dict"),
-        ((1.0, {}), "this one float and dict"),
+        (torch.ones(3), r"a loss must return \(scalar, metrics\), but this one returned a Tensor"),
+        ((torch.ones(3), {}), r"a scalar tensor and a dict, but this one returned shape \[3\] and dict"),
+        ((1.0, {}), "this one returned float and dict"),
         ((torch.ones(()), {"text": "no number"}), "ValueError: could not convert"),
     ],
 )
@@ -207,7 +207,7 @@ def test_only_a_sole_update_gives_the_loss_this_pass_as_the_start_of_the_step() 
 
     for sole_update in (True, False):
         found = outcome(loss, on_policy(0, (2, 6)), sole_update=sole_update)
-        assert found.sums.tokens == 8, "the distance to the sampler is measured all the same"
+        assert found.sums.tokens == 8, "the distance to the sampler is still measured"
     assert seen == [True, False]
 
 
@@ -260,7 +260,7 @@ def test_a_penalty_is_no_push() -> None:
     assert (means["silent_ratio"], means["kernel_ess_ratio"]) == (1.0, 0.0)
     assert means["clipped_positive_ratio"] == 1.0
     [weight, *_] = torch.autograd.grad(found.differentiable, list(model().parameters()))
-    assert weight.any(), "the penalty is trained all the same"
+    assert weight.any(), "the penalty still has a gradient"
 
 
 @pytest.mark.parametrize("kind", ["k3", "entropy", "positive_nll"])

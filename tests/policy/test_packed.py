@@ -1,4 +1,4 @@
-"""Packed rows give what each row alone gives, and no token sees another row."""
+"""Packed rows give the same results as each row alone, and no token sees another row."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor]:
-    """Padding is a token like any other, so that looking at it shows."""
+    """Returns rows whose padding is an ordinary token, so that a model that reads padding gives another result."""
     tokens_BS = torch.randint(50, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
     return tokens_BS, torch.tensor(LENGTHS)
 
@@ -45,7 +45,7 @@ def packed_logprobs(model: PreTrainedModel, tokens_BS: torch.Tensor, lengths_B: 
 
 
 def alone(model: PreTrainedModel, tokens_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Each row unpadded, through transformers' own attention and full logits."""
+    """Computes each row without padding, with transformers' own attention and full logits."""
     model.set_attn_implementation("eager")
     found_BT = torch.zeros(tokens_BS.shape[0], tokens_BS.shape[1] - 1, dtype=torch.float64)
     for row, length in enumerate(lengths_B.tolist()):
@@ -60,7 +60,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(model: PreTrainedMo
     tokens_BS, lengths_B = rows()
     weights_BT = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     want_BT, got_BT = alone(model, tokens_BS, lengths_B), packed_logprobs(model, tokens_BS, lengths_B)
-    # the norms compute in float32 in a float64 model too
+    # the norms compute in float32, even in a float64 model
     assert_reordered(got_BT, want_BT, spread=OUTPUT)
     parameters = list(model.parameters())
     want = torch.autograd.grad((want_BT * weights_BT).sum(), parameters)
@@ -78,7 +78,7 @@ def test_no_token_sees_another_row_or_a_later_token(model: PreTrainedModel) -> N
     differs_BT = after_BT != before_BT
     assert not differs_BT[[0, 1, 3, 4]].any()
     assert not differs_BT[2, :3].any()
-    assert differs_BT[2, 3:6].all(), "the change must show where it may"
+    assert differs_BT[2, 3:6].all(), "the change must be visible in its own row"
 
 
 def test_without_boundaries_it_is_causal_attention_over_padded_rows(model: PreTrainedModel) -> None:
@@ -98,11 +98,11 @@ def test_values_return_to_their_rows_with_or_without_the_last_token() -> None:
     for values_1NC in (numbers_1NC, numbers_1NC[:, :-1]):
         found_BT = packed.padded(values_1NC, width=8)[..., 0]
         assert [row[: len(part)] for row, part in zip(found_BT.tolist(), want, strict=True)] == want
-        assert found_BT.sum() == sum(map(sum, want)), "and nothing beyond"
+        assert found_BT.sum() == sum(map(sum, want)), "nothing beyond the rows' ends"
 
 
 @pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"s_aux": torch.zeros(1)}])
 def test_attention_of_another_kind_is_refused(asked: dict[str, object]) -> None:
     one_1HSD = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(ConfigError, match=f"learner.batching: Linear asks its attention for {next(iter(asked))}"):
+    with pytest.raises(ConfigError, match=f"learner.batching: Linear passes {next(iter(asked))} to its attention"):
         packed_attention(torch.nn.Linear(1, 1), one_1HSD, one_1HSD, one_1HSD, None, **asked)

@@ -1,4 +1,4 @@
-"""The driver's side of `PolicyInterface` and `ValueInterface`: cuts, refusals and calls, on ranks that note them."""
+"""The driver's side of `PolicyInterface` and `ValueInterface`: cuts, refusals and calls, on ranks that record them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ SCORED = ("prev_logprobs", "reference_policy_logprobs")
 
 
 class StrictTimer:
-    """Refuses a label that is running, as timers do whose labels nest."""
+    """Refuses a label that is already running, like timers whose labels nest."""
 
     def __init__(self) -> None:
         self.running: list[str] = []
@@ -37,7 +37,7 @@ class StrictTimer:
 
 
 def complete(batch: BatchedDataDict) -> BatchedDataDict:
-    """With what several updates read too."""
+    """Returns the batch with the columns that several updates need in addition."""
     return BatchedDataDict(**batch, prev_logprobs=batch["generation_logprobs"])
 
 
@@ -66,7 +66,7 @@ def test_rows_that_the_ranks_cannot_share_are_refused_to_score_and_to_cut_into_u
         policy.train(batch, LOSS, gbs=5)
     with pytest.raises(AssertionError, match=r"\(3\) is not a multiple of shards \(2\)"):
         policy.train(batch, LOSS, gbs=3)
-    assert not noted.calls, "a rank was called"
+    assert not noted.calls, "no rank may be called"
     policy.train(batch.slice(0, 3), LOSS)
     [(_, shards, options)] = noted.calls
     assert [shard.size for shard, _ in shards] == [2, 1], "all rows at once may be uneven"
@@ -100,7 +100,7 @@ def test_gbs_mbs_and_eval_mode_reach_the_ranks_and_mbs_means_padded() -> None:
     policy.train(complete(make_batch()), LOSS, gbs=4)
     _, shards, options = noted.calls[-1]
     assert options == {"rows_per_update": 2, "micro_batch_size": None, "eval_mode": False}
-    assert all(len(shard.micro_batch_indices) == 3 for shard, _ in shards), "an entry an update"
+    assert all(len(shard.micro_batch_indices) == 3 for shard, _ in shards), "one entry for each update"
     policy.get_reference_policy_logprobs(make_batch(), 3)
     assert noted.calls[-1][2] == {"micro_batch_size": 3}
 
@@ -120,9 +120,9 @@ def test_a_micro_batch_without_rows_is_refused_before_a_rank_hears_of_it(
         lambda: policy.train_from_meta(meta, LOSS, mbs=mbs),
         lambda: policy.get_logprobs_from_meta(meta, micro_batch_size=mbs),
     ):
-        with pytest.raises(AssertionError, match=f"is {mbs}, it must be at least 1"):
+        with pytest.raises(AssertionError, match=f"is {mbs}; it must be at least 1"):
             call()
-    assert not noted.calls, "a rank was called"
+    assert not noted.calls, "no rank may be called"
 
 
 def test_weights_without_a_version_of_their_own_are_newer_than_all_that_were_sent() -> None:
@@ -163,7 +163,9 @@ def test_lifecycle_calls_reach_every_rank_and_paths_are_the_callers() -> None:
         assert driver.shutdown()
     noted = on(policy, ranks=2)
     policy.save_hf(Path("a/hf"))
-    assert noted.calls == [("save_hf", [(here / "a/hf",)], {})], "ranks have a working directory of their own"
+    assert noted.calls == [("save_hf", [(here / "a/hf",)], {})], (
+        "the path is absolute: a rank has another working directory"
+    )
     noted = on(critic, ranks=2)
     critic.prepare_for_inference()
     assert [name for name, *_ in noted.calls] == ["prepare_for_training"]
@@ -171,7 +173,7 @@ def test_lifecycle_calls_reach_every_rank_and_paths_are_the_callers() -> None:
 
 def test_the_first_call_starts_the_ranks_and_no_call_starts_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(settings(), model_path="nowhere")
-    with pytest.raises(RunError, match=r"no Ray to place ranks on: ray.init\(\) comes first"):
+    with pytest.raises(RunError, match=r"no Ray to place ranks on: call ray.init\(\) first"):
         policy.get_logprobs(make_batch())
     noted = on(policy, ranks=2)
     noted.begun = False
@@ -196,7 +198,7 @@ def test_a_checkpoint_of_the_constructor_is_loaded_by_the_start() -> None:
     noted = on(policy, ranks=2)
     policy.start()
     assert noted.calls == [("load_checkpoint", [(here / "a/weights", here / "a/optimizer")], {})]
-    with pytest.raises(ValueError, match="optimizer_path='a/optimizer' needs the weights_path"):
+    with pytest.raises(ValueError, match="optimizer_path='a/optimizer' was given without weights_path"):
         Policy(settings(), optimizer_path="a/optimizer")
 
 
@@ -213,7 +215,7 @@ def test_columns_that_a_call_reads_are_asked_for_before_a_rank_is_called() -> No
     bare = BatchedDataDict(input_ids=batch["input_ids"])
     for scoring in (policy.get_logprobs, policy.get_reference_policy_logprobs, critic.get_values):
         with pytest.raises(
-            MissingColumns, match="reads input_lengths, which the rows do not have; they have input_ids"
+            MissingColumns, match="reads input_lengths, but the rows do not have them; they have input_ids"
         ):
             scoring(bare)
     with pytest.raises(MissingColumns, match=r"reads prev_logprobs, which.*several updates \(gbs < rows\)"):
@@ -222,7 +224,7 @@ def test_columns_that_a_call_reads_are_asked_for_before_a_rank_is_called() -> No
         critic.train(batch, ClippedValueLoss(clip=None))
     with pytest.raises(TypeError, match="loss_fn is a str, which cannot be called"):
         policy.train(batch, "grpo")  # type: ignore[arg-type]
-    assert not any(ranks.calls for ranks in noted), "a rank was called"
+    assert not any(ranks.calls for ranks in noted), "no rank may be called"
     policy.train(batch, LOSS)
     policy.train(batch, LOSS, True, gbs=4)
     policy.train(complete(batch), LOSS, gbs=4)
@@ -253,9 +255,9 @@ def test_arguments_that_trainers_elsewhere_pass_are_ignored_with_one_warning_tha
     [warning] = [each for each in recwarn if each.category is UserWarning]
     assert f"{name}() ignores" in str(warning.message)
     assert all(key in str(warning.message) for key in kwargs)
-    assert warning.filename == __file__, "it names the caller's line"
+    assert warning.filename == __file__, "the warning must name the caller's line"
     getattr(policy, name)(*(args if name in ("save_checkpoint", "init_collective") else ()))
-    assert [each for each in recwarn if each.category is UserWarning] == [warning], "what is known is no reason to warn"
+    assert [each for each in recwarn if each.category is UserWarning] == [warning], "known arguments give no warning"
 
 
 def test_a_timer_that_runs_for_a_call_is_given_the_stages_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +266,7 @@ def test_a_timer_that_runs_for_a_call_is_given_the_stages_within_it(monkeypatch:
     by_name, _, client = tq_on(2, monkeypatch)
     batch, timer = make_batch(), StrictTimer()
     meta = stored(client, batch)
-    by_name.write_to_dataplane(meta, dict.fromkeys(SCORED, batch["generation_logprobs"]))  # as real ranks would
+    by_name.write_to_dataplane(meta, dict.fromkeys(SCORED, batch["generation_logprobs"]))  # real ranks would write them
     calls: dict[str, list[Any]] = {
         "get_logprobs": [
             lambda: policy.get_logprobs(batch, timer),

@@ -1,4 +1,4 @@
-"""Ranks without a Ray to be placed on."""
+"""Starting ranks without a running Ray."""
 
 import pytest
 import ray
@@ -12,5 +12,5 @@ pytestmark = pytest.mark.slow
 
 def test_ranks_join_no_cluster_that_happens_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(RunError, match=r"ray.init\(\) comes first"):
+    with pytest.raises(RunError, match=r"call ray.init\(\) first"):
         RankGroup(Config(), model_path="nowhere").start()

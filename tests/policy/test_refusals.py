@@ -1,4 +1,4 @@
-"""What a rank refuses is an answer on its way and an error at its end, and the ranks go on."""
+"""A refusal of a rank is returned as a result and raised by the driver, and the ranks stay usable."""
 
 from concurrent.futures import Future
 from typing import Any
@@ -24,7 +24,7 @@ from asyncrl.policy.sharded_worker import ShardedWorker
 
 
 class Worker:
-    """Raises what it is told to."""
+    """Raises the errors that the test gives it."""
 
     def work(self, error: Exception | None) -> str:
         if error is not None:
@@ -68,7 +68,7 @@ def test_a_bug_is_no_refusal(via: str) -> None:
 
 
 class Remote:
-    """A rank's actor whose calls are made at once."""
+    """The handle of a rank's actor. Its calls run immediately."""
 
     def __init__(self, actor: RankActor) -> None:
         self._actor = actor
@@ -83,7 +83,7 @@ class Remote:
 
 
 class Neighbours:
-    """A rank and its neighbours: what they gathered, without a process group."""
+    """A rank and its neighbours: replaces what a process group would gather."""
 
     def __init__(self, *others: Exception | None) -> None:
         self._others = others

@@ -1,4 +1,4 @@
-"""Rows that a model or a loss cannot use are refused before a pass, with the column, the place and the value."""
+"""Rows that a model or a loss cannot use are refused before any pass. The error has the column, place and value."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def changed(**columns: Any) -> BatchedDataDict:
 
 
 def with_value(name: str, value: float) -> BatchedDataDict:
-    """The batch with `value` at the last place of a column."""
+    """Returns the batch with `value` at the last place of a column."""
     column = make_batch()[name].clone()
     column.view(-1)[-1] = value
     return changed(**{name: column})
@@ -40,11 +40,20 @@ WRONG = {
     "length beyond the width": (with_value("input_lengths", 14), r"input_lengths\[11\] is 14; .* 0 to 13"),
     "negative mask": (with_value("sample_mask", -0.5), r"sample_mask\[11\] is -0.5; .* it is a weight"),
     "mask of NaN": (with_value("token_mask", torch.nan), r"token_mask\[11, 12\] is nan"),
-    "ids of floats": (changed(input_ids=torch.zeros(12, 13)), "input_ids is torch.float32; it must be torch.int64"),
-    "short ids": (changed(input_ids=torch.zeros(12, 13).short()), "input_ids is torch.int16; it must be torch.int64"),
-    "short lengths": (changed(input_lengths=torch.ones(12).byte()), "input_lengths is torch.uint8"),
-    "no token": (changed(input_ids=torch.zeros(12, 0).long()), r"input_ids has shape \[12, 0\]; .* one token at least"),
-    "complex rewards": (changed(rewards=torch.zeros(12) * 1j), "rewards is torch.complex64; it must be a real number"),
+    "ids of floats": (
+        changed(input_ids=torch.zeros(12, 13)),
+        "input_ids has dtype torch.float32; it must be torch.int64",
+    ),
+    "short ids": (
+        changed(input_ids=torch.zeros(12, 13).short()),
+        "input_ids has dtype torch.int16; it must be torch.int64",
+    ),
+    "short lengths": (changed(input_lengths=torch.ones(12).byte()), "input_lengths has dtype torch.uint8"),
+    "no token": (changed(input_ids=torch.zeros(12, 0).long()), r"input_ids has shape \[12, 0\]; .* at least one token"),
+    "complex rewards": (
+        changed(rewards=torch.zeros(12) * 1j),
+        "rewards has dtype torch.complex64; it must be a real number",
+    ),
     "a mask beyond the length": (
         changed(token_mask=torch.ones(12, 13)),
         r"token_mask\[0, 8\] is 1.0; .* the token is beyond its row's input_lengths",

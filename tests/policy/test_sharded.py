@@ -1,4 +1,4 @@
-"""Gathered weights are copies, in order, and no more of them are held than their reader holds."""
+"""Gathered weights are copies, come in order, and only the weights that the caller holds stay in memory."""
 
 import weakref
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow  # imports torch and transformers
 
 
 class Tied(torch.nn.Module):
-    """The first and the last parameter are one."""
+    """The first and the last parameter are tied."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a step must know before its first gradient: its columns, on every rank, and its calibrated bounds."""
+"""What is needed before the first gradient of a step: its columns, on every rank, and its calibrated bounds."""
 
 import math
 from typing import Any
@@ -26,7 +26,7 @@ M2PO = ObjectiveLoss(PRESETS["m2po"].objective)
 
 
 def rows(log_ratios: list[float], *, staleness: float = 0.0) -> BatchedDataDict:
-    """One row: a prompt of one token, then tokens with these log current/behaviour."""
+    """Returns one row: a prompt of one token, then tokens with these values of log current/behaviour."""
     columns = torch.tensor([[0.0, *log_ratios]])
     mask = torch.ones_like(columns)
     mask[:, 0] = 0.0
@@ -51,7 +51,7 @@ def bound_of(loss: Any) -> float:
 
 
 def test_padding_of_a_rank_that_has_run_out_is_no_part_of_a_calibration() -> None:
-    """k2 = .005, .02, .5: mean .0125 of two is within .02, .175 of three is not."""
+    """k2 = .005, .02, .5: the mean of the first two, .0125, is within the budget .02; the mean of all, .175, is not."""
     data = rows([0.1, 0.2, 1.0])
     alone = bound_of(calibrated_loss(M2PO, planned(data), reduce=lambda sums: sums))
     assert 0.02 <= alone < 0.5
@@ -72,7 +72,8 @@ def test_a_rank_without_a_token_adds_nothing_to_the_sums() -> None:
 
 
 def test_a_cap_is_of_the_weights_that_the_loss_uses() -> None:
-    """Of a token one version old the interpolated policy is the sampler's: all weights are 1, and need no cap."""
+    """For a token one version old, the interpolated policy equals the sampler's. So all weights are 1 and need no
+    cap."""
     loss = ObjectiveLoss(resolve_objective("a3po", {"weight": {"min_ess": 0.9}}))
     spread = torch.linspace(-2, 2, 20).tolist()
 
@@ -120,9 +121,9 @@ def test_log_probs_of_the_step_s_start_are_made_in_the_pass_of_a_sole_update_and
         loss = ObjectiveLoss(PRESETS[name].objective)
         check_columns(present, required_columns(loss, updates=1), reader="the loss")
         check_columns(present, required_columns(loss, updates=3, eval_mode=True), reader="the loss")
-        with pytest.raises(MissingColumns, match=r"prev_logprobs.*get_logprobs\(\) makes"):
+        with pytest.raises(MissingColumns, match=r"prev_logprobs.*call get_logprobs\(\) to compute"):
             check_columns(present, required_columns(loss, updates=3), reader="the loss")
-    for name in ("aipo", "reinforce"):  # their objectives do not read the start of the step
+    for name in ("aipo", "reinforce"):  # these objectives do not read log-probs of the step's start
         check_columns(present, required_columns(ObjectiveLoss(PRESETS[name].objective), updates=3), reader="the loss")
 
 
@@ -134,12 +135,13 @@ def test_a_loss_of_a_user_is_asked_for_its_columns() -> None:
     assert required_columns(Own(), updates=1) == {*MASKS, "mine"}  # type: ignore[arg-type]
     assert required_columns(lambda *_: None, updates=2) == {*MASKS}  # type: ignore[arg-type]
     Own.columns = "advantages"  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="columns are the text 'advantages'"):
+    with pytest.raises(TypeError, match="columns are the string 'advantages'"):
         required_columns(Own(), updates=1)  # type: ignore[arg-type]
 
 
 def test_tokens_are_counted_over_all_ranks_in_each_update_apart() -> None:
-    """Two ranks, two updates. Tokens of group 7: 2 and 3 in the first, 4 in the second, whose other group is 8."""
+    """Two ranks, two updates. Group 7 has 2 and 3 tokens in the first update and 4 in the second, which also has group
+    8."""
     loss = ObjectiveLoss(
         Objective(
             surrogate=Reinforce(),

@@ -1,4 +1,5 @@
-"""A step's account: sums before quotients, skipped only when nothing was applied, and doctests of the policy."""
+"""The report of a step: sums are added before divisions, and a step is skipped only if nothing was applied. Also runs
+the doctests of the policy."""
 
 import dataclasses
 import doctest
@@ -36,7 +37,7 @@ def outcome(*, loss: float = 0.0, grad_norm: float = 1.0, finite: bool = True, t
 
 
 def plan(tokens: int, samples: int, micro_batches: int) -> UpdatePlan:
-    """Its masks are halves, so that their sums are told from the counts."""
+    """Returns a plan whose masks are one half, so that sums of masks differ from counts."""
     return UpdatePlan(
         tokens=tokens, samples=samples, valid_toks=tokens / 2, valid_seqs=samples / 2, micro_batches=micro_batches
     )
@@ -72,14 +73,14 @@ def test_losses_add_over_ranks_and_average_over_updates() -> None:
     )
     assert (found.loss, found.grad_norm, found.updates_applied) == (4.0, 2.0, 2)
     assert (found.trained_tokens, found.trained_samples) == (10, 5)
-    # a share of 3 and an own of 5 on each of two ranks, averaged over two updates; the loss has divided them already
+    # 3 for `share` and 5 for `own` on each of two ranks, averaged over two updates; the loss itself has divided them
     assert found.loss_metrics == {"share": 6.0, "own": 10.0, "ratio_max": 7.0}
     assert found.token_staleness == (4, 0, 0, 3)
     assert found.diagnostics == {
         "silent_ratio": 0.25,
         "nonfinite_tokens": 7.0,
         "packing_efficiency_ratio": 0.75,
-    }, "no token, no log-ratio"
+    }, "without tokens, there are no measures of log-ratios"
 
 
 def test_flops_of_the_ranks_add_up_unless_one_is_not_known() -> None:
@@ -88,7 +89,7 @@ def test_flops_of_the_ranks_add_up_unless_one_is_not_known() -> None:
         report = step_report(records)
         return report.model_flops, report.peak_flops_per_s
 
-    assert found((7, 2e12), (0, 3e12)) == (7, 5e12), "a rank without rows has a device"
+    assert found((7, 2e12), (0, 3e12)) == (7, 5e12), "the device of a rank without rows counts"
     assert found((7, None), (2, 3e12)) == (9, None)
     assert found((None, 2e12), (2, 3e12)) == (None, 5e12)
 
@@ -96,7 +97,7 @@ def test_flops_of_the_ranks_add_up_unless_one_is_not_known() -> None:
 def test_a_result_has_losses_of_all_ranks_by_update_and_every_micro_batchs_metrics() -> None:
     plans = [
         plan(3, 1, 2),
-        plan(0, 1, 1),  # not trained: it has no outcome
+        plan(0, 1, 1),  # has no trained token, so there is no outcome
         plan(7, 4, 2),
     ]
     ranks = [

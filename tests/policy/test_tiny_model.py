@@ -43,7 +43,7 @@ def build(path: Path, section: TinyModelSection, *, tasks: list[Task] = TASKS) -
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has learned its five tasks, or nearly so."""
+    """A model that has nearly learned its five tasks."""
     section = small(warmup_steps=150, warmup_batch_size=16, warmup_learning_rate=1e-2, warmup_accuracy=0.6)
     return build(tmp_path_factory.mktemp("models") / "learned", section)
 
@@ -199,8 +199,8 @@ def test_a_missing_model_is_built_once_and_again_when_its_recipe_changes(tmp_pat
     ensure_model(config(path, small(warmup_steps=4)), report=lines.append)
     assert (path / "model.safetensors").stat().st_ino != first
     assert sum("written to" in line for line in lines) == 2
-    anew = [line for line in lines if "the recipe changed: building it anew" in line]
-    assert len(anew) == 1, "of the second build only"
+    anew = [line for line in lines if "the recipe has changed, so the model is built again" in line]
+    assert len(anew) == 1, "only for the second build"
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -218,14 +218,14 @@ def test_config_and_tokenizer_are_there_before_the_weights_and_change_with_the_r
     weights = path / "model.safetensors"
     whole = weights.stat().st_ino
     ensure_description(config(path, small()))
-    assert weights.stat().st_ino == whole, "an equal description is left alone, weights included"
+    assert weights.stat().st_ino == whole, "with an equal description, nothing is changed, and the weights stay"
     ensure_description(config(path, small(hidden_size=64)))
     assert AutoConfig.from_pretrained(path).hidden_size == 64
-    assert not weights.exists(), "weights of another shape are gone"
+    assert not weights.exists(), "weights of another shape are removed"
     assert list(path.parent.iterdir()) == [path]
     lines: list[str] = []
     ensure_model(config(path, small(hidden_size=64)), report=lines.append)
-    assert "the recipe changed: building it anew" in lines[0], "also when the description was there first"
+    assert "the recipe has changed, so the model is built again" in lines[0], "also if the description was there first"
 
 
 def test_a_description_never_touches_a_model_of_another_make(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_an_unreadable_recipe_is_built_anew(tmp_path: Path, recipe: str) -> None
 def test_a_directory_of_another_make_is_used_as_it_is_and_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "theirs.txt").write_text("mine")
     assert ensure_model(config(tmp_path, small()), report=pytest.fail) == str(tmp_path)
-    with pytest.raises(ConfigError, match="no tiny model") as caught:
+    with pytest.raises(ConfigError, match="not a tiny model") as caught:
         build(tmp_path, small())
     assert caught.value.key == "model.path"
     assert [file.name for file in tmp_path.iterdir()] == ["theirs.txt"]
@@ -276,7 +276,7 @@ def test_of_two_builders_the_later_finds_the_earliers_equal_model_and_keeps_it(
 
         def renamed(source: Path, destination: Path) -> None:
             if source == target:
-                raise FileNotFoundError  # as seen by a builder that looked before the other one had finished
+                raise FileNotFoundError  # a builder sees this if it looked before the other builder had finished
             rename(source, destination)
 
         return renamed

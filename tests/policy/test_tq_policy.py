@@ -1,4 +1,4 @@
-"""`TQPolicy`'s side of the contract: what ranks are told to fetch and to write, and which rows are there when."""
+"""`TQPolicy`'s part of the contract: what ranks must fetch and write, and which rows exist at which time."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def test_each_stage_s_packing_arguments_are_copies_of_its_own() -> None:
             assert again["max_tokens_per_microbatch"] == 32
     padded = Policy(settings(), model_path="nowhere")
     assert padded._packing_args("train_mb_tokens") == (None, None)
-    with pytest.raises(ValueError, match="'mb_tokens' is no stage: logprob_mb_tokens or train_mb_tokens"):
+    with pytest.raises(ValueError, match="is 'mb_tokens'; it must be one of logprob_mb_tokens, train_mb_tokens"):
         padded._packing_args("mb_tokens")
 
 
@@ -115,7 +115,7 @@ def test_a_step_s_rows_are_registered_twice_read_written_discarded_and_dropped_b
     batch, meta = make_batch(), named(make_batch())
     client.put_samples(meta.sample_ids, "train", fields={name: batch[name] for name in ("input_ids", "input_lengths")})
     policy.prepare_step(12)
-    assert policy.rows_outstanding() == {"train": 12}, "registering again has cleared rows"
+    assert policy.rows_outstanding() == {"train": 12}, "registering again must not clear rows"
     policy.write_to_dataplane(meta, {"advantages": batch["advantages"], "values": torch.ones(12, 16)})
     meta.extra_info[PAD_SEQLEN] = 20
     read = policy.read_from_dataplane(
@@ -197,7 +197,7 @@ def test_training_reads_its_columns_whatever_the_meta_names(
     meta.fields = fields
     policy.train_from_meta(meta, LOSS)
     assert sorted(noted.calls[-1][1][0][0].fields) == sorted(ALL_TRAINED)
-    # columns that another stage wrote since, without this meta's knowledge
+    # columns that another stage has written in the meantime, and that this meta does not name
     other = named(make_batch())
     policy.write_to_dataplane(other, {"prev_logprobs": make_batch()["generation_logprobs"], "mine": torch.zeros(12)})
     policy.train_from_meta(meta, LOSS, gbs=4)
@@ -213,22 +213,22 @@ def test_columns_that_are_nowhere_are_refused_before_a_rank_is_called(monkeypatc
     batch = make_batch()
     meta = stored(client, batch)
     noted.calls.clear()
-    with pytest.raises(MissingColumns, match=r"prev_logprobs, which.*gbs < rows"):
+    with pytest.raises(MissingColumns, match=r"prev_logprobs, but.*gbs < rows"):
         policy.train_from_meta(meta, LOSS, gbs=4)
-    with pytest.raises(MissingColumns, match="reads reference_policy_logprobs, which"):
+    with pytest.raises(MissingColumns, match="reads reference_policy_logprobs, but"):
         policy.train_from_meta(meta, ObjectiveLoss(PRESETS["grpo"].objective))
-    with pytest.raises(MissingColumns, match="reads mine, which"):
+    with pytest.raises(MissingColumns, match="reads mine, but"):
         policy.train_from_meta(meta.with_fields(["mine"]), LOSS)
     stepped = meta.with_fields([])
     stepped.extra_info["step"] = 3
-    with pytest.raises(CallRefused, match="'max_staleness_versions' in its tags"):
+    with pytest.raises(CallRefused, match="no 'max_staleness_versions' in their tags"):
         policy.train_from_meta(stepped, LOSS)
     stepped.stamp_tags({"max_staleness_versions": [1] * 12})
     with pytest.raises(MissingColumns, match="reads weight_versions, which"):
         policy.train_from_meta(stepped, LOSS)
     with pytest.raises(KeyError, match="never put, or cleared"):
         policy.train_from_meta(KVBatchMeta("train", None, ["nowhere"]), LOSS)
-    assert not noted.calls, "a rank was called"
+    assert not noted.calls, "no rank may be called"
 
 
 def test_a_meta_without_lengths_learns_them_and_a_narrow_stamp_grows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_a_meta_without_lengths_learns_them_and_a_narrow_stamp_grows(monkeypatch
     narrow = KVBatchMeta("train", None, meta.sample_ids, None, lengths, {PAD_SEQLEN: 2})
     policy.get_logprobs_from_meta(narrow)
     assert narrow.extra_info[PAD_SEQLEN] == max(lengths)
-    # rows whose lengths were never put: they can be read, and not be cut for ranks
+    # rows whose lengths were never written can be read, but they cannot be cut for ranks
     loose = client.put_samples(["a", "b"], "train", fields={"values": torch.ones(2, 5)})
     assert policy.read_from_dataplane(loose, select_fields=["values"])["values"].shape == (2, 5)
     assert PAD_SEQLEN not in loose.extra_info
@@ -266,7 +266,7 @@ def test_rows_that_are_named_twice_are_refused_before_a_rank_is_called(monkeypat
     stepped.extra_info["step"] = 5.0
     with pytest.raises(CallRefused, match=r"extra_info\['step'\] is 5.0; it must be an int"):
         policy.train_from_meta(stepped, LOSS)
-    assert not noted.calls, "a rank was called"
+    assert not noted.calls, "no rank may be called"
 
 
 def test_a_client_that_cannot_tell_fields_gives_training_the_same_columns(monkeypatch: pytest.MonkeyPatch) -> None:

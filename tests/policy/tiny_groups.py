@@ -1,4 +1,4 @@
-"""A random tiny Qwen3 and hand-made groups: uneven lengths, an empty completion, a masked sample."""
+"""A random tiny Qwen3, and groups with chosen properties: uneven lengths, an empty completion, a masked sample."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ TEMPERATURE = 0.7
 
 
 def make_model(path: Path) -> Path:
-    """Writes the model, tied embeddings included, and a tokenizer."""
+    """Writes the model, with tied embeddings, and a tokenizer."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -56,7 +56,8 @@ def make_config(*, loss: str | dict[str, Any] = "decoupled_icepop", **learner: A
 def make_group(
     key: int, *, lengths: tuple[int, ...] = (5, 2, 7), sample_mask: tuple[float, ...] | None = None, staleness: int = 2
 ) -> BatchedDataDict:
-    """[G, S]: random tokens; log-probs about those of a uniform policy, so that some weights fall outside the band."""
+    """Returns [G, S] random tokens. Their log-probs are near those of a uniform policy, so that some weights are out of
+    bounds."""
     draw = np.random.default_rng(key)
     start, tokens = 3 + key % 3, sum(lengths)
     prompt = draw.integers(0, VOCABULARY, start)
@@ -96,7 +97,7 @@ def make_groups() -> list[BatchedDataDict]:
 
 
 def join(groups: Sequence[BatchedDataDict]) -> BatchedDataDict:
-    """Their rows, group after group; a value a row in `advantages`."""
+    """Returns the rows of the groups, group after group. `advantages` has one value for each row."""
     return BatchedDataDict.from_batches(groups, pad_value_dict={"weight_versions": NO_VERSION})
 
 

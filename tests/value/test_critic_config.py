@@ -1,4 +1,4 @@
-"""What the critic's ranks take from the learner's section, and what from their own."""
+"""The settings that the critic's ranks take from the learner's section, and those from their own section."""
 
 from asyncrl.config.schema import Config
 from asyncrl.value.lm_value import critic_config

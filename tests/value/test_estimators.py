@@ -1,4 +1,5 @@
-"""A row's reward is earned at its end, and a step is whitened as one however its rows are dealt to ranks."""
+"""The last token of a row gets the row's reward, and whitening covers the whole step for every distribution over
+ranks."""
 
 import dataclasses
 import math
@@ -18,8 +19,8 @@ ROWS, TOKENS = 6, 8
 
 
 def scene() -> BatchedDataDict:
-    """A prompt of one token, environment tokens in the middle, a row without a trained token, a masked sample; what is
-    not trained is no number."""
+    """Returns rows with a prompt of one token, environment tokens in the middle, a row without a trained token, and a
+    masked sample. Values at tokens that are not trained are NaN."""
     random = torch.Generator().manual_seed(5)
     mask_BS = (torch.rand(ROWS, TOKENS, generator=random) < 0.7).float()
     mask_BS[:, 0], mask_BS[2], mask_BS[0] = 0.0, 0.0, torch.tensor([0.0, 1, 1, 0, 1, 0, 0, 0])
@@ -37,7 +38,7 @@ def scene() -> BatchedDataDict:
 
 
 def over_ranks(data: BatchedDataDict, estimator: Any, *, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns of all rows, each rank knowing its own rows and the sums of all."""
+    """Returns advantages and returns of all rows, where each rank has its own rows and the sums of all ranks."""
     shards = data.shard_by_batch_size(ranks, allow_uneven_shards=True)
     given: list[torch.Tensor] = []
     for shard in shards:
@@ -108,7 +109,7 @@ def test_a_trained_token_whose_value_is_no_number_is_an_error_and_no_advantage_o
 
 
 def trained_rows(data: BatchedDataDict, values_BS: torch.Tensor) -> list[list[float]]:
-    """The values at the trained tokens of each row that has some."""
+    """Returns the values at the trained tokens, for each row that has a trained token."""
     mask_BS = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) > 0
     rows = [values_BS[i][mask_BS[i]].double().tolist() for i in range(len(values_BS))]
     return [row for row in rows if row]
@@ -153,7 +154,7 @@ def test_the_mean_of_token_advantages_may_be_kept() -> None:
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_kl_to_the_reference_is_paid_at_every_trained_token(kind: Any) -> None:
-    """GAE with λ = 1, γ = 1 and values of 0: advantages are the rewards still to come."""
+    """GAE with λ = 1, γ = 1 and values of 0: the advantage of a token is the sum of its own and all later rewards."""
     data = scene()
     data["values"] = torch.zeros_like(data["values"])
     estimator = GAE(gamma=1.0, lam=1.0, value_lam=1.0, kl=RewardKL(beta=0.3, kind=kind))
@@ -173,7 +174,7 @@ def test_the_kl_to_the_reference_is_paid_at_every_trained_token(kind: Any) -> No
 
 
 def test_v_trace_pays_the_kl_as_gae_does() -> None:
-    """Where policy and sampler agree, V-trace's advantages are those of λ = 1."""
+    """If policy and sampler agree, V-trace's advantages equal GAE's with λ = 1."""
     data = scene()
     data["generation_logprobs"] = data["prev_logprobs"]
     kl = RewardKL(beta=0.3, kind="k3")

@@ -1,4 +1,4 @@
-"""V(before token t) stands at t, sees nothing of t or later, and is the same padded, packed and alone."""
+"""V(before token t) is entry t. It does not depend on token t or later ones, and is equal padded, packed and alone."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def loaded(path: str, *, packed: bool = False) -> ValueModel:
-    """With a head that says something."""
+    """Loads the model, and sets a head that is not zero."""
     model = load_value_model(path, packed=packed).train(False)
     torch.manual_seed(3)
     torch.nn.init.normal_(model.head.weight)
@@ -42,7 +42,7 @@ def test_a_value_is_of_the_tokens_before_it_and_of_no_other(path: str) -> None:
     changed_BS = tokens_BS.clone()
     changed_BS[0, 3] = (changed_BS[0, 3] + 1) % VOCABULARY
     after_BS = model_values(model, changed_BS)
-    assert torch.equal(before_BS[:, :4], after_BS[:, :4]), "the value before token 3 has seen it"
+    assert torch.equal(before_BS[:, :4], after_BS[:, :4]), "the value before token 3 must not depend on token 3"
     assert (before_BS[:, 4:] - after_BS[:, 4:]).abs().min() > 1e-4
 
 
