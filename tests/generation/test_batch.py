@@ -92,7 +92,7 @@ async def test_a_row_asks_for_what_fits_the_model_and_for_its_own_stop_texts() -
 async def test_a_prompt_without_room_is_refused_and_ends_the_other_rows(length: int) -> None:
     engine = Recorded()
     rows = BatchedDataDict(input_ids=torch.ones((3, 8), dtype=torch.int64), input_lengths=torch.tensor([2, 3, length]))
-    with pytest.raises(DataError, match=rf"{length} tokens; 1 to 7 .*model\.max_length"):
+    with pytest.raises(DataError, match=rf"{length} tokens, but only prompts of 1 to 7 .*model\.max_length"):
         await run(engine, rows)
     assert engine.cancelled == 2
 

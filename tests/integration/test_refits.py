@@ -427,7 +427,7 @@ def test_f11_a_refit_that_stopped_half_way_is_raised_and_nobody_generates_before
     with pytest.raises(WeightError, match="injected"):
         refit_colocated(failing, scene.generation, refit_buffer_size_gb=SMALL_GB)
     for refused in (lambda: scene.generation.generate(PROMPTS), scene.generation.prepare_for_generation):
-        with pytest.raises(TornReplica, match="half an update"):
+        with pytest.raises(TornReplica, match="weight update of this engine is incomplete"):
             refused()
     with pytest.raises(Offloaded, match="the optimizer"):
         scene.policy.train(batch, LOSS)
@@ -459,7 +459,7 @@ def test_f11_a_group_that_cannot_be_applied_tears_the_engines(scene: Scene, trou
         scene.policy.offload_after_refit()
     with pytest.raises(TornReplica, match="failed half way"):
         scene.generation.update_weights_from_ipc_handles(handles)
-    with pytest.raises(TornReplica, match="half an update"):
+    with pytest.raises(TornReplica, match="weight update of this engine is incomplete"):
         scene.generation.generate(PROMPTS)
     scene.policy.prepare_for_training()
     refit_colocated(scene.policy, scene.generation)
