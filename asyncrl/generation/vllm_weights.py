@@ -95,7 +95,8 @@ class VLLMWeights:
         applied yet.
 
         Call it at the same time as `broadcast_snapshot` on the learner's ranks. Requests pause meanwhile, and go on
-        afterwards, also after an error. Raises ManifestMismatch, UpdateRefused and CollectiveError like `receive_snapshot`.
+        afterwards, also after an error. Raises the same errors as `receive_snapshot`: ManifestMismatch, UpdateRefused
+        and CollectiveError.
         """
         manifests = await self._answer(self._llm.collective_rpc("receive_weights"), what="receiving weights")
         return msgspec.msgpack.decode(manifests[0], type=Manifest)

@@ -339,7 +339,7 @@ def test_a_world_of_another_size_is_refused_at_once_or_within_the_deadline(
     found = outcomes(scene.joining(world_size=5))
     assert time.monotonic() - started_s < FAR_S / 4
     assert all(isinstance(outcome, CollectiveError) for outcome in found), found
-    assert "ranks [4] of 5 did not come" in str(found[0])
+    assert "ranks [4] of 5 did not join" in str(found[0])
 
 
 # -- by broadcast -----------------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def test_f12_a_refusal_reaches_every_process_by_its_type_and_changes_nothing(sce
     *engines, rank_0, rank_1 = outcomes(refs)
     for refusal in engines:
         assert isinstance(refusal, ManifestMismatch), refusal
-        assert "Do both pools use the same `model.path`" in str(refusal)
+        assert "Check that both pools use the same `model.path`" in str(refusal)
     assert isinstance(rank_0, UpdateRefused), rank_0
     assert isinstance(rank_1, UpdateRefused), rank_1
     with pytest.raises(ManifestMismatch):

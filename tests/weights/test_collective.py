@@ -184,13 +184,13 @@ def test_f12_bytes_that_one_worker_finds_damaged_are_kept_by_none(
     first, second, damaged, undamaged = world.update()
     assert flipped
     assert isinstance(damaged, ManifestMismatch)
-    assert "checksum of bucket 1 (with layer.2, layer.3)" in str(damaged)
+    assert "bucket 1 (with layer.2, layer.3) has the checksum" in str(damaged)
     assert all(isinstance(outcome, UpdateRefused) for outcome in (first, second, undamaged))
     monkeypatch.undo()
     assert whole(world.update())
 
 
-@pytest.mark.parametrize(("absent", "named"), [(1, r"ranks \[1\] of 4 did not come"), (3, r"ranks \[3\] of 4")])
+@pytest.mark.parametrize(("absent", "named"), [(1, r"ranks \[1\] of 4 did not join"), (3, r"ranks \[3\] of 4")])
 def test_who_does_not_come_is_named_within_the_deadline(absent: int, named: str) -> None:
     meeting = rendezvous(timeout_s=SOON_S)
     outcomes = at_once(
