@@ -126,8 +126,8 @@ def check_buckets(manifest: Manifest, buckets: Sequence[memoryview]) -> None:
         end = entry.offset + entry.nbytes
         if entry.bucket >= len(buckets) or end > manifest.buckets[entry.bucket].nbytes:
             raise ManifestMismatch(
-                f"{refused}{entry.name} ends at byte {end} of bucket {entry.bucket}, but the manifest has no such byte; nothing "
-                "was applied"
+                f"{refused}{entry.name} ends at byte {end} of bucket {entry.bucket}, but the manifest has no such "
+                "byte; nothing was applied"
             )
     for index, (bucket, data) in enumerate(zip(manifest.buckets, buckets, strict=True)):
         if data.nbytes != bucket.nbytes:

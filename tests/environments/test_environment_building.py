@@ -87,7 +87,11 @@ def test_an_environment_by_import_path_gets_its_options_and_scores() -> None:
         ({"name": "reasoning_gim"}, "environment.name", "did you mean 'reasoning_gym'"),
         ({"name": f"{HERE}:Doublin"}, "environment.name", "did you mean 'Doubling'"),
         ({"name": f"{HERE}:Doubling", "options": {"cuont": 3}}, "environment.options", "did you mean 'count'"),
-        ({"name": f"{HERE}:listed", "options": {"words": ["a"]}}, "environment.name", r"list without tasks\(seed\)"),
+        (
+            {"name": f"{HERE}:listed", "options": {"words": ["a"]}},
+            "environment.name",
+            r"returned a list, but an environment needs the methods tasks\(seed\)",
+        ),
         ({"name": "reasoning_gym"}, "environment.options", "missing.*task"),
         ({"name": "math", "options": {"x": 1}}, "environment.options", "unexpected"),
     ],
@@ -210,7 +214,7 @@ def test_f28_a_dataset_that_cannot_be_found_names_its_key(data: dict[str, Any], 
 
 
 def test_the_math_environment_asks_for_a_dataset() -> None:
-    with pytest.raises(ConfigError, match="set jsonl"):
+    with pytest.raises(ConfigError, match=r"set data\.dataset: jsonl"):
         build_tasks(config(environment={"name": "math"}))
 
 

@@ -90,7 +90,7 @@ def test_f19_running_out_of_memory_retires_the_process() -> None:
     assert "score_memory_mib" in result.retire
     assert result.failure is not None
     assert result.failure.reason == RewardFailure.RAISED
-    assert "environment.score_memory_mib = 2048 is the limit" in result.failure.message
+    assert "the limit is environment.score_memory_mib = 2048" in result.failure.message
 
 
 def test_an_own_score_is_named_by_the_environment() -> None:

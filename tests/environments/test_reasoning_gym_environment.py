@@ -92,7 +92,9 @@ def test_f28_a_size_of_nothing_is_refused() -> None:
 
 
 def test_a_task_whose_metadata_json_cannot_carry_is_refused_before_its_rewards_are_all_wrong() -> None:
-    with pytest.raises(ConfigError, match="arc_agi keeps metadata that JSON cannot carry"):
+    with pytest.raises(
+        ConfigError, match="arc_agi is not supported, because its scoring needs metadata that JSON cannot represent"
+    ):
         ReasoningGym("arc_agi", size=1).tasks(0)
 
 

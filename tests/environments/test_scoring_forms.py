@@ -124,7 +124,7 @@ async def test_an_async_reward_that_blocks_its_loop_is_killed_and_one_that_ignor
         assert await scorer.score(TASK, ["a"]) == [1.0]
         failure = await failure_of(scorer, "a", "hang", "b")
         assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "hang")
-        assert "it blocked its event loop: await what takes time" in str(failure)
+        assert "it blocked its event loop: use `await` for calls that take time" in str(failure)
         assert await scorer.score(TASK, ["a"]) == [1.0]
     lines = Lines()
     async with scoring("blocking", timeout_s=3.0, output=lines) as scorer:
