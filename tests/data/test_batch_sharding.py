@@ -214,7 +214,7 @@ def test_columns_of_unequal_length_are_an_assertion_error() -> None:
         ({"shards": 2, "batch_size": 2, "allow_uneven_shards": True}, "uneven shards .* batch_size is 2"),
         (
             {"shards": 2, "allow_uneven_shards": True, "dynamic_batching_args": dynamic_args()},
-            "uneven shards and dynamic batching cannot be had together",
+            "uneven shards and dynamic batching exclude each other",
         ),
         (
             {"shards": 2, "dynamic_batching_args": dynamic_args(), "sequence_packing_args": packing_args()},

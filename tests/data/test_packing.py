@@ -132,7 +132,7 @@ def test_names_are_found_in_any_case(name: str) -> None:
 def test_a_sequence_that_no_bin_holds_is_a_value_error_with_its_place_and_the_limit(
     algorithm: str, length: int
 ) -> None:
-    with pytest.raises(ValueError, match=f"sequence 1 has {length} tokens, a bin holds 0 to 10"):
+    with pytest.raises(ValueError, match=f"sequence 1 has {length} tokens, but a bin holds 0 to 10"):
         get_packer(algorithm, 10).pack([1, length])
 
 

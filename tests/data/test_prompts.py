@@ -238,7 +238,7 @@ def test_without_shuffle_the_order_is_the_files() -> None:
 
 def test_f8_a_cursor_of_another_dataset_is_refused() -> None:
     cursor = PromptSource(make_tasks(5), seed=0).state()
-    with pytest.raises(DatasetError, match="not this dataset"):
+    with pytest.raises(DatasetError, match="not those of this dataset"):
         PromptSource(make_tasks(6), seed=0).restore(cursor)
     with pytest.raises(DatasetError, match="outside"):
         PromptSource(make_tasks(5), seed=0).restore(msgspec.structs.replace(cursor, position=5))

@@ -199,7 +199,7 @@ def test_numbers_that_do_not_divide_are_assertion_errors_in_every_mode(
 def test_a_row_over_the_limit_is_an_assertion_error_dynamic_and_a_value_error_packed() -> None:
     with pytest.raises(AssertionError, match=r"a row of 72 tokens .* is over max_tokens_per_microbatch \(64\)"):
         plan_dynamic([1, 65], shards=1, args=dynamic_args(multiple=8))
-    with pytest.raises(ValueError, match="sequence 1 has 72 tokens, a bin holds 0 to 64"):
+    with pytest.raises(ValueError, match="sequence 1 has 72 tokens, but a bin holds 0 to 64"):
         plan_packed([1, 65], shards=1, args=packing_args(multiple=8))
 
 
