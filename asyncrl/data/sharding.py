@@ -195,7 +195,7 @@ def _close_micro_batches(widths: Sequence[int], *, limit: int) -> list[tuple[int
     for width in widths:
         require(
             width <= limit,
-            f"a row of {width} tokens (rounded up by sequence_length_round) is over max_tokens_per_microbatch ({limit}); "
+            f"a row of {width} tokens (after sequence_length_round) is over max_tokens_per_microbatch ({limit}); "
             "raise that limit, or cut the row",
         )
         if micro_batches and (micro_batches[-1][0] + 1) * width <= limit:

@@ -155,7 +155,7 @@ def test_a_function_may_yield_tasks_without_prompts_and_dicts_whose_other_keys_a
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("not_tasks", r"row 3: is a int, not an object; fix it, or set data\.on_bad_row: skip"),
+        ("not_tasks", r"row 3: is a int, not an object; correct the row, or set data\.on_bad_row: skip"),
         ("conversations", r"row 1 has 'question' of type list, not a string: a prompt is the text of one turn"),
         (
             "other_columns",
