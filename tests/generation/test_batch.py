@@ -1,4 +1,4 @@
-"""Rows through an engine: each its own prompt, budget and stop texts, and back in their order."""
+"""Rows that go through an engine keep their order, and each row has its own prompt, budget and stop strings."""
 
 import asyncio
 from typing import Any
@@ -37,7 +37,7 @@ def completion(tokens: int, *, logprobs: int | None = None) -> Completion:
 
 
 class Recorded:
-    """Answers a prompt of n tokens with n + 1 tokens, the longest prompt first; keeps what it was asked."""
+    """Answers a prompt of n tokens with n + 1 tokens, the longest prompt first, and records the requests."""
 
     def __init__(self) -> None:
         self.asked: dict[tuple[int, ...], dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Why an engine did not start is said in one sentence, wherever vLLM's processes said it."""
+"""The error of a failed engine start names the cause in one sentence, wherever vLLM's processes wrote it."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def stderr(tmp_path: Path) -> Path:
 
 
 def failed(stderr: Path, error: Exception, *, said: str = "") -> str:
-    """What is raised when vLLM raises `error`, after its processes have `said` that."""
+    """Returns the message that is raised when vLLM raises `error` after its processes have written `said`."""
 
     def start() -> None:
         with engine_starts(memory_knob="generator.kv_cache_gib", stderr=stderr):

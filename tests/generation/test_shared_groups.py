@@ -1,4 +1,4 @@
-"""An update that comes group by group: begun by the first, ended by the one that completes it, whole or torn."""
+"""An update by groups begins with the first group and ends with the group that completes it; otherwise it is torn."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ EXPECTED = dict.fromkeys(("a", "b", "c"), ((2, 3), "float32"))
 
 
 class Engine:
-    """Keeps what vLLM is asked for; `fail` is raised by the next update."""
+    """Records the requests to vLLM. The next update raises `fail`."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -114,7 +114,7 @@ async def test_f11_a_group_that_failed_is_mended_by_whole_weights_alone() -> Non
     scene.engine.fail = RuntimeError("no memory")
     with pytest.raises(TornReplica, match=r"1\.3 failed half way .RuntimeError: no memory"):
         await scene.load("b")
-    assert [await scene.load(name) for name in ("c", "b")] == [False, False], "an update that failed is not completed"
+    assert [await scene.load(name) for name in ("c", "b")] == [False, False], "a failed update is never completed"
     scene.weights.start_over()
     assert not scene.weights.is_whole
     assert await scene.load("a", "b") is False
@@ -126,6 +126,6 @@ async def test_an_update_that_was_given_up_is_forgotten_when_the_next_starts_ove
     scene = Scene()
     await scene.load("a", "b")
     scene.weights.start_over()
-    assert not scene.weights.is_whole, "half of it was applied"
+    assert not scene.weights.is_whole, "only a part of the update was applied"
     assert await scene.load("a") is False
     assert await scene.load("b", "c") is True
