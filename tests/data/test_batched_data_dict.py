@@ -1,4 +1,4 @@
-"""Batches: joined with right padding, cut by rows, moved in place."""
+"""Batches are joined with right padding, cut by rows, and moved in place."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_no_batches_and_empty_batches_join_to_what_there_is() -> None:
     "empty",
     [
         {"names": []},  # lacks columns
-        {"names": [], "ids": torch.zeros(0, 9), "lengths": [], "more": torch.zeros(0)},  # has others, of other kinds
+        {"names": [], "ids": torch.zeros(0, 9), "lengths": [], "more": torch.zeros(0)},  # columns of other kinds
         {},
     ],
 )
@@ -155,7 +155,7 @@ def test_reordering_moves_row_i_to_row_indices_i_in_place() -> None:
     data.reorder_data([2, 0, 1])
     assert data["ids"].tolist() == [[1], [2], [0]]
     assert data["names"] == ["r0.1", "r0.2", "r0.0"]
-    assert data.micro_batch_indices is None  # they were those of the old order
+    assert data.micro_batch_indices is None  # the cut belonged to the old order
 
 
 @pytest.mark.parametrize("indices", [[0, 1], [0, 0, 1], [1, 2, 3]])

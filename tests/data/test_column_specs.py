@@ -1,4 +1,4 @@
-"""Right padding is verified row by row, and the names of `asyncrl.data` come without torch until they are used."""
+"""Right padding is verified row by row. The names of `asyncrl.data` import torch only on first use."""
 
 import subprocess
 import sys
@@ -69,7 +69,7 @@ def test_columns_that_have_no_ids_are_a_value_error_with_those_there_are() -> No
 
 
 def test_every_column_that_a_stage_reads_is_a_column_of_a_sample() -> None:
-    counted_by = {"group_ids", "rewards"}  # by some losses alone
+    counted_by = {"group_ids", "rewards"}  # only some losses read them
     assert {*LP_SEED_FIELDS} < {*DP_TRAIN_FIELDS} == {*TrainDatumSpec.__annotations__} - counted_by
 
 

@@ -58,7 +58,7 @@ def test_f33_a_bad_row_is_refused_with_file_row_and_knob(tmp_path: Path, reason:
 def test_f33_a_bad_row_is_skipped_and_counted_and_the_rows_after_it_are_read(tmp_path: Path, reason: str) -> None:
     path = write(tmp_path, GOOD, BAD_ROWS[reason], b'{"prompt": "2+2", "answer": "4"}')
     tasks, skipped = read_jsonl(path, on_bad_row="skip", max_row_bytes=1000)
-    assert [(task.answer, task.row) for task in tasks] == [("2", 1), ("4", 3)], "a row keeps its number in the file"
+    assert [(task.answer, task.row) for task in tasks] == [("2", 1), ("4", 3)], "`row` is the number in the file"
     assert skipped == {reason: 1}
 
 

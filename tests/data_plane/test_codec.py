@@ -1,4 +1,4 @@
-"""Columns travel without padding and come back exactly."""
+"""Columns are transported without padding and are restored exactly."""
 
 import pickle
 from typing import Any
@@ -47,7 +47,7 @@ def test_any_dtype_and_shape_round_trips_bit_for_bit_also_over_the_wire_and_in_p
         name: Column.from_wire(pickle.loads(pickle.dumps(column.rows(order).wire())))
         for name, column in columns.items()
     }
-    assert len(wired["x"].values) == sum(lengths)  # no padding travels
+    assert len(wired["x"].values) == sum(lengths)  # no padding is transported
     batch = decode(places(wired, list(range(rows))), width=width)
     assert batch["x"].dtype == dtype
     assert batch["row"].tolist() == order
@@ -59,7 +59,7 @@ def test_any_dtype_and_shape_round_trips_bit_for_bit_also_over_the_wire_and_in_p
 @pytest.mark.parametrize("dtype", ["bool", "int32", "int64", "float32", "uint16", "complex64"])
 def test_arrays_come_back_as_tensors_of_the_same_type(dtype: str) -> None:
     array = np.arange(6).reshape(2, 3).astype(dtype)[:, ::-1]
-    array.setflags(write=False)  # as Ray hands arrays out
+    array.setflags(write=False)  # Ray returns read-only arrays
     batch = decode(places(encode({"x": array, "row": array[:, 0]}), [0, 1]))
     assert batch["x"].numpy().dtype == array.dtype
     assert np.array_equal(batch["x"].numpy(), array)

@@ -1,4 +1,4 @@
-"""Padded to jagged and back, column by column and batch by batch."""
+"""Columns and batches are converted from padded to jagged and back."""
 
 from typing import Any
 
@@ -147,7 +147,7 @@ def test_columns_of_other_types_and_layouts_are_refused() -> None:
 
 
 def test_the_response_s_values_are_those_before_each_of_its_tokens() -> None:
-    # value t belongs to token t + 1
+    # Value t belongs to token t + 1.
     full = to_nested_by_length(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0], [8, 0, 0, 0]]), [4, 3, 1])
     response = response_from_nested(full, to_nested_by_length(torch.ones(3, 2), [2, 1, 0]))
     assert [row.tolist() for row in response.unbind()] == [[2, 3], [6], []]

@@ -1,4 +1,4 @@
-"""`put_samples` takes the TensorDicts that users of TransferQueue have: jagged columns, and objects in any wrapping."""
+"""`put_samples` takes the TensorDicts of users of TransferQueue, with jagged columns and wrapped objects."""
 
 from typing import Any
 

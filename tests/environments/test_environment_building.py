@@ -16,7 +16,7 @@ SPELLING = {"task": "spell_backward", "size": 50, "task_options": {"min_word_len
 
 
 class Doubling:
-    """An environment by import path."""
+    """An environment that is named by import path."""
 
     def __init__(self, *, count: int = 2) -> None:
         self._count = count
@@ -33,7 +33,7 @@ def listed(*, words: list[str]) -> list[Any]:
 
 
 def rows() -> Iterator[Any]:
-    """What a user's function may give: tasks and dicts, one after the other."""
+    """Yields what a user's function may yield: tasks and dicts."""
     yield Task(question="ab", answer="ba")
     yield {"prompt": "cd", "answer": "dc", "level": 2}
 

@@ -1,4 +1,4 @@
-"""Every prompt is measured once, by its tokens; one that does not fit is named by its row, or skipped and counted."""
+"""Every prompt is measured once in tokens. A prompt that does not fit is named by its row, or skipped and counted."""
 
 import logging
 from typing import Any
@@ -13,7 +13,7 @@ from asyncrl.errors import DatasetError
 
 
 class LetterTokenizer:
-    """A letter is a token; with a chat template, a prompt has two tokens more."""
+    """Makes each letter a token. A chat template adds two tokens to a prompt."""
 
     def __init__(self, *, chat_template: str | None = None) -> None:
         self.chat_template = chat_template

@@ -51,7 +51,7 @@ def test_equal_seeds_draw_equal_tasks_and_neighbouring_seeds_do_not_overlap() ->
         return [task.metadata["word"] for task in spelling().tasks(seed)]
 
     assert words(1) == words(1)
-    # the library draws entry i of seed s from seed s + i: seeds 0 and 1 would share all words but one
+    # The library draws entry i of seed s from seed s + i. Used directly, seeds 0 and 1 would share all words but one.
     assert words(0)[1:] != words(1)[:-1]
     assert len(set(words(0)) & set(words(1))) < 5
 

@@ -1,4 +1,4 @@
-"""A manifest refuses whatever is not exactly what was published, and names it."""
+"""A manifest refuses all data that differs from what was published, and names it."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Weights through Ray's object store: what is lost on the way has a name of its own."""
+"""Weights through Ray's object store: lost bytes raise an error of their own type."""
 
 from typing import Any
 
