@@ -210,7 +210,7 @@ def format_prompt(template: str, task: Task) -> str:
             hint = f"did you mean {{{close[0]}}}? " if close else ""
             there = ", ".join(f"{{{field}}}" for field in sorted(fields))
             raise ConfigError(
-                f"{key}: {template!r}, which this config sets, uses {{{name}}}, which a task lacks; {hint}there are "
+                f"{key}: {template!r}, which this config sets, uses {{{name}}}, which a task lacks; {hint}a task has "
                 f"{there} ({{question}} is the `prompt` of a JSONL row); change the template",
                 key=key,
             )

@@ -158,7 +158,7 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
     ) -> BatchedDataDict:
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:
-            raise ValueError("get_data: no field is named; give select_fields, or a meta with fields")
+            raise ValueError("get_data: neither select_fields nor the meta's fields name a field; give one of them")
         width = meta.extra_info.get(PAD_SEQLEN)
         return self._read(meta.partition_id, meta.sample_ids, fields, width=width, pad_value_dict=pad_value_dict)
 

@@ -92,8 +92,7 @@ def _is_trl(parameters: list[inspect.Parameter]) -> bool:
 
 def _trl_message(section: EnvironmentSection, signature: inspect.Signature, *, asynchronous: bool) -> str:
     refused = (
-        f"{subject(section)} has the parameters {signature}, as rewards for TRL have; a reward of asyncrl takes "
-        f"{_TAKEN}"
+        f"{subject(section)} has the parameters {signature}, like a reward for TRL; a reward for asyncrl takes {_TAKEN}"
     )
     if section.reward is None:
         return refused

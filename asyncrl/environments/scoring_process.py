@@ -166,7 +166,7 @@ class ScoringProcess:
             status = self._replace("died")
             if self._closing.is_set():
                 raise closed() from error
-            message = f"{subject(self._section)} ended its scoring process ({error}, {status})"
+            message = f"{subject(self._section)} ended its scoring process: the process {error} ({status})"
             return [DataError(message, reason=RewardFailure.CRASHED, completion=completion) for completion in under_way]
         if retire := next((result.retire for result in reply.results if result.retire), ""):
             self._replace(retire)

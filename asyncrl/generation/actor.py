@@ -120,7 +120,7 @@ class GeneratorActor:
 
     async def run(self) -> None:
         """Generates until the replica is drained. Raises when the replica cannot go on."""
-        assert self._generator is not None, "start comes first"
+        assert self._generator is not None, "call start() first"
         await self._generator.run()
 
     async def drain(self) -> None:
@@ -133,7 +133,7 @@ class GeneratorActor:
 
         Returns the version that is loaded at the end, and for each task its reward, or the failure of its rollout.
         """
-        assert self._generator is not None, "start comes first"
+        assert self._generator is not None, "call start() first"
         rewards = await self._generator.evaluate(tasks)
         return self._generator.version, rewards
 

@@ -73,13 +73,13 @@ class EngineActor:
             engine.weights.start_over()
         if "kv_cache" in tags:
             self._check_whole(engine)
-        await self._within(engine.wake(tags), what="waking up")
+        await self._within(engine.wake(tags), what="waking the engine")
         return True
 
     async def finish_generation(self) -> bool:
         engine = self._started()
         if self._sleep_mode:
-            await self._within(engine.sleep(), what="falling asleep")
+            await self._within(engine.sleep(), what="putting the engine to sleep")
             return True
         return await self.invalidate_kv_cache()
 
@@ -131,7 +131,7 @@ class EngineActor:
                     "was ended; raise weights.load_timeout_s if the transfer needs more time"
                 ) from None
             except TornReplica:
-                await self._within(engine.abort(), what="aborting")
+                await self._within(engine.abort(), what="aborting the running requests")
                 raise
 
     # -- checks and waits ----------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def _outcome(ref: Any) -> Any:
     try:
         return ray.get(ref)
     except RayActorError as error:
-        return ActorGone(f"a rank or an engine is gone: {error}")
+        return ActorGone(f"a rank or an engine has died: {error}")
     except RayTaskError as error:
         return error.cause if isinstance(error.cause, AsyncRLError) else error
 

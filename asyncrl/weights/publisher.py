@@ -73,7 +73,7 @@ def take_snapshot(
 def deliver(model: RankModel, transport: Transport) -> list[DeliveredBucket]:
     """Computes checksums of this rank's buckets of the newest snapshot, and sends the buckets."""
     snapshot = model.snapshot
-    assert snapshot is not None, "take_snapshot() comes first"
+    assert snapshot is not None, "call take_snapshot() first"
     return [
         DeliveredBucket(
             index=index,

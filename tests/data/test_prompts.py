@@ -150,7 +150,10 @@ def test_template_sees_the_question_and_scalar_metadata() -> None:
     ("template", "message"),
     [
         ("{wrod}>", r"\{wrod\}.*did you mean \{word\}"),
-        ("{nested}", r"which this config sets.*\{nested\}.*there are \{question\}, \{word\} .*`prompt` of a JSONL row"),
+        (
+            "{nested}",
+            r"which this config sets.*\{nested\}.*a task has \{question\}, \{word\} .*`prompt` of a JSONL row",
+        ),
         ("{word.__class__}", r"\{word\.__class__\}"),
         ("{word[0]}", "which a task lacks"),
         ("{answer}", "which a task lacks"),

@@ -261,7 +261,7 @@ class ClientContract:
 
     def test_a_put_that_contradicts_itself_is_refused_as_a_whole(self, client: DataPlaneClient, partition: str) -> None:
         for ids, fields, tags, named in (
-            (IDS[:2], {"kept": [1]}, None, "2 samples, but rows of {'kept': 1}"),
+            (IDS[:2], {"kept": [1]}, None, "2 samples were given, but other numbers of rows in {'kept': 1}"),
             (IDS[:2], {"kept": [1, 2]}, [{}], "rows of {'tags': 1}"),
             ([IDS[0], IDS[0]], {"kept": [1, 2]}, None, "0.0_g0.*more than once"),
             (IDS[:1], None, None, "neither fields nor tags"),

@@ -124,7 +124,7 @@ def test_a_gradient_does_not_travel() -> None:
         ({"x": torch.zeros(2), "input_lengths": [1, -1]}, None, ValueError, "negative length"),
         ({"x": torch.zeros(2, 3)}, [1], ValueError, "2 rows, but there are 1 lengths"),
         ({"x": torch.zeros(2), "y": [1]}, None, ValueError, "different numbers of rows: {'x': 2, 'y': 1}"),
-        ({"x": torch.tensor(1)}, None, ValueError, "no dimension"),
+        ({"x": torch.tensor(1)}, None, ValueError, "is a scalar"),
         ({"x": np.array(["a"])}, None, TypeError, "'x'.*use a list"),
         ({"x": {"a": 1}}, None, TypeError, "not dict"),
     ],

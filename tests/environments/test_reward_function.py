@@ -146,7 +146,7 @@ def test_a_reward_for_trl_is_refused_with_an_adapter_that_works(function: Callab
 
 @pytest.mark.parametrize("name", ["for_trl_by_name", "for_trl_alone"])
 def test_the_other_ways_to_write_a_reward_for_trl_are_recognised(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"as rewards for TRL have.*\n    def {name}_of_task"):
+    with pytest.raises(ConfigError, match=f"like a reward for TRL.*\n    def {name}_of_task"):
         build_reward(EnvironmentSection(reward=f"{HERE}:{name}"))
 
 

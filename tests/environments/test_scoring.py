@@ -98,7 +98,7 @@ async def test_f19_what_kills_the_process_fails_its_group_and_the_next_one_gets_
             failure = await failure_of(scorer, "abc", behaviour)
             assert failure.reason == RewardFailure.CRASHED
             assert failure.completion == behaviour
-            assert "hostile_rewards:misbehave ended its scoring process (" in str(failure)
+            assert "hostile_rewards:misbehave ended its scoring process: the process " in str(failure)
             assert status in str(failure)
             assert await scorer.score(TASK, ["abc"]) == [3.0]
             assert scorer.replacements == count

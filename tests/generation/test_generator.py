@@ -264,7 +264,7 @@ async def test_f40_a_replica_that_was_declared_dead_clears_the_rows_that_it_come
 async def test_f37_groups_whose_rows_could_not_be_stored_are_generated_again() -> None:
     async with started_pool() as (pool, _):
         await pool.step()
-        pool.rows.fail_next_put = ActorGone("the process behind it is gone")
+        pool.rows.fail_next_put = ActorGone("the actor's process has ended")
         leases = [await pool.step() for _ in range(4)]
         assert pool.rows.fail_next_put is None
         for lease in leases:

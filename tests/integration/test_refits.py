@@ -491,7 +491,7 @@ def test_f11_an_engine_killed_on_the_way_costs_the_others_nothing_but_the_group(
     [killed] = scene.generation._processes[1].pids
     found = killed_while_others_wait(killed, scene)
     assert all(isinstance(outcome, CollectiveError) for outcome in found), found
-    with pytest.raises(CollectiveError, match="join a new one"):
+    with pytest.raises(CollectiveError, match="join a new group"):
         ray.get(scene.policy.broadcast_weights_for_collective())
     dead = scene.generation._engines.pop()
     ray.kill(dead)

@@ -217,7 +217,7 @@ def test_a_peer_that_does_not_take_part_ends_the_others_wait_and_the_group(absen
     del calls[absent]
     assert [type(outcome) for outcome in at_once(*calls)] == [CollectiveError] * 3
     again = world.trainers[0 if absent else 1]
-    with pytest.raises(CollectiveError, match="join a new one"):
+    with pytest.raises(CollectiveError, match="join a new group"):
         broadcast_snapshot(again, Version(1, 0))
     world.close()
 

@@ -93,8 +93,8 @@ def broadcast_snapshot(worker: CollectiveRank, version: Version) -> None:
     another model; the group stays usable then.
     """
     peers, snapshot = worker.peers, worker.snapshot
-    assert peers is not None, "join_collective() comes first"
-    assert snapshot is not None, "take_snapshot() comes first"
+    assert peers is not None, "call join_collective() first"
+    assert snapshot is not None, "call take_snapshot() first"
     announcement = Announcement(version=version, tensors=snapshot.entries, probe=snapshot.probe)
     peers.exchange(lambda peers: _send(peers, announcement, snapshot), what=f"broadcasting weights {version}")
 

@@ -105,7 +105,7 @@ def get_weights_ipc_handles(worker: SharingRank, keys: Sequence[str]) -> dict[st
     is not the next group, and when the weights have changed since `prepare_weights_for_ipc`.
     """
     refit = worker.refit
-    assert refit is not None, "prepare_weights_for_ipc() comes first"
+    assert refit is not None, "call prepare_weights_for_ipc() first"
     if refit.is_void:
         raise WeightError(
             f"the weights have changed since prepare_weights_for_ipc() announced them as {refit.version}; call "
