@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from asyncrl.data_plane.interfaces import DataPlaneClient
 
 TRAIN_PARTITION = "train"
+"""Name of the partition with the rows of all future steps."""
 
 
 def open_client(config: Config) -> DataPlaneClient:

@@ -29,6 +29,7 @@ WireColumn = tuple[npt.NDArray[Any] | list[Any], npt.NDArray[np.int64] | None, s
 """A `Column` as (values, ends, name of the dtype), for transport."""
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types, by element size in bytes, that carry the values of dtypes that NumPy lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

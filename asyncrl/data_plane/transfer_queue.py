@@ -29,6 +29,7 @@ T = TypeVar("T")
 CONTROLLER_CPUS = 1
 STORAGE_UNIT_CPUS = 1
 POLL_S = 0.2
+"""Seconds between two checks for free CPUs."""
 
 
 class TransferQueueClient(PartitionedClient[str]):

@@ -18,10 +18,14 @@ LINE_CHARS = 1000
 """Longest line that is passed on. The rest of a longer line is cut."""
 
 LINES_A_SECOND = 200
+"""Lines that are passed on in a second. Further lines are only counted."""
 BYTES_A_SECOND = 16 * 2**20
+"""Bytes that are read in a second. Reward code that writes more waits in its own `print`."""
 _READ_BYTES = 2**16
 _AFTER_DEATH_BYTES = 2**20
+"""Largest output that is still read after the process has ended."""
 _JOIN_TIMEOUT_S = 5.0
+"""Seconds that `join` waits for the reading thread."""
 
 _log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ MAX_FRAME_BYTES = 64 * 2**20
 """Longest message in either direction. A group of completions is far smaller."""
 
 HEADER_BYTES = 4
+"""Size of the length at the beginning of a frame."""
 
 
 class RewardFailure(StrEnum):

@@ -52,6 +52,7 @@ that a call did not end."""
 _KEPT_ENVIRONMENT = frozenset(
     {"PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"}
 )
+"""Variables that a scoring process inherits. All others are withheld, because they may be tokens or keys."""
 
 _log = logging.getLogger(__name__)
 

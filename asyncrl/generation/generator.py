@@ -39,7 +39,9 @@ REFUSED_STATE = {
     Refusal.NO_PROMPTS: "starved_of_prompts",
 }
 RESERVE_WAIT_S = 20.0
+"""Seconds that a reserve waits in the buffer for a ticket, after a first one was refused."""
 HEARTBEATS_PER_TIMEOUT = 5
+"""At least this many heartbeats are sent within `buffer.heartbeat_timeout_s`."""
 
 
 class Buffer(Protocol):

@@ -27,6 +27,7 @@ GIB = 2**30
 ENGINE_EXIT_S = 3.0
 """Seconds for vLLM's own shutdown. Afterwards the processes get the same time again, and are then killed."""
 MIN_BATCHED_TOKENS = 4096
+"""Smallest token budget of a scheduler step on CPUs. Without chunked prefill, a whole prompt must fit into one step."""
 
 
 def prepare_environment(config: Config) -> None:

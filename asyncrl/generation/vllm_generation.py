@@ -28,7 +28,9 @@ from asyncrl.weights.transports.ipc import SharedGroup
 from asyncrl.weights.transports.peers import Rendezvous
 
 ACTOR_CONCURRENCY = 10_000
+"""Calls that an engine's actor runs at a time. `generate_async` makes one call for each row."""
 EXIT_S = 10.0
+"""Seconds that the engines get to shut down, before their processes are killed."""
 BEYOND_S = 10.0
 """Seconds that the driver waits for an engine's actor beyond the actor's own deadline, before it gives up."""
 TAGS = ("weights", "kv_cache")

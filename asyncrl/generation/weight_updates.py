@@ -26,7 +26,9 @@ from asyncrl.weights.store import Publication
 logger = logging.getLogger(__name__)
 
 WEIGHTS_WAIT_S = 20.0
+"""Seconds of one wait for a newer version. The wait is repeated until there is one."""
 RETRY_PAUSE_S = 1.0
+"""Seconds before a torn replica asks for weights again."""
 
 
 class WeightSource(Protocol):

@@ -13,6 +13,7 @@ from asyncrl.data_plane.calls import finished
 from asyncrl.weights.manifest import Manifest, is_news
 
 KEPT_VERSIONS = 2
+"""Publications that are kept. Dropping an older one also drops the store's references to its bytes."""
 
 
 class Publication(msgspec.Struct, frozen=True, kw_only=True):

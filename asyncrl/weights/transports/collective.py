@@ -37,6 +37,7 @@ from asyncrl.weights.publisher import Snapshot
 from asyncrl.weights.transports.peers import Peers, Rendezvous
 
 CHECKSUM_BYTES = 16
+"""Size of an xxh3-128 checksum, which is sent after the bytes of its bucket."""
 
 
 class CollectiveRank(Protocol):
