@@ -5,12 +5,11 @@ Every algorithm guarantees: each sequence is in exactly one bin, and no bin is e
 give equal bins, on every rank and in every process. If `min_bin_count` or `bin_count_multiple` need more bins, the
 heaviest bins are cut in two. Empty bins are never added, because a rank without work would wait in a collective.
 
-| algorithm | rule | bins, n → ∞ |
-|---|---|---|
-| concatenative | next fit: in the given order; opens a new bin when the last one is full | ≤ 2 · OPT |
-| first_fit_shuffle | first bin with room, in a shuffled order, so that lengths are mixed within bins | ≤ 1.7 · OPT |
-| first_fit_decreasing | first bin with room, longest sequence first | ≤ 11/9 · OPT |
-| modified_first_fit_decreasing | bins of large sequences are first filled with what fits best | ≤ 71/60 · OPT |
+| algorithm | rule | bins, n → ∞ | |---|---|---| | concatenative | next fit: in the given order; opens a new bin when
+the last one is full | ≤ 2 · OPT | | first_fit_shuffle | first bin with room, in a shuffled order, so that lengths are
+mixed within bins | ≤ 1.7 · OPT | | first_fit_decreasing | first bin with room, longest sequence first | ≤ 11/9 · OPT |
+| modified_first_fit_decreasing | bins of large sequences are first filled with the sequences that fit best | ≤ 71/60 ·
+OPT |
 
 OPT is the smallest possible number of bins. Bounds: Johnson et al. 1974, SIAM J. Comput. 3(4); Johnson & Garey 1985, "A
 71/60 theorem for bin packing".

@@ -78,7 +78,7 @@ def check_modes(*, batch_size: int | None, allow_uneven_shards: bool, dynamic: b
     require(not (dynamic and packed), "dynamic_batching_args and sequence_packing_args cannot be passed together")
     require(
         batch_size is None or not allow_uneven_shards,
-        f"uneven shards need all rows in one chunk, but batch_size is {batch_size}; leave one of both out",
+        f"uneven shards need all rows in one chunk, but batch_size is {batch_size}; omit one of the two",
     )
     require(
         not (dynamic and allow_uneven_shards),

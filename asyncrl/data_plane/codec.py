@@ -265,7 +265,7 @@ def _joined(
     if len(kinds) > 1:
         raise ValueError(
             f"field {name!r}: its rows were put with different dtypes or kinds, {sorted(map(str, kinds))}; put all "
-            "rows of a field alike"
+            "rows of a field with the same dtype"
         )
     if first.dtype is None:
         return [column.row(row) for column, row in places]
@@ -275,7 +275,7 @@ def _joined(
     if len(trailing) > 1:
         raise ValueError(
             f"field {name!r}: its rows have different shapes after dim 1, {sorted(trailing)}; put all rows of a field "
-            "alike"
+            "with the same shape"
         )
     batch = torch.full((len(places), width, *trailing.pop()), pad_value, dtype=first.dtype)
     # Write through an array of the carrier's type, because shared and read-only rows can be copied into it unchanged.

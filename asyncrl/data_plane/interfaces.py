@@ -300,4 +300,4 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Releases what this client holds. Rows stay, unless they live in this process. It may be called again."""
+        """Releases the resources of this client. Rows stay, unless they are in this process. It may be called again."""

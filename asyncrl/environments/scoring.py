@@ -3,8 +3,8 @@
 Reward code runs in the processes of `scoring_worker.py`. `Scorer` gives each process one group at a time, or several
 groups at once if the reward is async. A completion may take `environment.score_timeout_s` of wall-clock time. `Scorer`
 kills and replaces a process that exceeds this limit or dies, together with all processes that it has started. Requests
-and replies are JSON. Lines that reward code prints are passed on. Not covered are code that leaves its process tree and
-session on purpose, the file system, and the network.
+and replies are JSON. Lines that reward code prints are passed on. `Scorer` cannot kill code that leaves its process
+tree and session on purpose, and it does not limit access to the file system or the network.
 """
 
 import asyncio

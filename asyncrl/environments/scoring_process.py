@@ -211,7 +211,7 @@ class ScoringProcess:
                 _kill_tree(self._process)
 
     def discard(self) -> str:
-        """Kills the process and closes what belongs to it. Returns how it ended."""
+        """Kills the process and closes its socket, pipe and shared memory. Returns how it ended."""
         self.kill()
         process, self._process = self._process, None
         if self._socket is not None:

@@ -121,7 +121,7 @@ def check_completion(completion: Completion) -> None:
     if len(completion.logprobs) != tokens or len(completion.versions) != tokens:
         raise HandshakeError(
             f"the engine returned {tokens} tokens, but {len(completion.logprobs)} log-probs and "
-            f"{len(completion.versions)} versions; each token needs one of both"
+            f"{len(completion.versions)} versions; every token needs one log-prob and one version"
         )
 
 

@@ -170,7 +170,7 @@ class VLLMGeneration(GenerationInterface):
             raise CollectiveError(
                 f"these {len(engines)} engines have {size * len(engines)} workers, which do not fit after "
                 f"train_world_size={train_world_size} ranks in a group of world_size={world_size}; world_size must be "
-                "the sum of both"
+                "the number of training ranks plus the number of engine workers"
             )
         rendezvous = Rendezvous(
             host=ip,

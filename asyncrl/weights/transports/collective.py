@@ -50,7 +50,7 @@ class CollectiveRank(Protocol):
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 sends before the bytes. The checksums that travel with the bytes complete it to a manifest."""
+    """The message that rank 0 sends before the bytes. Message and the checksums sent with the bytes form a manifest."""
 
     version: Version
     tensors: tuple[TensorEntry, ...]

@@ -83,7 +83,7 @@ def prepare_weights_for_ipc(
 
     The result is the same on every rank. A group fits into `refit_buffer_size_bytes` and into half of the free memory
     of each rank's device; a larger tensor is a group of its own. Call it on all ranks, because it is a collective. It
-    frees what an earlier, unfinished refit shares.
+    frees the memory of an earlier, unfinished refit.
     """
     release_weights_for_ipc(worker)
     free = _free_bytes(torch.device(device))
@@ -138,7 +138,7 @@ def void_weights_for_ipc(worker: SharingRank) -> None:
 
 
 def release_weights_for_ipc(worker: SharingRank) -> None:
-    """Frees what this rank shares. It may be called again. An engine's worker keeps a mapped group until it is
+    """Frees the shared memory of this rank. It may be called again. An engine's worker keeps a mapped group until it is
     loaded."""
     refit, worker.refit = worker.refit, None
     if refit is not None:
