@@ -1,7 +1,7 @@
 """Batches, datasets and tokenizers.
 
-The names of a batch's interface are loaded when they are asked for: they need torch, and what imports
-`asyncrl.data.prompts` must not.
+The names of the batch interface are imported on first use, because they need torch: a process that imports only
+`asyncrl.data.prompts` must not import torch.
 """
 
 from importlib import import_module

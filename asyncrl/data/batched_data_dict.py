@@ -1,7 +1,7 @@
-"""A batch as a dictionary of columns: tensors with rows first, or lists with one entry a row.
+"""A batch: a dictionary of columns. A column is a tensor with rows first, or a list with one entry for each row.
 
-Right padding everywhere. A `UserDict`, not a `dict`, so that a batch is never mistaken for plain keyword arguments.
-What cannot be done with a batch of this size is an AssertionError that names the numbers.
+Padding is always on the right. The class is a `UserDict` and not a `dict`, so that a batch is never taken for plain
+keyword arguments. An operation that does not fit the batch's size raises AssertionError with the numbers.
 
 >>> shards, indices = batch.shard_by_batch_size(ranks, batch_size=gbs, sequence_packing_args=args)
 >>> for micro_batch in shard.get_batch(step).make_microbatch_iterator_for_packable_sequences(): ...   # on each rank
@@ -33,15 +33,17 @@ from asyncrl.data.sharding import (
 )
 
 ColumnsT = TypeVar("ColumnsT", default=Any)
-"""The TypedDict of a batch's columns (`asyncrl.data.specs`). For readers: columns are not checked against it."""
+"""The TypedDict of a batch's columns (`asyncrl.data.specs`). It is documentation: columns are not checked against
+it."""
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
-    """Columns of one batch. All have the same number of rows.
+    """The columns of one batch. All of them have the same number of rows.
 
-    A batch that was cut into micro-batches knows where, with an entry for each chunk of `batch_size` rows:
-    `micro_batch_indices[c]` [start, end) from the chunk's first row, `micro_batch_lengths[c]` tokens of each, and
-    `elem_counts_per_gb[c]` rows of the chunk. None otherwise, and in all that is made of it but by `get_batch`.
+    A batch that was cut into micro-batches stores the cuts, with one entry for each chunk c of `batch_size` rows:
+    `micro_batch_indices[c]` has the [start, end) of each micro-batch, counted from the chunk's first row.
+    `micro_batch_lengths[c]` has the tokens of each micro-batch. `elem_counts_per_gb[c]` is the chunk's number of rows.
+    All three are None for other batches, and for every batch derived from this one except by `get_batch`.
     """
 
     micro_batch_indices: list[list[list[int]]] | None
@@ -54,19 +56,19 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
 
     @property
     def size(self) -> int:
-        """Rows: the length of the first column, 0 without any."""
+        """Number of rows: the length of the first column, or 0 if there is no column."""
         return len(next(iter(self.data.values()))) if self.data else 0
 
     @classmethod
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> Self:
-        """The rows of all batches, in order.
+        """Joins the rows of all batches, in order.
 
-        Lists and 1-D tensors are concatenated; 2-D tensors are right-padded to the longest with `pad_value_dict[key]`
-        (0 unless given), tensors of more dimensions likewise on dim 1. The columns are those of the batches that have
-        rows; if none has, those of all batches. KeyError when a batch with rows lacks a column, NotImplementedError
-        for a column of another type.
+        Lists and 1-D tensors are concatenated. Tensors of two or more dimensions are right-padded on dim 1 to the
+        longest, with `pad_value_dict[key]` (default 0). The result has the columns of the batches that have rows, or of
+        all batches if none has rows. Raises KeyError when a batch with rows lacks a column, NotImplementedError for a
+        column of another type.
         """
         filled = [batch for batch in batches if not all(_without_rows(column) for column in batch.values())]
         if not filled:
@@ -111,11 +113,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> "list[SlicedDataDict[ColumnsT]] | tuple[list[SlicedDataDict[ColumnsT]], list[int]]":
-        """The batch cut for `shards` ranks: each chunk of `batch_size` rows (all rows unless given) into as many parts.
+        """Cuts the batch for `shards` ranks: each chunk of `batch_size` rows (default: all rows) into `shards` parts.
 
-        With dynamic batching or packing also the caller's row number of every row of the concatenated shards, for
-        `reorder_data`. Uneven shards have ⌈rows / shards⌉ rows, the later ones fewer or none, but all columns.
-        `asyncrl.data.sharding` has the rules, and raises when the numbers do not divide or a row is too long.
+        With dynamic batching or packing it also returns the caller's row number of each row of the concatenated shards,
+        for `reorder_data`. Uneven shards have ⌈rows / shards⌉ rows; the last ones may have fewer or none, but all
+        columns. `asyncrl.data.sharding` has the rules. It raises an error when the numbers do not divide or a row is
+        too long.
         """
         self._check_rows()
         check_modes(
@@ -147,20 +150,25 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return [self._shard(plan) for plan in plans], caller_rows(plans)
 
     def reorder_data(self, indices: Sequence[int]) -> None:
-        """Moves row i to row indices[i], in place. ValueError unless `indices` has each row number once."""
+        """Moves row i to row indices[i], in place. Raises ValueError unless `indices` has each row number once."""
         self._check_rows()
         if sorted(indices) != list(range(self.size)):
-            raise ValueError(f"{len(indices)} indices are not the numbers of the {self.size} rows, once each")
+            raise ValueError(
+                f"the {len(indices)} indices do not have each number of the {self.size} rows once; pass the indices of "
+                "shard_by_batch_size"
+            )
         sources = sorted(range(self.size), key=indices.__getitem__)
         self.data = self.select_indices(sources).data
         self._forget_micro_batches()
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """The rows `indices`, in that order: copies. ValueError for a mask."""
+        """Copies the rows `indices`, in that order. Raises ValueError for a mask."""
         index = torch.as_tensor(indices)
         if index.dtype == torch.bool:
-            raise ValueError(f"indices are row numbers, not a mask (bool, {len(index)} entries)")
-        index = index.long()  # of no rows it was float
+            raise ValueError(
+                f"indices are a mask (bool, {len(index)} entries), but must be row numbers; use mask.nonzero()"
+            )
+        index = index.long()  # an empty list becomes a float tensor
         return type(self)(
             {
                 key: column[index.to(column.device)]
@@ -171,29 +179,29 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         )
 
     def slice(self, start: int, end: int) -> "SlicedDataDict[ColumnsT]":
-        """Rows start … end − 1; tensors are views."""
+        """Returns the rows from `start` to `end` − 1. Tensors are views."""
         return SlicedDataDict({key: column[start:end] for key, column in self.data.items()})
 
     def chunk(self, rank: int, chunks: int) -> "SlicedDataDict[ColumnsT]":
-        """The rank-th of `chunks` equal contiguous parts."""
+        """Returns part `rank` of `chunks` equal contiguous parts."""
         require(0 <= rank < chunks, f"Rank {rank} must be at least 0 and less than chunks {chunks}")
         require(self.size % chunks == 0, f"Total batch size ({self.size}) is not a multiple of chunks ({chunks})")
         rows = self.size // chunks
         return self.slice(rank * rows, (rank + 1) * rows)
 
     def get_batch(self, i: int, batch_size: int | None = None) -> "SlicedDataDict[ColumnsT]":
-        """The i-th chunk, with its micro-batches: IndexError when there is none.
+        """Returns chunk i with its micro-batches. Raises IndexError if it does not exist.
 
-        A shard that was cut into micro-batches knows its chunks, which packing makes unequal, and reads no
-        `batch_size`; of another batch the i-th `batch_size` rows are taken, at the end perhaps fewer.
+        A shard that was cut into micro-batches uses its own chunks, which packing makes unequal, and ignores
+        `batch_size`. In another batch, chunk i is the i-th `batch_size` rows; the last chunk may have fewer.
         """
         counts = self.elem_counts_per_gb
         if counts is None:
             step = batch_size or 0
-            require(step > 0, f"batch_size is {batch_size}; of a batch without micro-batches it must be at least 1")
+            require(step > 0, f"batch_size is {batch_size}; for a batch without micro-batches it must be at least 1")
             counts = [min(step, self.size - start) for start in range(0, self.size, step)]
         if not 0 <= i < len(counts):
-            raise IndexError(f"batch {i} of {len(counts)} ({self.size} rows)")
+            raise IndexError(f"batch {i} does not exist: there are {len(counts)} ({self.size} rows)")
         start = sum(counts[:i])
         part = self.slice(start, start + counts[i])
         if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
@@ -203,7 +211,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return part
 
     def repeat_interleave(self, n: int) -> Self:
-        """Each row n times in a row. What is no tensor is copied deeply, so that no two rows share an object."""
+        """Repeats each row n times in a row. List entries are copied deeply, so that no two rows share an object."""
         return type(self)(
             {
                 key: column.repeat_interleave(n, dim=0)
@@ -214,33 +222,34 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         )
 
     def truncate_tensors(self, dim: int, length: int) -> None:
-        """Cuts every tensor that has dimension `dim` to `length` there, in place."""
+        """Cuts every tensor that has dimension `dim` to at most `length` in that dimension, in place."""
         for key, column in self.data.items():
             if isinstance(column, torch.Tensor) and column.ndim > dim:
                 self.data[key] = column.narrow(dim, 0, min(length, column.shape[dim]))
 
     def to(self, device: torch.device | str) -> Self:
-        """Moves every tensor, in place."""
+        """Moves every tensor to `device`, in place."""
         for key, column in self.data.items():
             if isinstance(column, torch.Tensor):
                 self.data[key] = column.to(device)
         return self
 
     def get_dict(self) -> dict[str, Any]:
-        """The columns themselves, not a copy."""
+        """Returns the columns themselves, not a copy."""
         return self.data
 
     def all_gather(
         self, group: dist.ProcessGroup | None = None, pad_value_dict: Mapping[str, float] | None = None
     ) -> Self:
-        """The rows of all ranks of `group`, by rank, on each of them: `from_batches` over ranks, with its errors.
+        """Gathers the rows of all ranks of `group` on each of them, in rank order, by `from_batches`.
 
-        A collective under the group's timeout. Ranks may have unequal rows and widths, or nothing at all.
+        It is a collective, limited by the group's timeout. Ranks may have different numbers of rows and widths, or no
+        rows at all. Raises the errors of `from_batches`.
         """
         return type(self).from_batches(gather_columns(self.data, group), pad_value_dict)
 
     def make_microbatch_iterator(self, mb: int) -> "Iterator[SlicedDataDict[ColumnsT]]":
-        """Micro-batches of `mb` rows."""
+        """Yields micro-batches of `mb` rows."""
         require(
             mb > 0 and self.size % mb == 0, f"Batch size ({self.size}) is not a multiple of micro-batch size ({mb})"
         )
@@ -249,21 +258,23 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> "Iterator[SlicedDataDict[ColumnsT]]":
-        """The micro-batches of dynamic batching, each tensor cut to the micro-batch's width on `sequence_dim`."""
+        """Yields the micro-batches of dynamic batching. Each tensor is cut to the micro-batch's width on
+        `sequence_dim`."""
         cuts = zip(*self._micro_batches(), strict=True)
         return (self._cut(start, end, dim=sequence_dim, width=width) for (start, end), width in cuts)
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """How many micro-batches `make_microbatch_iterator_with_dynamic_shapes` yields: equal on all ranks."""
+        """Returns how many micro-batches `make_microbatch_iterator_with_dynamic_shapes` yields, equal on all ranks."""
         return len(self._micro_batches()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict[ColumnsT]]":
-        """The bins of sequence packing, rows still padded: packing them is the model's part."""
+        """Yields the bins of sequence packing. Their rows are still padded: the model's code packs them."""
         bounds, _ = self._micro_batches()
         return (self.slice(start, end) for start, end in bounds)
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """(bins, tokens of the fullest) of `make_microbatch_iterator_for_packable_sequences`."""
+        """Returns the number of bins of `make_microbatch_iterator_for_packable_sequences`, and the tokens of the
+        fullest bin."""
         bounds, tokens = self._micro_batches()
         return len(bounds), max(tokens)
 
@@ -276,9 +287,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
 
     def _micro_batches(self) -> tuple[list[list[int]], list[int]]:
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
-            raise AssertionError("this batch has no micro-batches: shard it with dynamic batching or packing")
+            raise AssertionError(
+                "this batch has no micro-batches; shard it with dynamic_batching_args or sequence_packing_args first"
+            )
         chunks = len(self.micro_batch_indices)
-        require(chunks == 1, f"this shard has {chunks} chunks, a step trains one: take it with get_batch(i)")
+        require(chunks == 1, f"this shard has {chunks} chunks, but a step trains one; take one with get_batch(i)")
         return self.micro_batch_indices[0], self.micro_batch_lengths[0]
 
     def _cut(self, start: int, end: int, *, dim: int, width: int) -> "SlicedDataDict[ColumnsT]":
@@ -287,7 +300,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return part
 
     def _shard(self, plan: ShardPlan) -> "SlicedDataDict[ColumnsT]":
-        # rows are copied even where a view would do: pickling a view sends all of the batch's storage to every rank
+        # Rows are copied even where a view would do: pickling a view sends the whole batch's storage to every rank.
         shard: SlicedDataDict[ColumnsT] = SlicedDataDict(self.select_indices(plan.rows).data)
         if plan.micro_batch_indices is not None:
             shard.micro_batch_indices = plan.micro_batch_indices
@@ -297,11 +310,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
 
 
 class SlicedDataDict(BatchedDataDict[ColumnsT]):
-    """Some rows of a batch: a rank's shard, a chunk, a micro-batch."""
+    """A part of a batch: a rank's shard, a chunk, or a micro-batch."""
 
 
 def _without_rows(column: Any) -> bool:
-    """Whether a tensor or a list is empty along its rows; False for other types, which no batch may have."""
+    """Returns True for a tensor or list without rows. Returns False for other types, which `from_batches` refuses."""
     if isinstance(column, torch.Tensor):
         return column.ndim > 0 and len(column) == 0
     return isinstance(column, list) and not column

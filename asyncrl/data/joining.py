@@ -1,8 +1,8 @@
-"""Columns of several batches, or of several ranks, as one.
+"""Joins the columns of several batches, or of several ranks.
 
-Gathering is a collective: every rank learns every rank's columns before a tensor moves, so that a batch that cannot be
-joined is refused on all ranks alike and none is left waiting for one that has given up. The group's own timeout bounds
-every wait.
+Gathering is a collective. Every rank learns the columns of all ranks before any tensor moves. Therefore all ranks
+refuse a batch that cannot be joined, and no rank waits for a rank that has given up. The group's timeout limits every
+wait.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 
 def join_columns(columns: list[Any], *, pad_value: float, key: str) -> Any:
-    """The rows of `columns`, all lists or all tensors of as many dimensions, right-padded to the longest on dim 1.
+    """Joins the rows of `columns`. They must be all lists, or all tensors with the same number of dimensions; tensors
+    are right-padded to the longest on dim 1.
 
-    NotImplementedError for anything else; `key` is the column's name in it.
+    Raises NotImplementedError for anything else. `key` is the column's name in the message.
     """
     if all(isinstance(column, list) for column in columns):
         return [item for column in columns for item in column]
@@ -23,14 +24,15 @@ def join_columns(columns: list[Any], *, pad_value: float, key: str) -> Any:
     if 0 in dimensions or len(dimensions) > 1:
         found = sorted({f"{c.ndim}-D tensor" if isinstance(c, torch.Tensor) else type(c).__name__ for c in columns})
         raise NotImplementedError(
-            f"column {key!r}: lists, or tensors of as many dimensions (1 or more), can be joined, got {found}"
+            f"column {key!r}: cannot join {found}; it must be lists only, or tensors with the same number of "
+            "dimensions (at least 1)"
         )
     if dimensions == {1}:
         return torch.cat(columns)
     longest = max(column.shape[1] for column in columns)
     padded = []
     for column in columns:
-        # functional.pad counts from the last dimension: (0, 0) for each after dim 1
+        # functional.pad starts at the last dimension: (0, 0) for each dimension after dim 1
         widths = (0, 0) * (column.ndim - 2) + (0, longest - column.shape[1])
         padded.append(torch.nn.functional.pad(column, widths, value=pad_value))
     return torch.cat(padded)
@@ -47,10 +49,10 @@ class _TensorHeader(NamedTuple):
 
 
 def gather_columns(columns: Mapping[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-    """The columns of every rank of `group`, by rank. A collective; not differentiable.
+    """Returns the columns of every rank of `group`, in rank order. It is a collective and is not differentiable.
 
-    Shapes may differ between ranks, and a rank may have no columns at all. A tensor arrives on its rank's kind of
-    device, which the group's backend must serve; a list travels pickled.
+    Shapes may differ between ranks, and a rank may have no columns. A tensor arrives on the same kind of device as on
+    its rank; the group's backend must support that device. A list is sent pickled.
     """
     mine = {
         key: _TensorHeader(tuple(column.shape), column.dtype, column.device.type)
@@ -62,7 +64,7 @@ def gather_columns(columns: Mapping[str, Any], group: dist.ProcessGroup | None) 
     dist.all_gather_object(headers, mine, group=group)
 
     gathered: list[dict[str, Any]] = [dict(header) for header in headers]
-    # the order of the first rank that has a column, the same on all ranks: these are collectives
+    # These are collectives, so all ranks need the same order of columns: by the first rank that has the column.
     for key in dict.fromkeys(key for header in headers for key in header):
         tensor_headers = [header.get(key) for header in headers]
         if any(isinstance(header, _TensorHeader) for header in tensor_headers):
@@ -72,11 +74,11 @@ def gather_columns(columns: Mapping[str, Any], group: dist.ProcessGroup | None) 
 
 
 def _gather_tensor(mine: Any, headers: list[Any], group: dist.ProcessGroup | None) -> dict[int, torch.Tensor]:
-    """One column's tensors by rank. `headers` has something else at a rank without a tensor of that name."""
+    """Gathers one column. Returns its tensors by rank. `headers[rank]` is not a _TensorHeader if that rank has none."""
     known = {rank: header for rank, header in enumerate(headers) if isinstance(header, _TensorHeader)}
     nbytes = max(header.nbytes for header in known.values())
     device = mine.device if isinstance(mine, torch.Tensor) else torch.device(next(iter(known.values())).device_type)
-    # as bytes: backends know few dtypes, and ranks of unequal shapes need one size anyway
+    # Tensors are sent as bytes: backends support few dtypes, and ranks with different shapes need one common size.
     sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     if isinstance(mine, torch.Tensor) and mine.numel():
         as_bytes = mine.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -85,7 +87,7 @@ def _gather_tensor(mine: Any, headers: list[Any], group: dist.ProcessGroup | Non
     if nbytes:
         dist.all_gather(received, sent, group=group)
     return {
-        # a copy, or each tensor would keep the longest rank's buffer alive
+        # A copy: a view would keep the buffer of the longest rank alive.
         rank: received[rank][: header.nbytes].clone().view(header.dtype).reshape(header.shape)
         for rank, header in known.items()
     }

@@ -1,7 +1,7 @@
-"""A tokenizer from a model's files, without transformers: its import brings torch, and takes seconds.
+"""A tokenizer from a model's files without transformers, whose import loads torch and takes seconds.
 
-Good for refusing prompts early. It adds no special tokens of its own, so that it never counts more tokens than the
-model's real tokenizer, which has the last word when the run starts.
+It serves to refuse prompts early. It adds no special tokens of its own, so it never counts more tokens than the model's
+real tokenizer. The real one decides when the run starts.
 """
 
 import json
@@ -15,12 +15,14 @@ from asyncrl.data.tokenizer import encode_prompts
 
 @dataclass(frozen=True)
 class Token:
+    """An entry of the vocabulary: its id and its text."""
+
     id: int
     text: str
 
 
 class LightTokenizer:
-    """What `encode_prompts` calls of a tokenizer."""
+    """Has the methods of a tokenizer that `encode_prompts` calls."""
 
     def __init__(self, core: Any, *, template: Any, names: Mapping[str, Any]) -> None:
         self._core = core
@@ -32,12 +34,12 @@ class LightTokenizer:
         return {"input_ids": [each.ids for each in encoded]}
 
     def largest(self, prompt: str) -> "Token | None":
-        """The token of a prompt that has the largest id."""
+        """Returns the token with the largest id in a prompt; None for a prompt without tokens."""
         [ids] = encode_prompts(self, [prompt])
         return Token(id=max(ids), text=str(self._core.id_to_token(max(ids)))) if ids else None
 
     def apply_chat_template(self, conversations: Sequence[list[dict[str, str]]], **_: bool) -> list[list[int]]:
-        """Ids of each conversation, up to where the model's answer begins."""
+        """Returns the token ids of each conversation, up to the beginning of the model's answer."""
         texts = [
             self.chat_template.render(messages=messages, add_generation_prompt=True, **self._names)
             for messages in conversations
@@ -46,7 +48,7 @@ class LightTokenizer:
 
 
 def light_tokenizer(path: Path, *, chat: Literal["auto", "off"]) -> LightTokenizer | None:
-    """The tokenizer of the model in the directory `path`; None where only transformers can read it."""
+    """Loads the tokenizer of the model in the directory `path`. Returns None if only transformers can load it."""
     from tokenizers import Tokenizer
 
     if not (path / "tokenizer.json").is_file():
@@ -54,7 +56,7 @@ def light_tokenizer(path: Path, *, chat: Literal["auto", "off"]) -> LightTokeniz
     settings = _settings(path)
     source = _template(path, settings)
     if source is not None and not isinstance(source, str):
-        return None  # several templates by name: transformers chooses
+        return None  # several named templates: transformers has the rules for choosing one
     core = Tokenizer.from_file(str(path / "tokenizer.json"))
     core.no_truncation()
     core.no_padding()
@@ -64,7 +66,7 @@ def light_tokenizer(path: Path, *, chat: Literal["auto", "off"]) -> LightTokeniz
     try:
         tokenizer = LightTokenizer(core, template=_compiled(source), names=names)
         tokenizer.apply_chat_template([[{"role": "user", "content": "x"}]])
-    except Exception:  # a template that needs more than it gets here is for transformers to render
+    except Exception:  # only transformers can render a template that needs more than these names
         return None
     return tokenizer
 
@@ -85,7 +87,8 @@ def _text(token: Any) -> str:
 
 
 def _compiled(source: str) -> Any:
-    """As transformers compiles templates: they are foreign code, hence the sandbox."""
+    """Compiles a chat template as transformers does. It is foreign code, so it runs in a sandbox."""
+
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(

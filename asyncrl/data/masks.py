@@ -1,4 +1,4 @@
-"""Which tokens of a batch are trained."""
+"""Tells which tokens of a batch are trained."""
 
 import torch
 
@@ -6,8 +6,8 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 
 
 def trained_mask(batch: BatchedDataDict) -> torch.Tensor:
-    """Tokens that are trained, bool [B, S]: rows times tokens, by `token_mask` [B, S] and `sample_mask` [B]. The first
-    token of a row has no prefix and is never trained."""
+    """Returns the tokens that are trained, bool [B, S] (B rows, S tokens): those with a positive `token_mask` [B, S] in
+    rows with a positive `sample_mask` [B]. The first token of a row has no prefix and is never trained."""
     mask_BS: torch.Tensor = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) > 0
     mask_BS[:, 0] = False
     return mask_BS

@@ -1,18 +1,18 @@
-"""Packers: which sequences share a bin of at most `bin_capacity` tokens. Pure: lengths in, lists of positions out.
+"""Packers decide which sequences share a bin of at most `bin_capacity` tokens. They are pure functions from lengths to
+lists of positions.
 
-Whatever the algorithm: every sequence is in exactly one bin, no bin is over its capacity or empty, and the same lengths
-give the same bins, on every rank and in every process. A count that must be higher (`min_bin_count`,
-`bin_count_multiple`) is reached by cutting the heaviest bins in two, never by empty bins: a rank that gets nothing to
-do would wait in a collective.
+Every algorithm guarantees: each sequence is in exactly one bin, and no bin is empty or over its capacity. Equal lengths
+give equal bins, on every rank and in every process. If `min_bin_count` or `bin_count_multiple` need more bins, the
+heaviest bins are cut in two. Empty bins are never added, because a rank without work would wait in a collective.
 
-| algorithm | rule | bins, n → ∞ |
-|---|---|---|
-| concatenative | next fit: in the order given, a new bin when the last one is full | ≤ 2 · OPT |
-| first_fit_shuffle | first bin with room, in a shuffled order: lengths are mixed within bins | ≤ 1.7 · OPT |
-| first_fit_decreasing | first bin with room, longest first | ≤ 11/9 · OPT |
-| modified_first_fit_decreasing | the room beside large sequences first goes to what fills it best | ≤ 71/60 · OPT |
+| algorithm | rule | bins, n → ∞ | |---|---|---| | concatenative | next fit: in the given order; opens a new bin when
+the last one is full | ≤ 2 · OPT | | first_fit_shuffle | first bin with room, in a shuffled order, so that lengths are
+mixed within bins | ≤ 1.7 · OPT | | first_fit_decreasing | first bin with room, longest sequence first | ≤ 11/9 · OPT |
+| modified_first_fit_decreasing | bins of large sequences are first filled with the sequences that fit best | ≤ 71/60 ·
+OPT |
 
-Bounds: Johnson et al. 1974, SIAM J. Comput. 3(4); Johnson & Garey 1985, "A 71/60 theorem for bin packing".
+OPT is the smallest possible number of bins. Bounds: Johnson et al. 1974, SIAM J. Comput. 3(4); Johnson & Garey 1985, "A
+71/60 theorem for bin packing".
 """
 
 import random
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 Bins = list[list[int]]
-"""Positions of sequences, bin by bin."""
+"""The positions of the sequences in each bin."""
 
 
 class PackingAlgorithm(StrEnum):
-    """The rules there are."""
+    """The available algorithms."""
 
     CONCATENATIVE = "concatenative"
     FIRST_FIT_DECREASING = "first_fit_decreasing"
@@ -36,29 +36,29 @@ class PackingAlgorithm(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class PackingMetrics:
-    """What a packer did, summed over its `pack` calls."""
+    """Counts of a packer, summed over its `pack` calls."""
 
     calls: int = 0
     sequences: int = 0
     tokens: int = 0
     bins: int = 0
     bins_added: int = 0
-    """Bins beyond those that the lengths need: the price of `min_bin_count` and `bin_count_multiple`."""
+    """Bins beyond those that the lengths need, added for `min_bin_count` and `bin_count_multiple`."""
     capacity_tokens: int = 0
 
     @property
     def efficiency(self) -> float:
-        """Share of the bins' capacity that is tokens; 1.0 before anything was packed."""
+        """Share of the bins' capacity that is filled with tokens; 1.0 before the first call."""
         return self.tokens / self.capacity_tokens if self.capacity_tokens else 1.0
 
     @property
     def waste_tokens(self) -> int:
-        """Capacity that stayed empty."""
+        """Tokens of capacity that stayed empty."""
         return self.capacity_tokens - self.tokens
 
 
 class SequencePacker:
-    """Packs lengths by one algorithm; made by `get_packer`. `metrics` is None unless they are collected."""
+    """Packs lengths by one algorithm. Create it with `get_packer`. `metrics` is None unless they are collected."""
 
     def __init__(
         self,
@@ -76,15 +76,16 @@ class SequencePacker:
         self.metrics = PackingMetrics() if collect_metrics else None
 
     def pack(self, sequence_lengths: Iterable[int]) -> Bins:
-        """Bins of positions in `sequence_lengths` (tokens).
+        """Returns bins of positions in `sequence_lengths` (tokens).
 
-        ValueError for a sequence that is longer than a bin or shorter than nothing, and for fewer sequences than bins.
+        Raises ValueError for a sequence that is longer than a bin or has a negative length, and when there are fewer
+        sequences than required bins.
         """
         lengths = [int(length) for length in sequence_lengths]
         for i, length in enumerate(lengths):
             if not 0 <= length <= self._bin_capacity:
                 raise ValueError(
-                    f"sequence {i} has {length} tokens, a bin holds 0 to {self._bin_capacity}: raise bin_capacity "
+                    f"sequence {i} has {length} tokens, but a bin holds 0 to {self._bin_capacity}; raise bin_capacity "
                     "(max_tokens_per_microbatch), or cut the sequence"
                 )
         bins = self._place(lengths, self._bin_capacity)
@@ -93,7 +94,8 @@ class SequencePacker:
         if count > len(lengths):
             raise ValueError(
                 f"{len(lengths)} sequences cannot fill {count} bins ({needed} by length; min_bin_count "
-                f"{self._min_bin_count}, bin_count_multiple {self._bin_count_multiple}): an empty bin is no micro-batch"
+                f"{self._min_bin_count}, bin_count_multiple {self._bin_count_multiple}), and a micro-batch must not be "
+                "empty; pack more sequences at a time"
             )
         while len(bins) < count:
             _cut_heaviest(bins, lengths)
@@ -116,10 +118,10 @@ def get_packer(
     *,
     seed: int = 0,
 ) -> SequencePacker:
-    """The packer named `algorithm` (any case) with bins of `bin_capacity` tokens.
+    """Returns the packer named `algorithm` (upper or lower case) with bins of `bin_capacity` tokens.
 
-    `seed` decides the order of `first_fit_shuffle`: every `pack` starts from it anew, so that equal lengths always give
-    equal bins. ValueError for an unknown name or a bin argument below its least value.
+    `seed` determines the order of `first_fit_shuffle`. Every `pack` starts from the same seed, so that equal lengths
+    always give equal bins. Raises ValueError for an unknown name, and for a bin argument below its minimum.
 
     >>> get_packer("concatenative", 10).pack([4, 5, 6])
     [[0, 1], [2]]
@@ -132,10 +134,10 @@ def get_packer(
         ("bin_count_multiple", bin_count_multiple, 1),
     ):
         if value is not None and value < least:
-            raise ValueError(f"{name} is {value}, it must be at least {least}")
+            raise ValueError(f"{name} is {value}, but must be at least {least}")
     names = [known.value for known in PackingAlgorithm]
     if algorithm.lower() not in names:
-        raise ValueError(f"unknown packing algorithm {algorithm!r}; there are {', '.join(names)}")
+        raise ValueError(f"unknown packing algorithm {algorithm!r}; use one of {', '.join(names)}")
 
     def shuffled(lengths: Sequence[int], capacity: int) -> Bins:
         order = list(range(len(lengths)))
@@ -162,7 +164,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _cut_heaviest(bins: Bins, lengths: Sequence[int]) -> None:
-    """Cuts the heaviest bin of two or more as evenly as one cut can; the halves stay neighbours, in their order."""
+    """Cuts the heaviest bin with two or more sequences as evenly as possible. The halves stay next to each other."""
     loads = [sum(lengths[i] for i in content) if len(content) > 1 else -1 for content in bins]
     heaviest = max(range(len(bins)), key=loads.__getitem__)
     content = bins[heaviest]
@@ -192,10 +194,10 @@ def _next_fit(lengths: Sequence[int], capacity: int) -> Bins:
 
 
 def _first_fit(order: Iterable[int], lengths: Sequence[int], capacity: int) -> Bins:
-    """Each sequence of `order` to the first bin with room, in O(log n).
+    """Puts each sequence of `order` into the first bin with room, in O(log n).
 
-    Node k of a binary tree has the most room of any bin below it, its children are 2k and 2k + 1, the leaves are the
-    bins. A bin that is not open yet is one with all of its room.
+    A binary tree finds the bin: node k stores the largest room of the bins below it, its children are 2k and 2k + 1,
+    and its leaves are the bins. A bin that is not open yet has its whole capacity as room.
     """
     leaves = 1 << max(0, len(lengths) - 1).bit_length()
     most_room = [capacity] * (2 * leaves)
@@ -221,7 +223,7 @@ def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
 
 
 def _modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """Johnson & Garey's five phases; large, medium, small: over 1/2, 1/3, 1/6 of a bin."""
+    """Johnson & Garey's five phases. Large, medium and small mean longer than 1/2, 1/3 and 1/6 of a bin."""
     large = [i for i in _longest_first(lengths) if 2 * lengths[i] > capacity]
     rest = sorted((length, i) for i, length in enumerate(lengths) if 2 * length <= capacity)
     medium = [item for item in rest if 3 * item[0] > capacity]
@@ -247,11 +249,11 @@ def _modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bin
     for b in range(len(bins)):
         while left and left[0][0] <= rooms[b]:
             move(left, _largest_that_fits(left, rooms[b]), b)
-    # longest first, equal lengths in the order given, as first_fit_decreasing has them
+    # Longest first, and equal lengths in the given order, as in first_fit_decreasing.
     order = [i for _, i in sorted(left, key=lambda item: (-item[0], item[1]))]
     return bins + _first_fit(order, lengths, capacity)
 
 
 def _largest_that_fits(items: list[tuple[int, int]], room: int) -> int:
-    """Place in `items` (ascending) of the longest one that is no longer than `room`; the shortest one must fit."""
+    """Returns the place in `items` (ascending) of the longest item of at most `room`. The shortest item must fit."""
     return bisect_right(items, room, key=lambda item: item[0]) - 1

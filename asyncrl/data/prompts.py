@@ -1,9 +1,9 @@
-"""Prompts: what is asked, in which order, and which of them are held out.
+"""Prompts: reads them, issues them in a shuffled order, and holds some of them out.
 
-A dataset is a sequence of `Task`s. `PromptSource` issues the training part in a shuffled order that the seed alone
-decides, epoch after epoch; held-out tasks are chosen by a hash of the question, so that another draw of the same
-question can never leak into training. A row that cannot be used is refused with its file and number, or skipped and
-counted by reason: never silently.
+A dataset is a sequence of `Task`s. `PromptSource` issues the training tasks epoch after epoch, in an order that only
+the seed determines. Held-out tasks are chosen by a hash of the question, so that another draw of the same question
+never leaks into training. A row that cannot be used is refused with its file and number, or it is skipped and counted
+by reason. It is never skipped silently.
 """
 
 import difflib
@@ -22,17 +22,17 @@ from asyncrl.errors import ConfigError, DatasetError
 OnBadRow = Literal["refuse", "skip"]
 
 MAX_ROW_BYTES = 2**20
-"""Longest line of a dataset file: a longer one is a broken file, not a prompt."""
+"""Longest line of a dataset file. A longer line means a broken file, not a prompt."""
 
 FIRST_ROWS = 100
-"""Rows that are looked at first: when all of them are bad, the dataset has another form, not bad rows."""
+"""Rows that are checked first. If all of them are bad, the dataset has another format, so it is refused."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One question. `prompt` is the text given to the model, `answer` the reference, `metadata` what scoring needs.
+    """One question. `prompt` is the text for the model, `answer` the reference, `metadata` the other data for scoring.
 
-    A dataset leaves `prompt` out: `data.prompt_template` makes it from the question and the metadata. `row` is the
-    task's number in its dataset, from 1, for errors to name. 0: the task comes from no dataset.
+    A dataset leaves `prompt` empty: `data.prompt_template` makes it from question and metadata. `row` is the task's
+    number in its dataset, from 1, which errors name. It is 0 for a task that is not from a dataset.
     """
 
     question: str
@@ -43,7 +43,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a `PromptSource` stands: `position` prompts of `epoch` have been issued from the dataset `fingerprint`."""
+    """The state of a `PromptSource`: it has issued `position` prompts of `epoch` from the dataset `fingerprint`."""
 
     epoch: int
     position: int
@@ -51,7 +51,7 @@ class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadRow(Exception):
-    """A row that cannot be a task, with a `reason` to count it by."""
+    """A row that cannot become a task. Rows are counted by `reason`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -64,27 +64,30 @@ Row = Task | Mapping[str, Any] | BadRow
 def read_jsonl(
     path: Path, *, on_bad_row: OnBadRow = "refuse", max_row_bytes: int = MAX_ROW_BYTES, first: int | None = None
 ) -> tuple[list[Task], Counter[str]]:
-    """Tasks of a file with one object a line, and how many rows were skipped, by reason.
+    """Reads the tasks of a file with one JSON object a line. Returns them, and the number of skipped rows by reason.
 
-    Besides what `read_rows` calls bad, rows are bad that are `too_large`, `bad_json` (also: bad UTF-8) or `duplicate`
-    (a prompt seen before). `first` limits the reading to so many rows. DatasetError names the file and the row, from 1.
+    In addition to the bad rows of `read_rows`, a row is bad if it is `too_large`, `bad_json` (also for bad UTF-8) or
+    `duplicate` (its prompt occurred before). `first` limits how many rows are read. Raises DatasetError, which names
+    the file and the row (from 1).
     """
     try:
         file = path.open("rb")
     except OSError as error:
-        raise DatasetError(f"{path}: cannot be read ({error.strerror}); set data.path") from error
+        raise DatasetError(
+            f"{path}: the dataset file cannot be read ({error.strerror}); set data.path to a file that exists"
+        ) from error
     with file:
         rows = _lines(file, max_row_bytes=max_row_bytes)
         return read_rows(islice(rows, first), source=str(path), on_bad_row=on_bad_row)
 
 
 def read_rows(rows: Iterable[Row], *, source: str, on_bad_row: OnBadRow) -> tuple[list[Task], Counter[str]]:
-    """Tasks of rows, which are tasks or have the texts `prompt` and `answer` (their other keys become metadata); and
-    how many rows were skipped, by reason.
+    """Converts rows to tasks. Returns them, and the number of skipped rows by reason. A row is a task, or an object
+    with the texts `prompt` and `answer`; its other keys become metadata.
 
-    Bad are rows that are `blank`, `not_an_object`, `missing_key`, `wrong_type` or `messages`. DatasetError names
-    `source` and the row, from 1. A dataset whose first `FIRST_ROWS` rows are all bad is refused whatever `on_bad_row`
-    says: to skip such rows is to skip them all.
+    A row is bad if it is `blank`, `not_an_object`, `missing_key`, `wrong_type` or `messages`. Raises DatasetError,
+    which names `source` and the row (from 1). A dataset whose first `FIRST_ROWS` rows are all bad is refused even if
+    `on_bad_row` is `skip`, because it has another format and all rows would be skipped.
     """
     tasks: list[Task] = []
     skipped: Counter[str] = Counter()
@@ -100,7 +103,7 @@ def read_rows(rows: Iterable[Row], *, source: str, on_bad_row: OnBadRow) -> tupl
             tasks.append(found)
         elif on_bad_row == "refuse":
             raise DatasetError(
-                f"{source}, row {number}: {found}; fix it, or set data.on_bad_row: skip ({found.reason})"
+                f"{source}, row {number}: {found}; correct the row, or set data.on_bad_row: skip ({found.reason})"
             )
         else:
             skipped[found.reason] += 1
@@ -108,7 +111,7 @@ def read_rows(rows: Iterable[Row], *, source: str, on_bad_row: OnBadRow) -> tupl
 
 
 def _task(row: Row, *, number: int) -> Task | BadRow:
-    """The task of a row, or why there is none."""
+    """Returns the task of a row, or the BadRow that says why there is none."""
     try:
         match row:
             case BadRow():
@@ -128,10 +131,10 @@ def _task(row: Row, *, number: int) -> Task | BadRow:
 
 def _task_of(row: Mapping[str, Any], *, number: int) -> Task:
     if "messages" in row and "prompt" not in row:
-        raise BadRow("messages", f"has 'messages' in the place of 'prompt': {_ONE_TURN}")
+        raise BadRow("messages", f"has 'messages' instead of 'prompt': {_ONE_TURN}")
     for key in ("prompt", "answer"):
         if key not in row:
-            raise BadRow("missing_key", f"has no key {key!r}, only {sorted(map(str, row))[:8]}")
+            raise BadRow("missing_key", f"has no key {key!r}, but only {sorted(map(str, row))[:8]}")
         _check_text(row[key], name=key)
     if not row["prompt"].strip():
         raise BadRow("blank", "has a blank prompt")
@@ -145,8 +148,8 @@ _ONE_TURN = (
     "applied to it (data.chat: auto)"
 )
 _RENAME = (
-    ". Rows need the texts 'prompt' and 'answer': rename the keys in the dataset, or name a function of your own in "
-    "data.dataset that yields {'prompt': …, 'answer': …} for each row"
+    ". Rows need the texts 'prompt' and 'answer': rename the keys in the dataset, or set data.dataset to your own "
+    "function, which yields {'prompt': …, 'answer': …} for each row"
 )
 
 
@@ -187,7 +190,7 @@ def _lines(file: BinaryIO, *, max_row_bytes: int) -> Iterator[Mapping[str, Any] 
             yield bad
             rest = line
             while not rest.endswith(b"\n") and (rest := file.readline(max_row_bytes)):
-                pass  # the rest of a row that is too large, in pieces: it may not fit into memory
+                pass  # reads the rest of a row that is too large, in pieces, because it may not fit into memory
 
 
 def _decoded(line: bytes, *, max_row_bytes: int) -> dict[str, Any]:
@@ -205,10 +208,10 @@ def _decoded(line: bytes, *, max_row_bytes: int) -> dict[str, Any]:
 
 
 def format_prompt(template: str, task: Task) -> str:
-    """The text given to the model: `template` with `{question}` and the task's scalar metadata filled in.
+    """Returns the text for the model: `template` with `{question}` and the task's scalar metadata filled in.
 
-    Only plain fields, no attributes or indices: metadata may come from a file that nobody has read. ConfigError for a
-    malformed template or a field that the task does not have.
+    Only plain fields are allowed, no attributes or indices, because the metadata may come from an untrusted file.
+    Raises ConfigError for a malformed template, and for a field that the task does not have.
     """
     fields: dict[str, Any] = {k: v for k, v in task.metadata.items() if isinstance(v, str | int | float | bool)}
     fields["question"] = task.question
@@ -223,7 +226,7 @@ def format_prompt(template: str, task: Task) -> str:
             hint = f"did you mean {{{close[0]}}}? " if close else ""
             there = ", ".join(f"{{{field}}}" for field in sorted(fields))
             raise ConfigError(
-                f"{key}: {template!r}, which this config sets, uses {{{name}}}, which a task lacks; {hint}there are "
+                f"{key}: {template!r}, which this config sets, uses {{{name}}}, which a task lacks; {hint}a task has "
                 f"{there} ({{question}} is the `prompt` of a JSONL row); change the template",
                 key=key,
             )
@@ -234,15 +237,15 @@ def format_prompt(template: str, task: Task) -> str:
 
 
 def apply_template(template: str, tasks: Sequence[Task]) -> list[Task]:
-    """The same tasks with their prompts made by `format_prompt`."""
+    """Returns the same tasks, with their prompts made by `format_prompt`."""
     return [msgspec.structs.replace(task, prompt=format_prompt(template, task)) for task in tasks]
 
 
 def split(tasks: Sequence[Task], heldout_fraction: float) -> tuple[list[Task], list[Task]]:
-    """(training, held-out) tasks, each question once (its first task), in the order given.
+    """Splits tasks into (training, held-out) tasks, in the given order. Only the first task of each question is used.
 
-    A question's side depends on nothing but its text, so that every seed and every draw agree on what is held out.
-    A training task whose prompt is also a held-out one's (a template may tell two questions alike) is left out.
+    Whether a question is held out depends only on its text, so that every seed and every draw make the same choice. A
+    training task is left out if a held-out task has the same prompt: a template may turn two questions into one prompt.
     """
     threshold = round(heldout_fraction * 2**64)
     first_of: dict[str, Task] = {}
@@ -258,14 +261,14 @@ def split(tasks: Sequence[Task], heldout_fraction: float) -> tuple[list[Task], l
 
 
 class PromptSource:
-    """Issues `tasks` epoch after epoch, each exactly once an epoch, in an order that the seed alone decides.
+    """Issues each of `tasks` once an epoch, in an order that only the seed determines.
 
     >>> source = PromptSource(tasks, seed=0, shuffle=True, epochs=None)
     >>> source.next()                       # a Task, or None after `epochs` epochs
-    >>> cursor = source.state()             # into a checkpoint
-    >>> PromptSource(tasks, seed=0, shuffle=True, epochs=None).restore(cursor)   # goes on with the next task
+    >>> cursor = source.state()             # goes into a checkpoint
+    >>> PromptSource(tasks, seed=0, shuffle=True, epochs=None).restore(cursor)   # continues with the next task
 
-    Holds nothing but the list and a cursor: an epoch's order is a keyed permutation that is evaluated point by point.
+    It stores only the list and a cursor. An epoch's order is a keyed permutation, computed for one position at a time.
     """
 
     def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool = True, epochs: int | None = None) -> None:
@@ -280,7 +283,7 @@ class PromptSource:
         self._position = 0
 
     def next(self) -> Task | None:
-        """The next task, or None when all epochs are over."""
+        """Returns the next task, or None when all epochs are over."""
         if self._epochs is not None and self._epoch >= self._epochs:
             return None
         index = self._position
@@ -292,23 +295,27 @@ class PromptSource:
         return self._tasks[index]
 
     def state(self) -> PromptCursor:
-        """What `restore` needs to go on after the last task that was issued."""
+        """Returns the cursor from which `restore` continues after the last issued task."""
         return PromptCursor(epoch=self._epoch, position=self._position, fingerprint=self._fingerprint)
 
     def restore(self, cursor: PromptCursor) -> None:
-        """Go on from `cursor`. DatasetError when it is another dataset's: its position would mean other prompts."""
+        """Continues from `cursor`. Raises DatasetError for the cursor of another dataset, whose positions mean other
+        prompts."""
         if cursor.fingerprint != self._fingerprint:
             raise DatasetError(
-                f"the checkpoint's prompts ({cursor.fingerprint}) are not this dataset ({self._fingerprint}): restore "
-                "the data, data.* and environment.* that the run began with, or start a new run"
+                f"the checkpoint's prompts ({cursor.fingerprint}) are not those of this dataset ({self._fingerprint}); "
+                "restore the data and the settings data.* and environment.* of the run's start, or start a new run"
             )
         if cursor.epoch < 0 or not 0 <= cursor.position < len(self._tasks):
-            raise DatasetError(f"cursor {cursor} is outside of a dataset of {len(self._tasks)} prompts")
+            raise DatasetError(
+                f"cursor {cursor} is outside of a dataset of {len(self._tasks)} prompts; use the data that the run "
+                "started with"
+            )
         self._epoch, self._position = cursor.epoch, cursor.position
 
 
 def fingerprint(tasks: Sequence[Task]) -> str:
-    """Hash of prompts and answers in their order: equal for equal datasets."""
+    """Returns a hash of prompts and answers in their order. Equal datasets have equal hashes."""
     digest = xxhash.xxh3_64()
     for task in tasks:
         for text in (task.prompt, task.answer):
@@ -318,11 +325,11 @@ def fingerprint(tasks: Sequence[Task]) -> str:
 
 
 def _permuted(index: int, *, size: int, key: str) -> int:
-    """Image of `index` under a permutation of range(size) that `key` decides, in O(1) time and memory.
+    """Returns the image of `index` under a permutation of range(size) that `key` determines, in O(1) time and memory.
 
-    A four-round Feistel network over the smallest even number of bits that holds `size` is a bijection; values
-    beyond `size` are mapped again until they fall inside (Black & Rogaway 2002, "Ciphers with Arbitrary Finite
-    Domains", cycle walking).
+    A four-round Feistel network is a bijection on the smallest even number of bits that holds `size`. A value beyond
+    `size` is mapped again until it falls inside (cycle walking; Black & Rogaway 2002, "Ciphers with Arbitrary Finite
+    Domains").
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1

@@ -1,16 +1,17 @@
-"""Which rows go to which rank, and where its micro-batches are cut. Pure: numbers of rows and lengths in, indices out.
+"""Decides which rows go to which rank, and where a rank's micro-batches are cut. The functions are pure: they take
+numbers of rows and lengths, and return indices.
 
-A batch is cut into chunks of `batch_size` rows (one optimizer step each), a chunk into `shards` parts; a shard is its
-parts of all chunks, chunk after chunk. Whatever the mode:
+A batch is cut into chunks of `batch_size` rows, one optimizer step each. A chunk is cut into `shards` parts. A shard
+consists of its parts of all chunks, chunk after chunk. In every mode:
 
-- every row is in exactly one shard, and never leaves its chunk;
-- the rows of all shards, concatenated, are `caller_rows(plans)`: what `BatchedDataDict.reorder_data` takes to restore
-  the caller's order;
-- with micro-batches, every shard has the same number of them in a chunk, because their collectives must line up, and
-  none is over `max_tokens_per_microbatch`.
+- Every row is in exactly one shard, and stays in its chunk.
+- `caller_rows(plans)` lists the rows of all concatenated shards. `BatchedDataDict.reorder_data` takes it to restore the
+  caller's order.
+- With micro-batches, every shard has the same number of them in a chunk, because ranks must call their collectives
+  equally often. No micro-batch has more than `max_tokens_per_microbatch` tokens.
 
-Batches of tensors (`BatchedDataDict.shard_by_batch_size`) and batches that are only named (the data plane) are cut by
-the same functions. Arguments that contradict the batch are AssertionErrors with the numbers.
+The same functions cut batches of tensors (`BatchedDataDict.shard_by_batch_size`) and batches that are only references
+(the data plane). Arguments that do not fit the batch raise AssertionError with the numbers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,10 +23,11 @@ from asyncrl.data.packing import get_packer
 
 
 class DynamicBatchingArgs(TypedDict):
-    """Micro-batches of rows alike in length, padded to the longest.
+    """Micro-batches of rows with similar lengths, padded to the longest row.
 
-    `sequence_length_round`: that width is rounded up to a multiple of it, so that few different shapes occur.
-    `input_key` names the column [B, S] whose width caps it, `input_lengths_key` the column [B] of lengths.
+    Their width is rounded up to a multiple of `sequence_length_round`, so that few different shapes occur. `input_key`
+    names the column [B, S] whose width limits it. `input_lengths_key` names the column [B] of lengths (B rows, S
+    tokens).
     """
 
     max_tokens_per_microbatch: int
@@ -35,9 +37,10 @@ class DynamicBatchingArgs(TypedDict):
 
 
 class SequencePackingArgs(TypedDict):
-    """Micro-batches of rows that are laid end to end, without padding between them.
+    """Micro-batches whose rows are concatenated without padding between them.
 
-    `algorithm`: one of `asyncrl.data.packing`. `sequence_length_pad_multiple`: each row takes a multiple of it.
+    `algorithm` is one of `asyncrl.data.packing`. Each row is rounded up to a multiple of `sequence_length_pad_multiple`
+    tokens.
     """
 
     max_tokens_per_microbatch: int
@@ -49,11 +52,13 @@ class SequencePackingArgs(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """One shard. `rows`: the caller's row numbers in the shard's order; the rest has an entry a chunk.
+    """One shard. `rows` are the caller's row numbers in the shard's order. The other lists have an entry for each
+    chunk.
 
-    `micro_batch_indices[c]`: [start, end) of each micro-batch, counted from the first row of chunk c in this shard.
-    `micro_batch_lengths[c]`: tokens of each: the width its rows are cut to, or all tokens of a packed bin.
-    Both are None for a plain cut.
+    `rows_per_chunk[c]`: the shard's rows of chunk c.
+    `micro_batch_indices[c]`: [start, end) of each micro-batch, counted from the shard's first row of chunk c.
+    `micro_batch_lengths[c]`: tokens of each micro-batch: the width to which its rows are cut, or all tokens of a bin.
+    The last two are None for shards without micro-batches.
     """
 
     rows: list[int]
@@ -63,23 +68,26 @@ class ShardPlan:
 
 
 def require(condition: bool, message: str) -> None:
-    """AssertionError unless `condition`. No assert statement: python -O would let a caller's mistake through."""
+    """Raises AssertionError unless `condition`. `assert` is not used, because python -O would skip the check."""
     if not condition:
         raise AssertionError(message)
 
 
 def check_modes(*, batch_size: int | None, allow_uneven_shards: bool, dynamic: bool, packed: bool) -> None:
-    """AssertionError for modes that exclude each other."""
+    """Raises AssertionError for modes that exclude each other."""
     require(not (dynamic and packed), "dynamic_batching_args and sequence_packing_args cannot be passed together")
-    require(batch_size is None or not allow_uneven_shards, f"uneven shards are of all rows, batch_size is {batch_size}")
+    require(
+        batch_size is None or not allow_uneven_shards,
+        f"uneven shards need all rows in one chunk, but batch_size is {batch_size}; omit one of the two",
+    )
     require(
         not (dynamic and allow_uneven_shards),
-        "uneven shards and dynamic batching cannot be had together: ranks would have unlike micro-batches",
+        "uneven shards and dynamic batching exclude each other: ranks would have different numbers of micro-batches",
     )
 
 
 def plan_even(total_rows: int, *, shards: int, batch_size: int | None = None) -> list[ShardPlan]:
-    """Equal contiguous parts of every chunk."""
+    """Cuts every chunk into equal contiguous parts."""
     chunks = _chunks(total_rows, shards=shards, batch_size=batch_size, even=True)
     plans = []
     for shard in range(shards):
@@ -89,7 +97,7 @@ def plan_even(total_rows: int, *, shards: int, batch_size: int | None = None) ->
 
 
 def plan_uneven(total_rows: int, *, shards: int) -> list[ShardPlan]:
-    """⌈rows / shards⌉ contiguous rows a shard; later shards may be short or empty."""
+    """Gives each shard ⌈rows / shards⌉ contiguous rows. The last shards may have fewer or none."""
     (chunk,) = _chunks(total_rows, shards=shards, batch_size=None, even=False)
     size = -(-total_rows // shards)
     parts = [list(chunk[shard * size : (shard + 1) * size]) for shard in range(shards)]
@@ -104,17 +112,18 @@ def plan_dynamic(
     batch_size: int | None = None,
     width: int | None = None,
 ) -> list[ShardPlan]:
-    """Rows of a chunk by length, shortest first, dealt in turn; the same micro-batch boundaries on every shard.
+    """Sorts the rows of a chunk by length, shortest first, and deals them to the shards in turn. All shards cut their
+    micro-batches at the same places.
 
-    A micro-batch is closed when rows × width would exceed the limit. Its width is that of its longest row on any shard,
-    rounded up, at most `width` (of the padded input, if it is known).
+    A micro-batch is closed when rows × width would exceed the limit. Its width is the length of its longest row on any
+    shard, rounded up, and at most `width` (of the padded input, if given).
     """
     limit, multiple = args["max_tokens_per_microbatch"], args["sequence_length_round"]
     _check_multiple("sequence_length_round", multiple)
     parts: list[list[_Part]] = []
     for chunk in _chunks(len(lengths), shards=shards, batch_size=batch_size, even=True):
         order = sorted(chunk, key=lambda row: lengths[row])
-        # in ascending order the last of each deal is its longest
+        # Lengths ascend, so the last row of each deal is the longest.
         widths = [_padded(max(1, lengths[row]), multiple=multiple, cap=width) for row in order[shards - 1 :: shards]]
         micro_batches = _close_micro_batches(widths, limit=limit)
         parts.append([_Part(rows=order[shard::shards], micro_batches=micro_batches) for shard in range(shards)])
@@ -129,10 +138,10 @@ def plan_packed(
     batch_size: int | None = None,
     allow_uneven_shards: bool = False,
 ) -> list[ShardPlan]:
-    """Each chunk packed into bins, a multiple of `shards`; bin b is a micro-batch of shard b % shards.
+    """Packs each chunk into bins, whose number is a multiple of `shards`. Bin b is a micro-batch of shard b % shards.
 
-    Shards have equally many bins and unequally many rows. `allow_uneven_shards`: the rows of a batch need not be a
-    multiple of `shards`. ValueError for a row over the limit, and for fewer rows than bins.
+    All shards have the same number of bins but different numbers of rows. With `allow_uneven_shards` the number of rows
+    need not be a multiple of `shards`. Raises ValueError for a row over the limit, and for fewer rows than bins.
     """
     multiple = args["sequence_length_pad_multiple"]
     _check_multiple("sequence_length_pad_multiple", multiple)
@@ -158,7 +167,7 @@ def plan_packed(
 
 
 def caller_rows(plans: Iterable[ShardPlan]) -> list[int]:
-    """The caller's row number of every row of the concatenated shards.
+    """Returns the caller's row number of each row of the concatenated shards.
 
     >>> caller_rows(plan_even(4, shards=2, batch_size=2))
     [0, 2, 1, 3]
@@ -168,8 +177,8 @@ def caller_rows(plans: Iterable[ShardPlan]) -> list[int]:
 
 def _chunks(total_rows: int, *, shards: int, batch_size: int | None, even: bool) -> list[range]:
     size = total_rows if batch_size is None else batch_size
-    require(shards > 0, f"shards is {shards}, it must be at least 1")
-    require(batch_size is None or batch_size > 0, f"batch_size is {batch_size}, it must be at least 1")
+    require(shards > 0, f"shards is {shards}, but must be at least 1")
+    require(batch_size is None or batch_size > 0, f"batch_size is {batch_size}, but must be at least 1")
     require(
         batch_size is None or total_rows % batch_size == 0,
         f"Total batch size ({total_rows}) is not a multiple of batch_size ({batch_size})",
@@ -181,12 +190,13 @@ def _chunks(total_rows: int, *, shards: int, batch_size: int | None, even: bool)
 
 
 def _close_micro_batches(widths: Sequence[int], *, limit: int) -> list[tuple[int, int]]:
-    """(rows, width) of micro-batches of ascending `widths`, none of more than `limit` tokens."""
+    """Returns (rows, width) of micro-batches of ascending `widths`. None of them has more than `limit` tokens."""
     micro_batches: list[tuple[int, int]] = []
     for width in widths:
         require(
             width <= limit,
-            f"a row of {width} tokens (sequence_length_round) is over max_tokens_per_microbatch ({limit})",
+            f"a row of {width} tokens (after sequence_length_round) is over max_tokens_per_microbatch ({limit}); "
+            "raise that limit, or cut the row",
         )
         if micro_batches and (micro_batches[-1][0] + 1) * width <= limit:
             micro_batches[-1] = (micro_batches[-1][0] + 1, width)
@@ -197,14 +207,14 @@ def _close_micro_batches(widths: Sequence[int], *, limit: int) -> list[tuple[int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What one shard has of one chunk; `micro_batches`: (rows, tokens) of each, in order."""
+    """One shard's part of one chunk. `micro_batches` has (rows, tokens) of each micro-batch, in order."""
 
     rows: list[int]
     micro_batches: list[tuple[int, int]]
 
 
 def _plans(parts: list[list[_Part]], *, shards: int) -> list[ShardPlan]:
-    """The plans of `parts`, by [chunk][shard]."""
+    """Builds the shards' plans from `parts[chunk][shard]`."""
     plans = []
     for shard in range(shards):
         mine = [chunk[shard] for chunk in parts]
@@ -225,7 +235,7 @@ def _plans(parts: list[list[_Part]], *, shards: int) -> list[ShardPlan]:
 
 def _check_multiple(name: str, value: int) -> None:
     if value < 1:
-        raise ValueError(f"{name} is {value}, it must be at least 1")
+        raise ValueError(f"{name} is {value}, but must be at least 1")
 
 
 def _padded(length: int, *, multiple: int, cap: int | None = None) -> int:

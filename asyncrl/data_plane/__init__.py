@@ -1,7 +1,7 @@
-"""Bulk tensors by name, whatever carries them.
+"""Stores and moves bulk tensors by name, with interchangeable backends.
 
-The names of the interface are loaded when they are asked for: they need torch, and the actors that keep rows and books
-must not.
+The names of the interface are imported on first use, because they need torch: the actors that keep rows and the index
+of rows must not import torch.
 """
 
 from importlib import import_module

@@ -1,5 +1,5 @@
-"""Waiting for a Ray call: always with a deadline, and a cancelled wait cancels the call; and what to say when Ray has
-no room for an actor."""
+"""Waits for Ray calls, always with a deadline. Cancelling a wait cancels the call. Also describes the resources of a
+cluster in which Ray cannot place an actor."""
 
 import asyncio
 import time
@@ -13,10 +13,10 @@ from asyncrl.errors import ActorGone, AsyncRLError, CallTimeout
 
 
 async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:
-    """Result of an actor call.
+    """Waits for the result of an actor call.
 
-    Raises asyncrl's own errors as themselves, ActorGone when the actor is dead, CallTimeout past the deadline;
-    after a timeout or a cancellation the actor is asked to cancel the call.
+    Raises asyncrl's own errors unchanged, ActorGone when the actor is dead, and CallTimeout after the deadline. After
+    a timeout or a cancellation it asks the actor to cancel the call.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -32,13 +32,13 @@ async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:
             raise error.cause from error
         raise
     except RayActorError as error:
-        raise ActorGone(f"{what}: the process behind it is gone ({error})") from error
+        raise ActorGone(f"{what}: the actor's process has ended ({error})") from error
 
 
 def answer(ref: Any, *, timeout_s: float, what: str) -> Any:
-    """Result of an actor call for a caller that blocks.
+    """Waits for the result of an actor call and blocks the thread.
 
-    Like `finished`; also the KeyError, ValueError and TypeError of a data-plane call come as themselves.
+    Works like `finished`. It also raises KeyError, ValueError and TypeError of a data-plane call unchanged.
     """
     try:
         return ray.get(ref, timeout=timeout_s)
@@ -50,13 +50,13 @@ def answer(ref: Any, *, timeout_s: float, what: str) -> Any:
             raise error.cause from error
         raise
     except RayActorError as error:
-        raise ActorGone(f"{what}: the process behind it is gone ({error})") from error
+        raise ActorGone(f"{what}: the actor's process has ended ({error})") from error
 
 
 def answers(refs: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
-    """Results of several calls, in their order, for a caller that blocks.
+    """Waits for the results of several calls and blocks the thread. Returns them in the order of `refs`.
 
-    The first failure is raised as `answer` does, as soon as it is known; the other calls go on.
+    The first failure is raised as soon as it is known, as by `answer`. The other calls continue.
     """
     deadline_s, waiting, results = time.monotonic() + timeout_s, list(refs), {}
     while waiting:
@@ -71,8 +71,8 @@ def answers(refs: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
 
 
 def room(resources: Iterable[str], *, node_labels: Mapping[str, str], section: str) -> str:
-    """The end of a sentence about what Ray could not place: the labels that `section` of the config asks for, and what
-    the cluster has."""
+    """Returns the end of an error about actors that Ray could not place: the node labels that `section` of the config
+    requires, and the total and free resources of the cluster."""
     total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     labels = ", ".join(f"{name}={value}" for name, value in node_labels.items())

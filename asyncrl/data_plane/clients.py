@@ -1,7 +1,8 @@
-"""The data plane that the config names, and finished groups' way into and out of it.
+"""Opens the data plane that the config names, and moves the rows of finished groups into and out of it.
 
-The training partition holds the rows of all steps to come: a sample is `<group>.<attempt>_g<i>`, so that a zombie's
-late put can never overwrite a winner's rows. Nothing here imports torch before rows are at hand.
+The training partition holds the rows of all future steps. A sample's id is `<group>.<attempt>_g<i>`, so that the late
+put of an expired attempt can never overwrite the rows of the attempt that replaced it. The module imports torch only
+when rows are used.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ if TYPE_CHECKING:
     from asyncrl.data_plane.interfaces import DataPlaneClient
 
 TRAIN_PARTITION = "train"
+"""Name of the partition with the rows of all future steps."""
 
 
 def open_client(config: Config) -> DataPlaneClient:
-    """A client of the run; each of its calls of another process ends within `buffer.call_timeout_s`. RunError without
-    a Ray: Ray itself would start one, which listens on every network."""
+    """Opens a client for the run. Each of its calls to another process ends within `buffer.call_timeout_s`. Raises
+    RunError if Ray is not initialized: Ray would then start a cluster of its own, which listens on all networks."""
     import ray
 
     if not ray.is_initialized():
-        raise RunError("there is no Ray for the data plane: ray.init() comes first (docs/own-loop.md)")
+        raise RunError(
+            "cannot open the data plane because Ray is not initialized; call ray.init() first (docs/own-loop.md)"
+        )
     namespace, timeout_s = config.run.name, config.buffer.call_timeout_s
     match config.data_plane.backend:
         case "object_store":
@@ -43,19 +47,22 @@ def open_client(config: Config) -> DataPlaneClient:
 
 
 class GroupRows:
-    """Rows of whole groups for processes with an event loop: each call waits on a thread. Opens its client when it is
-    first needed, so that it can be handed to another process before. RunError and TimeoutError are the client's."""
+    """Stores and drops the rows of whole groups, for processes with an event loop: each call runs in a thread.
+
+    It opens its client on first use, so that it can be sent to another process before. Raises the client's RunError and
+    TimeoutError.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._client: DataPlaneClient | None = None
 
     async def put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
-        """Stores the rows [G, S] of the groups `<group>.<attempt>`, all of them or none."""
+        """Stores the rows [G, S] (G samples, S tokens) of the groups `<group>.<attempt>`: all groups or none."""
         await asyncio.to_thread(self._put, rows_by_key)
 
     async def clear(self, keys: Sequence[str]) -> None:
-        """Drops the rows of these groups; what is not there is cleared already."""
+        """Drops the rows of these groups. Ignores rows that do not exist."""
         ids = [sample for key in keys for sample in samples_of(key, count=self._config.learner.group_size)]
         await asyncio.to_thread(lambda: self._opened().clear_samples(ids, TRAIN_PARTITION))
 
@@ -75,4 +82,4 @@ class GroupRows:
 
 
 _OPENING = threading.Lock()
-"""Of this process: a client is opened once, whichever thread comes first."""
+"""Lock of this process: only one thread opens the client."""

@@ -1,11 +1,12 @@
-"""How columns travel: per-token columns jagged, one value a row otherwise; padding is added where they are read.
+"""Encodes columns for transport: per-token columns without padding, other columns with one value for each row. Padding
+is added again when they are read.
 
-A column of two or more dimensions has tokens on dim 1, as everywhere in asyncrl. Its rows are laid end to end in one
-flat array, without padding; dtype and values come back exactly, padding comes back as the pad value. Flat arrays are
-numpy's, because Ray's object store hands those to readers without a copy; the tensor's dtype is kept beside them for
-the types that numpy lacks (bfloat16).
+A column of two or more dimensions has its tokens on dim 1, as everywhere in asyncrl. Its rows are concatenated into one
+flat array without padding. dtype and values are restored exactly; padding is restored as the pad value. Flat arrays are
+NumPy arrays, because Ray's object store gives those to readers without a copy. The tensor's dtype is stored with them,
+for types that NumPy lacks (bfloat16).
 
-Legend: B rows, S tokens, N tokens of all rows.
+Shape letters: B rows, S tokens, N tokens of all rows.
 """
 
 import sys
@@ -22,19 +23,21 @@ from asyncrl.data.specs import NO_VERSION
 from asyncrl.data_plane.interfaces import LENGTHS_FIELD
 
 PAD_VALUES: Mapping[str, float] = {"weight_versions": NO_VERSION}
-"""Padding of columns in which 0 would mean something."""
+"""Pad values of columns in which 0 is a valid value."""
 
 WireColumn = tuple[npt.NDArray[Any] | list[Any], npt.NDArray[np.int64] | None, str | None]
-"""A `Column` as (values, ends, name of the dtype)."""
+"""A `Column` as (values, ends, name of the dtype), for transport."""
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types, by element size in bytes, that carry the values of dtypes that NumPy lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One field of some rows, encoded.
+    """One encoded field of some rows.
 
-    `values`: [B] or, with `ends`, [N, …]: row i is values[ends[i − 1] : ends[i]]; a list where there is no `dtype`.
+    `values` is [B], or [N, …] if `ends` is given: then row i is values[ends[i − 1] : ends[i]]. It is a list if `dtype`
+    is None.
     """
 
     values: npt.NDArray[Any] | list[Any]
@@ -49,16 +52,16 @@ class Column:
         return self.ends is not None
 
     def tokens(self, row: int, limit: int | None = None) -> int:
-        """Tokens of a row, of the first `limit` ones; 0 in a column that has none."""
+        """Returns the number of tokens of a row, at most `limit`; 0 for a column without tokens."""
         tokens = 0 if self.ends is None else int(self.ends[row] - self._start(row))
         return tokens if limit is None else min(tokens, limit)
 
     def row(self, row: int) -> Any:
-        """The value of one row, or its tokens: a view."""
+        """Returns the value of one row, or a view of its tokens."""
         return self.values[row] if self.ends is None else self.values[self._start(row) : int(self.ends[row])]
 
     def rows(self, rows: Sequence[int]) -> "Column":
-        """These rows as a column of their own, copied: nothing else is kept alive by it."""
+        """Returns these rows as a new column. They are copied, so that the old column need not stay alive."""
         if isinstance(self.values, list):
             return Column(values=[self.values[row] for row in rows], dtype=None)
         if self.ends is None:
@@ -69,7 +72,7 @@ class Column:
         return Column(values=values, dtype=self.dtype, ends=ends)
 
     def wire(self) -> WireColumn:
-        """Plain arrays: a process that only passes rows on needs no torch to unpickle them."""
+        """Returns plain arrays, so that a process that only passes rows on can unpickle them without torch."""
         return self.values, self.ends, None if self.dtype is None else str(self.dtype).removeprefix("torch.")
 
     @classmethod
@@ -83,20 +86,21 @@ class Column:
 
 
 def encode(fields: Mapping[str, Any], *, lengths: Sequence[int] | None = None) -> dict[str, Column]:
-    """Columns of a put: a mapping or a TensorDict. Columns that are encoded already pass.
+    """Encodes the columns of a put, from a mapping or a TensorDict. Encoded columns are returned unchanged.
 
-    Per-token columns [B, S, …] are cut to `lengths` (tokens a row), else to the field `input_lengths`, else kept whole.
-    Nested tensors, jagged on dim 1, are per-token columns without padding. Arrays of objects and the non-tensor columns
-    of a TensorDict travel as lists. ValueError when columns have unequal rows, when dim 1 differs between the columns
-    that are cut, when it is shorter than a length, and when a jagged row is longer than its length. TypeError for any
-    other column.
+    Per-token columns [B, S, …] are cut to `lengths` (tokens of each row), or to the field `input_lengths` if there is
+    one, or not at all. Nested tensors, jagged on dim 1, are per-token columns without padding. Arrays of objects and
+    the non-tensor columns of a TensorDict become lists.
+
+    Raises ValueError when columns have different numbers of rows, when the columns to cut differ in dim 1, when dim 1
+    is shorter than a length, and when a jagged row is longer than its length. Raises TypeError for any other column.
     """
     given = {name: plain(column) for name, column in fields.items()}
     if lengths is None and LENGTHS_FIELD in given:
         column = given[LENGTHS_FIELD]
         lengths = row_lengths(column) if isinstance(column, Column) else [int(length) for length in column]
     if min(lengths or [], default=0) < 0:
-        raise ValueError(f"a row has a negative length: {min(lengths or [])}")
+        raise ValueError(f"a row has a negative length: {min(lengths or [])}; lengths are numbers of tokens")
     widths = {
         name: column.shape[1]
         for name, column in given.items()
@@ -107,7 +111,7 @@ def encode(fields: Mapping[str, Any], *, lengths: Sequence[int] | None = None) -
     columns = {name: _encoded(name, column, lengths=lengths) for name, column in given.items()}
     rows = {name: len(column) for name, column in columns.items()}
     if len(set(rows.values())) > 1:
-        raise ValueError(f"columns have unequal rows: {rows}")
+        raise ValueError(f"the columns have different numbers of rows: {rows}; give all of them the same rows")
     if lengths is not None:
         _check_tokens(columns, lengths=lengths)
     return columns
@@ -120,11 +124,11 @@ def decode(
     width: int | None = None,
     pad_value_dict: Mapping[str, float] | None = None,
 ) -> BatchedDataDict:
-    """A batch from (column, row) of each of its rows, field by field.
+    """Builds a batch. `fields` gives for each field the (column, row) of every row of the batch.
 
-    A row's tokens end at its entry in `lengths`, if there is one: what a put kept beyond it is padding. Per-token
-    columns are right-padded to `width`, else to the longest row of any of them. ValueError for a row beyond `width`,
-    and when the rows of a field are of different kinds.
+    A row's tokens end at its entry in `lengths`, if there is one; tokens beyond it are treated as padding. Per-token
+    columns are right-padded to `width`, or to the longest row of all of them. Raises ValueError for a row longer than
+    `width`, and when the rows of a field differ in dtype or kind.
     """
     rows = len(next(iter(fields.values()), ()))
     limits = [None] * rows if lengths is None else lengths
@@ -137,7 +141,10 @@ def decode(
         default=0,
     )
     if width is not None and longest > width:
-        raise ValueError(f"a row has {longest} tokens, the width to pad to (global_forward_pad_seqlen) is {width}")
+        raise ValueError(
+            f"a row has {longest} tokens, more than the width {width} to pad to (global_forward_pad_seqlen); stamp a "
+            "larger width"
+        )
     pads = {**PAD_VALUES, **(pad_value_dict or {})}
     return BatchedDataDict(
         {
@@ -148,19 +155,19 @@ def decode(
 
 
 def row_lengths(column: Column) -> list[int]:
-    """The encoded `input_lengths` as numbers."""
+    """Returns the encoded `input_lengths` as integers."""
     return [int(length) for length in column.values]
 
 
 def plain(column: Any) -> Any:
-    """The column without its container: a list for objects, whichever library wrapped them."""
-    # optional package: its objects exist only where it is imported
+    """Returns the column without the container of its library. Objects are returned as a list."""
+    # tensordict is optional: its objects can exist only if it has been imported
     is_non_tensor = getattr(sys.modules.get("tensordict"), "is_non_tensor", None)
     if is_non_tensor is not None and is_non_tensor(column):
         payload: Any = getattr(column, "data", None)
         if not _is_object_array(payload) or len(payload) != len(column):
             return list(column.tolist())
-        column = payload  # a TensorDict keeps an array of objects, one a row, as an object that all rows share
+        column = payload  # a TensorDict keeps an array with one object a row as one object that all rows share
     return list(column) if _is_object_array(column) else column
 
 
@@ -174,22 +181,28 @@ def _is_nested(column: Any) -> bool:
 
 def _check_widths(widths: Mapping[str, int], *, lengths: Sequence[int]) -> None:
     if len(set(widths.values())) > 1:
-        raise ValueError(f"per-token columns have different widths (dim 1): {dict(widths)}")
+        raise ValueError(f"per-token columns have different widths (dim 1): {dict(widths)}; pad them to the same width")
     width, longest = next(iter(widths.values())), max(lengths, default=0)
     if longest > width:
-        raise ValueError(f"a row has {longest} tokens by its length, the columns {sorted(widths)} have {width}")
+        raise ValueError(
+            f"a row has a length of {longest} tokens, but the columns {sorted(widths)} have only {width}; check "
+            "input_lengths"
+        )
 
 
 def _check_tokens(columns: Mapping[str, Column], *, lengths: Sequence[int]) -> None:
-    """ValueError for a row longer than its length. Only jagged columns can have one: padded columns were cut."""
+    """Raises ValueError for a row longer than its length. Only jagged columns can have one; padded ones were cut."""
     for name, column in columns.items():
         if not column.per_token:
             continue
         if len(column) != len(lengths):
-            raise ValueError(f"field {name!r} has {len(column)} rows, there are {len(lengths)} lengths")
+            raise ValueError(f"field {name!r} has {len(column)} rows, but there are {len(lengths)} lengths")
         for row, length in enumerate(lengths):
             if column.tokens(row) > length:
-                raise ValueError(f"field {name!r}: row {row} has {column.tokens(row)} tokens, its length is {length}")
+                raise ValueError(
+                    f"field {name!r}: row {row} has {column.tokens(row)} tokens, more than its length {length}; check "
+                    "input_lengths"
+                )
 
 
 def _encoded(name: str, column: Any, *, lengths: Sequence[int] | None) -> Column:
@@ -199,26 +212,28 @@ def _encoded(name: str, column: Any, *, lengths: Sequence[int] | None) -> Column
         return Column(values=list(column), dtype=None)
     if isinstance(column, np.ndarray):
         try:
-            column = torch.from_numpy(np.array(column))  # copied: it may be read-only, or strided backwards
+            column = torch.from_numpy(np.array(column))  # a copy, because the array may be read-only or reversed
         except TypeError as error:
-            raise TypeError(f"field {name!r}: an array of {column.dtype} cannot travel ({error}); use a list") from None
+            raise TypeError(
+                f"field {name!r}: an array of {column.dtype} cannot be stored ({error}); use a list"
+            ) from None
     if not isinstance(column, torch.Tensor):
-        raise TypeError(f"field {name!r}: a column is a tensor, an array or a list, not {type(column).__name__}")
+        raise TypeError(f"field {name!r} is a {type(column).__name__}, but must be a tensor, an array or a list")
     if column.is_nested:
         column = column.detach().cpu()
         rows = list(column.unbind())
         if len({row.shape[1:] for row in rows}) > 1:
-            raise ValueError(f"field {name!r}: a nested column must be jagged on dim 1 (tokens) only")
+            raise ValueError(f"field {name!r}: a nested column may be jagged on dim 1 (tokens) only")
         return _laid_out(rows, like=column.values())
     if column.ndim == 0:
-        raise ValueError(f"field {name!r} has no dimension: rows come first")
+        raise ValueError(f"field {name!r} is a scalar, but its first dimension must be the rows")
     column = column.detach().cpu()
     if column.ndim == 1:
         return Column(values=_flat(column), dtype=column.dtype)
     if lengths is None:
         lengths = [column.shape[1]] * column.shape[0]
     if len(lengths) != column.shape[0]:
-        raise ValueError(f"field {name!r} has {column.shape[0]} rows, there are {len(lengths)} lengths")
+        raise ValueError(f"field {name!r} has {column.shape[0]} rows, but there are {len(lengths)} lengths")
     return _laid_out([row[:length] for row, length in zip(column, lengths, strict=True)], like=column[:0].flatten(0, 1))
 
 
@@ -228,10 +243,10 @@ def _laid_out(rows: list[torch.Tensor], *, like: torch.Tensor) -> Column:
 
 
 def _flat(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """An array of its own: the writer may go on with the tensor."""
+    """Returns a copy as an array, so that the writer may change the tensor afterwards."""
     try:
         return np.array(tensor.numpy())
-    except TypeError:  # a type that numpy lacks
+    except TypeError:  # a dtype that NumPy lacks
         return np.array(tensor.contiguous().view(_CARRIERS[tensor.element_size()]).numpy())
 
 
@@ -248,16 +263,22 @@ def _joined(
     first = places[0][0]
     kinds = {(column.dtype, column.per_token) for column, _ in places}
     if len(kinds) > 1:
-        raise ValueError(f"field {name!r}: rows were put as different kinds: {sorted(map(str, kinds))}")
+        raise ValueError(
+            f"field {name!r}: its rows were put with different dtypes or kinds, {sorted(map(str, kinds))}; put all "
+            "rows of a field with the same dtype"
+        )
     if first.dtype is None:
         return [column.row(row) for column, row in places]
     if first.ends is None:
         return torch.from_numpy(np.array([column.row(row) for column, row in places])).view(first.dtype)
     trailing = {np.shape(column.values)[1:] for column, _ in places}
     if len(trailing) > 1:
-        raise ValueError(f"field {name!r}: rows have different shapes beyond dim 1: {sorted(trailing)}")
+        raise ValueError(
+            f"field {name!r}: its rows have different shapes after dim 1, {sorted(trailing)}; put all rows of a field "
+            "with the same shape"
+        )
     batch = torch.full((len(places), width, *trailing.pop()), pad_value, dtype=first.dtype)
-    # written through an array of the carrier's type, into which shared and read-only rows copy as they are
+    # Write through an array of the carrier's type, because shared and read-only rows can be copied into it unchanged.
     array = batch.numpy() if _has_numpy(first.dtype) else batch.view(_CARRIERS[first.dtype.itemsize]).numpy()
     for i, ((column, row), limit) in enumerate(zip(places, limits, strict=True)):
         tokens = column.row(row)[:limit]

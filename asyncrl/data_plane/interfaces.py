@@ -1,8 +1,8 @@
-"""Rows by name: `KVBatchMeta` names rows and holds none, `DataPlaneClient` moves them.
+"""Rows by name: `KVBatchMeta` names rows without holding them, and `DataPlaneClient` moves them.
 
-A row is one sample, `<group>.<attempt>_g<i>`; a field is one of its columns. A partition is a set of rows with fields
-and consumer tasks. A field that was not declared is registered by its first put. Producing a field is the ready signal:
-there is no other, and no call to mark one consumed.
+A row is one sample, with the id `<group>.<attempt>_g<i>`. A field is one of its columns. A partition is a set of rows
+with fields and consumer tasks. The first put of an undeclared field registers it. Producing a field is the only ready
+signal. No call marks a field as consumed.
 
     client.register_partition("train", fields, 64, ["train"])
     meta = client.put_samples(ids, "train", fields={"input_ids": ids_BS, "input_lengths": lengths_B})
@@ -11,8 +11,12 @@ there is no other, and no call to mark one consumed.
     batch = client.get_data(meta)
     client.clear_samples(meta.sample_ids, "train")
 
-What must hold on every client: a put is all or nothing for readers, and the last one of a (sample, field) wins, so that
-a put whose answer was lost may be repeated; a row goes to each task once; every wait ends at a deadline.
+Every client guarantees:
+
+- Readers see all of a put or nothing. The last put of a (sample, field) wins, so that a put without an answer may be
+  repeated.
+- A row goes to each task once.
+- Every wait ends at a deadline.
 """
 
 import copy
@@ -24,20 +28,20 @@ from typing import Any, Self
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
 PAD_SEQLEN = "global_forward_pad_seqlen"
-"""In `extra_info`: tokens that every per-token column of the step is padded to, on all ranks."""
+"""Key in `extra_info`: the width (tokens) to which all ranks pad every per-token column of the step."""
 CUT_KEYS = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
-"""In `extra_info`: how these rows, in this order, are cut into micro-batches."""
+"""Keys in `extra_info`: how these rows, in this order, are cut into micro-batches."""
 LENGTHS_FIELD = "input_lengths"
-"""The column [B] of tokens a row; in a put it says where the per-token columns of that put end."""
+"""The column [B] with the tokens of each row. In a put it says where the per-token columns of that put end."""
 
 
 @dataclass
 class KVBatchMeta:
-    """Names rows of one partition. Every method but `stamp_tags` returns a copy that shares nothing with this one.
+    """Names rows of one partition. Every method except `stamp_tags` returns a copy that shares nothing with this one.
 
-    `sequence_lengths` (tokens) and `tags` (a dict of scalars a row) align with `sample_ids`, or ValueError.
-    `extra_info` is about the whole batch. The stamped width covers every row, also after `concat`. The cut into
-    micro-batches (`CUT_KEYS`) stays only as long as the rows and their order do.
+    `sequence_lengths` (tokens) and `tags` (a dict of scalars) have one entry for each of `sample_ids`; otherwise
+    ValueError is raised. `extra_info` describes the whole batch. The stamped width covers every row, also after
+    `concat`. The cut into micro-batches (`CUT_KEYS`) is kept only while the rows and their order stay the same.
     """
 
     partition_id: str
@@ -57,11 +61,11 @@ class KVBatchMeta:
 
     @property
     def size(self) -> int:
-        """Rows named."""
+        """Number of rows."""
         return len(self.sample_ids)
 
     def subset(self, indices: Sequence[int]) -> Self:
-        """The rows `indices`, in that order. IndexError beyond the batch."""
+        """Returns the rows `indices`, in that order. Raises IndexError for an index beyond the batch."""
         rows = [int(i) for i in indices]
         return self._with_rows(
             [self.sample_ids[i] for i in rows],
@@ -70,28 +74,30 @@ class KVBatchMeta:
         )
 
     def slice(self, start: int, stop: int) -> Self:
-        """Rows start … stop − 1, as a list would cut them."""
+        """Returns the rows from `start` to `stop` − 1, with the rules of list slices."""
         return self.subset(range(self.size)[start:stop])
 
     def drop(self, indices: Sequence[int]) -> Self | None:
-        """The other rows, in order; None when none is left. IndexError beyond the batch."""
+        """Returns the other rows, in order; None if none is left. Raises IndexError for an index beyond the batch."""
         everything = range(self.size)
         dropped = {everything[int(i)] for i in indices}
         kept = [i for i in everything if i not in dropped]
         return self.subset(kept) if kept else None
 
     def concat(self, *others: "KVBatchMeta") -> Self:
-        """These rows, then the others'. ValueError unless all are of one partition.
+        """Returns these rows followed by the rows of `others`. Raises ValueError unless all are in one partition.
 
-        Lengths and tags become None if a side lacks them; `fields` are those that all sides have, None if a side names
-        none. If a side has a stamped width, the result has the largest stamp or the longest row, whichever is larger;
-        it has no stamp if a side has neither a stamp nor lengths. Any other entry of `extra_info` is dropped when two
-        sides contradict each other.
+        Lengths and tags become None if an input lacks them. `fields` are the fields of all inputs, or None if an input
+        names none. If an input has a stamped width, the result has the largest stamp or the longest row, whichever is
+        larger. It has no stamp if an input has neither a stamp nor lengths. Any other entry of `extra_info` is dropped
+        if two inputs contradict each other.
         """
         sides: list[KVBatchMeta] = [self, *others]
         partitions = sorted({side.partition_id for side in sides})
         if len(partitions) > 1:
-            raise ValueError(f"KVBatchMeta.concat: rows of partitions {partitions}: they must be of one")
+            raise ValueError(
+                f"KVBatchMeta.concat: the rows are in the partitions {partitions}, but must be in one partition"
+            )
         fields: list[str] | None = None
         if all(side.fields is not None for side in sides):
             fields = [name for name in self.fields or [] if all(name in (side.fields or []) for side in others)]
@@ -108,13 +114,14 @@ class KVBatchMeta:
         return joined
 
     def with_fields(self, field_names: Sequence[str]) -> Self:
-        """A copy that names these fields too."""
+        """Returns a copy whose `fields` also contain these names."""
         named = self.slice(0, self.size)
         named.fields = list(dict.fromkeys([*(self.fields or []), *field_names]))
         return named
 
     def stamp_tags(self, scalars: Mapping[str, Sequence[Any]]) -> None:
-        """Writes `scalars[name][i]` to the tags of row i, in place. ValueError when a column has another length."""
+        """Writes `scalars[name][i]` to the tags of row i, in place. Raises ValueError for a column of another
+        length."""
         for name, values in scalars.items():
             if len(values) != self.size:
                 raise ValueError(f"KVBatchMeta.stamp_tags: {len(values)} values of {name!r} for {self.size} rows")
@@ -141,7 +148,7 @@ class KVBatchMeta:
 
 
 def _joint_stamp(sides: Sequence[KVBatchMeta]) -> dict[str, int]:
-    """The stamped width of the rows of all sides, as an entry of `extra_info`; no entry when it cannot be known."""
+    """Returns the joint width of all sides as an entry of `extra_info`; no entry if it is unknown."""
     stamps = [side.extra_info[PAD_SEQLEN] for side in sides if PAD_SEQLEN in side.extra_info]
     covered = all(not side.size or PAD_SEQLEN in side.extra_info or side.sequence_lengths is not None for side in sides)
     if not stamps or not covered:
@@ -150,7 +157,7 @@ def _joint_stamp(sides: Sequence[KVBatchMeta]) -> dict[str, int]:
 
 
 def _agreed(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Entries that no two of `infos` contradict, but for those that rows decide: the stamp and the cut."""
+    """Returns the entries that no two of `infos` contradict, except the stamp and the cut, which depend on the rows."""
     union: dict[str, Any] = {}
     for info in infos:
         union.update({key: info[key] for key in info if key not in union and key not in (PAD_SEQLEN, *CUT_KEYS)})
@@ -160,14 +167,14 @@ def _agreed(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class DataPlaneClient(ABC):
-    """One process's access to the rows. Its calls are blocking and may be made from several threads.
+    """One process's access to the rows. Its calls block, and several threads may make them.
 
-    KeyError for a partition that was not registered, and for a row or field that was never produced or is cleared;
-    ValueError for arguments that contradict each other, and for a task that was not registered; TimeoutError when an
-    answer is late; ActorGone when a process that keeps rows or the books is dead. RunError after `close`.
+    Errors: KeyError for a partition that is not registered, and for a row or field that was never produced or has been
+    cleared. ValueError for arguments that contradict each other, and for a task that is not registered. TimeoutError
+    after a deadline. ActorGone when a process that keeps rows or their index is dead. RunError after `close`.
 
-    A client of your own implements the abstract calls. It may leave out the keyword `pad_value_dict`: asyncrl passes it
-    only for a caller that gave one.
+    Your own client implements the abstract calls. It may omit the keyword `pad_value_dict`: asyncrl passes it only if
+    the caller has given one.
     """
 
     @abstractmethod
@@ -179,10 +186,10 @@ class DataPlaneClient(ABC):
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None = None,
     ) -> None:
-        """Declares a partition. Again: fields and tasks are added, the numbers replaced, rows and cursors stay.
+        """Declares a partition. A repeated call adds fields and tasks and replaces the numbers; rows and cursors stay.
 
-        `num_samples`: rows that a round has, see `check_consumption_status`. With `grpo_group_size`, claims hand out
-        whole groups of that many samples.
+        `num_samples` is the number of rows of a round, see `check_consumption_status`. With `grpo_group_size`, claims
+        return whole groups of that many samples.
         """
 
     @abstractmethod
@@ -193,14 +200,14 @@ class DataPlaneClient(ABC):
         fields: Mapping[str, Any] | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Adds columns, tags or both to rows; makes the rows that are new.
+        """Adds columns, tags or both to rows, and creates the rows that are new.
 
-        Columns have rows first: tensors or arrays [B] and [B, S, …], lists, or what `codec.encode` made of them.
-        Those with tokens end where `input_lengths` of the row says, which this put or another one brings; without it
-        they are kept whole. The last put of a (sample, field) wins; tags are merged. A field that was not registered
-        is registered. ValueError for a repeated sample, a column of another length, and neither fields nor tags.
+        Columns have rows first: tensors or arrays [B] and [B, S, …], lists, or the result of `codec.encode`. Per-token
+        columns end at the row's `input_lengths`, from this put or another one; without it they are kept whole. The last
+        put of a (sample, field) wins. Tags are merged. A new field is registered. Raises ValueError for a repeated
+        sample, for a column of another length, and if neither fields nor tags are given.
 
-        The meta has the `sequence_lengths` that are known after this put: of all rows, or None.
+        The returned meta has the `sequence_lengths` that are known after this put: of all rows, or None.
         """
 
     @abstractmethod
@@ -212,9 +219,10 @@ class DataPlaneClient(ABC):
         *,
         pad_value_dict: Mapping[str, float] | None = None,
     ) -> BatchedDataDict:
-        """These fields of these rows, in this order, right-padded to the longest row.
+        """Returns these fields of these rows, in this order, right-padded to the longest row.
 
-        Padding is 0, −1 in `weight_versions`, or what `pad_value_dict` says. KeyError names what is not there.
+        The pad value is 0, −1 in `weight_versions`, or the field's entry in `pad_value_dict`. Raises KeyError, which
+        names a missing row or field.
         """
 
     @abstractmethod
@@ -228,13 +236,14 @@ class DataPlaneClient(ABC):
         blocking: bool = True,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
-        """The next `batch_size` rows that have all these fields and that this task has not claimed, oldest first.
+        """Claims the next `batch_size` rows that have all these fields and that this task has not claimed, oldest
+        first.
 
-        A field that is not registered is waited for like any other: a put may register it.
+        A claim also waits for a field that is not registered, because a put may register it.
 
-        All ranks share the task's cursor, so that a row goes to one of them; `dp_rank` is noted in `extra_info`. With
-        fewer rows, a blocking claim waits, and raises TimeoutError after `timeout_s` with the number that is ready; one
-        that does not block returns an empty meta. Either claims nothing then.
+        All ranks share the task's cursor, so that a row goes to only one of them. `dp_rank` is stored in `extra_info`.
+        If there are fewer rows, a blocking claim waits, and raises TimeoutError with the number of ready rows after
+        `timeout_s`. A claim that does not block returns an empty meta. Both claim nothing in this case.
         """
 
     @abstractmethod
@@ -245,37 +254,39 @@ class DataPlaneClient(ABC):
         *,
         pad_value_dict: Mapping[str, float] | None = None,
     ) -> BatchedDataDict:
-        """`get_samples` of the rows that `meta` names, of its own fields unless told otherwise.
+        """Returns the rows that `meta` names, like `get_samples`; its own fields unless `select_fields` is given.
 
-        Padded to `extra_info["global_forward_pad_seqlen"]` when it is stamped; ValueError for a row beyond it, and when
-        neither names a field.
+        Pads to `extra_info["global_forward_pad_seqlen"]` if it is stamped. Raises ValueError for a longer row, and if
+        neither `select_fields` nor `meta` names fields.
         """
 
     @abstractmethod
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Whether each task has claimed every row that is there, and no fewer than `num_samples` were ever put.
+        """Returns True if each task has claimed every existing row, and at least `num_samples` rows were ever put.
 
-        A row that was cleared before a task claimed it is not waited for.
+        Rows that were cleared before a task claimed them do not count as missing.
         """
 
     @abstractmethod
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        """Drops these rows, or all of them (None), which also begins the count of `num_samples` anew.
+        """Drops these rows, or all rows (None). Dropping all also starts the count for `num_samples` again.
 
-        What is not there is cleared already. The partition stays registered.
+        Ignores rows that do not exist. The partition stays registered.
         """
 
     def fields_of(self, sample_ids: Sequence[str], partition_id: str) -> set[str] | None:
-        """Fields that all these rows have; for no rows, the fields of the partition. No rows are fetched.
+        """Returns the fields that all these rows have; without rows, the fields of the partition. Fetches no rows.
 
-        KeyError for a row that was never put or is cleared. None when the client cannot tell, as here.
+        Raises KeyError for a row that was never put or has been cleared. Returns None if the client cannot tell. This
+        default returns None.
         """
         return None
 
     def lengths_of(self, sample_ids: Sequence[str], partition_id: str) -> list[int] | None:
-        """Tokens of each of these rows, by their `input_lengths`; None when a row has none. KeyError as `fields_of`.
+        """Returns the tokens of each of these rows, by `input_lengths`; None if a row has none. Raises KeyError like
+        `fields_of`.
 
-        Here the column is read. The clients of asyncrl ask their books, and fetch no rows.
+        This default reads the column. The clients of asyncrl look in their index and fetch no rows.
         """
         fields = self.fields_of(sample_ids, partition_id)
         if fields is not None and LENGTHS_FIELD not in fields:
@@ -283,10 +294,10 @@ class DataPlaneClient(ABC):
         return [int(length) for length in self.get_samples(sample_ids, partition_id, [LENGTHS_FIELD])[LENGTHS_FIELD]]
 
     def rows_outstanding(self) -> dict[str, int]:
-        """Rows by partition that were put and not cleared: a gauge shows them. Empty when the client does not count
-        them, as here."""
+        """Returns the number of rows, by partition, that were put and not cleared. A gauge shows them. This default
+        returns an empty dict, for clients that do not count."""
         return {}
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of what this client holds. Rows stay, unless they live in this process. Idempotent."""
+        """Releases the resources of this client. Rows stay, unless they are in this process. It may be called again."""

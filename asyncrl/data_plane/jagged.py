@@ -1,14 +1,14 @@
-"""Jagged batches: columns whose rows have their own number of tokens, as PyTorch's nested tensors.
+"""Jagged batches: per-token columns whose rows have different numbers of tokens, as PyTorch's nested tensors.
 
-`DataPlaneClient.put_samples` takes jagged columns, and plain ones; its reads are padded already. These functions are
-for loops that keep batches jagged themselves:
+`DataPlaneClient.put_samples` takes jagged columns as well as plain ones. Its reads return padded columns. These
+functions are for loops that keep jagged batches themselves:
 
     fields = pack_jagged_fields(batch, lengths=batch["input_lengths"])
     client.put_samples(ids, "train", fields=fields)
     batch = materialize(fields, pad_value_dict={"input_ids": pad_token_id}, pad_to_seqlen=width)
 
-Legend: B rows, S tokens of the widest row, S_i of row i. A jagged tensor [B, S_i, …] has `layout=torch.jagged` and is
-jagged on dim 1.
+Shape letters: B rows, S tokens of the longest row, S_i tokens of row i. A jagged tensor [B, S_i, …] has
+`layout=torch.jagged` and is jagged on dim 1.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,34 +21,35 @@ from asyncrl.data_plane.codec import PAD_VALUES, plain
 
 
 def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """The jagged tensor [B, S_i, …] of a right-padded one [B, S, …]: row i has its first `lengths[i]` tokens.
+    """Converts a right-padded tensor [B, S, …] to a jagged one [B, S_i, …]: row i keeps its first `lengths[i]` tokens.
 
-    Differentiable. ValueError when `padded` has fewer than two dimensions, when there are not B lengths, and when a
-    length is negative or larger than S.
+    It is differentiable. Raises ValueError when `padded` has fewer than two dimensions, when there are not B lengths,
+    and when a length is negative or larger than S.
     """
     if padded.ndim < 2:
-        raise ValueError(f"to_nested_by_length: padded has shape {list(padded.shape)}, not [rows, tokens, ...]")
+        raise ValueError(f"to_nested_by_length: padded has shape {list(padded.shape)}, but must be [rows, tokens, ...]")
     tokens = [int(length) for length in torch.as_tensor(lengths).reshape(-1).tolist()]
     if len(tokens) != len(padded):
-        raise ValueError(f"to_nested_by_length: {len(tokens)} lengths for {len(padded)} rows")
+        raise ValueError(f"to_nested_by_length: {len(tokens)} lengths for {len(padded)} rows; give one length a row")
     if tokens and not 0 <= min(tokens) <= max(tokens) <= padded.shape[1]:
         raise ValueError(
-            f"to_nested_by_length: lengths are from {min(tokens)} to {max(tokens)}, rows have {padded.shape[1]} tokens"
+            f"to_nested_by_length: lengths are {min(tokens)} to {max(tokens)}, but must be 0 to {padded.shape[1]}, the "
+            "tokens of a row"
         )
     return _nested([row[:length] for row, length in zip(padded, tokens, strict=True)], like=padded[:0].flatten(0, 1))
 
 
 def from_nested(nested: torch.Tensor, *, pad_value: float = 0, width: int | None = None) -> torch.Tensor:
-    """The right-padded tensor [B, S, …] of a jagged one [B, S_i, …]; S is `width`, else the longest row's tokens.
+    """Converts a jagged tensor [B, S_i, …] to a right-padded one [B, S, …]. S is `width`, or the longest row's tokens.
 
-    Inverse of `to_nested_by_length`. Differentiable. ValueError for a row of more than `width` tokens, and for a tensor
-    that is not nested.
+    It is the inverse of `to_nested_by_length` and is differentiable. Raises ValueError for a row of more than `width`
+    tokens, and for a tensor that is not nested.
     """
     _check_nested("from_nested", nested)
     rows = list(nested.unbind())
     longest = max(map(len, rows), default=0)
     if width is not None and longest > width:
-        raise ValueError(f"from_nested: a row has {longest} tokens, the width to pad to is {width}")
+        raise ValueError(f"from_nested: a row has {longest} tokens, more than the width {width} to pad to")
     values, size = nested.values(), longest if width is None else width
     padded = values.new_full((len(rows), size, *values.shape[1:]), pad_value)
     for i, row in enumerate(rows):
@@ -57,22 +58,24 @@ def from_nested(nested: torch.Tensor, *, pad_value: float = 0, width: int | None
 
 
 def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """The values of the response's tokens [B, R_i, …], of a model's values for prompts with responses [B, S_i, …].
+    """Takes the response's values [B, R_i, …] from a model's values [B, S_i, …] for prompts with responses.
 
     `response_mask` [B, R_i] is jagged too; only its numbers of tokens R_i are read. Value t of a row in `full` belongs
-    to token t + 1, as logits do: so the last value of each row is left out. Columns of asyncrl, in which value t
-    belongs to token t, need no such shift. ValueError when a response has no token before it.
+    to token t + 1, as logits do, so the last value of each row is left out. asyncrl's own columns, in which value t
+    belongs to token t, do not need this shift. Raises ValueError when a response has no token before it.
     """
     _check_nested("response_from_nested", full)
     _check_nested("response_from_nested", response_mask)
     rows, responses = list(full.unbind()), [len(row) for row in response_mask.unbind()]
     if len(rows) != len(responses):
-        raise ValueError(f"response_from_nested: {len(rows)} rows, {len(responses)} responses")
+        raise ValueError(
+            f"response_from_nested: {len(rows)} rows but {len(responses)} responses; give one for each row"
+        )
     for i, (row, response) in enumerate(zip(rows, responses, strict=True)):
         if response >= max(len(row), 1):
             raise ValueError(
-                f"response_from_nested: row {i} has {len(row)} tokens, its response {response}: a response needs a "
-                "token before it"
+                f"response_from_nested: row {i} has {len(row)} tokens and a response of {response}, but at least one "
+                "token must come before the response"
             )
     parts = [
         row[len(row) - 1 - response : len(row) - 1] if response else row[:0]
@@ -87,12 +90,12 @@ def pack_jagged_fields(
     lengths: torch.Tensor | Sequence[int] | None,
     token_aligned_fields: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """The columns with the per-token ones jagged, as `put_samples` takes them and `materialize` pads them again.
+    """Makes the per-token columns jagged. `put_samples` takes the result, and `materialize` pads it again.
 
-    Per-token columns are the tensors [B, S, …] among `token_aligned_fields`; all of two or more dimensions unless
-    given. They are cut to `lengths` [B], and detached. Other tensors, columns that are jagged already, lists and arrays
-    of objects stay as they are; without `lengths` all columns do. TypeError for a column of another type, ValueError
-    when the lengths do not fit.
+    Per-token columns are the tensors [B, S, …] named in `token_aligned_fields`, or all tensors of two or more
+    dimensions if it is None. They are cut to `lengths` [B] and detached. Other tensors, jagged columns, lists and
+    arrays of objects stay unchanged. Without `lengths` all columns do. Raises TypeError for a column of another type,
+    ValueError when the lengths do not fit.
     """
     packed: dict[str, Any] = {}
     for name, given in fields.items():
@@ -112,14 +115,15 @@ def materialize(
     pad_value_dict: Mapping[str, float] | None = None,
     pad_to_seqlen: int = 0,
 ) -> BatchedDataDict:
-    """The batch of jagged columns: a mapping or a TensorDict, such as `pack_jagged_fields` returns.
+    """Builds the batch of jagged columns, from a mapping or a TensorDict such as the result of `pack_jagged_fields`.
 
-    Jagged columns [B, S_i, …] are right-padded to their longest row; these and the plain tensors [B, S, …] then to
-    `pad_to_seqlen`, if that is more. Padding is 0, −1 in `weight_versions`, or the field's entry in `pad_value_dict`.
-    With the layout "jagged" nothing is padded. Columns of objects become lists. ValueError for another layout.
+    Jagged columns [B, S_i, …] are right-padded to their longest row. Then these and the plain tensors [B, S, …] are
+    padded to `pad_to_seqlen` if that is longer. The pad value is 0, −1 in `weight_versions`, or the field's entry in
+    `pad_value_dict`. With the layout "jagged" nothing is padded. Columns of objects become lists. Raises ValueError for
+    another layout.
     """
     if layout not in ("padded", "jagged"):
-        raise ValueError(f"materialize: layout is {layout!r}, it must be 'padded' or 'jagged'")
+        raise ValueError(f"materialize: layout is {layout!r}, but must be 'padded' or 'jagged'")
     pads = {**PAD_VALUES, **(pad_value_dict or {})}
     batch: dict[str, Any] = {}
     for name, given in fields.items():
@@ -129,7 +133,7 @@ def materialize(
             if column.is_nested:
                 column = from_nested(column, pad_value=pad_value)
             missing = max(0, pad_to_seqlen - column.shape[1])
-            # functional.pad counts from the last dimension
+            # functional.pad starts at the last dimension: (0, 0) for each dimension after dim 1
             widths = (0, 0) * (column.ndim - 2) + (0, missing)
             column = torch.nn.functional.pad(column, widths, value=pad_value)
         batch[name] = column
@@ -140,17 +144,19 @@ def _column(name: str, given: Any) -> torch.Tensor | list[Any]:
     column = plain(given)
     if not isinstance(column, torch.Tensor | list):
         kind = type(column).__name__
-        raise TypeError(f"field {name!r}: a column is a tensor, a list or an array of objects, not {kind}")
+        raise TypeError(f"field {name!r} is a {kind}, but must be a tensor, a list or an array of objects")
     return column
 
 
 def _check_nested(function: str, tensor: torch.Tensor) -> None:
     if not tensor.is_nested:
-        raise ValueError(f"{function}: the tensor {list(tensor.shape)} is not nested; to_nested_by_length makes one")
+        raise ValueError(
+            f"{function}: the tensor {list(tensor.shape)} is not nested; make it nested with to_nested_by_length"
+        )
 
 
 def _nested(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
-    """A jagged tensor, also of no rows, for which PyTorch's own constructors have none."""
+    """Builds a jagged tensor. It also works without rows, which PyTorch's own constructors do not support."""
     values = torch.cat(list(rows)) if rows else like[:0]
     ends = torch.tensor([0, *(len(row) for row in rows)], device=values.device).cumsum(0)
     return torch.nested.nested_tensor_from_jagged(values, ends)

@@ -1,4 +1,4 @@
-"""The data plane within one process: rows are kept encoded, as they would travel. For tests and single-process runs."""
+"""The data plane within one process, for tests and single-process runs. Rows are stored encoded, as for transport."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from asyncrl.data_plane.partitioned_client import PartitionedClient
 from asyncrl.data_plane.partitions import Claim, Located, Partitions
 
 Place = tuple[Column, int]
-"""A row: its column's batch, and the row in it."""
+"""The place of a row: an encoded column, and the row's number in it."""
 
 
 class MemoryClient(PartitionedClient[dict[str, Place]]):
-    """All rows live and die with this client; its threads share it."""
+    """Keeps all rows in this object, which several threads may share."""
 
     def __init__(self) -> None:
         super().__init__(LocalBooks())
@@ -29,11 +29,11 @@ class MemoryClient(PartitionedClient[dict[str, Place]]):
         return {name: [place[name] for place in of_field] for name, of_field in places.items()}
 
     def _release(self, partition_id: str, sample_ids: Sequence[str] | None, places: Sequence[dict[str, Place]]) -> None:
-        """The books held the only reference."""
+        """Does nothing, because the index held the only references to the rows."""
 
 
 class LocalBooks:
-    """`Partitions` under a lock; a claim waits for the next put. Implements `Bookkeeping`."""
+    """Implements `Bookkeeping`: `Partitions` under a lock. A claim waits for the next put."""
 
     def __init__(self) -> None:
         self._partitions: Partitions[dict[str, Place]] = Partitions()

@@ -1,13 +1,14 @@
-"""The data plane on Ray's object store: nothing to install or to start beyond Ray itself.
+"""The data plane on Ray's object store. It needs nothing beyond Ray.
 
-A put hands its rows to the row store of the writer's node, which owns them from then on: one object a group and put,
-or one a put of what has a single number a row. Then it enters them in the books (`partition_actor.py`). A read asks the
-books where rows are, the stores for references, and fetches in the reader's process: bulk passes no third one.
+A put gives its rows to the row store of the writer's node, which owns them from then on. It makes one object for each
+group, or one object for the whole put if all columns have a single number for each row. Then the put enters the rows
+into the index (`partition_actor.py`). A read gets the places from the index and the references from the row stores, and
+fetches the objects in the reader's process. Bulk data passes through no third process.
 
-Puts. A put has a key of its own, so that a repeated one never writes over bytes that someone reads: the books point to
-the last put that was entered, and objects that nobody points to any more are dropped. A put whose answer was lost may
-have been entered or not; repeating it is right in both cases. If its writer does not come back, what it stored and did
-not enter stays until the partition is cleared as a whole.
+Each put has its own key, so that a repeated put never overwrites bytes that another process reads. The index points to
+the last put that was entered. Objects that the index no longer points to are dropped. If the answer to a put is lost,
+the put may have been entered or not; repeating it is correct in both cases. If a writer dies between storing and
+entering, its objects stay until the whole partition is cleared.
 """
 
 import contextlib
@@ -27,11 +28,11 @@ from asyncrl.data_plane.row_store import ensure_row_store
 from asyncrl.errors import ActorGone, RowsLost
 
 Address = tuple[str, str]
-"""(store, key) of an object."""
+"""(row store, key) of an object."""
 
 
 class ObjectStoreClient(PartitionedClient[StoredAt]):
-    """A process's access to the rows of the run `namespace`; every call of an actor has the deadline `timeout_s`."""
+    """A process's access to the rows of the run `namespace`. Every call to an actor has the deadline `timeout_s`."""
 
     def __init__(self, *, namespace: str, timeout_s: float) -> None:
         super().__init__(ActorBooks(namespace=namespace, timeout_s=timeout_s))
@@ -44,7 +45,7 @@ class ObjectStoreClient(PartitionedClient[StoredAt]):
         if self._own_store is None:
             self._own_store = ensure_row_store(namespace=self._namespace)
         store, put = self._own_store, uuid.uuid4().hex
-        # A number a row is less than its own bookkeeping: in an object a group it costs six times as much to write.
+        # One number for each row is smaller than its own bookkeeping: one object a group would take six times as long.
         small = all(column.dtype is not None and not column.per_token for column in columns.values())
         rows_by_key: dict[str, list[int]] = {}
         where: list[StoredAt] = []
@@ -62,7 +63,7 @@ class ObjectStoreClient(PartitionedClient[StoredAt]):
         return where
 
     def _put(self, store: str, objects: Mapping[str, Mapping[str, WireColumn]]) -> None:
-        """When the store has died since it was last used, it is made anew, once."""
+        """Stores the objects. If the store has died since its last use, starts a new one, once."""
         what = f"storing {len(objects)} objects of rows in {store}"
         try:
             answer(self._handle(store).put.remote(objects), timeout_s=self._timeout_s, what=what)
@@ -83,8 +84,8 @@ class ObjectStoreClient(PartitionedClient[StoredAt]):
         ]
         if lost:
             raise RowsLost(
-                f"{len(lost)} of {len(sample_ids)} rows are lost with the row store that kept them, or out of reach "
-                f"for {self._timeout_s:g} s (buffer.call_timeout_s): {', '.join(lost[:5])}",
+                f"{len(lost)} of {len(sample_ids)} rows are lost: their row store has ended, or was out of reach for "
+                f"{self._timeout_s:g} s (buffer.call_timeout_s): {', '.join(lost[:5])}",
                 sample_ids=lost,
             )
         columns: dict[tuple[Address, str], Column] = {}
@@ -98,11 +99,11 @@ class ObjectStoreClient(PartitionedClient[StoredAt]):
         return {name: [(column(place, name), place.row) for place in of_field] for name, of_field in places.items()}
 
     def _release(self, partition_id: str, sample_ids: Sequence[str] | None, places: Sequence[StoredAt]) -> None:
-        """The books tell the stores."""
+        """Does nothing, because the index's actor tells the row stores."""
 
     def _references(self, addresses: Sequence[Address]) -> dict[Address, Any]:
-        """References of what the stores that live have; all of them are asked at once. A store that was made anew has
-        nothing of the one before it."""
+        """Returns references to the objects that the living row stores have. All stores are asked at once. A restarted
+        store has no objects of its predecessor."""
         keys: dict[str, list[str]] = {}
         for store, key in addresses:
             keys.setdefault(store, []).append(key)
@@ -116,20 +117,20 @@ class ObjectStoreClient(PartitionedClient[StoredAt]):
             try:
                 refs: dict[str, Any] = answer(ref, timeout_s=self._timeout_s, what=what)
             except ActorGone:
-                self._handles.pop(store, None)  # another may have taken its name since
+                self._handles.pop(store, None)  # a new store may have the same name by now
             else:
                 found.update({(store, key): ref for key, ref in refs.items()})
         return found
 
     def _fetch(self, addresses: Sequence[Address]) -> dict[Address, dict[str, WireColumn]]:
-        """The objects that can be had within the deadline."""
+        """Returns the objects that can be fetched within the deadline."""
         refs = self._references(addresses)
         if not refs:
             return {}
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._timeout_s)
         try:
             return dict(zip(refs, ray.get(list(refs.values()), timeout=0), strict=True))
-        except (GetTimeoutError, ObjectLostError):  # OwnerDiedError is one
+        except (GetTimeoutError, ObjectLostError):  # the base class of OwnerDiedError
             objects: dict[Address, dict[str, WireColumn]] = {}
             for address, ref in refs.items():
                 with contextlib.suppress(GetTimeoutError, ObjectLostError):
@@ -141,5 +142,5 @@ class ObjectStoreClient(PartitionedClient[StoredAt]):
             try:
                 self._handles[store] = ray.get_actor(store, namespace=self._namespace)
             except ValueError as error:
-                raise ActorGone(f"rows are lost with the row store {store}, which is gone") from error
+                raise ActorGone(f"the row store {store} has ended, and the rows that it kept are lost") from error
         return self._handles[store]

@@ -1,7 +1,8 @@
-"""The books of a run's data plane: `Partitions` in one small actor, and a process's view of it. No rows pass here.
+"""The index of a run's data plane: one small actor with `Partitions`, and a process's access to it (`ActorBooks`).
 
-The actor also counts who still refers to an object in a row store, and tells the store to drop it when nobody does: a
-client that dies between the two would leave rows behind.
+Rows do not pass through the actor. It also counts the references to each object of a row store, and tells the store to
+drop an object without references. The actor does both, because a client could die between the two and leave rows
+behind.
 """
 
 import asyncio
@@ -15,13 +16,13 @@ from asyncrl.data_plane.calls import answer
 from asyncrl.data_plane.partitions import Claim, Located, Partitions
 
 PARTITIONS = "partitions"
-"""Name of the actor, in the run's namespace."""
+"""Name of the actor in the run's namespace."""
 
 W = TypeVar("W")
 
 
 class StoredAt(NamedTuple):
-    """Where a row is: in object `key` of the row store `store`, as its row number `row`."""
+    """The place of a row: row number `row` of object `key` in the row store `store`."""
 
     store: str
     key: str
@@ -29,7 +30,9 @@ class StoredAt(NamedTuple):
 
 
 class PartitionActor:
-    """Body of the actor. Places that are no `StoredAt` are kept and given back, nothing else."""
+    """Body of the actor. It releases objects only for places of the type `StoredAt`. It stores other places as they
+    are.
+    """
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
@@ -88,7 +91,7 @@ class PartitionActor:
         places = self._partitions.clear(partition_id, sample_ids)
         self._release(places)
         if sample_ids is None:
-            # also what a writer stored and did not live to enter
+            # Also drops objects that a writer stored and did not enter before it died.
             for store in self._stores:
                 self._tell(store, lambda handle: handle.clear_prefix.remote(f"{partition_id}/"))
         return places
@@ -108,7 +111,7 @@ class PartitionActor:
             self._tell(store, lambda handle, keys=keys: handle.clear.remote(keys))  # type: ignore[misc]
 
     def _tell(self, store: str, call: Callable[[Any], object]) -> None:
-        """Without waiting: a store that is dead has dropped its rows."""
+        """Calls the row store without waiting. A dead store has dropped its rows already."""
         try:
             call(ray.get_actor(store, namespace=self._namespace))
         except ValueError:
@@ -116,7 +119,7 @@ class PartitionActor:
 
 
 class ActorBooks(Generic[W]):
-    """Implements `Bookkeeping` by calls of the actor, each with the deadline `timeout_s`."""
+    """Implements `Bookkeeping` with calls to the actor. Each call has the deadline `timeout_s`."""
 
     def __init__(self, *, namespace: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -142,7 +145,7 @@ class ActorBooks(Generic[W]):
         )
 
     def check_registered(self, partition_id: str) -> None:
-        """Asks once a partition: it stays registered."""
+        """Asks the actor only once for each partition, because a partition stays registered."""
         if partition_id not in self._registered:
             self._call("check_registered", partition_id)
             self._registered.add(partition_id)
@@ -198,12 +201,13 @@ class ActorBooks(Generic[W]):
 
     def _call(self, method: str, *arguments: Any, extra_s: float = 0.0, **options: Any) -> Any:
         ref = getattr(self._actor, method).remote(*arguments, **options)
-        what = f"{method} in the data plane's books"
+        what = f"{method} in the data plane's index"
         return answer(ref, timeout_s=self._timeout_s + extra_s, what=what)
 
 
 def ensure_partition_actor(*, namespace: str) -> Any:
-    """Handle of the run's one actor, made by whoever comes first; it outlives the process that made it."""
+    """Returns the handle of the run's only partition actor, and starts it if needed. The actor outlives the process
+    that started it."""
     return (
         ray.remote(PartitionActor)
         .options(name=PARTITIONS, namespace=namespace, lifetime="detached", get_if_exists=True, num_cpus=0)

@@ -1,8 +1,9 @@
-"""What all clients have in common: the books say where rows are, a store keeps them, the codec is between.
+"""The common part of all clients. An index ("books") says where rows are, a store keeps them, and the codec encodes
+them.
 
-A client is three methods, `_store`, `_load` and `_release`, and books: `Bookkeeping` is `Partitions` as seen from a
-process, under a lock or behind an actor. Books are written after the rows are stored, so that whoever finds a row in
-them can read it.
+A client consists of three methods (`_store`, `_load` and `_release`) and an index. `Bookkeeping` is the interface of
+`Partitions` for a process: under a lock, or behind an actor. The index is updated after the rows are stored, so that
+every row in the index can be read.
 """
 
 from abc import abstractmethod
@@ -19,11 +20,11 @@ T = TypeVar("T")
 W = TypeVar("W")
 
 READ_ATTEMPTS = 3
-"""What is in the books and not in the store was cleared or replaced in between: the books are asked again."""
+"""Attempts to read rows. Rows may be cleared or replaced between the look into the index and the fetch."""
 
 
 class Bookkeeping(Protocol[W]):
-    """`Partitions` from a process; the same methods, which may be called from several threads."""
+    """The methods of `Partitions`, usable from several threads."""
 
     def register(
         self,
@@ -47,12 +48,13 @@ class Bookkeeping(Protocol[W]):
         lengths: Sequence[int] | None,
         tags: Sequence[Mapping[str, Any]] | None,
     ) -> list[int] | None:
-        """Also the lengths of these samples, from this put or an earlier one, as `lengths_of` has them."""
+        """Enters a put. Returns the lengths of these samples, known from this put or an earlier one, as `lengths_of`
+        does."""
 
     def claim(
         self, partition_id: str, task: str, *, fields: Sequence[str], batch_size: int, wait_s: float
     ) -> Claim | None:
-        """Waits up to `wait_s` for enough rows, else None."""
+        """Waits up to `wait_s` seconds for enough rows. Returns None if there are not enough."""
 
     def ready(self, partition_id: str, task: str, *, fields: Sequence[str]) -> int: ...
 
@@ -70,7 +72,7 @@ class Bookkeeping(Protocol[W]):
 
 
 class PartitionedClient(DataPlaneClient, Generic[W]):
-    """The contract of `DataPlaneClient` on books and a store."""
+    """Implements `DataPlaneClient` with an index and a store."""
 
     def __init__(self, books: Bookkeeping[W]) -> None:
         self._books_when_open = books
@@ -78,17 +80,17 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
 
     @abstractmethod
     def _store(self, partition_id: str, sample_ids: Sequence[str], columns: Mapping[str, Column]) -> Sequence[W]:
-        """Keeps the columns; where each sample's rows are."""
+        """Stores the columns. Returns the place of each sample's rows."""
 
     @abstractmethod
     def _load(
         self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[W]]
     ) -> Mapping[str, Sequence[tuple[Column, int]]]:
-        """Column and row of each sample, by field. KeyError or RowsLost for what is not there any more."""
+        """Returns column and row of each sample, by field. Raises KeyError or RowsLost for rows that are gone."""
 
     @abstractmethod
     def _release(self, partition_id: str, sample_ids: Sequence[str] | None, places: Sequence[W]) -> None:
-        """Lets go of rows that the books have forgotten."""
+        """Releases rows that have been removed from the index."""
 
     def register_partition(
         self,
@@ -114,9 +116,9 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
         ids = list(sample_ids)
-        columns = encode({} if fields is None else fields)  # the truth value of a TensorDict is an error
+        columns = encode({} if fields is None else fields)  # `fields or {}` would raise for a TensorDict
         _check_put(ids, columns, tags)
-        self._books.check_registered(partition_id)  # before any row is stored
+        self._books.check_registered(partition_id)  # check before any row is stored
         lengths: list[int] | None = []
         if ids:
             where = self._store(partition_id, ids, columns)
@@ -156,7 +158,7 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
     ) -> BatchedDataDict:
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:
-            raise ValueError("get_data: neither select_fields nor the meta's fields name a field")
+            raise ValueError("get_data: neither select_fields nor the meta's fields name a field; give one of them")
         width = meta.extra_info.get(PAD_SEQLEN)
         return self._read(meta.partition_id, meta.sample_ids, fields, width=width, pad_value_dict=pad_value_dict)
 
@@ -180,7 +182,7 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
                 unknown = sorted(set(fields) - self._books.fields_of(partition_id, []))
                 raise TimeoutError(
                     f"task {task_name!r} waited {timeout_s:g} s (timeout_s) for {batch_size} rows of partition "
-                    f"{partition_id!r} with {fields}; {ready} are ready"
+                    f"{partition_id!r} with {fields}, but only {ready} are ready"
                     + (f"; {unknown} were neither registered nor put: check their names" if unknown else "")
                 )
             claim = Claim(sample_ids=[], sequence_lengths=[], tags=[])
@@ -216,7 +218,7 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
     @property
     def _books(self) -> Bookkeeping[W]:
         if self._closed:
-            raise RunError("this data-plane client is closed")
+            raise RunError("this data-plane client is closed; open a new one")
         return self._books_when_open
 
     def _read(
@@ -249,13 +251,16 @@ def _again_when_missing(load: Callable[[], T]) -> T:
 
 def _check_put(ids: Sequence[str], columns: Mapping[str, Column], tags: Sequence[Mapping[str, Any]] | None) -> None:
     if not columns and tags is None:
-        raise ValueError("put_samples: neither fields nor tags were given")
+        raise ValueError("put_samples: neither fields nor tags were given; give at least one of them")
     if len(set(ids)) != len(ids):
         repeated = sorted({sample_id for sample_id in ids if ids.count(sample_id) > 1})
-        raise ValueError(f"put_samples: samples {repeated[:5]} are named more than once")
+        raise ValueError(f"put_samples: samples {repeated[:5]} are named more than once; give each sample once")
     rows = {name: len(column) for name, column in columns.items()}
     if tags is not None:
         rows["tags"] = len(tags)
     unequal = {name: count for name, count in rows.items() if count != len(ids)}
     if unequal:
-        raise ValueError(f"put_samples: {len(ids)} samples, but rows of {unequal}")
+        raise ValueError(
+            f"put_samples: {len(ids)} samples were given, but other numbers of rows in {unequal}; give one row for "
+            "each sample"
+        )

@@ -1,11 +1,12 @@
-"""Which sample has which field, where, and which task has claimed it: the books behind every client. Pure.
+"""The index behind every client ("the books"): which sample has which field, where it is, and which tasks have claimed
+it. Pure.
 
-No row is in here: `where` is whatever the client needs to find one. The partition's own order is that of the first put
-of each sample. What must hold:
+It holds no rows: `where` is any value with which the client finds a row. The order of a partition is the order of each
+sample's first put. Invariants:
 
-- a sample is claimed by a task at most once, and never before it has all the fields that the claim asks for;
-- a claim has exactly the rows that were asked for, or none;
-- clearing forgets a sample altogether: a later put of the same id is a new row.
+- A task claims a sample at most once, and only when the sample has all fields of the claim.
+- A claim returns exactly the requested number of rows, or none.
+- Clearing removes a sample completely: a later put of the same id creates a new row.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ W = TypeVar("W")
 
 
 def group_of(sample_id: str) -> str:
-    """The group that a sample belongs to: `7.0` of `7.0_g3`; an id of another form is a group of its own.
+    """Returns the group of a sample: `7.0` for `7.0_g3`. A sample id of another form is a group of its own.
 
     >>> group_of("7.0_g3")
     '7.0'
@@ -26,7 +27,7 @@ def group_of(sample_id: str) -> str:
 
 
 def samples_of(group: str, *, count: int) -> list[str]:
-    """Ids of a group's samples.
+    """Returns the ids of a group's samples.
 
     >>> samples_of("7.0", count=2)
     ['7.0_g0', '7.0_g1']
@@ -36,7 +37,7 @@ def samples_of(group: str, *, count: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Rows that a task got. Lengths are None when the length of a row is not known."""
+    """Rows that a task has claimed. `sequence_lengths` is None if the length of any row is unknown."""
 
     sample_ids: list[str]
     sequence_lengths: list[int] | None
@@ -45,7 +46,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located(Generic[W]):
-    """The place of each sample, by field, and the tokens of each sample; None where they are not known."""
+    """The place of each sample, by field, and the tokens of each sample (None if unknown)."""
 
     places: dict[str, list[W]]
     lengths: list[int | None]
@@ -65,13 +66,13 @@ class _Partition(Generic[W]):
     group_size: int | None = None
     rows: dict[str, _Row[W]] = field(default_factory=dict)
     put: int = 0
-    """Rows made since the registration, or since the partition was cleared as a whole."""
+    """Rows created since the registration, or since the whole partition was last cleared."""
     unclaimed: dict[str, dict[str, None]] = field(default_factory=dict)
-    """By task, in the partition's order: what is not here was claimed."""
+    """For each task, its unclaimed samples in the partition's order. A sample that is not here was claimed."""
 
 
 class Partitions(Generic[W]):
-    """The partitions of one data plane. One thread at a time."""
+    """The partitions of one data plane. Only one thread may use it at a time."""
 
     def __init__(self) -> None:
         self._partitions: dict[str, _Partition[W]] = {}
@@ -85,10 +86,10 @@ class Partitions(Generic[W]):
         consumer_tasks: Sequence[str],
         group_size: int | None,
     ) -> None:
-        """Declares a partition, or adds to one: rows and cursors stay, a new task may claim what is there."""
+        """Declares a partition or extends one. Rows and cursors stay. A new task may claim the existing rows."""
         for name, value in (("num_samples", num_samples), ("grpo_group_size", group_size)):
             if value is not None and value < 1:
-                raise ValueError(f"partition {partition_id!r}: {name} is {value}, it must be at least 1")
+                raise ValueError(f"partition {partition_id!r}: {name} is {value}, but must be at least 1")
         partition = self._partitions.setdefault(partition_id, _Partition())
         partition.fields.update(dict.fromkeys(fields))
         partition.num_samples, partition.group_size = num_samples, group_size
@@ -96,7 +97,7 @@ class Partitions(Generic[W]):
             partition.unclaimed.setdefault(task, dict.fromkeys(partition.rows))
 
     def check_registered(self, partition_id: str) -> None:
-        """KeyError for a partition that was not registered."""
+        """Raises KeyError if the partition is not registered."""
         self._partition(partition_id)
 
     def produce(
@@ -109,9 +110,9 @@ class Partitions(Generic[W]):
         lengths: Sequence[int] | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[W]:
-        """Enters that `fields` of each sample are at `where[i]`, and registers the fields that are new.
+        """Records that `fields` of sample i are at `where[i]`, and registers new fields.
 
-        Returns the places that this replaced, a place a field.
+        Returns the replaced places, one for each replaced field.
         """
         partition = self._partition(partition_id)
         partition.fields.update(dict.fromkeys(fields))
@@ -134,17 +135,18 @@ class Partitions(Generic[W]):
         return replaced
 
     def claim(self, partition_id: str, task: str, *, fields: Sequence[str], batch_size: int) -> Claim | None:
-        """The task's next rows, oldest first; None, and nothing changes, when fewer than `batch_size` are ready.
+        """Claims the task's next rows, oldest first. If fewer than `batch_size` are ready, returns None and changes
+        nothing.
 
-        In a partition with a group size, groups are handed out whole, in the order in which they are complete. A field
-        that is not registered yet may still be put, so it only makes no row ready.
+        In a partition with a group size, groups are claimed whole, in the order in which they become complete. A field
+        that is not registered may still be put, so no row is ready for it yet.
         """
         partition = self._partition(partition_id)
         size = partition.group_size or 1
         if batch_size < 1 or batch_size % size:
             raise ValueError(
-                f"a batch of {batch_size} from partition {partition_id!r}: it must be a positive multiple of its "
-                f"grpo_group_size, {size}"
+                f"cannot claim a batch of {batch_size} from partition {partition_id!r}: it must be a positive multiple "
+                f"of its grpo_group_size, {size}"
             )
         unclaimed = self._unclaimed(partition_id, task)
         taken: list[str] = []
@@ -160,12 +162,12 @@ class Partitions(Generic[W]):
         return Claim(sample_ids=taken, sequence_lengths=_lengths(rows), tags=[dict(row.tags) for row in rows])
 
     def ready(self, partition_id: str, task: str, *, fields: Sequence[str]) -> int:
-        """Rows that the task could claim now."""
+        """Returns the number of rows that the task could claim now."""
         partition = self._partition(partition_id)
         return sum(map(len, self._ready(partition, self._unclaimed(partition_id, task), fields=fields)))
 
     def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> Located[W]:
-        """Where each of the fields of each of the samples is. KeyError names the first that is not there."""
+        """Returns the place of each field of each sample. Raises KeyError, which names the first missing one."""
         rows = self._rows(partition_id, sample_ids)
         places: dict[str, list[W]] = {}
         for name in fields:
@@ -180,24 +182,25 @@ class Partitions(Generic[W]):
         return Located(places=places, lengths=[row.length for row in rows])
 
     def fields_of(self, partition_id: str, sample_ids: Sequence[str]) -> set[str]:
-        """Fields that all these samples have. KeyError names the first sample that is not there."""
+        """Returns the fields that all these samples have. Raises KeyError, which names the first missing sample."""
         rows = self._rows(partition_id, sample_ids)
         if not rows:
             return set(self._partition(partition_id).fields)
         return set(rows[0].where).intersection(*(row.where for row in rows[1:]))
 
     def lengths_of(self, partition_id: str, sample_ids: Sequence[str]) -> list[int] | None:
-        """Tokens of each sample, None when one is not known. KeyError names the first sample that is not there."""
+        """Returns the tokens of each sample; None if any is unknown. Raises KeyError, which names the first missing
+        sample."""
         return _lengths(self._rows(partition_id, sample_ids))
 
     def consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
-        """Whether the tasks have claimed every row that is here, of at least `num_samples` that were put."""
+        """Returns True if the tasks have claimed every existing row, and at least `num_samples` rows were put."""
         partition = self._partition(partition_id)
         left = [self._unclaimed(partition_id, task) for task in tasks]
         return partition.put >= partition.num_samples and not any(left)
 
     def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> list[W]:
-        """Forgets samples (None: all, and how many there ever were); the places that they were at, one a field."""
+        """Removes samples (None: all, and resets the count of rows). Returns their places, one for each field."""
         partition = self._partition(partition_id)
         if sample_ids is None:
             sample_ids = list(partition.rows)
@@ -212,30 +215,35 @@ class Partitions(Generic[W]):
         return released
 
     def rows_outstanding(self) -> dict[str, int]:
-        """Rows by partition."""
+        """Returns the number of rows by partition."""
         return {partition_id: len(partition.rows) for partition_id, partition in self._partitions.items()}
 
     def _partition(self, partition_id: str) -> _Partition[W]:
         if partition_id not in self._partitions:
-            raise KeyError(f"partition {partition_id!r} is not registered; there are {sorted(self._partitions)}")
+            raise KeyError(
+                f"partition {partition_id!r} is not registered; registered are {sorted(self._partitions)}; call "
+                "register_partition first"
+            )
         return self._partitions[partition_id]
 
     def _rows(self, partition_id: str, sample_ids: Sequence[str]) -> list[_Row[W]]:
         rows = self._partition(partition_id).rows
         for sample_id in sample_ids:
             if sample_id not in rows:
-                raise KeyError(f"partition {partition_id!r} has no sample {sample_id!r}: never put, or cleared")
+                raise KeyError(f"partition {partition_id!r} has no sample {sample_id!r}: it was never put, or cleared")
         return [rows[sample_id] for sample_id in sample_ids]
 
     def _unclaimed(self, partition_id: str, task: str) -> dict[str, None]:
         tasks = self._partition(partition_id).unclaimed
         if task not in tasks:
-            raise ValueError(f"partition {partition_id!r} has no task {task!r}; registered are {sorted(tasks)}")
+            raise ValueError(
+                f"partition {partition_id!r} has no task {task!r}; it has {sorted(tasks)}; register the task first"
+            )
         return tasks[task]
 
     @staticmethod
     def _ready(partition: _Partition[W], unclaimed: Iterable[str], *, fields: Sequence[str]) -> Iterable[list[str]]:
-        """What can be handed out together: single samples, or whole groups."""
+        """Yields the units that can be claimed: single samples, or whole groups."""
         groups: dict[str, list[str]] = {}
         size = partition.group_size or 1
         for sample_id in unclaimed:

@@ -1,7 +1,7 @@
-"""Row stores: one a node, owning the bulk rows of the groups that were written there.
+"""Row stores: one for each node. A row store owns the bulk rows of the groups that were written on its node.
 
-A Ray object dies with the process that put it, and a killed generator must not take finished groups with it: so the
-store puts the rows itself, from values that it is handed, under keys that begin with the partition's name.
+A Ray object dies with the process that put it. To keep finished groups when their generator is killed, the row store
+puts the values itself. Keys begin with the name of the partition.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 STORE_PREFIX = "rows-"
-"""Actor names of row stores begin with it."""
+"""Prefix of the actor names of row stores."""
 
 
 class RowStore:
@@ -21,26 +21,27 @@ class RowStore:
         self._objects: dict[str, Any] = {}
 
     def put(self, rows_by_key: Mapping[str, Any]) -> None:
-        """Keeps rows, an object a key; a repeated put of one key changes nothing."""
+        """Stores one object for each key. Ignores keys that it has already."""
         for key, rows in rows_by_key.items():
             if key not in self._objects:
                 self._objects[key] = ray.put(rows)
 
     def refs(self, keys: list[str]) -> dict[str, Any]:
-        """References, to be read with `ray.get` where the rows are needed, of the keys that are there."""
+        """Returns references to the objects of the keys that exist. The reader fetches them with `ray.get`."""
         return {key: self._objects[key] for key in keys if key in self._objects}
 
     def clear(self, keys: list[str]) -> int:
-        """Drops the keys that are there; how many they were."""
+        """Drops the keys that exist. Returns how many they were."""
         return sum(self._objects.pop(key, None) is not None for key in keys)
 
     def clear_prefix(self, prefix: str) -> int:
-        """Drops every key that begins with `prefix`; how many they were."""
+        """Drops every key that begins with `prefix`. Returns how many they were."""
         return self.clear([key for key in self._objects if key.startswith(prefix)])
 
 
 def ensure_row_store(*, namespace: str) -> str:
-    """Name of this node's row store, made by whoever comes first; it outlives the process that made it."""
+    """Returns the name of this node's row store, and starts it if needed. The store outlives the process that started
+    it."""
     node = ray.get_runtime_context().get_node_id()
     name = f"{STORE_PREFIX}{node[:12]}"
     ray.remote(RowStore).options(

@@ -1,8 +1,8 @@
-"""Which data-parallel rank takes which rows, decided from lengths alone. No rows are touched.
+"""Decides which data-parallel rank takes which rows, from their lengths. It touches no rows.
 
-The cut is that of `BatchedDataDict.shard_by_batch_size`: both call the same functions. It travels in each shard's
-`extra_info`, and ranks trust it: `micro_batch_indices`, `micro_batch_lengths` and `elem_counts_per_gb` are what the
-attributes of those names are on a cut batch.
+The cut is the same as that of `BatchedDataDict.shard_by_batch_size`, because both call the same functions. Each shard
+carries its cut in `extra_info`, and ranks use it unchecked: `micro_batch_indices`, `micro_batch_lengths` and
+`elem_counts_per_gb` have the same meaning as the attributes of a cut batch.
 """
 
 from collections.abc import Sequence
@@ -31,16 +31,20 @@ def shard_meta_for_dp(
     sequence_packing_args: SequencePackingArgs | None = None,
     dynamic_batching_args: DynamicBatchingArgs | None = None,
 ) -> tuple[list[KVBatchMeta], list[int] | None]:
-    """A meta a rank, and the indices with which `reorder_data` restores the caller's order of concatenated results.
+    """Returns a meta for each rank, and the indices with which `reorder_data` restores the caller's order of the
+    concatenated results. The indices are None if the order did not change.
 
-    The indices are None when that order was kept. Rows keep their tags and lengths. `allow_uneven_shards` is for a
-    plain cut: later shards may be short or empty. ValueError for an empty meta, for lengths that are missing, and for
-    both kinds of args; what else does not fit is an error of `asyncrl.data.sharding`.
+    Rows keep their tags and lengths. `allow_uneven_shards` is for a cut without micro-batches: the last shards may have
+    fewer rows or none. Raises ValueError for an empty meta, for missing lengths, and for both kinds of args together.
+    Other arguments that do not fit raise the errors of `asyncrl.data.sharding`.
     """
     if meta.size == 0:
-        raise ValueError("shard_meta_for_dp: the meta names no rows")
+        raise ValueError("shard_meta_for_dp: the meta names no rows; there is nothing to divide among the ranks")
     if meta.sequence_lengths is None:
-        raise ValueError(f"shard_meta_for_dp: the meta of {meta.size} rows has no sequence_lengths to cut by")
+        raise ValueError(
+            f"shard_meta_for_dp: the meta of {meta.size} rows has no sequence_lengths, which decide the cut; put "
+            "input_lengths with the rows"
+        )
     if sequence_packing_args is not None and dynamic_batching_args is not None:
         raise ValueError("shard_meta_for_dp: sequence_packing_args and dynamic_batching_args exclude each other")
     check_modes(
@@ -75,7 +79,7 @@ def shard_meta_for_dp(
 
 
 def _width(extra_info: dict[str, Any], lengths: Sequence[int]) -> int:
-    """Width that the rows will be padded to: of the input, as far as a micro-batch can be wide."""
+    """Returns the width to which the rows will be padded, which limits the width of a micro-batch."""
     stamped: int | None = extra_info.get(PAD_SEQLEN)
     return max(lengths) if stamped is None else stamped
 
@@ -83,7 +87,8 @@ def _width(extra_info: dict[str, Any], lengths: Sequence[int]) -> int:
 def _shard(meta: KVBatchMeta, plan: ShardPlan) -> KVBatchMeta:
     shard = meta.subset(plan.rows)
     for key in CUT_KEYS:
-        shard.extra_info.pop(key, None)  # of an earlier cut of the same rows
+        shard.extra_info.pop(key, None)  # left from an earlier cut of the same rows
+
     shard.extra_info["elem_counts_per_gb"] = list(plan.rows_per_chunk)
     if plan.micro_batch_indices is not None:
         shard.extra_info["micro_batch_indices"] = plan.micro_batch_indices

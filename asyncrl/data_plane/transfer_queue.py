@@ -1,12 +1,12 @@
-"""The data plane on the TransferQueue package, for users who operate it already: the extra `transfer-queue`.
+"""The data plane on the TransferQueue package, for users who already operate it: the extra `transfer-queue`.
 
-TransferQueue keeps the rows and hands them out by key; nothing else of it is used. Its own queueing is no bounded
-buffer, so claims, waiting and the books are ours (`partition_actor.py`), as on Ray's object store.
+TransferQueue only stores rows and returns them by key. Its own queueing is not a bounded buffer, so claims, waits and
+the index are asyncrl's (`partition_actor.py`), as on Ray's object store.
 
-- Its controller and storage units are Ray actors of one logical CPU each. Without room for them its `init` waits for
-  ever, without a word: so the room is asked for first, and `init` has a deadline.
-- One controller serves a cluster, and dies with the process that started it; whoever comes later attaches.
-- Its calls have deadlines of minutes, so each is made on a thread that is given up after `timeout_s`.
+- Its controller and storage units are Ray actors with one logical CPU each. Without room for them its `init` waits
+  forever without a message. Therefore this module checks the room first, and `init` has a deadline.
+- One controller serves a cluster and dies with the process that started it. Later processes attach to it.
+- Its calls have deadlines of minutes. Therefore each call runs in a thread that is abandoned after `timeout_s`.
 """
 
 import threading
@@ -29,13 +29,14 @@ T = TypeVar("T")
 CONTROLLER_CPUS = 1
 STORAGE_UNIT_CPUS = 1
 POLL_S = 0.2
+"""Seconds between two checks for free CPUs."""
 
 
 class TransferQueueClient(PartitionedClient[str]):
-    """A process's access to the rows of the run `namespace`; every call has the deadline `timeout_s`.
+    """A process's access to the rows of the run `namespace`. Every call has the deadline `timeout_s`.
 
-    Attaches to the cluster's TransferQueue, or starts one with `storage_units` within `start_timeout_s`. ConfigError
-    without the package, PlacementError when there is no room for it.
+    It attaches to the cluster's TransferQueue, or starts one with `storage_units` within `start_timeout_s`. Raises
+    ConfigError without the package, and PlacementError when there is no room for it.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class TransferQueueClient(PartitionedClient[str]):
         super().__init__(ActorBooks(namespace=namespace, timeout_s=timeout_s))
 
     def close(self) -> None:
-        """Ends TransferQueue if this client started it; its own client in an attached process ends with the process,
-        because TransferQueue's `close` would end the controller for everyone."""
+        """Ends TransferQueue if this client started it. In an attached process it does not call TransferQueue's
+        `close`, which would end the controller for all processes; that client ends with its process."""
         if self._closed:
             return
         super().close()
@@ -80,7 +81,7 @@ class TransferQueueClient(PartitionedClient[str]):
             what=f"fetching {len(keys)} rows from TransferQueue",
         )
         row_of = {key: row for row, key in enumerate(keys)}
-        # each by itself: a put may have kept more of a column than the row's length, which cuts it when it is decoded
+        # Each column is encoded by itself. A put may have stored more tokens than the row's length: decoding cuts them.
         columns = {name: encode({name: _from_tensordict(batch, name)})[name] for name in names}
         return {name: [(columns[name], row_of[key]) for key in of_field] for name, of_field in places.items()}
 
@@ -106,22 +107,22 @@ def _package() -> Any:
         import transfer_queue
     except ImportError as error:
         raise ConfigError(
-            f"the data plane transfer_queue needs the TransferQueue package ({error}); `pip install "
-            '"asyncrl[transfer-queue]"`, or choose the data plane object_store'
+            f"the data plane transfer_queue needs the TransferQueue package ({error}); run `pip install "
+            '"asyncrl[transfer-queue]"`, or set data_plane.backend: object_store'
         ) from error
     return transfer_queue
 
 
 def _start(package: Any, *, storage_units: int, timeout_s: float) -> bool:
-    """Attaches or starts; whether it started one."""
+    """Attaches to TransferQueue or starts it. Returns True if it started it."""
     deadline_s = time.monotonic() + timeout_s
     started = not _is_running()
     cpus = CONTROLLER_CPUS + storage_units * STORAGE_UNIT_CPUS
     while started and (free := _free_cpus()) < cpus:
         if time.monotonic() > deadline_s:
             raise PlacementError(
-                f"TransferQueue needs {cpus} logical CPUs (a controller and {storage_units} storage units), {free:g} "
-                f"are free after {timeout_s:g} s: give Ray more (--num-cpus), or use fewer storage units"
+                f"TransferQueue needs {cpus} logical CPUs (a controller and {storage_units} storage units), but only "
+                f"{free:g} are free after {timeout_s:g} s; give Ray more (--num-cpus), or use fewer storage units"
             )
         time.sleep(POLL_S)
     settings = {"backend": {"SimpleStorage": {"num_data_storage_units": storage_units}}}
@@ -133,11 +134,15 @@ def _start(package: Any, *, storage_units: int, timeout_s: float) -> bool:
         except BaseException as error:
             failures.append(error)
 
-    thread = threading.Thread(target=init, name="transfer-queue-init", daemon=True)  # may hang for good
+    thread = threading.Thread(
+        target=init, name="transfer-queue-init", daemon=True
+    )  # daemon, because it may hang forever
     thread.start()
     thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
     if thread.is_alive():
-        raise PlacementError(f"TransferQueue did not start within {timeout_s:g} s; is there room for {cpus} CPUs?")
+        raise PlacementError(
+            f"TransferQueue did not start within {timeout_s:g} s; check that the cluster has room for {cpus} CPUs"
+        )
     if failures:
         raise failures[0]
     return started
@@ -157,13 +162,16 @@ def _is_running() -> bool:
 
 
 def _found(package: Any, *, keys: list[str], partition_id: str, names: list[str]) -> Any:
-    """Rows of TransferQueue; a KeyError where it has a ValueError, or leaves out what is missing with a warning."""
+    """Returns rows of TransferQueue. Raises KeyError where TransferQueue raises ValueError, or omits missing rows."""
     try:
         batch = package.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=names)
     except (ValueError, package.StorageKeyNotFoundError) as error:
         raise KeyError(f"rows of partition {partition_id!r} are not in TransferQueue ({error})") from error
     if batch.batch_size[0] != len(keys):
-        raise KeyError(f"TransferQueue has {batch.batch_size[0]} of {len(keys)} rows of partition {partition_id!r}")
+        raise KeyError(
+            f"TransferQueue has only {batch.batch_size[0]} of {len(keys)} rows of partition {partition_id!r}"
+        )
+
     return batch
 
 

@@ -1,7 +1,6 @@
-"""Scores groups with a reward function of any form, in the scoring process.
+"""Scores groups in the scoring process, with a reward function of any form.
 
-Whatever the function does, short of ending the process, the result of a group holds one finite float for each
-completion or one failure.
+Unless the function ends the process, the result of a group is one finite float for each completion, or one failure.
 """
 
 import asyncio
@@ -20,16 +19,16 @@ from asyncrl.environments.secrets import Secrets, needed_variable
 from asyncrl.user_code import describe_error
 
 CANCEL_GRACE_S = 1.0
-"""Seconds that coroutines get to end when they are cancelled. If one does not, its process is replaced."""
+"""Seconds that cancelled coroutines get to end. If one of them does not end, its process is replaced."""
 
 _OUT_OF_MEMORY = "ran out of environment.score_memory_mib"
 
 
 class GroupScoring:
-    """Scores requests one after the other, in the thread that made it.
+    """Scores requests one after the other, in the thread that created the object.
 
-    `begin` is called with the number of a completion when its scoring begins. Asynchronous rewards run in one event
-    loop that stays the same, so that a client which they keep between calls goes on working.
+    Calls `begin` with the number of a completion when its scoring begins. Asynchronous rewards always run in the same
+    event loop, so that a client that they keep between calls stays usable.
     """
 
     def __init__(
@@ -51,12 +50,12 @@ class GroupScoring:
         self._runner = asyncio.Runner() if reward.form.asynchronous else None
 
     def score(self, request: Request) -> Reply:
-        """A result for each group. In a group, the first failure ends the scoring."""
+        """Returns a result for each group. The first failure in a group ends the group's scoring."""
         if self._runner is None:
             return Reply(id=request.id, results=tuple(map(self._scored, request.groups)))
         try:
             results = self._runner.run(self._at_once(request.groups))
-        except BaseException as error:  # the reward stopped the loop, or broke it
+        except BaseException as error:  # the reward stopped or broke the event loop
             failed = [self._failed(group, error, sample=None) for group in request.groups]
             results = [replace(result, retire="broke its event loop") for result in failed]
         return Reply(id=request.id, results=tuple(results))
@@ -75,12 +74,12 @@ class GroupScoring:
             for sample, completion in enumerate(group.completions):
                 self._begin(sample)
                 rewards.append(_number(self._function(group.task, completion)))
-        except BaseException as error:  # SystemExit and the like included: it is foreign code
+        except BaseException as error:  # also SystemExit and the like, because this is the user's code
             return self._failed(group, error, sample=sample)
         return Result(rewards=tuple(rewards))
 
     async def _at_once(self, groups: Sequence[Group]) -> list[Result]:
-        """All calls of all groups begin together."""
+        """Starts all calls of all groups at once and waits for them."""
         sizes = [len(group.completions) for group in groups]
         offsets = [0, *accumulate(sizes)]
         unfinished = set(range(offsets[-1]))
@@ -99,10 +98,10 @@ class GroupScoring:
         )
 
     async def _awaited(self, group: Group, calls: "_Calls") -> Result:
-        """The first failure of a group, or its limit, cancels the calls that are left of it."""
+        """Waits for the calls of one group. The group's first failure, or its time limit, cancels its other calls."""
         count, timeout_s = len(group.completions), self._section.score_timeout_s
         late, stubborn = await calls.run(self._form.limit_s(timeout_s, count))
-        retire = "did not end when it was cancelled" if stubborn else ""
+        retire = "has a reward call that did not end when it was cancelled" if stubborn else ""
         if calls.errors:
             first = min(calls.errors)
             failed = self._failed(group, calls.errors[first], sample=None if self._form.batched else first)
@@ -127,20 +126,23 @@ class GroupScoring:
 
     def _hint(self, error: BaseException) -> str:
         if isinstance(error, MemoryError):
-            return f"; environment.score_memory_mib = {self._section.score_memory_mib} is the limit"
+            return f"; the limit is environment.score_memory_mib = {self._section.score_memory_mib}, raise it if needed"
         if name := needed_variable(error, self._withheld):
             return secrets_hint(name)
         return ""
 
 
 def secrets_hint(name: str) -> str:
-    """The end of an error of reward code that needs the environment variable `name`."""
+    """Returns the end of an error message for reward code that needs the environment variable `name`."""
     return f"; add {name} to environment.secrets: reward code sees only the variables that are named there"
 
 
 class _Calls:
-    """The calls of one group, run at once in the running event loop. `offset` is the number of its first completion in
-    the request; `finished` gets the numbers of those that a call has scored."""
+    """Runs the calls of one group at once in the running event loop.
+
+    `offset` is the number of the group's first completion in the request. `finished` is called with the numbers of the
+    completions whose call has ended.
+    """
 
     def __init__(
         self,
@@ -166,7 +168,8 @@ class _Calls:
         return tuple(reward for _, rewards in sorted(self._values.items()) for reward in rewards)
 
     async def run(self, limit_s: float) -> tuple[list[int], bool]:
-        """The calls that had to be cancelled, and whether one of them goes on regardless."""
+        """Runs the calls for at most `limit_s` seconds. Returns the indexes of the calls that had to be cancelled, and
+        whether a call still runs after its cancellation."""
         completions = self._group.completions
         arguments = [completions] if self._batched else list(completions)
         tasks = [asyncio.create_task(self._call(index, each)) for index, each in enumerate(arguments)]
@@ -187,7 +190,7 @@ class _Calls:
         try:
             value = await self._function(self._group.task, argument)
             self._values[index] = _numbers(value, count) if self._batched else (_number(value),)
-        except GeneratorExit:  # the loop was broken, and this coroutine is thrown away
+        except GeneratorExit:  # the event loop was broken, and Python discards this coroutine
             raise
         except BaseException as error:  # also SystemExit, which would end the event loop
             if not self._cancelling:
@@ -205,7 +208,7 @@ class _Unusable(Exception):
 
 
 def _only(sample: int | None, completions: int) -> int | None:
-    """A call for one completion can only fail for that one."""
+    """Returns 0 for a call with exactly one completion: only that completion can have failed. Otherwise `sample`."""
     return 0 if sample is None and completions == 1 else sample
 
 
@@ -222,8 +225,8 @@ def _number(value: object, *, at: str = "", sample: int | None = None) -> float:
 
 
 def _numbers(value: object, count: int) -> tuple[float, ...]:
-    """The rewards that a batched call returned."""
-    if hasattr(value, "tolist"):  # an array of NumPy, a tensor of torch
+    """Checks the rewards that a batched call returned, and returns them as floats."""
+    if hasattr(value, "tolist"):  # a NumPy array or a torch tensor
         value = value.tolist()
     unordered = isinstance(value, str | bytes | Mapping | set)
     if unordered or not isinstance(value, Iterable) or not isinstance(value, Sized):
@@ -250,7 +253,7 @@ def _kind(value: object) -> str:
 
 def _wanted(value: object) -> str:
     if asyncio.iscoroutine(value):
-        value.close()  # it would be reported as never awaited
+        value.close()  # otherwise Python warns that it was never awaited
         return "declare the function with `async def`"
     if isinstance(value, list | tuple):
         return "name the second parameter `completions` to score a group in one call"

@@ -1,8 +1,8 @@
-"""Environments: where tasks may come from, and what turns a completion into a reward.
+"""Environments: sources of tasks, and rewards for completions.
 
-The rest of the system sees an environment through `Environment` alone and finds it by its name in the config.
-`build_tasks` is the one way from a config to prompts: the same config gives the same (training, held-out) tasks in
-every process. Reward code is foreign code: it runs in `scoring.py`'s processes, not in the generator.
+The rest of the system uses an environment only through `Environment`, and finds it by its name in the config.
+`build_tasks` is the only way from a config to prompts. The same config gives the same (training, held-out) tasks in
+every process. Reward code is the user's code: it runs in the processes of `scoring.py`, not in the generator.
 """
 
 import contextlib
@@ -26,17 +26,19 @@ class Environment(Protocol):
     """A single-turn environment."""
 
     def tasks(self, seed: int) -> Sequence[Task]:
-        """Its own tasks, decided by `seed`. A task's `prompt` is its question: the config's template comes later."""
+        """Returns the environment's own tasks, determined by `seed`. A task's `prompt` equals its question, because the
+        config's template is applied later."""
 
     def score(self, task: Task, completion: Any, /) -> Any:
-        """Reward of one completion, a text without special tokens; or of a group, in any form of `reward_function.py`.
+        """Returns the reward of one completion (a text without special tokens), or the rewards of a group, in any form
+        of `reward_function.py`.
 
-        Called in a scoring process, with a task that went through JSON.
+        It is called in a scoring process, with a task that has been converted to JSON and back.
         """
 
 
 def build_environment(section: EnvironmentSection) -> Environment:
-    """The environment that `environment.name` names, made with `environment.options`. ConfigError on either."""
+    """Builds the environment `environment.name` with `environment.options`. Raises ConfigError if either is wrong."""
     factory: Callable[..., Any]
     match section.name:
         case "reasoning_gym":
@@ -54,18 +56,18 @@ def build_environment(section: EnvironmentSection) -> Environment:
     environment = call_with_options(factory, section.options, key="environment.options")
     if not isinstance(environment, Environment):
         raise ConfigError(
-            f"environment.name: {section.name!r} made a {type(environment).__name__} without tasks(seed) and "
-            "score(task, completion)",
+            f"environment.name: {section.name!r} returned a {type(environment).__name__}, but an environment needs "
+            "the methods tasks(seed) and score(task, completion)",
             key="environment.name",
         )
     return environment
 
 
 def build_reward(section: EnvironmentSection) -> RewardFunction:
-    """The function of `environment.reward`, or the environment's own `score` if that is not set.
+    """Returns the function of `environment.reward`, or the environment's own `score` if that is not set.
 
-    With `environment.reward` the environment is not built. ConfigError when there is no such function, or when it
-    cannot be called as a reward is.
+    With `environment.reward` the environment is not built. Raises ConfigError when the function does not exist or
+    cannot be called as a reward.
     """
     function: Callable[..., Any]
     match section.reward:
@@ -87,34 +89,37 @@ def build_reward(section: EnvironmentSection) -> RewardFunction:
 
 
 def build_tasks(config: Config) -> tuple[list[Task], list[Task]]:
-    """(training, held-out) tasks with their prompts made by `data.prompt_template`.
+    """Returns (training, held-out) tasks. Their prompts are made with `data.prompt_template`.
 
-    Skipped rows are logged with their counts. ConfigError or DatasetError.
+    Skipped rows are logged with their counts. Raises ConfigError or DatasetError.
     """
     return split_tasks(config, read_tasks(config))
 
 
 def split_tasks(config: Config, tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
-    """(training, held-out) tasks. DatasetError when the training tasks are too few for one step."""
+    """Returns (training, held-out) tasks. Raises DatasetError if the training tasks are too few for one step."""
     data, groups = config.data, config.learner.groups_per_step
     train, heldout = split(tasks, data.heldout_fraction)
-    remain = f"of {len(tasks)} tasks ({len(heldout)} are held out by data.heldout_fraction = {data.heldout_fraction:g})"
     if not train:
-        raise DatasetError(f"data.dataset = {data.dataset}: no training tasks remain {remain}")
+        raise DatasetError(
+            f"data.dataset = {data.dataset}: none of its {len(tasks)} tasks remains for training, because "
+            f"data.heldout_fraction = {data.heldout_fraction} holds out {len(heldout)} of them; lower it or add tasks"
+        )
     if data.drop_last and data.epochs is not None and len(train) * data.epochs < groups:
         raise DatasetError(
-            f"data.dataset = {data.dataset}: {len(train)} training tasks remain {remain}, which data.epochs = "
-            f"{data.epochs} gives {len(train) * data.epochs} times. A step takes learner.groups_per_step = {groups}, "
-            "and data.drop_last drops the rest: no step would be trained; lower learner.groups_per_step, or raise "
-            "data.epochs"
+            f"data.dataset = {data.dataset}: {len(train)} tasks remain for training, and data.epochs = {data.epochs} "
+            f"uses each {data.epochs} times. A step needs learner.groups_per_step = {groups} groups, and data.drop_last "
+            "drops a smaller rest, so no step would be trained; lower learner.groups_per_step, raise data.epochs, or "
+            "set data.drop_last to false"
         )
     return train, heldout
 
 
 def read_tasks(config: Config, *, first: int | None = None) -> list[Task]:
-    """The dataset's tasks with their prompts, not yet split; `first` limits the reading to so many rows.
+    """Returns the dataset's tasks with their prompts, before the split. `first` limits how many rows are read.
 
-    Skipped rows are logged with their counts. ConfigError or DatasetError, also for what the user's code raises.
+    Skipped rows are logged with their counts. Raises ConfigError or DatasetError; an error that the user's code raises
+    becomes a DatasetError.
     """
     data = config.data
     match data.dataset:
@@ -127,7 +132,9 @@ def read_tasks(config: Config, *, first: int | None = None) -> list[Task]:
             )
         case "jsonl":
             if data.path is None:
-                raise ConfigError("data.path: must be set for data.dataset = jsonl", key="data.path")
+                raise ConfigError(
+                    "data.path: must be set for data.dataset = jsonl; give the path of the file", key="data.path"
+                )
             tasks, skipped = read_jsonl(data.path, on_bad_row=data.on_bad_row, first=first)
         case path if is_import_path(path):
             function = resolve(path, key="data.dataset")
@@ -148,7 +155,7 @@ def read_tasks(config: Config, *, first: int | None = None) -> list[Task]:
 
 
 def _items(made: object, *, first: int | None, key: str, path: str) -> Iterator[Row]:
-    """What a user's function returned or yields, row by row. DatasetError where its code raises."""
+    """Yields the rows that a user's function returned or yields. Raises DatasetError when its code raises."""
     if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
         raise DatasetError(
             f"{key} = {path} returned a {type(made).__name__}; return or yield asyncrl Tasks, or dicts with the texts "
@@ -160,7 +167,7 @@ def _items(made: object, *, first: int | None, key: str, path: str) -> Iterator[
 
 @contextlib.contextmanager
 def _described(source: str) -> Iterator[None]:
-    """DatasetError that says what the user's code raised, and where."""
+    """Turns an error of the user's code into a DatasetError that says what was raised, and where."""
     try:
         yield
     except AsyncRLError:

@@ -1,4 +1,4 @@
-"""Mathematics with a reference answer: tasks come from a dataset, scoring from math-verify."""
+"""Mathematics with reference answers: the tasks come from a dataset, and math-verify scores the completions."""
 
 from typing import NoReturn
 
@@ -8,11 +8,15 @@ from asyncrl.errors import ConfigError
 
 
 class Math:
-    """Scores answers to the prompts of a JSONL file or of a dataset given by import path; has no tasks of its own."""
+    """Scores answers to prompts from a JSONL file or from a dataset given by import path. It has no tasks of its
+    own."""
 
     def tasks(self, seed: int) -> NoReturn:
-        raise ConfigError("data.dataset: the math environment has no tasks of its own; set jsonl", key="data.dataset")
+        raise ConfigError(
+            "data.dataset: the math environment has no tasks of its own; set data.dataset: jsonl and data.path",
+            key="data.dataset",
+        )
 
     def score(self, task: Task, completion: str) -> float:
-        """See `verifiers.math_verify`."""
+        """Calls `verifiers.math_verify`."""
         return math_verify(task, completion)

@@ -1,7 +1,8 @@
-"""What reward code prints: read from a pipe, in bounds that a flood of output does not exceed.
+"""Reads what reward code prints from a pipe, within bounds that hold for any amount of output.
 
-The reader never makes other scoring processes wait. It keeps one line in memory, and passes on at most
-`LINES_A_SECOND`. Reward code that writes more than `BYTES_A_SECOND` waits in its own `print`.
+The reader never makes other scoring processes wait. It keeps one line in memory and passes on at most
+`LINES_A_SECOND` lines a second. Reward code that writes more than `BYTES_A_SECOND` bytes a second waits in its own
+`print`.
 """
 
 import logging
@@ -14,27 +15,31 @@ from collections.abc import Callable
 from asyncrl.environments.secrets import Secrets
 
 LINE_CHARS = 1000
-"""Longest line that is passed on; the rest of it is cut."""
+"""Longest line that is passed on. The rest of a longer line is cut."""
 
 LINES_A_SECOND = 200
+"""Lines that are passed on in a second. Further lines are only counted."""
 BYTES_A_SECOND = 16 * 2**20
+"""Bytes that are read in a second. Reward code that writes more waits in its own `print`."""
 _READ_BYTES = 2**16
 _AFTER_DEATH_BYTES = 2**20
+"""Largest output that is still read after the process has ended."""
 _JOIN_TIMEOUT_S = 5.0
+"""Seconds that `join` waits for the reading thread."""
 
 _log = logging.getLogger(__name__)
 
 
 class BoundedLines:
-    """Lines of a stream of bytes: redacted, cut at `LINE_CHARS`, and at most `LINES_A_SECOND` of them.
+    """Splits a stream of bytes into lines: redacted, cut at `LINE_CHARS`, and at most `LINES_A_SECOND` a second.
 
-    The lines beyond are counted, and their number is a line of its own once the second is over.
+    Further lines are counted. When the second is over, their number is passed on as a line of its own.
     """
 
     def __init__(self, secrets: Secrets, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._secrets = secrets
         self._clock = clock
-        # A secret that begins within a line's limit is kept whole, so that it is recognised before the line is cut.
+        # Keep enough bytes that a secret which begins before the limit is complete: redaction happens before the cut.
         self._kept_bytes = 4 * (LINE_CHARS + secrets.longest)
         self._partial = bytearray()
         self._cut = False
@@ -44,11 +49,11 @@ class BoundedLines:
 
     @property
     def due_s(self) -> float | None:
-        """When there is a count to report, if no more output comes."""
+        """The time at which to report left-out lines if no more output comes; None if there are none."""
         return self._second_s + 1.0 if self._left_out else None
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that end in `data`, as far as they are passed on."""
+        """Adds `data`. Returns the lines that end in it, without the left-out ones."""
         lines = self._new_second()
         start = 0
         while self._passed < LINES_A_SECOND and (end := data.find(b"\n", start)) >= 0:
@@ -64,7 +69,7 @@ class BoundedLines:
         return lines
 
     def flush(self) -> list[str]:
-        """The unfinished last line and the count of those that were left out, at the stream's end."""
+        """Ends the stream. Returns its unfinished last line, and the count of left-out lines."""
         rest = [self._line()] if self._partial else []
         return rest + self._counted()
 
@@ -86,7 +91,7 @@ class BoundedLines:
 
     def _line(self) -> str:
         text = self._secrets.redact(self._partial.decode(errors="replace").rstrip("\r"))
-        if self._cut:  # its end may be a part of a secret
+        if self._cut:  # the end of the text may be the first part of a secret
             text = text[: len(text) - self._secrets.longest]
         cut = self._cut or len(text) > LINE_CHARS
         self._begin_line()
@@ -98,7 +103,7 @@ class BoundedLines:
 
 
 class OutputReader:
-    """Reads the pipe of one process in a thread of its own, until the process has ended, and closes it."""
+    """Reads the pipe of one process in its own thread until the process has ended, and then closes the pipe."""
 
     def __init__(self, pipe: int, *, pid: int, secrets: Secrets, output: Callable[[str], None]) -> None:
         os.set_blocking(pipe, False)
@@ -111,13 +116,13 @@ class OutputReader:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until what a process printed before its end is passed on."""
+        """Waits until everything that the process printed before its end has been passed on."""
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def _read(self) -> None:
         try:
             self._read_while_alive()
-            self._read_some(_AFTER_DEATH_BYTES)  # a process that it left behind may hold the pipe open and go on
+            self._read_some(_AFTER_DEATH_BYTES)  # bounded: a child of the process may hold the pipe open and write on
             self._pass_on(self._lines.flush())
         finally:
             os.close(self._pipe)
@@ -138,7 +143,7 @@ class OutputReader:
                 self._pass_on(self._lines.feed(b""))
                 continue
             read = self._read_some(_READ_BYTES)
-            if read == 0:  # the process closed its output, and cannot open it again
+            if read == 0:  # the process has closed its output and cannot open it again
                 poll.unregister(self._pipe)
             now_s = time.monotonic()
             if now_s - begun_s >= 1.0:
@@ -148,7 +153,7 @@ class OutputReader:
                 return
 
     def _read_some(self, limit: int) -> int:
-        """Reads what is there, up to `limit` bytes; how much it was."""
+        """Reads the available bytes, at most `limit`. Returns how many were read."""
         count = 0
         while count < limit:
             try:
@@ -165,7 +170,7 @@ class OutputReader:
         for line in lines:
             try:
                 self._output(line)
-            except Exception as error:  # output that is lost must not end scoring
+            except Exception as error:  # an error of the log must not end scoring
                 if not self._refused:
                     self._refused = True
-                    _log.warning("the output of reward code is lost: %s: %s", type(error).__name__, error)
+                    _log.warning("cannot log the output of reward code: %s: %s", type(error).__name__, error)

@@ -1,7 +1,7 @@
-"""Which prompts the model can take: each has at least one token and at most `longest_prompt_tokens`.
+"""Checks prompt lengths: the model can take prompts of 1 to `longest_prompt_tokens` tokens.
 
-The learner looks at every prompt once, before it publishes the first weights: until then nothing is generated. A
-rollout looks at its own prompt again and fails as DATA when it does not fit.
+The learner checks every prompt once, before it publishes the first weights, so before anything is generated. A rollout
+checks its own prompt again and fails as DATA if the prompt does not fit.
 """
 
 import logging
@@ -16,25 +16,26 @@ from asyncrl.errors import DatasetError
 logger = logging.getLogger(__name__)
 
 ENCODED_AT_ONCE = 1024
-"""A dataset's ids need not fit into memory."""
+"""Prompts that are encoded at a time. The token ids of a whole dataset need not fit into memory."""
 
 
 def longest_prompt_tokens(config: Config) -> int:
-    """`data.max_prompt_tokens`, or less, so that a completion of one token still fits."""
+    """Returns the longest allowed prompt: `data.max_prompt_tokens`, or less if no completion token would fit."""
     return min(config.data.max_prompt_tokens, config.model.max_length - 1)
 
 
 def counted(tokenizer: Any, task: Task, ids: Sequence[int]) -> str:
-    """How many tokens a prompt has, and how many of them are the chat template's, in words."""
+    """Says in words how many tokens a prompt has, and how many of them the chat template adds."""
     added = template_tokens(tokenizer, task.prompt)
     of_template = f" ({added} of them from the model's chat template, which data.chat: off leaves out)"
     return f"{len(ids)} tokens{of_template if added else ''}"
 
 
 def fitting(tasks: Sequence[Task], *, config: Config, tokenizer: Any) -> list[Task]:
-    """The tasks whose prompts fit. DatasetError names the first row that does not, unless `data.on_bad_row` skips.
+    """Returns the tasks whose prompts fit, and logs the count of skipped ones.
 
-    Skipped rows are logged with their count. DatasetError also when there are tasks, and none that fits.
+    Raises DatasetError, which names the first row that does not fit, if `data.on_bad_row` is `refuse` or if there are
+    tasks but none of them fits.
     """
     longest = longest_prompt_tokens(config)
     fit: list[Task] = []
@@ -51,12 +52,13 @@ def fitting(tasks: Sequence[Task], *, config: Config, tokenizer: Any) -> list[Ta
         return fit
     source = config.data.path if config.data.dataset == "jsonl" else config.data.dataset
     finding = (
-        f"{source}, {first_misfit}, and 1 to {longest} fit (data.max_prompt_tokens = {config.data.max_prompt_tokens}, "
-        f"model.max_length = {config.model.max_length}); it is the first of {misfits} among {len(tasks)} prompts"
+        f"{source}, {first_misfit}, but must have 1 to {longest} (data.max_prompt_tokens = "
+        f"{config.data.max_prompt_tokens}, model.max_length = {config.model.max_length}); it is the first of {misfits} "
+        f"that do not fit, among {len(tasks)} prompts"
     )
     if not fit:
-        raise DatasetError(f"{finding}: none fits; raise the limit, or shorten the rows")
+        raise DatasetError(f"{finding}. No prompt fits: raise the limit, or shorten the rows")
     if config.data.on_bad_row == "refuse":
-        raise DatasetError(f"{finding}; raise the limit, shorten the rows, or set data.on_bad_row: skip")
-    logger.warning("%s: they are skipped (data.on_bad_row: skip)", finding)
+        raise DatasetError(f"{finding}. Raise the limit, shorten the rows, or set data.on_bad_row: skip")
+    logger.warning("%s. These prompts are skipped (data.on_bad_row: skip)", finding)
     return fit

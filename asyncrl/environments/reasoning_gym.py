@@ -1,7 +1,7 @@
-"""reasoning-gym's procedural tasks as an environment: https://github.com/open-thought/reasoning-gym
+"""An environment of reasoning-gym's procedural tasks: https://github.com/open-thought/reasoning-gym
 
-Questions, answers and scoring are the library's own. Tasks carry an entry's metadata as plain JSON, so that scoring
-needs nothing but the task, and templates see its scalar keys (`{word}` in spell_backward).
+Questions, answers and scoring come from the library. A task carries its entry's metadata as plain JSON, so that scoring
+needs only the task, and prompt templates can use the metadata's scalar keys (`{word}` in spell_backward).
 """
 
 import json
@@ -24,9 +24,9 @@ _RESERVED = ("seed", "size")
 class ReasoningGym:
     """One reasoning-gym dataset.
 
-    `task` is its name, `size` how many entries are drawn (with repetitions, where the generator repeats itself),
-    `task_options` its own options. With `exact`, a reward is 1.0 or 0.0; otherwise the library's partial credit is
-    the reward (spell_backward gives it for single letters in place).
+    `task` is the dataset's name, `size` the number of entries (some may repeat, if the library's generator repeats
+    itself), and `task_options` the dataset's own options. With `exact` a reward is 1.0 or 0.0. Without it the reward is
+    the library's partial credit; for example, spell_backward gives credit for single letters in the right place.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ReasoningGym:
         if task not in DATASETS:
             hint = suggest(task, list(DATASETS))
             raise ConfigError(
-                f"environment.options.task: reasoning-gym has no {task!r}{hint}", key="environment.options.task"
+                f"environment.options.task: reasoning-gym has no task {task!r}{hint}", key="environment.options.task"
             )
         if size < 1:
             raise ConfigError(
@@ -48,7 +48,7 @@ class ReasoningGym:
         self._scorer = self._dataset(seed=0)
 
     def tasks(self, seed: int) -> Sequence[Task]:
-        """`size` entries. Seeds share none: entry i of the library's seed s is drawn from seed s + i."""
+        """Returns `size` entries. Two seeds share none, because entry i of library seed s is drawn from seed s + i."""
         dataset = self._dataset(seed=seed * self._size)
         entries = [dataset[index] for index in range(self._size)]
         for entry in entries[:_CHECKED_ENTRIES]:
@@ -56,7 +56,7 @@ class ReasoningGym:
         return [_task(entry) for entry in entries]
 
     def score(self, task: Task, completion: str) -> float:
-        """The library's score of the completion without surrounding white space."""
+        """Returns the library's score of the completion. White space at the completion's ends is removed first."""
         entry = {"question": task.question, "answer": task.answer or None, "metadata": task.metadata}
         score = float(self._scorer.score_answer(completion.strip(), entry))
         return float(score >= 1.0) if self._exact else score
@@ -64,31 +64,35 @@ class ReasoningGym:
     def _dataset(self, *, seed: int) -> Any:
         for reserved in _RESERVED:
             if reserved in self._options:
-                raise ConfigError(f"{_OPTIONS_KEY}: {reserved!r} is set elsewhere (run.seed, size)", key=_OPTIONS_KEY)
+                raise ConfigError(
+                    f"{_OPTIONS_KEY}: {reserved!r} is set by run.seed and environment.options.size; remove it",
+                    key=_OPTIONS_KEY,
+                )
         known = [field.name for field in fields(DATASETS[self._name][1]) if field.name not in _RESERVED]
         for option in self._options:
             if option not in known:
                 raise ConfigError(
-                    f"{_OPTIONS_KEY}: {self._name} has no {option!r}{suggest(option, known)}; there are "
+                    f"{_OPTIONS_KEY}: {self._name} has no option {option!r}{suggest(option, known)}; it has "
                     f"{', '.join(known) or 'none'}",
                     key=_OPTIONS_KEY,
                 )
         try:
             return reasoning_gym.create_dataset(self._name, seed=seed, size=self._size, **self._options)
-        except (TypeError, ValueError, AssertionError) as error:  # the library's validation is made of asserts
+        except (TypeError, ValueError, AssertionError) as error:  # the library validates its options with asserts
             raise ConfigError(
                 f"{_OPTIONS_KEY}: {self._name} refuses {self._options} ({error})", key=_OPTIONS_KEY
             ) from error
 
     def _check_json(self, entry: dict[str, Any]) -> None:
-        """A few datasets score with tuples that JSON cannot carry; better no run than rewards that are all wrong."""
+        """Refuses datasets whose scoring needs tuples, which JSON turns into lists: every reward would be wrong."""
         try:
             carried = self._scorer.score_answer(entry["answer"], json.loads(json.dumps(entry)))
         except (TypeError, ValueError) as error:
             carried = error
         if carried != self._scorer.score_answer(entry["answer"], entry):
             raise ConfigError(
-                f"environment.options.task: {self._name} keeps metadata that JSON cannot carry; it is not supported",
+                f"environment.options.task: {self._name} is not supported, because its scoring needs metadata that "
+                "JSON cannot represent; choose another task",
                 key="environment.options.task",
             )
 

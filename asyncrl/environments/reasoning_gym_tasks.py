@@ -1,7 +1,8 @@
-"""Names of reasoning-gym's tasks, read from its source: to import the library takes seconds, to read it a tenth of one.
+"""Finds the names of reasoning-gym's tasks in its source, because importing the library takes seconds and reading its
+source a tenth of one.
 
-Every task is registered at the top level of a module, `register_dataset("name", ...)` or with a constant of that
-module in the name's place.
+Every task is registered at the top level of a module, by `register_dataset("name", ...)`. In place of the name there
+may be a constant of the same module.
 """
 
 import importlib.util
@@ -12,7 +13,9 @@ _REGISTERED = re.compile(r"""^register_dataset\(\s*(?:["'](?P<name>\w+)["']|(?P<
 
 
 def task_names() -> frozenset[str]:
-    """The tasks of the library that is installed; none when it is not, or is not written as above."""
+    """Returns the task names of the installed library. Returns none if it is not installed or is written
+    differently."""
+
     spec = importlib.util.find_spec("reasoning_gym")
     folders = spec.submodule_search_locations if spec is not None else None
     sources = [file.read_text(encoding="utf-8") for folder in folders or () for file in Path(folder).rglob("*.py")]

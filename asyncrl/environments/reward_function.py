@@ -1,12 +1,13 @@
-"""Reward functions as users write them: four forms, told apart by the function's signature.
+"""Reward functions as users write them. There are four forms, which the function's signature tells apart.
 
-    def reward(task, completion) -> float                  one completion after the other
-    async def reward(task, completion) -> float            all completions of a group at once, in one event loop
-    def reward(task, completions) -> list[float]           a group in one call
+    def reward(task, completion) -> float                  called for one completion after the other
+    async def reward(task, completion) -> float            called for all completions of a group at once
+    def reward(task, completions) -> list[float]           called once for a group
     async def reward(task, completions) -> list[float]     the same, awaited
 
-An environment's `score` method has the same four forms. The name of the second parameter decides between one completion
-and a group. A function that cannot be called with two arguments is refused before anything is scored.
+Async calls run in one event loop. An environment's `score` method may have the same four forms. The name of the second
+parameter tells whether the function takes one completion or a group. A function that cannot be called with two
+arguments is refused before any scoring.
 """
 
 import inspect
@@ -23,17 +24,17 @@ _TAKEN = "(task, completion) for one completion, or (task, completions) for a wh
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """How a reward function is called: with a group or with one completion, and whether the call is awaited."""
+    """How a reward function is called: with a group or with one completion, and whether the result is awaited."""
 
     batched: bool = False
     asynchronous: bool = False
 
     def limit_s(self, timeout_s: float, completions: int) -> float:
-        """Seconds that one call may take. A batched call has `timeout_s` for each of its completions."""
+        """Returns the limit of one call in seconds. A batched call gets `timeout_s` for each of its completions."""
         return timeout_s * completions if self.batched else timeout_s
 
     def overran(self, timeout_s: float, completions: int) -> str:
-        """What the error of a call that took too long says of it."""
+        """Describes a call that exceeded its limit, for an error message."""
         limit = f"took longer than environment.score_timeout_s = {timeout_s:g} s"
         if self.batched:
             total_s = self.limit_s(timeout_s, completions)
@@ -51,14 +52,14 @@ class RewardFunction:
 
 
 def subject(section: EnvironmentSection) -> str:
-    """The setting that names what scores. Errors of reward code begin with it."""
+    """Returns the setting that names the reward code. Every error of reward code begins with it."""
     if section.reward is None:
         return f"environment.name = {section.name}"
     return f"environment.reward = {section.reward}"
 
 
 def reward_function(function: Callable[..., Any], section: EnvironmentSection) -> RewardFunction:
-    """`function` with its form. ConfigError when it cannot be called with a task and a completion."""
+    """Returns `function` with its form. Raises ConfigError if it cannot be called with a task and a completion."""
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(type(function), "__call__", None)  # noqa: B004 - an instance whose class defines `async def __call__`
     )
@@ -84,15 +85,14 @@ def reward_function(function: Callable[..., Any], section: EnvironmentSection) -
 
 
 def _is_trl(parameters: list[inspect.Parameter]) -> bool:
-    """TRL passes `prompts`, `completions` and the dataset's columns by name."""
+    """Detects a reward for TRL, which passes `prompts`, `completions` and the dataset's columns by name."""
     names = [parameter.name for parameter in parameters]
     return "prompts" in names or names[:1] == ["completions"]
 
 
 def _trl_message(section: EnvironmentSection, signature: inspect.Signature, *, asynchronous: bool) -> str:
     refused = (
-        f"{subject(section)} has the parameters {signature}, as rewards for TRL have; a reward of asyncrl takes "
-        f"{_TAKEN}"
+        f"{subject(section)} has the parameters {signature}, like a reward for TRL; a reward for asyncrl takes {_TAKEN}"
     )
     if section.reward is None:
         return refused
@@ -109,7 +109,7 @@ def _trl_message(section: EnvironmentSection, signature: inspect.Signature, *, a
 
 
 def _trl_arguments(signature: inspect.Signature) -> dict[str, str]:
-    """What an adapter passes: prompts, completions, the answer, and what else has no default."""
+    """Returns the arguments that an adapter passes: prompts, completions, answer, and other required parameters."""
     known = {"prompts": "[task.prompt] * n", "completions": "completions", "answer": "[task.answer] * n"}
     arguments: dict[str, str] = {}
     for name, parameter in signature.parameters.items():

@@ -1,10 +1,10 @@
-"""Killable scoring: rewards from foreign code that may raise, hang, crash, fork or eat memory (F19).
+"""Scoring in processes that can be killed: reward code may raise, hang, crash, fork or use too much memory (F19).
 
-Reward code runs in `scoring_worker.py`'s processes. `Scorer` gives one group at a time to each, or several at once if
-the reward is async. It waits `environment.score_timeout_s` for a completion by the wall clock, and kills and replaces a
-process that overruns or dies, with all that it has started. Requests and replies are JSON; what reward code prints is
-passed on line by line. What this does not cover: code that leaves its process tree and session on purpose, the file
-system, and the network.
+Reward code runs in the processes of `scoring_worker.py`. `Scorer` gives each process one group at a time, or several
+groups at once if the reward is async. A completion may take `environment.score_timeout_s` of wall-clock time. `Scorer`
+kills and replaces a process that exceeds this limit or dies, together with all processes that it has started. Requests
+and replies are JSON. Lines that reward code prints are passed on. `Scorer` cannot kill code that leaves its process
+tree and session on purpose, and it does not limit access to the file system or the network.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ from asyncrl.environments.scoring_process import ScoringProcess, closed
 from asyncrl.environments.secrets import Secrets
 
 START_TIMEOUT_S = 120.0
-"""Seconds until a scoring process must be ready; it imports the environment, seconds on a busy machine."""
+"""Seconds in which a scoring process must become ready. Importing the environment takes seconds on a busy machine."""
 
 SHARED_FROM_S = 0.005
-"""Seconds for one completion from which a group is shared among several processes. Sending the completions one by one
-costs less than a tenth of that."""
+"""Seconds. If a completion takes longer, a group is divided among several processes, one completion at a time.
+Sending completions one by one costs less than a tenth of this."""
 
 AWAITED_AT_ONCE = 64
-"""Completions of an asynchronous reward that one process scores at the same time, of as many groups as there are; more
-if a single group has more. Clients of judges have such limits too: httpx opens 100 connections."""
+"""Completions of an asynchronous reward that one process scores at the same time, from as many groups as needed. A
+single larger group is not divided. Clients of judges have similar limits: httpx opens 100 connections."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,9 +46,9 @@ class Scorer:
     >>> rewards = await scorer.score(task, completions)
     >>> await scorer.close()
 
-    Use it from any event loop. A cancelled `score` gives up its result, not its process: that one is free again after
-    `score_timeout_s` for each completion at the latest. `output` gets the lines that reward code prints, in threads of
-    the scorer; without it they are logged.
+    Use it from any event loop. Cancelling `score` abandons the result but does not stop the process, which is busy for
+    at most `score_timeout_s` for each completion. `output` is called with each line that reward code prints, in a
+    thread of the scorer. Without it the lines are logged.
     """
 
     def __init__(
@@ -70,34 +70,36 @@ class Scorer:
             )
             for _ in range(section.score_workers)
         ]
-        self._seconds_per_completion = float("inf")  # of the last group: unknown before the first
+        self._seconds_per_completion = float("inf")  # of the last group; infinite, so shared, before the first one
         self._line: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
-        # A thread for each process, until `close`: the kernel kills a scoring process when the thread ends that started
-        # it.
+        # Each process has a thread that lives until `close`, because the kernel kills a scoring process when the thread
+        # that started it ends.
         self._threads: list[threading.Thread] = []
         self._started: list[Future[None]] = []
 
     @property
     def replacements(self) -> int:
-        """Processes that were killed, or found dead, and replaced."""
+        """Number of processes that were killed or found dead, and replaced."""
         return sum(process.replacements for process in self._processes)
 
     @property
     def pids(self) -> list[int]:
-        """Processes that are alive."""
+        """Ids of the processes that are alive."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     async def start(self) -> None:
-        """Start all processes, before the first score. ConfigError, or InfraError `scorer_unavailable`."""
+        """Starts all processes. Call it before the first score. Raises ConfigError, or InfraError with the reason
+        `scorer_unavailable`."""
         self._start_threads()
         await asyncio.gather(*map(asyncio.wrap_future, self._started))
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[float]:
-        """One finite reward a completion (text without special tokens; may be empty), in order.
+        """Returns one finite reward for each completion, in order. A completion is a text without special tokens and
+        may be empty.
 
-        DataError whose `reason` is a RewardFailure, whose message says what the reward did, and whose `completion` is
-        the one that it failed for; InfraError `scorer_unavailable` when no process can be started, `scorer_closed`
-        after `close`.
+        Raises DataError when the reward fails: its `reason` is a RewardFailure, its message says what happened, and its
+        `completion` is the failed completion. Raises InfraError with the reason `scorer_unavailable` when no process
+        can be started, and `scorer_closed` after `close`.
         """
         if self._closing.is_set():
             raise closed()
@@ -111,7 +113,7 @@ class Scorer:
             return [reward for rewards in await asyncio.gather(*calls) for reward in rewards]
         finally:
             for call in calls:
-                call.cancel()  # what has not begun, if one failed or this call was cancelled
+                call.cancel()  # drops the calls that have not begun, after a failure or a cancellation
 
     def _in_line(self, group: Group) -> "asyncio.Future[list[float]]":
         self._start_threads()
@@ -121,14 +123,14 @@ class Scorer:
         return rewards
 
     def _shared(self) -> bool:
-        """Whether a group goes to several processes."""
+        """Returns True if the completions of a group are divided among several processes."""
         form = self._processes[0].form
         if len(self._processes) == 1 or form.batched or form.asynchronous:
             return False
         return self._seconds_per_completion >= SHARED_FROM_S
 
     async def close(self) -> None:
-        """Kill the processes; scores under way fail. May be called twice."""
+        """Kills the processes. Running scores fail. It may be called twice."""
         self._closing.set()
         await asyncio.to_thread(self._close_in_thread)
 
@@ -143,12 +145,12 @@ class Scorer:
             thread.start()
 
     def _serve(self, process: ScoringProcess, started: "Future[None]") -> None:
-        """The thread of one process: starts it, and scores what waits longest, until `close`."""
+        """The thread of one process: starts the process, and scores the oldest waiting groups until `close`."""
         try:
             process.start()
             started.set_result(None)
         except Exception as error:
-            started.set_exception(error)  # each score tries again
+            started.set_exception(error)  # each later score tries to start the process again
         while (first := self._line.get()) is not None:
             taken = self._taken(first, process.form)
             try:
@@ -159,15 +161,15 @@ class Scorer:
                 waiting.deliver(result)
 
     def _taken(self, first: "_Waiting", form: Form) -> "list[_Waiting]":
-        """What is scored together, without those that nothing waits for any more: several groups if the reward is
-        async."""
+        """Takes the groups to score together, and drops cancelled ones. Takes more than one group only if the reward
+        is async."""
         taken = [] if first.rewards.cancelled() else [first]
         completions = len(first.group.completions)
         with contextlib.suppress(queue.Empty):
             while form.asynchronous and completions < AWAITED_AT_ONCE:
                 waiting = self._line.get_nowait()
                 if waiting is None:
-                    self._line.put(None)  # the end, which the next `get` finds
+                    self._line.put(None)  # the end mark, which the next `get` must find
                     break
                 if not waiting.rewards.cancelled():
                     taken.append(waiting)
@@ -185,11 +187,11 @@ class Scorer:
         for process in self._processes:
             process.kill()
         for _ in self._threads:
-            self._line.put(None)  # behind what waits in line, which fails as closed
+            self._line.put(None)  # after the waiting groups, which fail as closed
         for thread in self._threads:
             thread.join()
         with contextlib.suppress(queue.Empty):
-            while True:  # what got in line at the last moment
+            while True:  # groups that were added while closing
                 if (waiting := self._line.get_nowait()) is not None:
                     waiting.deliver(closed())
         for process in self._processes:
@@ -198,15 +200,15 @@ class Scorer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Waiting:
-    """A group in line, and what its caller waits for, in the caller's event loop."""
+    """A waiting group, and the future of its caller, which belongs to the caller's event loop."""
 
     group: Group
     rewards: "asyncio.Future[list[float]]"
     loop: asyncio.AbstractEventLoop
 
     def deliver(self, result: list[float] | Exception) -> None:
-        """From any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the caller
+        """Sets the result. It may be called from any thread."""
+        with contextlib.suppress(RuntimeError):  # the caller's event loop is closed
             self.loop.call_soon_threadsafe(self._set, result)
 
     def _set(self, result: list[float] | Exception) -> None:

@@ -1,4 +1,4 @@
-"""What passes between a generator and its scoring processes: JSON on a socket, and a few bytes of shared memory."""
+"""Messages between a generator and its scoring processes: JSON on a socket, and a few bytes of shared memory."""
 
 import mmap
 import time
@@ -11,13 +11,14 @@ from asyncrl.data.prompts import Task
 from asyncrl.environments.reward_function import Form
 
 MAX_FRAME_BYTES = 64 * 2**20
-"""Longest message either way; a group of completions is far below it."""
+"""Longest message in either direction. A group of completions is far smaller."""
 
 HEADER_BYTES = 4
+"""Size of the length at the beginning of a frame."""
 
 
 class RewardFailure(StrEnum):
-    """Why a group has no rewards: the `reason` of its DataError, and a metric's label."""
+    """Why a group has no rewards. It is the `reason` of the group's DataError, and the label of a metric."""
 
     RAISED = "reward_raised"
     NOT_FINITE = "reward_not_finite"
@@ -27,15 +28,15 @@ class RewardFailure(StrEnum):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message: the environment section as JSON text, and the names of environment variables that exist
-    outside of the scoring process but not in it."""
+    """The first message to a scoring process. `section` is the environment section as JSON text. `withheld` names
+    environment variables that exist in the generator's process but not in the scoring process."""
 
     section: str
     withheld: tuple[str, ...]
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """Ready, and how the reward is called; or a ConfigError's message and key."""
+    """Reports that the process is ready and how the reward is called; or a ConfigError's message and key."""
 
     form: Form = Form()
     error: str | None = None
@@ -43,22 +44,22 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Completions of one task."""
+    """Completions of one task, to be scored."""
 
     task: Task
     completions: tuple[str, ...]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """Score these groups: several at once for an asynchronous reward, else one."""
+    """A request to score groups: several at once for an asynchronous reward, otherwise one."""
 
     id: int
     groups: tuple[Group, ...]
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a group has no rewards. `sample` is the first completion, from 0, without a usable one; None when a call for
-    several completions failed as a whole."""
+    """Why a group has no rewards. `sample` is the index of the first completion without a usable reward. It is None
+    when a call for several completions failed as a whole."""
 
     reason: RewardFailure
     sample: int | None
@@ -66,8 +67,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Rewards in the order of a group's completions, or a failure. `retire` says why this process should get no other
-    request; it is empty when it can go on."""
+    """The rewards of a group in the order of its completions, or a failure. `retire` is the reason why the process
+    should get no further request; it is empty when the process can continue."""
 
     rewards: tuple[float, ...] = ()
     failure: Failure | None = None
@@ -75,7 +76,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """A result for each group of the request."""
+    """The answer to a request: a result for each of its groups."""
 
     id: int
     results: tuple[Result, ...]
@@ -85,19 +86,21 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """A frame: four bytes of length, big-endian, then JSON. ValueError beyond MAX_FRAME_BYTES."""
+    """Encodes a frame: the length in four big-endian bytes, then JSON. Raises ValueError beyond MAX_FRAME_BYTES."""
     body = msgspec.json.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes is beyond the limit of {MAX_FRAME_BYTES}")
+        raise ValueError(
+            f"a message has {len(body)} bytes, more than the limit of {MAX_FRAME_BYTES}; send shorter completions"
+        )
     return len(body).to_bytes(HEADER_BYTES, "big") + body
 
 
 class Progress:
-    """The completion that is being scored, counted over all groups of a request, and since when.
+    """The completion that is being scored (counted over all groups of a request), and when its scoring began.
 
-    It is memory that a scoring process writes and its generator reads, so that a fast reward does not pay for a
-    message a completion. `file` is a descriptor of `BYTES` bytes. The times are of the monotonic clock, which all
-    processes of a machine share.
+    A scoring process writes it to shared memory and its generator reads it, so that a fast reward does not need a
+    message for each completion. `file` is the descriptor of a file of `BYTES` bytes. Times are of the monotonic clock,
+    which all processes of a machine share.
     """
 
     BYTES = 16
@@ -106,17 +109,19 @@ class Progress:
         self._map(file)
 
     def begin(self, sample: int) -> None:
-        """Scoring of completion `sample` begins now."""
-        # Each is one store of eight aligned bytes, so that no reader sees a half of it. `struct` and slices are not.
+        """Records that the scoring of completion `sample` begins now."""
+        # Each line stores eight aligned bytes at once, so that a reader never sees half of a number. `struct` and
+        # slices do not guarantee that.
         self._numbers[0] = sample
         self._numbers[1] = time.monotonic()
 
     def read(self) -> tuple[int, float]:
-        """The completion, and when it began."""
+        """Returns the number of the completion, and when its scoring began."""
         return int(self._numbers[0]), self._numbers[1]
 
     def detach(self) -> None:
-        """What is written from now on stays in this process."""
+        """Disconnects from the shared memory: later writes stay in this process."""
+
         self._map(-1)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""One scoring process, seen from outside: started, asked, killed with all that it has started, replaced.
+"""Controls one scoring process from outside: starts it, sends requests, kills it with its descendants, replaces it.
 
-Blocking code for one thread; `scoring.py` is its asynchronous face, `scoring_worker.py` the other end of the socket.
-Every wait ends by a deadline or with the process.
+The code blocks and is used by one thread. `scoring.py` gives it an asynchronous interface. `scoring_worker.py` is the
+other end of the socket. Every wait ends at a deadline, or when the process ends.
 """
 
 import contextlib
@@ -42,31 +42,35 @@ from asyncrl.errors import ConfigError, DataError, InfraError
 
 _WORKER_MODULE = "asyncrl.environments.scoring_worker"
 _REAP_TIMEOUT_S = 10.0
+"""Seconds in which a killed process must end, before that is logged as an error."""
 _MAX_LEFT_BEHIND = 32
+"""Descendants that reward code may leave running. A scoring process with more is replaced."""
 _AWAITED_GRACE_S = CANCEL_GRACE_S + 1.0
-"""Seconds beyond its limit in which an asynchronous reward's own process reports it: cancelled, or not to be."""
+"""Seconds beyond the limit of an asynchronous reward. In this time its process reports that it cancelled the calls, or
+that a call did not end."""
 
 _KEPT_ENVIRONMENT = frozenset(
     {"PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"}
 )
+"""Variables that a scoring process inherits. All others are withheld, because they may be tokens or keys."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Died(Exception):
-    """The process ended, or said what it never says."""
+    """The process has ended, or sent an unexpected message."""
 
 
 class _Late(Exception):
-    """The deadline passed."""
+    """The deadline has passed."""
 
 
 class _NotSendable(Exception):
-    """A request cannot be made a message."""
+    """A request cannot be encoded as a message."""
 
 
 class ScoringProcess:
-    """One scoring process and its replacements, used by one thread at a time; `kill` from any."""
+    """One scoring process and its replacements. One thread uses it at a time. `kill` may be called from any thread."""
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class ScoringProcess:
         self._output = output
         self._start_timeout_s = start_timeout_s
         self._closing = closing
-        self._lock = threading.Lock()  # a process is neither started nor reaped while another thread kills it
+        self._lock = threading.Lock()  # keeps a process from being started or reaped while another thread kills it
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._progress: Progress | None = None
@@ -90,16 +94,16 @@ class ScoringProcess:
         self._requests = 0
         self.replacements = 0
         self.form = Form()
-        """How the reward is called; known once a process has started."""
+        """How the reward is called. It is valid after the first start of a process."""
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while it lives."""
+        """The id of the process while it is alive, otherwise None."""
         process = self._process
         return process.pid if process is not None and _alive(process) else None
 
     def start(self) -> None:
-        """Have a live process that is ready for requests."""
+        """Makes sure that a process is alive and ready for requests. Starts or replaces it if needed."""
         if self._closing.is_set():
             raise closed()
         if self._process is not None:
@@ -115,7 +119,8 @@ class ScoringProcess:
         except (_Died, _Late) as error:
             status = self.discard()
             raise InfraError(
-                f"a scoring process was not ready within {self._start_timeout_s:g} s: it {error} ({status})",
+                f"a scoring process was not ready within {self._start_timeout_s:g} s: it {error} ({status}); look for "
+                "its output in the reward log",
                 reason="scorer_unavailable",
             ) from error
         if started.error is not None:
@@ -124,7 +129,7 @@ class ScoringProcess:
         self.form = started.form
 
     def score(self, groups: Sequence[Group]) -> list[list[float] | DataError]:
-        """Rewards of each group, or why it has none. Several groups at once only for an asynchronous reward."""
+        """Returns the rewards of each group, or its error. Takes several groups only for an asynchronous reward."""
         self.start()
         deadline = self._deadline(groups)
         self._requests += 1
@@ -132,16 +137,22 @@ class ScoringProcess:
             self._send(Request(id=self._requests, groups=tuple(groups)), deadline_s=deadline())
             reply = self._receive(Reply, deadline=deadline)
             if reply.id != self._requests or not _fits(reply.results, groups):
-                raise _Died("sent a reply that is not this request's")
+                raise _Died("sent a reply that does not belong to the request")
         except _NotSendable as error:
-            if len(groups) > 1:  # which one it is, each shows alone
+            if len(groups) > 1:  # send the groups one by one to find the one that cannot be sent
                 return [result for group in groups for result in self.score([group])]
-            return [DataError(f"the group cannot be sent to scoring: {error}", reason="not_scorable")]
+            return [
+                DataError(
+                    f"the group cannot be sent to the scoring process: {error}; check the task's metadata and the "
+                    "length of the completions",
+                    reason="not_scorable",
+                )
+            ]
         except _Late:
             under_way = self._under_way(groups)
-            self._replace("overran its time")
+            self._replace("exceeded its time limit")
             timeout_s = self._section.score_timeout_s
-            blocked = "; it blocked its event loop: await what takes time, or remove `async`"
+            blocked = "; it blocked its event loop: use `await` for calls that take time, or remove `async`"
             return [
                 DataError(
                     f"{subject(self._section)} {self.form.overran(timeout_s, len(group.completions))}"
@@ -156,7 +167,7 @@ class ScoringProcess:
             status = self._replace("died")
             if self._closing.is_set():
                 raise closed() from error
-            message = f"{subject(self._section)} ended its scoring process ({error}, {status})"
+            message = f"{subject(self._section)} ended its scoring process: the process {error} ({status})"
             return [DataError(message, reason=RewardFailure.CRASHED, completion=completion) for completion in under_way]
         if retire := next((result.retire for result in reply.results if result.retire), ""):
             self._replace(retire)
@@ -165,8 +176,11 @@ class ScoringProcess:
         return [_outcome(result, group) for result, group in zip(reply.results, groups, strict=True)]
 
     def _deadline(self, groups: Sequence[Group]) -> Callable[[], float]:
-        """When a request that begins now is late. For a reward that takes one completion after the other, that moves
-        with its progress, up to the time of all completions together."""
+        """Returns a function that gives the deadline of a request that begins now.
+
+        If the reward takes one completion after the other, the deadline moves with the progress: each completion has
+        `score_timeout_s` from its beginning. The deadline never exceeds the limits of all completions together.
+        """
         progress, timeout_s = self._progress, self._section.score_timeout_s
         assert progress is not None
         progress.begin(0)
@@ -179,7 +193,8 @@ class ScoringProcess:
         return lambda: min(progress.read()[1], begun_s + timeout_s * (most - 1)) + timeout_s
 
     def _under_way(self, groups: Sequence[Group]) -> list[str]:
-        """For each group the completion that was being scored; empty when none was, or several in one call."""
+        """Returns for each group the completion that was being scored. It is empty if the group's scoring had not begun
+        or had ended, and if several completions were scored in one call."""
         assert self._progress is not None
         sample, _ = self._progress.read()
         found: list[str] = []
@@ -190,13 +205,13 @@ class ScoringProcess:
         return found
 
     def kill(self) -> None:
-        """End the process with all that it has started. The thread that uses it finds it dead."""
+        """Ends the process and its descendants. The thread that uses the process then finds it dead."""
         with self._lock:
             if self._process is not None:
                 _kill_tree(self._process)
 
     def discard(self) -> str:
-        """Kill the process and forget it; how it ended."""
+        """Kills the process and closes its socket, pipe and shared memory. Returns how it ended."""
         self.kill()
         process, self._process = self._process, None
         if self._socket is not None:
@@ -214,7 +229,7 @@ class ScoringProcess:
         status = self.discard()
         self.replacements += 1
         if not self._closing.is_set():
-            _log.warning("a scoring process %s (%s) and is replaced", why, status)
+            _log.warning("a scoring process is replaced, because it %s (%s)", why, status)
         return status
 
     def _left_behind(self) -> int:
@@ -238,15 +253,15 @@ class ScoringProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno(), progress],
                 env=self._environment(),
-                start_new_session=True,  # its own process group, so that one kill reaches what it forks
+                start_new_session=True,  # a process group of its own, so that one kill also reaches forked processes
             )
             self._socket = ours
             self._progress = Progress(progress)
             self._reader = OutputReader(printed, pid=self._process.pid, secrets=self._secrets, output=self._output)
 
     def _environment(self) -> dict[str, str]:
-        """What a scoring process sees of our environment: no tokens and keys but its secrets; our module search path;
-        one thread a library."""
+        """Returns the environment of a scoring process: a few general variables, the secrets of the config but no other
+        keys, our module search path, and one thread for each numeric library."""
         kept = {name: value for name, value in os.environ.items() if name in _KEPT_ENVIRONMENT}
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
@@ -256,7 +271,7 @@ class ScoringProcess:
         assert self._socket is not None
         try:
             frame = encode(message)
-        except (TypeError, ValueError) as error:  # metadata that is not JSON, or groups beyond the frame's limit
+        except (TypeError, ValueError) as error:  # metadata that is not JSON, or a message that is too long
             raise _NotSendable(str(error)) from error
         self._socket.settimeout(max(0.001, deadline_s - time.monotonic()))
         try:
@@ -276,7 +291,8 @@ class ScoringProcess:
             raise _Died(f"sent a malformed message, {error}") from error
 
     def _receive_exactly(self, size: int, *, deadline: Callable[[], float]) -> bytes:
-        """Watches the process as well as the socket, which what it forked may hold open after its death."""
+        """Receives `size` bytes. Watches the process as well as the socket, because a forked child may keep the socket
+        open after the process has died."""
         assert self._socket is not None
         assert self._process is not None
         data = bytearray()
@@ -293,7 +309,7 @@ class ScoringProcess:
                 if left_s <= 0:
                     raise _Late("does not answer")
                 events = dict(poll.poll(left_s * 1000))
-                if self._socket.fileno() in events:  # first: a last reply may lie there after its death
+                if self._socket.fileno() in events:  # check this first: a dead process may have left a last reply
                     chunk = _received(self._socket, size - len(data))
                     if not chunk:
                         raise _Died("closed its connection")
@@ -306,12 +322,12 @@ class ScoringProcess:
 
 
 def closed() -> InfraError:
-    """What a score meets once the scorer is closed."""
-    return InfraError("the scorer is closed", reason="scorer_closed")
+    """Returns the error of every score after `Scorer.close`."""
+    return InfraError("the scorer has been closed and scores no more groups", reason="scorer_closed")
 
 
 def _fits(results: Sequence[Result], groups: Sequence[Group]) -> bool:
-    """Whether results are those of the groups: one each, with a failure or as many rewards as completions."""
+    """Returns True if there is one result for each group, with a failure or with one reward for each completion."""
     return len(results) == len(groups) and all(
         result.failure is not None or len(result.rewards) == len(group.completions)
         for result, group in zip(results, groups, strict=True)
@@ -333,7 +349,7 @@ def _received(connection: socket.socket, size: int) -> bytes:
 
 
 def _alive(process: subprocess.Popen[bytes]) -> bool:
-    """Without reaping: as long as a dead process is not reaped, its id and group belong to nobody else."""
+    """Checks without reaping: until a dead process is reaped, no other process can get its id or group."""
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
@@ -341,9 +357,9 @@ def _alive(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill and reap the process, its group, and descendants that left the group."""
+    """Kills and reaps the process, its process group, and descendants that have left the group."""
     if process.returncode is not None:
-        return  # reaped already: its id may be another's by now
+        return  # already reaped, so its id may belong to another process
     descendants = _descendants(process.pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -353,11 +369,11 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(timeout=_REAP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        _log.error("the scoring process %d does not end after SIGKILL", process.pid)
+        _log.error("the scoring process %d has not ended after SIGKILL", process.pid)
 
 
 def _descendants(pid: int) -> list[int]:
-    """Processes below `pid`, nearest first, as far as /proc tells."""
+    """Returns all descendants of `pid` that /proc lists, nearest first."""
     found = _children(pid)
     for child in found:
         found.extend(_children(child))
@@ -367,7 +383,7 @@ def _descendants(pid: int) -> list[int]:
 def _children(pid: int) -> list[int]:
     found: list[int] = []
     for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread ended while we looked
+        with contextlib.suppress(OSError):  # the thread has just ended
             found.extend(map(int, listing.read_text().split()))
     return found
 

@@ -1,8 +1,9 @@
-"""The process in which reward code runs: `python -m asyncrl.environments.scoring_worker SOCKET PARENT_PID PROGRESS`.
+"""The process that runs reward code: `python -m asyncrl.environments.scoring_worker SOCKET PARENT_PID PROGRESS`.
 
-`scoring_process.py` starts it. It reads `Start` once, then answers each `Request` with one `Reply`, all as
-length-prefixed JSON on an inherited socket. PROGRESS is the descriptor of the memory that `Progress` describes.
-Standard output and errors are a pipe to the parent. Imports none of torch, ray, vllm: start-up is the environment's.
+`scoring_process.py` starts it. It reads one `Start`, and then answers each `Request` with one `Reply`. Messages are
+length-prefixed JSON on an inherited socket. PROGRESS is the file descriptor of the shared memory of `Progress`.
+Standard output and standard error are a pipe to the parent. The module imports none of torch, ray and vllm, so that
+only the environment decides how long the start takes.
 """
 
 import ctypes
@@ -33,14 +34,15 @@ from asyncrl.parent_death import die_with
 from asyncrl.user_code import describe_error
 
 _SPARE_PROCESSES = 512
+"""Processes and threads that reward code may add to those that the user already has."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> None:
-    """Serve until the parent closes its end."""
+    """Serves requests until the parent closes its end of the socket."""
     _die_with(parent_pid)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a line leaves when it ends: the process may be killed at any time
+        if isinstance(stream, io.TextIOWrapper):  # flush every line, because the process may be killed at any time
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     start = _receive(connection, Start)
     section = EnvironmentSection.model_validate_json(start.section)
@@ -55,8 +57,8 @@ def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> N
         reward = build_reward(section)
     except ConfigError as error:
         return refuse(str(error), error, key=error.key)
-    except Exception as error:  # an environment's own constructor
-        message = f"environment: cannot be made from its options, {describe_error(error, redact=secrets.redact)}"
+    except Exception as error:  # raised by the constructor of the environment
+        message = f"environment: cannot be built from its options, {describe_error(error, redact=secrets.redact)}"
         return refuse(message, error, key="environment.options")
     scoring = GroupScoring(reward, section, begin=progress.begin, secrets=secrets, withheld=start.withheld)
     _limit(memory_bytes=section.score_memory_mib * 2**20)
@@ -67,7 +69,7 @@ def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> N
         request = _receive(connection, Request)
         reply = scoring.score(request)
         if os.getpid() != own_pid:
-            os._exit(0)  # reward code forked, and this is the copy: only the original answers
+            os._exit(0)  # reward code has forked and this is the copy; only the original process replies
         connection.sendall(encode(reply))
 
 
@@ -81,26 +83,27 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         chunk = connection.recv(min(size - len(data), 2**20))
         if not chunk:
-            os._exit(0)  # the parent has closed its end, or is gone
+            os._exit(0)  # the parent has closed its end or has died
         data += chunk
     return bytes(data)
 
 
 def _die_with(parent_pid: int) -> None:
-    """End when the parent ends, even in the middle of a hung reward, and adopt what reward code orphans."""
+    """Ends this process when the parent ends, even during a reward that hangs, and adopts orphans of reward code."""
     if sys.platform == "linux":
-        # so that killing this process's tree finds them
+        # As a subreaper this process becomes the parent of orphans, so that killing its process tree reaches them.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     die_with(parent_pid)
 
 
 def _limit(*, memory_bytes: int) -> None:
-    """Limits for reward code; imports are over, so that they need no allowance."""
+    """Sets the limits for reward code. Call it after the imports, so that the limits need no allowance for them."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
     _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + memory_bytes)
     _lower(resource.RLIMIT_CORE, 0)
     if sys.platform == "linux":
-        # The kernel counts all of a user's threads against this limit, and does not apply it to root.
+        # The kernel counts all threads of the user against this limit. It does not apply the limit to root.
+
         uid = os.getuid()
         own = [entry for entry in Path("/proc").iterdir() if entry.name.isdecimal() and _owner(entry) == uid]
         threads = sum(_threads(entry) for entry in own)

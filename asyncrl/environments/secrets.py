@@ -1,7 +1,7 @@
-"""The environment variables of `environment.secrets`: from a command to its scoring processes, and nowhere else.
+"""Passes the environment variables of `environment.secrets` from a command to its scoring processes only.
 
-The command that starts generators reads the values and passes them to its replicas, which give them to scoring
-processes. They are in no file, log or error. What leaves a scoring process is redacted.
+The command that starts generators reads the values and sends them to its replicas, which give them to the scoring
+processes. The values are not in any file, log or error: the output and the errors of scoring processes are redacted.
 """
 
 import json
@@ -15,22 +15,24 @@ from asyncrl.errors import ConfigError
 from asyncrl.user_code import describe_error
 
 _SHORTEST_LINE = 8
-"""Lines of a secret of several lines that are redacted by themselves; shorter ones are also parts of other texts."""
+"""Characters. The single lines of a multi-line secret are redacted if they have at least this length. Shorter lines are
+likely to occur in other texts too."""
 
 _LONGEST_CHAIN = 10
+"""Links of an exception's chain of causes that are searched."""
 _VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b")
 
 
 class Secrets:
-    """Values of environment variables. `repr` shows only their names."""
+    """Values of environment variables. Its `repr` shows only their names."""
 
     def __init__(self, values: Mapping[str, str] | None = None) -> None:
         self._values = dict(values or {})
         self._names = {form: name for name, value in self._values.items() for form in _forms(value)}
-        longest_first = sorted(self._names, key=len, reverse=True)  # one secret may begin with another one
+        longest_first = sorted(self._names, key=len, reverse=True)  # a secret may be the beginning of another secret
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
         self.longest = max(map(len, self._names), default=0)
-        """Characters of the longest text that `redact` replaces."""
+        """Length (characters) of the longest text that `redact` replaces."""
 
     def __repr__(self) -> str:
         return f"Secrets({', '.join(self._values)})"
@@ -40,36 +42,37 @@ class Secrets:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for the environment of a scoring process."""
+        """The variables for the environment of a scoring process."""
         return dict(self._values)
 
     def redact(self, text: str) -> str:
-        """`text` with `<NAME>` in the place of each value, also of one that is quoted or escaped."""
+        """Returns `text` with `<NAME>` instead of each value, also where the value is quoted or escaped."""
         return self._pattern.sub(lambda found: f"<{self._names[found[0]]}>", text) if self._names else text
 
 
 def missing_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> list[str]:
-    """A message for each name of `environment.secrets` that is not set, or empty, in the environment of the command."""
+    """Returns a message for each name of `environment.secrets` that is unset or empty in the command's environment."""
     return [
         f"environment.secrets: {name} is not set in the environment of this command; run `export {name}=...` before "
-        "it, or remove the name"
+        "the command, or remove the name from environment.secrets"
         for name in section.secrets
         if not environ.get(name)
     ]
 
 
 def read_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> Secrets:
-    """The values of `environment.secrets`. ConfigError when one is missing."""
+    """Returns the values of `environment.secrets`. Raises ConfigError when one is missing."""
     if missing := missing_secrets(section, environ):
         raise ConfigError("\n".join(missing), key="environment.secrets")
     return Secrets({name: environ[name] for name in section.secrets})
 
 
 def needed_variable(error: BaseException, withheld: Collection[str]) -> str | None:
-    """The environment variable that reward code did not find, if the error is of that kind.
+    """Returns the name of the environment variable that reward code did not find, or None if `error` has another cause.
 
-    That is a KeyError of `os.environ`, a KeyError for a name in `withheld`, or a text that mentions such a name with an
-    underscore, as clients of judges raise it. `withheld` are the variables that exist outside of scoring processes.
+    Three kinds of errors count: a KeyError of `os.environ`, a KeyError for a name in `withheld`, and an error whose
+    text mentions a name in `withheld` that has an underscore, as clients of judges raise it. `withheld` are the
+    variables that exist in the generator's process but not in scoring processes.
     """
     link: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
@@ -97,7 +100,9 @@ def _is_of_environ(trace: TracebackType | None) -> bool:
 
 
 def _forms(value: str) -> set[str]:
-    """The texts in which a value shows: as it is, stripped, in a `repr`, in JSON, in a URL, and line by line."""
+    """Returns the forms in which a value may appear: unchanged, stripped, in a `repr`, in JSON, in a URL, and its
+    lines.
+    """
     forms = {value, value.strip(), repr(value)[1:-1], json.dumps(value)[1:-1], quote(value, safe=""), quote_plus(value)}
     lines = value.splitlines()
     if len(lines) > 1:

@@ -1,4 +1,4 @@
-"""Built-in rewards: (task, completion) → 1.0 or 0.0, against the task's reference answer."""
+"""Built-in rewards. They compare a completion with the task's reference answer and return 1.0 or 0.0."""
 
 from functools import lru_cache
 from typing import Any
@@ -7,28 +7,30 @@ from asyncrl.data.prompts import Task
 
 
 def exact_match(task: Task, completion: str) -> float:
-    """1.0 for the answer to the letter; white space around either does not count."""
+    """Returns 1.0 if the completion equals the answer. White space at either end of both texts is ignored."""
     return float(completion.strip() == task.answer.strip())
 
 
 def math_verify(task: Task, completion: str) -> float:
-    """1.0 when the completion's last mathematical expression equals the answer, by the library of the same name.
+    """Returns 1.0 if the completion's last mathematical expression equals the answer, as the library math-verify finds.
 
-    Its own time limits are off: they use SIGALRM, which fails off the main thread and leaves C code hanging. The wall
-    clock of the scoring process is the limit (`environment.score_timeout_s`). ValueError for an answer in which there
-    is no expression: no completion could ever earn a reward.
+    The library's own time limits are off, because they use SIGALRM, which fails outside the main thread and does not
+    stop C code. The scoring process has a wall-clock limit instead (`environment.score_timeout_s`). Raises ValueError
+    for an answer without an expression, because no completion could ever earn a reward.
     """
-    from math_verify import parse, verify  # imports sympy: a second that exact_match does not need
+    from math_verify import parse, verify  # imported here because it imports sympy, which takes a second
 
     gold = _parsed_answer(task.answer)
     if not gold:
-        raise ValueError(f"the answer {task.answer[:80]!r} has no mathematical expression")
+        raise ValueError(
+            f"the answer {task.answer[:80]!r} has no mathematical expression; correct it or use another reward"
+        )
     return float(verify(list(gold), parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
 @lru_cache(maxsize=256)
 def _parsed_answer(answer: str) -> tuple[Any, ...]:
-    """The answer's expressions. Bare LaTeX (`\\frac{1}{2}`) gets the delimiters without which it is not recognised."""
+    """Returns the answer's expressions. Bare LaTeX (`\\frac{1}{2}`) gets delimiters, because the library needs them."""
     from math_verify import parse
 
     delimited = any(mark in answer for mark in ("$", "\\(", "\\[", "\\boxed"))

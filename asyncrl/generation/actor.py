@@ -1,6 +1,7 @@
-"""The Ray actor of one replica: builds engine, scorer and generator in its own process, and ends them.
+"""The Ray actor of one replica: builds the engine, the scorer and the generator in its own process, and ends them.
 
-A process holds one engine. `start` fails before anything is generated when the pools do not fit together (F25).
+A process holds one engine. `start` raises HandshakeError before anything is generated when the two pools do not fit
+together, for example because their tokenizers differ (F25).
 """
 
 import asyncio
@@ -35,7 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaProcesses(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica started on its node, for a supervisor that must be sure that it ended."""
+    """The processes and shared memory that a replica started on its node.
+
+    The supervisor uses `pids` and `shared_memory` (names in /dev/shm) to make sure that both are gone after the replica
+    has ended.
+    """
 
     pids: list[int]
     shared_memory: list[str]
@@ -43,11 +48,11 @@ class ReplicaProcesses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GeneratorActor:
-    """Body of the actor; the order is start, run (until drained), shutdown."""
+    """Body of the actor. Call `start`, then `run` (which returns when the replica is drained), then `shutdown`."""
 
     def __init__(self, *, config: Config, name: str, deployment: str) -> None:
         prepare_environment(config)
-        preload()  # the slow part of a start, while the model may still be being made
+        preload()  # importing vLLM is the slow part of a start; meanwhile the learner may still prepare the model
         logging.basicConfig(level=logging.INFO)
         self._config = config
         self._name = name
@@ -59,18 +64,22 @@ class GeneratorActor:
         self._rollouts: Rollouts | None = None
 
     async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> ReplicaProcesses:
-        """Starts the engine and shakes hands with the run. `reward_log` gets what reward code prints, if its folder is
-        on this node."""
+        """Starts the engine, compares the tokenizer with the run's, and connects to the run's actors.
+
+        `reward_log` is the file for the lines that reward code prints. If the file's folder does not exist on this
+        node, the lines go to the process's log instead.
+        """
         config, namespace = self._config, self._config.run.name
         timeout_s = config.buffer.call_timeout_s
         output = RewardLog(reward_log, replica=self._name)
         self._scorer = Scorer(config.environment, secrets=secrets, output=output)
         scorer_started = asyncio.create_task(self._scorer.start())
-        await asyncio.sleep(0)  # its processes are on their way while the engine's start blocks this loop
+        await asyncio.sleep(0)  # lets the scorer start its processes before the engine's start blocks the event loop
         tokenizer = load_tokenizer(model_path, chat=config.data.chat)
         buffer = BufferClient(ray.get_actor("buffer", namespace=namespace), timeout_s=timeout_s)
         await buffer.call("handshake", f"generator {self._name}", tokenizer_fingerprint(tokenizer))
-        # Nothing is generated before the first weights of the learner: those on the disk would be read for nothing.
+        # The replica generates nothing before the learner has sent its first weights, so the engine does not read the
+        # weights on the disk.
         self._engine = await VLLMEngine.start(config, model_path=model_path, load_weights=False)
         await scorer_started
         metrics = GeneratorMetrics(environment=config.environment.name)
@@ -110,23 +119,26 @@ class GeneratorActor:
         )
 
     async def run(self) -> None:
-        """Generates until drained; raises when the replica cannot go on."""
-        assert self._generator is not None, "start comes first"
+        """Generates until the replica is drained. Raises when the replica cannot go on."""
+        assert self._generator is not None, "call start() first"
         await self._generator.run()
 
     async def drain(self) -> None:
-        """Stops admission; `run` returns when what is in flight is committed."""
+        """Stops admission. `run` returns when all groups in flight are committed or have failed."""
         if self._generator is not None:
             self._generator.drain()
 
     async def evaluate(self, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
-        """The version afterwards, and for each task a greedy reward, or the failure of its rollout."""
-        assert self._generator is not None, "start comes first"
+        """Answers each task greedily.
+
+        Returns the version that is loaded at the end, and for each task its reward, or the failure of its rollout.
+        """
+        assert self._generator is not None, "call start() first"
         rewards = await self._generator.evaluate(tasks)
         return self._generator.version, rewards
 
     async def shutdown(self) -> None:
-        """Ends the engine's processes and the scoring worker; may be called at any time, more than once."""
+        """Ends the engine's processes and the scoring processes. It may be called at any time, and more than once."""
         if self._engine is not None:
             await self._engine.shutdown()
             self._engine = None

@@ -1,6 +1,6 @@
-"""A batch of prompts through one engine: every row is a request of its own, and comes back as it was asked for.
+"""Sends a batch of prompts through one engine. Every row is a request of its own. Outputs keep the order of the rows.
 
-Legend: B rows, S' tokens of the longest row, prompt and response.
+Shape letters: B rows, S' tokens (prompt and response) of the longest row.
 """
 
 import asyncio
@@ -19,9 +19,10 @@ from asyncrl.generation.rollout import check_completion, sample_rows
 async def continue_rows(
     engine: InferenceEngine, data: BatchedDataDict, *, config: Config, greedy: bool, pad_token_id: int
 ) -> BatchedDataDict:
-    """`GenerationOutputSpec` of right-padded rows (`GenerationDatumSpec`), in their order.
+    """Continues right-padded rows (`GenerationDatumSpec`) and returns a `GenerationOutputSpec` in the same order.
 
-    The first row that fails ends the others, and is raised: DataError for a prompt without room for a response.
+    The first failure cancels the other rows and is raised. DataError is raised for an empty prompt and for a prompt
+    that leaves no room for a response.
     """
     try:
         async with asyncio.TaskGroup() as requests:
@@ -35,7 +36,7 @@ async def continue_rows(
 
 
 def join_outputs(outputs: Sequence[BatchedDataDict], *, pad_token_id: int) -> BatchedDataDict:
-    """The rows of several outputs, as wide as the longest."""
+    """Joins the rows of several outputs, padded to the longest row."""
     return BatchedDataDict.from_batches(
         outputs, pad_value_dict={"output_ids": pad_token_id, "weight_versions": NO_VERSION}
     )
@@ -48,8 +49,8 @@ async def _continue_row(
     room = config.model.max_length - len(prompt_ids)
     if not prompt_ids or room < 1:
         raise DataError(
-            f"a prompt has {len(prompt_ids)} tokens; 1 to {config.model.max_length - 1} leave room for a response "
-            "(model.max_length)",
+            f"a prompt has {len(prompt_ids)} tokens, but only prompts of 1 to {config.model.max_length - 1} tokens "
+            "leave room for a response; shorten the prompt or raise model.max_length",
             reason="prompt_length",
         )
     stop = row["stop_strings"][0] if "stop_strings" in row else None

@@ -1,7 +1,7 @@
-"""The Ray actor of one engine of a `VLLMGeneration`: an engine that a driver tells what to do, call by call.
+"""The Ray actor of one engine of a `VLLMGeneration`. A driver calls the actor's methods one by one.
 
-What must hold: an engine that holds half an update generates nothing; whatever waits for the engine has a deadline. A
-pool's replica, which asks for its own work, is `actor.py`.
+Invariants: an engine that has applied only a part of an update does not generate. Every wait for the engine has a
+deadline. The replica of an asynchronous run, which reserves its own work, is in `actor.py`.
 """
 
 import asyncio
@@ -23,18 +23,18 @@ from asyncrl.weights.transports.ipc import SharedGroup
 from asyncrl.weights.transports.peers import Rendezvous
 
 FROM_DISK = Version(0, 0)
-"""The weights that the engine was started with: step 0, and older than whatever a policy sends."""
+"""The label of the weights that the engine started with. It is older than every version that a policy sends."""
 
 
 class EngineProcesses(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine started on its node."""
+    """The processes of an engine on its node, and the names of its segments in /dev/shm."""
 
     pids: list[int]
     shared_memory: list[str]
 
 
 class EngineActor:
-    """Body of the actor; `start` comes first. Methods answer True for what they did."""
+    """Body of the actor. Call `start` first. Methods that return a bool return True when they have done their work."""
 
     def __init__(self, *, config: Config, sleep_mode: bool, pad_token_id: int) -> None:
         prepare_environment(config)
@@ -57,12 +57,13 @@ class EngineActor:
     # -- generation ----------------------------------------------------------------------------------------------
 
     async def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
-        """`continue_rows`. TornReplica while the engine holds half an update, RunError while it sleeps."""
+        """Runs `continue_rows`. Raises TornReplica while only a part of an update is applied, RunError while the
+        engine sleeps."""
         engine = await self._generating()
         return await continue_rows(engine, data, config=self._config, greedy=greedy, pad_token_id=self._pad_token_id)
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Temperature-1 log-probs of each row's tokens but the first."""
+        """Returns the log-probs (nats) of each row's tokens except the first, at temperature 1."""
         engine = await self._generating()
         return list(await asyncio.gather(*[engine.score(tokens) for tokens in rows]))
 
@@ -72,13 +73,13 @@ class EngineActor:
             engine.weights.start_over()
         if "kv_cache" in tags:
             self._check_whole(engine)
-        await self._within(engine.wake(tags), what="waking up")
+        await self._within(engine.wake(tags), what="waking the engine")
         return True
 
     async def finish_generation(self) -> bool:
         engine = self._started()
         if self._sleep_mode:
-            await self._within(engine.sleep(), what="falling asleep")
+            await self._within(engine.sleep(), what="putting the engine to sleep")
             return True
         return await self.invalidate_kv_cache()
 
@@ -88,7 +89,7 @@ class EngineActor:
     # -- weights -------------------------------------------------------------------------------------------------
 
     async def prepare_refit_info(self, info: Parameters) -> bool:
-        """ManifestMismatch unless the policy's weights are those of the engine's model."""
+        """Raises ManifestMismatch if the policy's parameters differ from those of the engine's model."""
         check_published(info, self._model, what="the policy's weights")
         return True
 
@@ -98,7 +99,7 @@ class EngineActor:
         return True
 
     async def update_weights_from_collective(self) -> bool:
-        """Receives beside what is generated; stands still only while the version is applied."""
+        """Receives a version while the engine generates. Generation pauses only while the version is applied."""
         weights = self._started().weights
         manifest = await weights.receive()
         is_news(manifest.version, weights.version)
@@ -113,8 +114,11 @@ class EngineActor:
 
     @asynccontextmanager
     async def _update(self) -> AsyncIterator[VLLMEngine]:
-        """One at a time. Past the deadline the engine is ended; a torn one aborts what it was generating, which would
-        wait for the next update otherwise."""
+        """Runs one update at a time.
+
+        Ends the engine when the update takes longer than `weights.load_timeout_s`. When the update leaves the engine
+        with a part of it, aborts the running requests: they would otherwise wait for the next update.
+        """
         engine = self._started()
         async with self._updating:
             try:
@@ -123,25 +127,27 @@ class EngineActor:
             except TimeoutError:
                 await self.shutdown()
                 raise WeightError(
-                    f"loading weights took longer than weights.load_timeout_s = {self._timeout_s:g} s; the engine is "
-                    "ended"
+                    f"loading weights took longer than weights.load_timeout_s = {self._timeout_s:g} s, so the engine "
+                    "was ended; raise weights.load_timeout_s if the transfer needs more time"
                 ) from None
             except TornReplica:
-                await self._within(engine.abort(), what="aborting")
+                await self._within(engine.abort(), what="aborting the running requests")
                 raise
 
     # -- checks and waits ----------------------------------------------------------------------------------------
 
     def _check_whole(self, engine: VLLMEngine) -> None:
         if not engine.weights.is_whole:
-            raise TornReplica("half an update was applied: the engine generates nothing before a whole one")
+            raise TornReplica(
+                "a weight update of this engine is incomplete, so the engine cannot generate; send a whole update first"
+            )
 
     async def _generating(self) -> VLLMEngine:
         engine = self._started()
-        async with self._updating:  # a version that is just being applied is waited for
+        async with self._updating:  # waits until a version that is being applied is complete
             self._check_whole(engine)
         if not engine.is_awake:
-            raise RunError("the engine sleeps: prepare_for_generation() comes first")
+            raise RunError("the engine sleeps and cannot generate; call prepare_for_generation() first")
         return engine
 
     async def _within(self, call: Awaitable[Any], *, what: str) -> Any:
@@ -149,15 +155,19 @@ class EngineActor:
             async with asyncio.timeout(self._timeout_s):
                 return await call
         except TimeoutError:
-            raise WeightError(f"{what} took longer than weights.load_timeout_s = {self._timeout_s:g} s") from None
+            raise WeightError(
+                f"{what} took longer than weights.load_timeout_s = {self._timeout_s:g} s; raise it if the engine needs "
+                "more time"
+            ) from None
 
     def _started(self) -> VLLMEngine:
         if self._engine is None:
-            raise RunError("the engine was not started, or it has ended")
+            raise RunError("the engine is not running: it was not started, or it has ended; call start() first")
         return self._engine
 
     async def shutdown(self) -> None:
-        """Ends the engine's processes; idempotent."""
+        """Ends the engine's processes. Does nothing when it is called again."""
+
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.shutdown()

@@ -1,4 +1,8 @@
-"""Why an engine did not start: vLLM's engine is a process of its own, and says the cause on stderr alone."""
+"""Turns a failed start of vLLM into an error that names the cause.
+
+vLLM's engine runs in a process of its own. That process writes the cause to stderr only, so this module reads the cause
+from there.
+"""
 
 import contextlib
 import os
@@ -10,15 +14,19 @@ from pathlib import Path
 from asyncrl.errors import AsyncRLError, RunError
 
 STDERR = Path("/proc/self/fd/2")
-"""In a Ray worker a file, which the engine's processes inherit."""
+"""The stderr of this process. In a Ray worker it is a file, which the engine's processes inherit."""
 
 _LAST_LINE_OF_A_TRACEBACK = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+", re.MULTILINE)
 
 
 @contextlib.contextmanager
 def engine_starts(*, memory_knob: str, stderr: Path = STDERR) -> Iterator[None]:
-    """Within it whatever vLLM raises becomes a RunError, with what its processes said last and where the rest is; where
-    that is of memory, with `memory_knob`, for vLLM's own names of it are not ours."""
+    """Raises RunError for whatever vLLM raises inside the block.
+
+    The message has the last error line that vLLM's processes wrote to `stderr`, and where the whole output is. If that
+    line is about memory, the message also names `memory_knob`, the config key for it: vLLM's own message names vLLM's
+    options.
+    """
     before = stderr.stat().st_size if stderr.is_file() else None
     try:
         yield
@@ -32,5 +40,5 @@ def engine_starts(*, memory_knob: str, stderr: Path = STDERR) -> Iterator[None]:
                 said = _LAST_LINE_OF_A_TRACEBACK.findall(file.read())
             cause, rest = said[-1] if said else cause, f"in {os.path.realpath(stderr)} on {socket.gethostname()}"
         if "memory" in cause.lower():
-            cause += f"\nhere that is {memory_knob}"
-        raise RunError(f"vLLM did not start: {cause}\nall that its processes said is {rest}") from error
+            cause += f"\nin the configuration of asyncrl this memory is set by {memory_knob}"
+        raise RunError(f"vLLM did not start: {cause}\nthe whole output of its processes is {rest}") from error

@@ -1,8 +1,11 @@
-"""One member of the generator pool: its rollouts, its word to the buffer, and the loop that updates its weights.
+"""One replica of the generator pool: runs rollouts, reports to the buffer, and updates its weights.
 
-Four loops: admission (reserve and start), delivery (rows first, then commit), heartbeat, and `weight_updates.py`.
-What must hold: no ticket is asked for before a version is loaded; a commit waits for the verdict of the parity probe
-of the last update; every ticket ends as a commit, a failure or, when this process dies, by expiry.
+Four loops run at once: admission (reserves tickets and starts rollouts), delivery (stores rows, then commits their
+groups), heartbeat, and weight updates (`weight_updates.py`). Invariants:
+
+- No ticket is reserved before a version is loaded.
+- A commit waits until the parity probe of the last weight update has passed.
+- Every ticket ends in a commit or a failure. If this process dies, its tickets expire.
 """
 
 import asyncio
@@ -36,11 +39,13 @@ REFUSED_STATE = {
     Refusal.NO_PROMPTS: "starved_of_prompts",
 }
 RESERVE_WAIT_S = 20.0
+"""Seconds that a reserve waits in the buffer for a ticket, after a first one was refused."""
 HEARTBEATS_PER_TIMEOUT = 5
+"""At least this many heartbeats are sent within `buffer.heartbeat_timeout_s`."""
 
 
 class Buffer(Protocol):
-    """What a generator asks of the buffer."""
+    """The calls of the buffer that a generator uses."""
 
     async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation: ...
     async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]: ...
@@ -48,15 +53,18 @@ class Buffer(Protocol):
 
 
 class RowSink(Protocol):
-    """Where finished rows go."""
+    """Stores the rows of finished groups."""
 
     async def put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None: ...
     async def clear(self, keys: Sequence[str]) -> None: ...
 
 
 class Generator:
-    """Runs until `drain`; `run` raises when the replica cannot go on. It is made when the engine is ready: the time of
-    its process before that, since `started_s` on the monotonic clock, was its start."""
+    """Generates until `drain` is called. `run` raises when the replica cannot go on.
+
+    The engine is ready when this object is made. `started_s` (monotonic clock) is when its process started: the time
+    since then counts as the state "starting".
+    """
 
     def __init__(
         self,
@@ -97,7 +105,7 @@ class Generator:
         self._loading = False
         self._running: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
-        self._finished: list[FinishedGroup | FailedTicket] = []  # in the order in which they ended
+        self._finished: list[FinishedGroup | FailedTicket] = []  # in the order in which the rollouts ended
         self._something_finished = asyncio.Event()
         self._spoiled: dict[str, InfraError] = {}
         self._slot_freed = asyncio.Event()
@@ -108,11 +116,11 @@ class Generator:
 
     @property
     def version(self) -> Version | None:
-        """The weights that are loaded and verified."""
+        """The version that is loaded and verified; None before the first one and while the replica is torn."""
         return self._weights.version
 
     async def run(self) -> None:
-        """Generates until `drain` is called; then returns once every held ticket is settled."""
+        """Generates until `drain` is called. Returns when every held ticket has been committed or has failed."""
         loops = {
             "admission": self._admit(),
             "delivery": self._deliver(),
@@ -138,14 +146,15 @@ class Generator:
                 await self._buffer.call("leave", self._name)
 
     def drain(self) -> None:
-        """Stops admission; what is in flight is finished and committed."""
+        """Stops admission. Rollouts in flight are finished and committed."""
         self._draining.set()
         self._slot_freed.set()
 
     async def evaluate(self, tasks: Sequence[Task]) -> list[float | Failure]:
-        """Greedy rewards on tasks that are outside the ledger, as many at a time as all slots have sequences.
+        """Returns the greedy reward of each task. The tasks are not counted in the ledger.
 
-        A rollout that failed has its failure instead. It does not end the others.
+        At most `slots` times `learner.group_size` tasks run at a time. If a rollout fails, its entry is the failure,
+        and the other rollouts go on.
         """
         limit = asyncio.Semaphore(self._slots * self._config.learner.group_size)
 
@@ -180,14 +189,14 @@ class Generator:
                 await self._slot_freed.wait()
                 continue
             reservation = await self._buffer.reserve(self._name, version, free, wait_s=wait_s)
-            # The first ask returns at once with the reason; only then is it worth waiting for a change.
+            # The first call returns at once and gives the reason of a refusal. Later calls wait for a change.
             wait_s = 0.0 if reservation.refusal is None else RESERVE_WAIT_S
             self._set_free_state(REFUSED_STATE.get(reservation.refusal, "idle") if reservation.refusal else "idle")
             for ticket in reservation.tickets:
                 self._held.add(ticket.key)
             for ticket in reservation.tickets:
                 async with self._throttle:
-                    # The replica may have been torn since it asked, and starts nothing until it is whole again.
+                    # A failed update may have torn the replica since the reserve. Then this waits for a whole version.
                     await self._weights.startable()
                     self._start(ticket)
 
@@ -252,23 +261,23 @@ class Generator:
         try:
             await self._buffer.call("fail", list(tickets))
         except (RunError, TimeoutError) as lost:
-            logger.warning("the failures of groups %s did not reach the buffer, their tickets expire: %s", keys, lost)
+            logger.warning("could not report that groups %s failed, so their tickets will expire: %s", keys, lost)
         finally:
             for key in keys:
-                self._settle(key)  # a ticket that heartbeats go on naming would never expire
+                self._settle(key)  # heartbeats renew the tickets in `_held`: this one would never expire
 
     # --- delivery -----------------------------------------------------------------------------------------------
 
     async def _deliver(self) -> None:
         while True:
             await self._something_finished.wait()
-            # Nothing is taken before the verdict, or a failed probe would not find it.
+            # Groups stay in `_finished` until the verdict: `fail_unverified` fails what it finds there.
             await self._weights.verdict()
             ended = self._take_finished()
             groups = [each for each in ended if isinstance(each, FinishedGroup)]
             if groups and (error := await self._store(groups)) is not None:
                 ended = [self._as_failed(each, error) for each in ended]
-            # in the order in which they ended: storing rows takes time, and the buffer counts failures in a row
+            # In the order in which they ended: storing rows takes time, and the buffer counts failures in a row.
             for failed, part in itertools.groupby(ended, key=lambda each: isinstance(each, FailedTicket)):
                 if failed:
                     await self._fail([each for each in part if isinstance(each, FailedTicket)])
@@ -296,20 +305,20 @@ class Generator:
         return ended
 
     def _as_failed(self, ended: FinishedGroup | FailedTicket, error: InfraError) -> FailedTicket:
-        """A group that was finished and cannot be used; another failure stays as it is."""
+        """Turns a finished group that cannot be used into a failure. Leaves a failure as it is."""
         if isinstance(ended, FailedTicket):
             return ended
         return self._failed(ended.meta.key, ended.meta.incarnation, error)
 
     async def _store(self, groups: Sequence[FinishedGroup]) -> InfraError | None:
-        """Puts the rows into the store before their metadata is committed; why it did not work."""
+        """Puts the rows into the store, before their metadata is committed. Returns the error if that failed."""
         try:
             await self._rows.put({group.meta.key: group.rows for group in groups})
         except (RunError, TimeoutError) as error:
-            return InfraError(f"rows: {error}", reason="row_store")
+            return InfraError(f"could not store the rows of finished groups: {error}", reason="row_store")
         return None
 
-    # --- what a weight update asks of its replica ----------------------------------------------------------------
+    # --- calls of a weight update (`weight_updates.Replica`) ----------------------------------------------------------
 
     def show_loading(self, loading: bool) -> None:
         self._loading = loading
@@ -320,7 +329,7 @@ class Generator:
         await self._fail([self._as_failed(each, error) for each in self._take_finished()])
 
     async def report(self) -> None:
-        # as the buffer counts them: a slot is taken from the reserve on, also while its start waits for the throttle
+        # Count as the buffer does: a slot is taken from the reserve on, also while the rollout waits for the throttle.
         free = 0 if self._draining.is_set() else max(0, self._slots - len(self._held))
         report = ReplicaReport(
             actor=self._name,
@@ -345,7 +354,7 @@ class Generator:
             self._metrics.heartbeat(unix_time_s=time.time())
             await asyncio.sleep(min(1.0, interval_s))
 
-    # --- inside -------------------------------------------------------------------------------------------------
+    # --- settling and states --------------------------------------------------------------------------------------
 
     async def _drained(self) -> None:
         await self._draining.wait()

@@ -1,4 +1,4 @@
-"""What a rollout needs from an inference engine, and what a synchronous loop needs from a pool of them."""
+"""The engine interface that a rollout uses, and the interface of an engine pool that a synchronous loop uses."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One sampled continuation. Per token: its id, the log-prob it was sampled with (nats), and its version.
+    """One sampled continuation of a prompt.
 
-    `truncated` says that the length limit ended it. `text` has no special tokens.
+    `token_ids`, `logprobs` (nats, as sampled) and `versions` have one entry for each token. `text` has no special
+    tokens. `truncated` is True if the length limit ended the completion.
     """
 
     token_ids: list[int]
@@ -44,7 +45,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTimes:
-    """Seconds of one weight update: `pause` until the engine stood still, `load`, `resume`."""
+    """Seconds of one weight update: until the engine had paused, to load the weights, and to resume."""
 
     pause_s: float
     load_s: float
@@ -64,22 +65,25 @@ class InferenceEngine(Protocol):
         max_tokens: int,
         stop: Sequence[str] = (),
     ) -> list[Completion]:
-        """n completions of one prompt; child i samples with seed + i. Temperature 0 is greedy and takes no seed.
+        """Returns n completions of one prompt. Child i samples with seed + i. Temperature 0 is greedy; seed is None.
 
-        A text of `stop` ends a completion, as those of `generator.stop` do; its tokens are the completion's last."""
+        A completion ends when its text contains one of `stop` or of `generator.stop`. The tokens of the stop string
+        are the last tokens of the completion.
+        """
         ...
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
-        """Temperature-1 log-probs of tokens[1:] given their prefixes, from the current weights alone."""
+        """Returns the log-probs of tokens[1:] given their prefixes, at temperature 1, under the current weights only:
+        no KV cache of earlier weights is used."""
         ...
 
     async def load(
         self, manifest: Manifest, buckets: Sequence[memoryview], *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
-        """Applies a whole version between decoding steps and labels every later token with it.
+        """Applies a whole version between two decoding steps, and labels every later token with it.
 
-        Calls `on_paused` when the decoding step in progress has ended and generation stands still.
-        TornReplica when it failed half way: the engine stays paused until a later `load` succeeds.
+        Calls `on_paused` when the current decoding step has ended and generation has paused. Raises TornReplica when
+        the update fails after it has begun: then the engine stays paused until a later `load` succeeds.
         """
         ...
 
@@ -88,12 +92,12 @@ class InferenceEngine(Protocol):
         ...
 
     async def shutdown(self) -> None:
-        """Ends the engine and every process it started."""
+        """Ends the engine and every process that it started."""
         ...
 
 
 def all_succeeded(answers: Iterable[object]) -> bool:
-    """Whether there is an answer, and every one is True: nobody's None is a success, and neither is nobody.
+    """Returns True if there is at least one answer and every answer is True. None does not count as success.
 
     >>> all_succeeded([True, True]), all_succeeded([True, None]), all_succeeded([])
     (True, False, False)
@@ -103,59 +107,65 @@ def all_succeeded(answers: Iterable[object]) -> bool:
 
 
 class GenerationInterface(ABC):
-    """Engines that continue prompts and take weights from a `ColocatablePolicyInterface`. Calls block, but those that
-    return references.
+    """A pool of engines that continue prompts and take weights from a `ColocatablePolicyInterface`.
 
-    A method that returns a bool says what all engines have done: True from every one, of which there is at least one.
-    An engine that holds half an update raises TornReplica instead of generating; a whole update mends it.
+    Calls block, except those that return references. A method that returns a bool returns True if there is at least one
+    engine and every engine has succeeded. An engine whose last update is incomplete raises TornReplica instead of
+    generating, until a whole update has been applied.
     """
 
     @abstractmethod
     def init_collective(
         self, ip: str, port: int, world_size: int, *, train_world_size: int | None = None
     ) -> list[ray.ObjectRef[bool]]:
-        """Every engine joins the process group at `ip`:`port`, after the `train_world_size` ranks that train. Returns
-        at once; the references are done when all have come, or with CollectiveError after `weights.load_timeout_s`."""
+        """Lets every engine join the process group at `ip`:`port`, with ranks after the `train_world_size` training
+        ranks. Returns at once. The references are ready when all ranks have joined; they raise CollectiveError after
+        `weights.load_timeout_s`."""
 
     @abstractmethod
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
-        """`GenerationOutputSpec` of the rows of a `GenerationDatumSpec`, in their order. ValueError when they are not
-        right-padded."""
+        """Continues the rows of a `GenerationDatumSpec` and returns a `GenerationOutputSpec` in the same order. Raises
+        ValueError if the rows are not right-padded."""
 
     @abstractmethod
     def generate_async(
         self, data: BatchedDataDict, greedy: bool = False
     ) -> AsyncGenerator[tuple[int, BatchedDataDict], None]:
-        """(index of a row, its output as a batch of one) as rows finish. What is not waited for is aborted."""
+        """Yields (index of a row, its output as a batch of one row) as rows finish. Closing the iterator aborts the
+        rows that have not finished."""
 
     @abstractmethod
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
-        """The engines hold what `tags` name, `weights`, `kv_cache` or both (None), on their devices. With `weights`,
-        half an update by shared memory is forgotten, and the next group begins another."""
+        """Brings weights ("weights"), KV cache ("kv_cache") or both (None) back to the engines' devices. The tag
+        "weights" also discards an incomplete update by shared memory: the next group begins a new update."""
 
     @abstractmethod
     def finish_generation(self) -> bool:
-        """The engines' devices are free for training, as far as the platform can, and no KV cache is kept."""
+        """Frees the engines' devices for training, as far as the platform can, and drops the KV caches."""
 
     @abstractmethod
     def prepare_refit_info(self, state_dict_info: Mapping[str, Any]) -> bool:
-        """Compares what the policy's `prepare_refit_info` says with the engines' model, once, before the first
-        transfer. ManifestMismatch when a name, shape or dtype differs."""
+        """Compares the parameters that the policy's `prepare_refit_info` lists with those of the engines' model. Call
+        it once, before the first transfer. Raises ManifestMismatch when a name, shape or dtype differs."""
 
     @abstractmethod
     def update_weights_from_collective(self) -> list[ray.ObjectRef[bool]]:
-        """Every engine takes part in one broadcast, and applies it, also when it has that version: whoever numbers them
-        anew sends other weights. VersionRegression for an older one. Returns at once."""
+        """Lets every engine receive one broadcast and apply it. Returns at once.
+
+        A version with the number of the loaded one is applied too, because a policy may send other weights under the
+        same number. The references raise VersionRegression for an older version.
+        """
 
     @abstractmethod
     def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
-        """Every engine applies one group of `get_weights_ipc_handles`. The first group of a refit opens an update, and
-        the one that completes it lets the engine go on; in between it generates nothing."""
+        """Lets every engine apply one group of `get_weights_ipc_handles`. The first group of a refit begins an update,
+        and the last group completes it. The engines do not generate between the two."""
 
     @abstractmethod
     def invalidate_kv_cache(self) -> bool:
-        """No prefix that was computed until now serves a later request."""
+        """Drops the KV caches: no prefix computed so far is used for a later request."""
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Ends the engines; idempotent, and dead ones do no harm. Whether all of them left in order."""
+        """Ends the engines. Returns True if every engine shut down without an error or a timeout. It may be called more
+        than once, and when engines are already dead."""

@@ -1,14 +1,15 @@
-"""What a model's weights are, from its config alone: what is offered to an engine is compared with it first."""
+"""Lists the parameters of a model from its config. Offered weights are compared with this list before they are used."""
 
 from typing import Any
 
 
 def expected_parameters(model_path: str, *, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """(shape, dtype) of every Hugging Face parameter of the model's own config, built without memory.
+    """Returns (shape, dtype) of every Hugging Face parameter by name, from the model's config, without allocating it.
 
-    vLLM's own parameters are fused (`qkv_proj`, `gate_up_proj`), so a manifest is checked against these. Tied
-    parameters appear under each of their names: on CPUs vLLM packs a tied head on its own.
+    Manifests are checked against these names because vLLM's own parameters are fused (`qkv_proj`, `gate_up_proj`).
+    Tied parameters appear under each of their names: on CPUs vLLM packs a tied head separately.
     """
+
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

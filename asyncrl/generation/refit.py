@@ -1,9 +1,13 @@
-"""The order of a refit: the policy's current weights in every engine, and the engines ready to generate.
+"""Refits: bring the policy's current weights into every engine, and leave the engines ready to generate.
 
-Invariants: every failure raises, so that no engine generates with weights under a wrong version. An engine that
-received half an update refuses to generate until the next refit succeeds. Both functions use policy and engines through
-their interfaces only. `prepare_refit_info` comes before the first refit; `init_collective`, on both sides at once,
-before the first by broadcast.
+Invariants:
+
+- Every failure raises, so that no engine generates with weights under a wrong version.
+- An engine that received only a part of an update refuses to generate until a later refit succeeds.
+- Both functions use policy and engines through their interfaces only.
+
+Call `prepare_refit_info` before the first refit. Before the first refit by broadcast, also call `init_collective` on
+policy and engines at the same time.
 """
 
 from typing import Any
@@ -17,7 +21,7 @@ from asyncrl.generation.interfaces import GenerationInterface, all_succeeded
 from asyncrl.policy.interfaces import ColocatablePolicyInterface
 
 CONSEQUENCES = (UpdateRefused, CollectiveError)
-"""What a rank raises because another one has refused or failed."""
+"""Errors that a rank raises because another rank has refused or failed."""
 
 
 def refit_colocated(
@@ -27,9 +31,9 @@ def refit_colocated(
     refit_buffer_size_gb: float | None = None,
     version: Version | None = None,
 ) -> None:
-    """Through memory that both share, on a device that has no room for both at work.
+    """Refits through memory that policy and engines share, on a device that is too small for both at work.
 
-    Begins after `finish_generation`. Leaves the policy off the device: `prepare_for_training` brings it back.
+    Call it after `finish_generation`. The policy is off the device afterwards: `prepare_for_training` brings it back.
     """
     policy.offload_before_refit()
     _require(generation.prepare_for_generation(tags=["weights"]), "waking the engines' weights")
@@ -43,7 +47,7 @@ def refit_colocated(
 def refit_by_broadcast(
     policy: ColocatablePolicyInterface, generation: GenerationInterface, *, version: Version | None = None
 ) -> None:
-    """Through the process group of both sides, whose deadlines bound every wait here."""
+    """Refits through the process group of policy and engines. The group's deadlines bound every wait."""
     received = generation.update_weights_from_collective()
     sent = policy.broadcast_weights_for_collective(**_numbered(version))
     outcomes = [_outcome(ref) for ref in [*received, *sent]]
@@ -54,7 +58,7 @@ def refit_by_broadcast(
 
 
 def _numbered(version: Version | None) -> dict[str, Any]:
-    """The keyword of a version that was given. A policy of the caller's own may not number its weights."""
+    """Returns the keyword argument for a given version, or none: a policy of the caller may not number its weights."""
     return {} if version is None else {"version": version}
 
 
@@ -62,11 +66,11 @@ def _outcome(ref: Any) -> Any:
     try:
         return ray.get(ref)
     except RayActorError as error:
-        return ActorGone(f"a rank or an engine is gone: {error}")
+        return ActorGone(f"a rank or an engine has died: {error}")
     except RayTaskError as error:
         return error.cause if isinstance(error.cause, AsyncRLError) else error
 
 
 def _require(success: bool, what: str) -> None:
     if success is not True:
-        raise WeightError(f"{what} did not succeed on every engine")
+        raise WeightError(f"{what} did not succeed on every engine; call the refit again or restart the engines")

@@ -1,19 +1,19 @@
-"""What reward code prints, in the run's directory: `logs/reward.log`, one line for each printed line."""
+"""Writes the lines that reward code prints to `logs/reward.log` in the run's directory."""
 
 import logging
 from datetime import datetime
 from pathlib import Path
 
 MAX_BYTES = 64 * 2**20
-"""Largest size of the file. Replicas of one machine share it."""
+"""Largest size of the file. All replicas of one machine write to the same file."""
 
 logger = logging.getLogger(__name__)
 
 
 class RewardLog:
-    """Appends lines to `path`. They are logged instead when its folder is not on this node.
+    """Appends lines to `path`. If the folder of `path` does not exist on this node, logs the lines instead.
 
-    The file is opened for each line: the folder is made by the learner, which may start after the replica.
+    The learner makes the folder and may start after the replica, so the file is opened for each line.
     """
 
     def __init__(self, path: Path, *, replica: str) -> None:
@@ -22,7 +22,7 @@ class RewardLog:
         self._failed = False
 
     def __call__(self, line: str) -> None:
-        """Writes one line. An error of the disk is logged once; lines are lost until the disk takes them again."""
+        """Writes one line. Logs the first of several disk errors in a row; lines are lost until a write succeeds."""
         try:
             self._append(line)
         except FileNotFoundError:
@@ -30,13 +30,18 @@ class RewardLog:
         except OSError as error:
             if not self._failed:
                 self._failed = True
-                logger.warning("cannot write %s (%s): lines that reward code prints are lost", self._path, error)
+                logger.warning(
+                    "cannot write %s (%s), so lines that reward code prints are lost; free space or fix the "
+                    "permissions of its folder",
+                    self._path,
+                    error,
+                )
         else:
             self._failed = False
 
     def _append(self, line: str) -> None:
         time = datetime.now().isoformat(sep=" ", timespec="milliseconds")
-        with self._path.open("ab", buffering=0) as file:  # one write a line: those of several replicas do not mix
+        with self._path.open("ab", buffering=0) as file:  # one write per line, so lines of two replicas do not mix
             size = file.tell()
             if size < MAX_BYTES:
                 file.write(f"{time} {self._replica}: {line}\n".encode(errors="replace"))

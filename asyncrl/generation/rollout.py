@@ -1,6 +1,7 @@
-"""One rollout: from a ticket's prompt to a scored group, its rows and its metadata.
+"""Runs one rollout: from a ticket's prompt to a scored group with its rows and its metadata.
 
-Every failure leaves as a RolloutError; what is not recognised is DATA, so that bugs are loud.
+Expected failures are raised as RolloutError. The generator counts every other error as a DATA failure, so that a bug
+stops the run (after `generator.max_data_failures` in a row) instead of being retried forever.
 """
 
 import asyncio
@@ -23,18 +24,18 @@ from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion, InferenceEngine
 
 GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
-"""Columns of a finished group's rows; what else a step needs is added under the same keys."""
+"""Columns of a finished group's rows. Later columns of the same samples are stored under the same keys."""
 
 
 class GroupScorer(Protocol):
-    """Rewards of completions of one task."""
+    """Scores completions of a task."""
 
     def score(self, task: Task, completions: Sequence[str]) -> Awaitable[list[float]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
-    """A scored group: metadata for the buffer, rows for the data plane, and how long its scores took."""
+    """A scored group: metadata for the buffer, rows for the data plane, and the seconds that scoring took."""
 
     meta: GroupMeta
     rows: BatchedDataDict
@@ -42,7 +43,7 @@ class FinishedGroup:
 
 
 class Rollouts:
-    """Single-turn episodes on one engine."""
+    """Runs single-turn episodes on one engine."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Rollouts:
         self._clock = clock
 
     async def run(self, ticket: Ticket) -> FinishedGroup:
-        """One `generate` call for the whole group, so that it shares its prompt's KV cache, then the scores."""
+        """Generates the whole group in one call, so that its samples share the prompt's KV cache, and scores it."""
         prompt_ids, budget = self._prompt(ticket.task)
         group_size = self._config.learner.group_size
         completions = await self._engine.generate(
@@ -77,10 +78,10 @@ class Rollouts:
         scored_from_s = self._clock()
         try:
             rewards = await self._scorer.score(ticket.task, [completion.text for completion in completions])
-        except asyncio.CancelledError as cancelled:  # a rollout that takes too long is cancelled
+        except asyncio.CancelledError as cancelled:  # the generator cancels a rollout that takes too long
             environment = self._config.environment
             cancelled.add_note(
-                f"its scoring was not over after {self._clock() - scored_from_s:.1f} s. Raise "
+                f"its scoring had not finished after {self._clock() - scored_from_s:.1f} s. Raise "
                 f"generator.rollout_timeout_s or environment.score_workers = {environment.score_workers}, or make the "
                 f"reward faster: environment.score_timeout_s = {environment.score_timeout_s:g} s limits only one "
                 "completion"
@@ -96,7 +97,7 @@ class Rollouts:
         )
 
     async def answer(self, task: Task) -> tuple[float, Completion]:
-        """The reward of one greedy completion, outside any group."""
+        """Generates one greedy completion that belongs to no group. Returns its reward and the completion."""
         prompt_ids, budget = self._prompt(task)
         [completion] = await self._engine.generate(prompt_ids, n=1, seed=None, temperature=0.0, max_tokens=budget)
         [reward] = await self._scorer.score(task, [completion.text])
@@ -107,20 +108,20 @@ class Rollouts:
         limit = longest_prompt_tokens(self._config)
         if not 0 < len(ids) <= limit:
             raise DataError(
-                f"the prompt {task.prompt[:40]!r} has {counted(self._tokenizer, task, ids)}; 1 to {limit} fit "
-                "(data.max_prompt_tokens, model.max_length)",
+                f"the prompt {task.prompt[:40]!r} has {counted(self._tokenizer, task, ids)}, but must have 1 to "
+                f"{limit}; shorten the prompt or raise data.max_prompt_tokens or model.max_length",
                 reason="prompt_length",
             )
         return ids, min(self._config.generator.max_completion_tokens, self._config.model.max_length - len(ids))
 
 
 def check_completion(completion: Completion) -> None:
-    """One log-prob and one version a token, or the pools do not fit together (F25)."""
+    """Raises HandshakeError unless every token has one log-prob and one version (F25)."""
     tokens = len(completion.token_ids)
     if len(completion.logprobs) != tokens or len(completion.versions) != tokens:
         raise HandshakeError(
-            f"the engine returned {tokens} tokens with {len(completion.logprobs)} log-probs and "
-            f"{len(completion.versions)} versions"
+            f"the engine returned {tokens} tokens, but {len(completion.logprobs)} log-probs and "
+            f"{len(completion.versions)} versions; every token needs one log-prob and one version"
         )
 
 
@@ -133,7 +134,7 @@ def finished_group(
     replica: str,
     scoring_s: float,
 ) -> FinishedGroup:
-    """Rows and metadata of a group."""
+    """Builds the rows and the metadata of a scored group."""
     rows = sample_rows(prompt_ids, completions)
     steps = [version.step for completion in completions for version in completion.versions]
     lengths = [len(c.token_ids) for c in completions]
@@ -155,8 +156,10 @@ def finished_group(
 
 
 def sample_rows(prompt_ids: Sequence[int], completions: Sequence[Completion]) -> BatchedDataDict:
-    """[G, S]: the prompt and each of its completions. What the engine did not sample has no log-prob, no version, and
-    a mask of 0."""
+    """Returns rows of shape [G, S]: the prompt followed by each of its G completions.
+
+    Prompt and padding tokens have log-prob 0, version NO_VERSION and mask 0, because the engine did not sample them.
+    """
     start = len(prompt_ids)
     shape = (len(completions), start + max((len(c.token_ids) for c in completions), default=0))
     rows = BatchedDataDict(

@@ -1,4 +1,4 @@
-"""What an engine leaves behind when it is killed: its processes, and what they map of /dev/shm."""
+"""Cleans up after a killed engine: its processes, and its shared-memory segments in /dev/shm."""
 
 import contextlib
 from collections.abc import Iterable
@@ -10,25 +10,25 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def segments_of(processes: Iterable[psutil.Process]) -> list[str]:
-    """Names of the shared-memory segments that the processes map."""
+    """Returns the names of the shared-memory segments that the processes map."""
     mapped = {Path(region.path) for process in processes for region in process.memory_maps(grouped=True)}
     return sorted(path.name for path in mapped if path.parent == SHARED_MEMORY and path.name.startswith("psm_"))
 
 
 def sweep_shared_memory(names: Iterable[str]) -> None:
-    """Removes segments by name; those that are gone already are fine."""
+    """Removes segments by name. Ignores names that no longer exist."""
     for name in names:
         (SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
 def reap(pids: Iterable[int], *, segments: Iterable[str], timeout_s: float) -> None:
-    """Waits for an engine's processes, ends those that stay, and sweeps their shared memory.
+    """Waits for an engine's processes, kills the ones that remain, and removes their shared-memory segments.
 
-    Only on this node: elsewhere the engine's processes end with their Ray worker's process group.
+    Acts on this node only. On other nodes the engine's processes end with the process group of their Ray worker.
     """
     ours = []
     for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):  # an engine that lost its replica ends at any moment
+        with contextlib.suppress(psutil.NoSuchProcess):  # an engine whose replica died may end at any moment
             process = psutil.Process(pid)
             if process.name().startswith("VLLM"):
                 ours.append(process)

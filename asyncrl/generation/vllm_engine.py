@@ -1,7 +1,7 @@
-"""One vLLM engine (`AsyncLLM`) behind `InferenceEngine`; its weights are in `vllm_weights.py`.
+"""One vLLM engine (`AsyncLLM`) that implements `InferenceEngine`. Its weights are in `vllm_weights.py`.
 
-One engine a process: a second one would unregister the first one's metrics. What must hold: every token carries the
-version that sampled it.
+A process holds one engine, because a second one would unregister the metrics of the first. Invariant: every token
+carries the version that sampled it.
 """
 
 import asyncio
@@ -25,16 +25,18 @@ from asyncrl.weights.manifest import Manifest
 
 GIB = 2**30
 ENGINE_EXIT_S = 3.0
+"""Seconds for vLLM's own shutdown. Afterwards the processes get the same time again, and are then killed."""
 MIN_BATCHED_TOKENS = 4096
+"""Smallest token budget of a scheduler step on CPUs. Without chunked prefill, a whole prompt must fit into one step."""
 
 
 def prepare_environment(config: Config) -> None:
-    """Sets what vLLM and torch read while they are imported; call it before the first import of either."""
+    """Sets environment variables that vLLM and torch read on import. Call it before the first import of either."""
     settings = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "asyncrl",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # each process loads the plugin, by which it ends with its parent
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # each process loads our plugin, which ends it with its parent
         "TOKENIZERS_PARALLELISM": "false",
     }
     if config.generator.gpus == 0:
@@ -49,9 +51,9 @@ def prepare_environment(config: Config) -> None:
 
 
 def preload() -> None:
-    """Imports what `VLLMEngine.start` needs, and takes it out of the garbage collector's sight.
+    """Imports the modules that `VLLMEngine.start` needs, and excludes them from garbage collection.
 
-    The collector would look at every new module again and again: a tenth of the import's time.
+    Without this, the collector scans the new modules again and again, which is a tenth of the import's time.
     """
     gc.disable()
     import vllm.v1.engine.async_llm  # noqa: F401
@@ -61,15 +63,15 @@ def preload() -> None:
 
 
 def _runs_the_engine(child: psutil.Process) -> bool:
-    """Not Python's own helper, and not a child that has ended and that nobody has waited for yet."""
+    """Returns False for Python's resource tracker, and for a child that has ended and is now a zombie."""
     try:
         return "resource_tracker" not in " ".join(child.cmdline())
-    except psutil.NoSuchProcess:  # a zombie is one
+    except psutil.NoSuchProcess:  # psutil raises this for a zombie too
         return False
 
 
 class VLLMEngine:
-    """Implements `InferenceEngine`; made by `start`."""
+    """Implements `InferenceEngine`. Create it with `start`."""
 
     def __init__(self, llm: Any, *, config: Config) -> None:
         self._llm = llm
@@ -87,10 +89,10 @@ class VLLMEngine:
     async def start(
         cls, config: Config, *, model_path: str, load_weights: bool = True, sleep_mode: bool = False
     ) -> "VLLMEngine":
-        """Starts the engine's processes with the model at `model_path`; call `prepare_environment` first.
+        """Starts the engine's processes with the model at `model_path`. Call `prepare_environment` first.
 
-        RunError says why vLLM does not start. Without `load_weights` they are random until `load`: the directory needs
-        a config and a tokenizer only. `sleep_mode` is for `sleep`, on GPUs.
+        Raises RunError with the reason when vLLM does not start. With `load_weights=False` the weights are random until
+        `load`, and the directory needs only a config and a tokenizer. `sleep_mode` enables `sleep`, on GPUs only.
         """
         from vllm import AsyncEngineArgs
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -119,11 +121,12 @@ class VLLMEngine:
         }
         if on_cpu:
             arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_gib * GIB)
-            # A seeded request whose prefill is cut in two kills vLLM's CPU worker ("CPU Generator does not use
-            # offset"), and an update that recomputes every running sequence at once cuts many.
+            # vLLM's CPU worker dies when the prefill of a seeded request is split in two ("CPU Generator does not use
+            # offset"). An update that recomputes all running sequences at once would split many.
             arguments["enable_chunked_prefill"] = False
-            # One process less to import vLLM (20 s of start-up) and to reach at every decoding step; by its full name,
-            # because vLLM replaces "uni" on CPUs, where it cannot bind threads: we ask for none to be bound.
+            # Without a worker process of its own, start-up saves 20 s (one import of vLLM less) and every decoding step
+            # saves a message. The full class name is needed because vLLM replaces "uni" on CPUs, where that executor
+            # cannot bind threads. No binding is needed here (VLLM_CPU_OMP_THREADS_BIND=nobind).
             alone = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
             arguments["distributed_executor_backend"] = alone if generator.tensor_parallel_size == 1 else "mp"
             arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, config.model.max_length, sequences)
@@ -157,7 +160,7 @@ class VLLMEngine:
             logprobs=0,
             flat_logprobs=True,
             stop=stops or None,
-            detokenize=bool(stops),  # token by token, to find stop strings; else once, at the end
+            detokenize=bool(stops),  # stop strings need text after every token; otherwise we decode once, at the end
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._request(list(prompt_ids), parameters)
@@ -191,25 +194,27 @@ class VLLMEngine:
     # -- memory --------------------------------------------------------------------------------------------------
 
     async def reset_cache(self) -> bool:
-        """Whether no prefix that was computed until now serves a later request; running ones are computed again."""
+        """Drops all cached prefixes, and computes running requests again. Returns True if the cache is now empty."""
         return bool(await self._llm.reset_prefix_cache(reset_running_requests=True))
 
     @property
     def is_awake(self) -> bool:
-        """Weights and KV cache are on the device."""
+        """True if both weights and KV cache are on the device."""
         return not self._sleeping
 
     async def sleep(self) -> None:
-        """Gives the device's memory back, weights to the host's, and aborts what runs; for an engine in sleep mode,
-        which vLLM has on GPUs only."""
+        """Moves the weights to host memory, drops the KV cache, and aborts running requests.
+
+        Needs an engine in sleep mode, which vLLM has on GPUs only.
+        """
         if self.is_awake:
             await self._llm.sleep(level=1, mode="abort")
             self._sleeping = {"weights", "kv_cache"}
 
     async def wake(self, tags: Collection[str]) -> None:
-        """Takes memory again for `weights`, `kv_cache` or both; what is awake already is left alone.
+        """Allocates device memory again for `weights`, `kv_cache` or both. Does nothing for a tag that is awake.
 
-        vLLM goes on scheduling when all are: wake the KV cache of whole weights only.
+        vLLM resumes scheduling when both are awake. Therefore wake the KV cache only when the weights are whole.
         """
         if tags := self._sleeping.intersection(tags):
             await self._llm.wake_up(sorted(tags))
@@ -218,11 +223,11 @@ class VLLMEngine:
     # -- processes -----------------------------------------------------------------------------------------------
 
     def pids(self) -> list[int]:
-        """Processes of the engine, for a supervisor that must be sure that they ended."""
+        """Returns the ids of the engine's processes. The supervisor uses them to make sure that all have ended."""
         return [process.pid for process in self._processes]
 
     def shared_memory(self) -> list[str]:
-        """Segments in /dev/shm that the engine's processes map; a killed engine leaves them behind."""
+        """Returns the segments in /dev/shm that the engine's processes map. A killed engine leaves them behind."""
         return self._segments
 
     async def shutdown(self) -> None:
@@ -236,16 +241,16 @@ class VLLMEngine:
         if child.finish_reason == "abort":
             raise InfraError("the request was aborted", reason="aborted")
         token_ids = list(child.token_ids)
-        # `logprobs=0` gives the sampled token's alone, so the flat list has one a token
+        # With `logprobs=0` vLLM returns only the sampled token's log-prob, so the flat list has one entry per token.
         logprobs = list(child.logprobs.logprobs)
         if child.logprobs.token_ids != token_ids:
-            raise DataError("vLLM's log-probs are not those of the sampled tokens", reason="logprobs")
+            raise DataError("vLLM returned log-probs of other tokens than the sampled ones", reason="logprobs")
         versions: list[Version] = []
         for span in child.weight_versions or []:
             versions += [Version.parse(span.version)] * (span.end - span.start)
         if len(versions) != len(token_ids):
             raise DataError(
-                f"vLLM labelled {len(versions)} of {len(token_ids)} tokens with a weight version",
+                f"vLLM labelled {len(versions)} tokens with a weight version, but sampled {len(token_ids)}",
                 reason="version_spans",
             )
         text = child.text if has_text else self._llm.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -261,7 +266,7 @@ class VLLMEngine:
         request_id = f"asyncrl-{next(self._requests)}"
         prompt: dict[str, Any] = {"prompt_token_ids": tokens}
         if self.weights.version is not None:
-            # A prefix that another version computed must never serve a new request.
+            # The salt keeps a new request from using a cached prefix that another version has computed.
             prompt["cache_salt"] = str(self.weights.version)
         self._running.add(request_id)
         aborts = self._aborts
@@ -277,8 +282,9 @@ class VLLMEngine:
             raise InfraError(f"the engine failed: {type(error).__name__}: {error}", reason="engine") from error
         finally:
             self._running.discard(request_id)
-        if aborts != self._aborts:  # vLLM overlooks an abort of a request that it is just adding
+        if aborts != self._aborts:  # vLLM misses an abort of a request that it is adding at that moment
             raise InfraError("the request was aborted", reason="aborted")
         if final is None or not final.finished:
-            raise InfraError("the engine ended a request without an answer", reason="engine")
+            raise InfraError("the engine ended a request without an output", reason="engine")
+
         return final

@@ -1,4 +1,4 @@
-"""vLLM engines for a synchronous loop: one Ray actor each, called by a driver that waits for the answers.
+"""vLLM engines for a synchronous loop. Each engine is a Ray actor, and a driver calls the actors and waits.
 
     generation = VLLMGeneration(config)                       # `config.generator.replicas` engines
     generation.prepare_refit_info(policy.prepare_refit_info())
@@ -6,8 +6,8 @@
     output = generation.generate(prompts)
     generation.shutdown()
 
-Invariants: every wait ends. What one engine refuses or fails is raised as it is. Success is True from all engines. An
-asynchronous run has no such driver: its replicas ask for their own work (`actor.py`).
+Invariants: every wait has a deadline. The error of an engine is raised unchanged. A call returns True only if every
+engine has returned True. An asynchronous run does not use this class: its replicas reserve their own work (`actor.py`).
 """
 
 import asyncio
@@ -28,20 +28,22 @@ from asyncrl.weights.transports.ipc import SharedGroup
 from asyncrl.weights.transports.peers import Rendezvous
 
 ACTOR_CONCURRENCY = 10_000
+"""Calls that an engine's actor runs at a time. `generate_async` makes one call for each row."""
 EXIT_S = 10.0
+"""Seconds that the engines get to shut down, before their processes are killed."""
 BEYOND_S = 10.0
-"""Seconds that an engine's actor gets beyond a deadline of its own before the driver gives up on it."""
+"""Seconds that the driver waits for an engine's actor beyond the actor's own deadline, before it gives up."""
 TAGS = ("weights", "kv_cache")
 
 
 class VLLMGeneration(GenerationInterface):
-    """`config.generator.replicas` engines with the model at `model_path`, by default `config.model.path`.
+    """Runs `config.generator.replicas` engines with the model at `model_path` (default: `config.model.path`).
 
-    The engines are placed by `start`, or by the first call that needs them.
+    `start` places the engines. If it was not called, the first call that needs engines does it.
 
-    `colocated` engines give their device's memory back in `finish_generation`, by vLLM's sleep mode. It exists on GPUs
-    only: on CPUs, where there is nothing to make room for, an engine keeps its memory and drops its prefix cache.
-    `pad_token_id` is what prompts are padded with, and outputs.
+    `colocated` engines free their device's memory in `finish_generation`, by vLLM's sleep mode. That mode exists on
+    GPUs only. On CPUs an engine keeps its memory and drops its prefix cache, because both sides use the host's memory.
+    `pad_token_id` pads prompts and outputs.
     """
 
     def __init__(
@@ -57,10 +59,12 @@ class VLLMGeneration(GenerationInterface):
         self._announced = False
 
     def start(self) -> None:
-        """Places the engines and loads the model. PlacementError when Ray has no room within
-        `ray.placement_timeout_s`, TimeoutError past `generator.startup_timeout_s`."""
+        """Places the engines and loads the model. Raises PlacementError when Ray has no room within
+        `ray.placement_timeout_s`, TimeoutError after `generator.startup_timeout_s`."""
         if not ray.is_initialized():
-            raise RunError("there is no Ray to place engines on: ray.init() comes first (docs/own-loop.md)")
+            raise RunError(
+                "cannot place engines because Ray is not initialized; call ray.init() first (docs/own-loop.md)"
+            )
         self._begun = True
         config = self._config
         actor = ray.remote(EngineActor).options(
@@ -128,13 +132,16 @@ class VLLMGeneration(GenerationInterface):
             await asyncio.gather(*rows, return_exceptions=True)
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """By engine, temperature-1 log-probs (nats) of each row's tokens but the first: what a refit is proved by."""
+        """Returns, for each engine, the log-probs (nats) of each row's tokens except the first, at temperature 1.
+
+        Compare them with the policy's log-probs to verify a refit.
+        """
         return self._all("score", rows, timeout_s=self._config.run.stall_timeout_s)
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
         unknown = sorted(set(tags or ()).difference(TAGS))
         if unknown:
-            raise ValueError(f"tags {unknown} are unknown: {' and '.join(TAGS)} are what an engine can wake")
+            raise ValueError(f"cannot wake {unknown}: an engine can wake {' and '.join(TAGS)}; use these tags only")
         return self._all_did("prepare_for_generation", TAGS if tags is None else tuple(tags))
 
     def finish_generation(self) -> bool:
@@ -145,7 +152,7 @@ class VLLMGeneration(GenerationInterface):
 
     def _check(self, data: BatchedDataDict) -> None:
         if not data.size:
-            raise ValueError("there is no row to continue")
+            raise ValueError("the batch has no rows to continue; give at least one prompt")
         verify_right_padding(data, pad_value=self._pad_token_id)
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -161,8 +168,9 @@ class VLLMGeneration(GenerationInterface):
         first = world_size - size * len(engines)
         if first < 1 or train_world_size not in (None, first):
             raise CollectiveError(
-                f"these {len(engines)} engines have {size * len(engines)} workers: they cannot follow "
-                f"train_world_size={train_world_size} ranks in a group of world_size={world_size}"
+                f"these {len(engines)} engines have {size * len(engines)} workers, which do not fit after "
+                f"train_world_size={train_world_size} ranks in a group of world_size={world_size}; world_size must be "
+                "the number of training ranks plus the number of engine workers"
             )
         rendezvous = Rendezvous(
             host=ip,
@@ -183,7 +191,9 @@ class VLLMGeneration(GenerationInterface):
 
     def _check_announced(self) -> None:
         if not self._announced:
-            raise WeightError("the engines' model was not compared with the policy's: call prepare_refit_info() first")
+            raise WeightError(
+                "the engines' model has not been compared with the policy's; call prepare_refit_info() first"
+            )
 
     # -- processes -----------------------------------------------------------------------------------------------
 
@@ -204,7 +214,7 @@ class VLLMGeneration(GenerationInterface):
         return in_order
 
     def _all_did(self, method: str, *args: Any) -> bool:
-        # the engine's own deadline comes first, and says more
+        # The engine's own deadline comes earlier, because its error says more.
         timeout_s = self._config.weights.load_timeout_s + BEYOND_S
         return all_succeeded(self._all(method, *args, timeout_s=timeout_s))
 
@@ -216,5 +226,5 @@ class VLLMGeneration(GenerationInterface):
         if not self._begun:
             self.start()
         if not self._engines:
-            raise RunError("the generation has no engines: they have ended, or did not start")
+            raise RunError("the generation has no engines: they did not start, or shutdown() has ended them")
         return self._engines

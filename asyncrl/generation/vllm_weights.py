@@ -1,11 +1,11 @@
-"""The weights of one vLLM engine: how a version gets in, whichever way its bytes come.
+"""The weights of one vLLM engine: applies a version, whichever way its bytes arrive.
 
-What must hold: the engine resumes only when nothing or everything of an update was applied. Half applied it stays
-paused, carries no version, and waits for a whole update.
+Invariant: the engine resumes only when no tensor of an update was applied, or all of them. After a part of an update it
+stays paused, has no version, and waits for a whole update.
 
-    await weights.begin(version)            # stands still
-    await weights.apply(update, some)       # names of the tensors in it; as often as it takes
-    await weights.commit(all_of_them)       # or TornReplica; goes on
+    await weights.begin(version)            # pauses generation
+    await weights.apply(update, some)       # `some` are the names of its tensors; called once or more
+    await weights.commit(all_of_them)       # resumes generation, or raises TornReplica
 """
 
 import asyncio
@@ -26,15 +26,16 @@ from asyncrl.weights.transports.ipc import SharedGroup
 from asyncrl.weights.transports.peers import Rendezvous
 
 ANSWER_S = 3.0
-"""Seconds that the engine gets beyond the group's own deadline before it is taken for dead."""
+"""Seconds that the engine gets beyond the process group's own deadline. After that the engine counts as dead."""
 
 DEATH_CHECK_S = 0.5
+"""Seconds between two checks of whether the engine's process is alive, while a call is open."""
 
 Answer = TypeVar("Answer")
 
 
 class VLLMWeights:
-    """Updates of one `AsyncLLM`, one at a time."""
+    """Applies updates to one `AsyncLLM`, one at a time."""
 
     def __init__(self, llm: Any, *, clear_cache: bool) -> None:
         self._llm = llm
@@ -44,12 +45,12 @@ class VLLMWeights:
         self._applied: list[str] = []
         self._timeout_s = 0.0
         self.version: Version | None = None
-        """What was loaded whole, last; None while torn."""
+        """The version that was loaded whole last; None while the engine is torn."""
         self.is_whole = True
-        """Nothing or everything of the last update was applied."""
+        """False from the beginning of an update until all of it is applied."""
 
     async def name(self, version: Version) -> None:
-        """Labels the weights that the engine was started with."""
+        """Labels the weights that the engine started with."""
         await self._llm.update_weight_version(str(version))
         self.version = version
 
@@ -58,7 +59,7 @@ class VLLMWeights:
     async def load(
         self, manifest: Manifest, buckets: Sequence[memoryview], *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
-        """Applies a whole version whose buckets are here, and were checked."""
+        """Applies a whole version from `buckets`, which the caller has checked against the manifest."""
 
         async def mapped() -> AsyncGenerator[tuple[dict[str, Any], list[str]]]:
             for index, data in enumerate(buckets):
@@ -71,8 +72,11 @@ class VLLMWeights:
     # -- bytes from a process group with the learner's ranks ---------------------------------------------------------
 
     async def join_collective(self, rendezvous: Rendezvous, *, first_rank: int, parameters: Parameters) -> None:
-        """Takes the engine's places in a new group: its workers are ranks `first_rank` and up; `parameters` is what
-        `expected_parameters` says of the engine's model. CollectiveError after `rendezvous.timeout_s`."""
+        """Joins a new process group: the engine's workers become the ranks from `first_rank` on.
+
+        `parameters` is the result of `expected_parameters` for the engine's model. Raises CollectiveError after
+        `rendezvous.timeout_s`.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         self._timeout_s = rendezvous.timeout_s
@@ -87,16 +91,18 @@ class VLLMWeights:
         )
 
     async def receive(self) -> Manifest:
-        """One version from the group, whole and checked, in the memory of the engine's workers; not yet applied.
+        """Receives one version from the group into the memory of the engine's workers, whole and checked. It is not
+        applied yet.
 
-        At the same time as `broadcast_snapshot` on the learner's ranks. Requests stand still meanwhile, and go on
-        whatever comes of it. ManifestMismatch, UpdateRefused and CollectiveError as `receive_snapshot` says.
+        Call it at the same time as `broadcast_snapshot` on the learner's ranks. Requests pause meanwhile, and go on
+        afterwards, also after an error. Raises the same errors as `receive_snapshot`: ManifestMismatch, UpdateRefused
+        and CollectiveError.
         """
         manifests = await self._answer(self._llm.collective_rpc("receive_weights"), what="receiving weights")
         return msgspec.msgpack.decode(manifests[0], type=Manifest)
 
     async def load_received(self, manifest: Manifest, *, on_paused: Callable[[], None] | None = None) -> LoadTimes:
-        """Applies the version that `receive` has answered with."""
+        """Applies the version that `receive` has returned."""
 
         async def received() -> AsyncGenerator[tuple[dict[str, Any], list[str]]]:
             yield {"received": str(manifest.version)}, [entry.name for entry in manifest.tensors]
@@ -107,15 +113,15 @@ class VLLMWeights:
         answer = asyncio.ensure_future(call)
         try:
             async with asyncio.timeout(self._timeout_s + ANSWER_S):
-                # vLLM leaves a call unanswered when the engine's process dies under it
+                # If the engine's process dies during a call, vLLM never completes the call.
                 while not (await asyncio.wait([answer], timeout=DEATH_CHECK_S))[0]:
                     if self._llm.errored:
                         raise CollectiveError(f"{what}: the engine's process has died")
                 return answer.result()
         except TimeoutError as error:
             raise CollectiveError(
-                f"{what}: no answer from the engine {ANSWER_S:g} s after weights.load_timeout_s = "
-                f"{self._timeout_s:g} s; it has to be ended"
+                f"{what}: the engine did not answer within weights.load_timeout_s = {self._timeout_s:g} s and "
+                f"{ANSWER_S:g} s more; shut it down and start a new one"
             ) from error
         except WeightError:
             raise
@@ -128,10 +134,11 @@ class VLLMWeights:
     # -- bytes in memory that a learner's ranks share ----------------------------------------------------------------
 
     async def load_shared(self, handles: Mapping[str, SharedGroup], *, expected: Parameters) -> bool:
-        """Applies a group of `get_weights_ipc_handles`; the learner may free it then. Whether `expected` is complete.
+        """Applies one group of `get_weights_ipc_handles`. Returns True if the update is complete, that is, if all
+        parameters of `expected` were applied. The learner may free the group afterwards.
 
-        The first group begins the update, the one that completes it ends it. ManifestMismatch and VersionRegression
-        before the first was applied; from then on TornReplica.
+        The first group begins the update, and the last one completes it. Raises ManifestMismatch or VersionRegression
+        before the first group is applied, and TornReplica for every error after that.
         """
         version, entries = _described(handles)
         if self._loading is None:
@@ -141,10 +148,12 @@ class VLLMWeights:
         with self._torn_by_errors():
             _check_group(entries, expected)
             if version != self._loading:
-                raise WeightError(f"a group of weights {version} came into an update to {self._loading}")
+                raise WeightError(
+                    f"a group of weights {version} arrived during an update to {self._loading}; start the refit again"
+                )
             again = sorted({entry.name for entry in entries}.intersection(self._applied))
             if again:
-                raise WeightError(f"{', '.join(again[:3])} came a second time")
+                raise WeightError(f"the tensors {', '.join(again[:3])} arrived twice in one update")
         await self.apply_shared(handles)
         if len(self._applied) < len(expected):
             return False
@@ -152,19 +161,19 @@ class VLLMWeights:
         return True
 
     async def apply_shared(self, handles: Mapping[str, SharedGroup]) -> None:
-        """A part of an update: one group, whose names, shapes and dtypes were checked."""
+        """Applies one group of an update. The caller has checked its names, shapes and dtypes."""
         _, entries = _described(handles)
         update = {"shared": {device: msgspec.to_builtins(group) for device, group in handles.items()}}
         await self.apply(update, [entry.name for entry in entries])
 
     def start_over(self) -> None:
-        """Forgets an update by groups that was begun and not completed: the next group begins another."""
+        """Discards an incomplete update by groups: the next group begins a new update."""
         self._loading = None
 
     # -- an update, step by step -------------------------------------------------------------------------------------
 
     async def begin(self, version: Version, *, on_paused: Callable[[], None] | None = None) -> None:
-        """Stands still between two decoding steps, and opens an update to `version`."""
+        """Pauses generation between two decoding steps, and opens an update to `version`."""
         await self._llm.pause_generation(mode="keep", clear_cache=self._clear_cache)
         if on_paused is not None:
             on_paused()
@@ -177,7 +186,7 @@ class VLLMWeights:
             self._session_open = True
 
     async def apply(self, update: dict[str, Any], names: Sequence[str]) -> None:
-        """Applies a part of the update, the tensors `names`; `update` says where they are."""
+        """Applies the tensors `names`, a part of the update. `update` tells vLLM's workers where their bytes are."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         with self._torn_by_errors():
@@ -187,12 +196,13 @@ class VLLMWeights:
             self._applied += names
 
     async def commit(self, names: Sequence[str]) -> None:
-        """Ends the update, whose tensors were `names`, labels every later token with its version, and goes on."""
+        """Completes the update, checks that its tensors are `names`, labels later tokens with it, and resumes."""
         with self._torn_by_errors():
-            # vLLM finishes in silence after a part of the tensors, so the count is ours
+            # vLLM does not raise when tensors are missing, so the names are counted here.
             if sorted(self._applied) != sorted(names):
                 raise WeightError(
-                    f"{len(set(self._applied) & set(names))} of {len(names)} tensors of {self._loading} were received"
+                    f"only {len(set(self._applied) & set(names))} of {len(names)} tensors of {self._loading} were "
+                    "received; send a whole update"
                 )
             await self._llm.finish_weight_update(weight_version=str(self._loading))
             self._session_open = False
@@ -227,31 +237,34 @@ class VLLMWeights:
     def _torn_by_errors(self) -> Iterator[None]:
         try:
             yield
-        except TornReplica:  # said already
+        except TornReplica:  # an inner block has already raised it
             raise
         except Exception as error:
             self.version, loading, self._loading = None, self._loading, None
             raise TornReplica(
-                f"loading weights {loading} failed half way ({type(error).__name__}: {error}); the replica "
-                "stays paused until a whole update is applied"
+                f"loading weights {loading} failed half way ({type(error).__name__}: {error}); the replica stays "
+                "paused until a whole update is applied"
             ) from error
 
 
 def _mapped(path: str, nbytes: int, entries: Sequence[TensorEntry]) -> dict[str, Any]:
-    """An update for `apply`: `entries` in a file of `nbytes` bytes that the engine's workers can map."""
+    """Builds the argument of `apply` for `entries` in a file of `nbytes` bytes that the engine's workers can map."""
     return {"path": path, "nbytes": nbytes, "tensors": msgspec.to_builtins(entries)}
 
 
 def _described(handles: Mapping[str, SharedGroup]) -> tuple[Version, Sequence[TensorEntry]]:
-    """Version and tensors of a group, which are the same on every device."""
+    """Returns version and tensors of a group. They are the same on every device."""
     if not handles:
-        raise WeightError("a group of shared weights came without a device that it is on")
+        raise WeightError(
+            "a group of shared weights names no device; pass the handles of get_weights_ipc_handles unchanged"
+        )
     group = next(iter(handles.values()))
     return group.version, group.entries
 
 
 def _check_group(entries: Sequence[TensorEntry], expected: Parameters) -> None:
-    """Raises ManifestMismatch unless every tensor is one of `expected`."""
+    """Raises ManifestMismatch unless every tensor is a parameter in `expected`."""
+
     found = {entry.name: (entry.shape, entry.dtype) for entry in entries}
     known = {name: expected[name] for name in found if name in expected}
     check_published(found, known, what="a group of shared weights")

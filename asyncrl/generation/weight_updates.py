@@ -1,8 +1,11 @@
-"""A replica's weights: waits for new versions, checks and loads them, and proves what was loaded by a probe.
+"""A replica's weights: waits for new versions, checks them, loads them, and verifies the loaded weights with a probe.
 
-What must hold: rollouts start only on a version that is loaded whole; from the first byte that the engine loads to the
-verdict of the probe nothing may be committed; a torn replica, half loaded or failing its probe, carries no version and
-starts nothing until a whole update mends it.
+Invariants:
+
+- Rollouts start only on a version that is loaded whole.
+- Nothing is committed from the first byte that the engine loads until the probe has passed.
+- A torn replica (its load stopped half way, or its probe failed) has no version and starts no rollout until a whole
+  update succeeds.
 """
 
 import asyncio
@@ -23,39 +26,42 @@ from asyncrl.weights.store import Publication
 logger = logging.getLogger(__name__)
 
 WEIGHTS_WAIT_S = 20.0
+"""Seconds of one wait for a newer version. The wait is repeated until there is one."""
 RETRY_PAUSE_S = 1.0
+"""Seconds before a torn replica asks for weights again."""
 
 
 class WeightSource(Protocol):
-    """Where new versions come from."""
+    """The source of new versions, for example the weight store's client."""
 
     async def newer_than(self, version: Version | None, *, wait_s: float) -> Publication | None: ...
 
 
 class BucketReceiver(Protocol):
-    """The transport's receiving side."""
+    """The receiving side of a transport."""
 
     async def receive(self, handles: list[Any], *, timeout_s: float) -> list[memoryview]: ...
 
 
 class Replica(Protocol):
-    """The replica whose weights change, as far as an update concerns it."""
+    """The calls of a weight update to the replica whose weights change."""
 
     def show_loading(self, loading: bool) -> None:
-        """Generation stands still for an update, or goes on."""
+        """Records that generation has paused for an update (True) or goes on (False)."""
         ...
 
     async def fail_unverified(self, error: InfraError) -> None:
-        """Fails what is running, or finished and waiting for a verdict: bad weights may have produced it."""
+        """Fails the rollouts that run, and the groups that are finished and wait for the verdict of the probe: bad
+        weights may have produced both."""
         ...
 
     async def report(self) -> None:
-        """Tells the buffer at once which version is loaded."""
+        """Reports the loaded version to the buffer at once."""
         ...
 
 
 class WeightUpdates:
-    """Keeps one engine at the newest version. `run` never returns; it raises when the replica cannot go on."""
+    """Keeps one engine at the newest version. `run` never returns. It raises when the replica cannot go on."""
 
     def __init__(
         self,
@@ -88,31 +94,31 @@ class WeightUpdates:
 
     @property
     def version(self) -> Version | None:
-        """The weights that are loaded and verified."""
+        """The version that is loaded and verified; None before the first one and while the replica is torn."""
         return self._version
 
     @property
     def updates(self) -> int:
-        """Versions that the engine has loaded whole."""
+        """Number of versions that the engine has loaded whole."""
         return self._updates
 
     @property
     def parity_max_nats(self) -> float:
-        """Largest difference that any passed probe has shown."""
+        """Largest difference (nats) of all probes that passed."""
         return self._parity_max_nats
 
     async def startable(self) -> Version:
-        """Waits until rollouts may start; the version that they start with."""
+        """Waits until rollouts may start. Returns the version that they start with."""
         await self._may_start.wait()
         assert self._version is not None
         return self._version
 
     async def verdict(self) -> None:
-        """Waits until the last update is verified: then what is finished may be committed."""
+        """Waits until the last update is verified. From then on finished groups may be committed."""
         await self._verified.wait()
 
     async def run(self, replica: Replica) -> None:
-        """Loads version after version into the engine of `replica`."""
+        """Loads each new version into the engine of `replica`."""
         newest = None
         torn_since_s: float | None = None
         while True:
@@ -126,16 +132,16 @@ class WeightUpdates:
                 await self._update(publication, replica)
             except (ManifestMismatch, ManifestVoid) as error:
                 if self._version is None and isinstance(error, ManifestMismatch):
-                    raise  # there will never be one that fits
+                    raise  # the replica's model differs from the learner's, so no later version would fit either
                 self._metrics.weight_update(outcome="refused", phase_seconds={})
                 kept = "no weights" if self._version is None else f"the weights of {self._version.words}"
-                logger.error("replica %s keeps %s: %s", self._name, kept, error)
+                logger.error("replica %s refused a weight update and keeps %s: %s", self._name, kept, error)
                 continue
             except (TornReplica, ParityError) as error:
                 self._metrics.weight_update(outcome="torn", phase_seconds={})
-                logger.error("replica %s is torn: %s", self._name, error)
+                logger.error("replica %s starts no rollout until a whole weight update succeeds: %s", self._name, error)
                 await self._tear(error, replica)
-                # Only a whole update mends a torn replica: the same version again, or a newer one.
+                # Only a whole update repairs a torn replica: the same version again, or a newer one.
                 torn_since_s = torn_since_s or self._clock()
                 if self._clock() - torn_since_s > self._limits.load_timeout_s:
                     raise
@@ -150,7 +156,7 @@ class WeightUpdates:
             self._may_start.set()
 
     async def _tear(self, error: WeightError, replica: Replica) -> None:
-        """Carry no version and start nothing; what bad weights produced is failed as INFRA."""
+        """Drops the version and stops admission. After a failed probe also fails all unverified groups as INFRA."""
         self._version = None
         self._may_start.clear()
         if isinstance(error, ParityError):
@@ -168,7 +174,7 @@ class WeightUpdates:
         buckets = await self._transport.receive(publication.handles, timeout_s=self._limits.load_timeout_s)
         check_buckets(manifest, buckets)
         seconds["fetch"] = self._clock() - started_s
-        # From here to the probe's verdict nothing that these weights produced may be committed.
+        # From here until the probe has passed, groups that these weights may have produced are not committed.
         self._verified.clear()
         seconds |= await self._load(manifest, buckets, replica)
         self._updates += 1
@@ -183,7 +189,7 @@ class WeightUpdates:
         await replica.report()
 
     async def _load(self, manifest: Manifest, buckets: list[memoryview], replica: Replica) -> dict[str, float]:
-        """Seconds by phase."""
+        """Loads the weights into the engine. Returns the seconds of each phase."""
         timeout_s = self._limits.load_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -191,7 +197,7 @@ class WeightUpdates:
         except TimeoutError:
             raise WeightError(
                 f"loading the weights of {manifest.version.words} took longer than weights.load_timeout_s = "
-                f"{timeout_s:g} s; the engine is ended"
+                f"{timeout_s:g} s, so the replica ends its engine; raise the limit if loading needs more time"
             ) from None
         finally:
             replica.show_loading(False)
@@ -205,14 +211,15 @@ class WeightUpdates:
         except TimeoutError:
             raise WeightError(
                 f"probing the weights of {manifest.version.words} took longer than weights.load_timeout_s = "
-                f"{timeout_s:g} s; the engine is ended"
+                f"{timeout_s:g} s, so the replica ends its engine; raise the limit if the probe needs more time"
             ) from None
         difference = probe.max_difference_nats(scores)
         self._metrics.parity(difference)
         if not difference <= self._tolerance_nats:
             raise ParityError(
                 f"replica {self._name}: after loading the weights of {manifest.version.words} the engine's log-probs "
-                f"differ from the learner's by {difference:.3g} nats, weights.parity_tolerance_nats is "
-                f"{self._tolerance_nats:g}"
+                f"differ from the learner's by {difference:.3g} nats, more than weights.parity_tolerance_nats = "
+                f"{self._tolerance_nats:g}; check that both pools use the same model and dtype, or raise the "
+                "limit if the difference is only rounding"
             )
         self._parity_max_nats = max(self._parity_max_nats, difference)

@@ -1,8 +1,9 @@
-"""The broadcast gate: is the learner's version published now?
+"""The broadcast gate decides whether the learner publishes its current version now.
 
-Every `publish_every_steps` steps, or earlier on demand: when all that could start a group stand at the published
-version and are refused for staleness, only newer weights let them go on. `publish_every_steps ≤ η + 1`, which the
-config holds, so that the gate alone never leaves both sides waiting for each other. Pure; imports no ray and no torch.
+The learner publishes every `publish_every_steps` steps. It publishes earlier on demand: when every replica that could
+start a group has the published version and was refused for staleness, only newer weights let the replicas go on. The
+config requires `publish_every_steps ≤ η + 1`, so that the gate never makes learner and replicas wait for each other.
+The module is pure and imports neither ray nor torch.
 """
 
 from collections.abc import Iterable
@@ -13,11 +14,12 @@ from asyncrl.buffer.records import Refusal, ReplicaView, Version
 def should_publish(
     *, version: Version, published: Version | None, publish_every_steps: int, replicas: Iterable[ReplicaView]
 ) -> bool:
-    """Whether `version`, the learner's own, is to be published now.
+    """Returns True if `version`, the learner's current one, should be published now.
 
-    The first version of an incarnation always is: replicas may hold nothing, or weights of a history that is gone. On
-    demand, every live replica with a free concurrency slot, at least one, must stand at `published` and have been
-    refused for staleness; one that is still loading has not asked at the new version yet, and is waited for.
+    The first version of an incarnation is always published, because replicas may have no weights, or weights of an
+    earlier incarnation. A version is published on demand if at least one live replica has a free slot, and all such
+    replicas have loaded `published` and were refused for staleness. A replica that is still loading `published` has not
+    reserved with it yet, so the gate waits for it.
 
     >>> blocked = ReplicaView(replica="a", version=Version(1, 4), free_slots=2, reserved_groups=0, live=True,
     ...     silent_s=0.0, refused_for=Refusal.STALENESS)

@@ -1,13 +1,13 @@
-"""Bytes as an anonymous file that processes of the same node and user, Ray's or not, open by path.
+"""Bytes in an anonymous file. Every process of the same node and user can open it by its path.
 
-Unlike a file in /dev/shm it dies with its owner, however that ends.
+Unlike a file in /dev/shm, it disappears when its owner ends, even when the owner is killed.
 """
 
 import os
 
 
 class MemoryFile:
-    """`parts`, one after the other; `path` is good until `close`, and what is mapped by then stays readable."""
+    """A file with `parts` one after the other. `path` is valid until `close`; mappings made before stay readable."""
 
     def __init__(self, *parts: memoryview) -> None:
         self._fd = os.memfd_create("asyncrl-weights")

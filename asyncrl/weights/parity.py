@@ -1,10 +1,10 @@
-"""How far the engine's log-probs may be from the learner's."""
+"""The largest accepted difference between log-probs of the engine and of the learner."""
 
 from asyncrl.config.schema import Config
 
 
 def parity_tolerance_nats(config: Config) -> float:
-    """Largest difference of a token's log-prob between engine and learner; by dtype unless the config says."""
+    """Returns the limit for the difference of a token's log-prob (nats): the configured one, or a default by dtype."""
     configured = config.weights.parity_tolerance_nats
     if configured is not None:
         return configured

@@ -1,7 +1,7 @@
-"""A learner rank's side of publication: a snapshot at the step boundary, its delivery beside the next step.
+"""A learner rank's part of a publication: takes a snapshot at a step boundary and delivers it during the next step.
 
-Gather first, send after: `take_snapshot` runs the collectives (every rank, the same order) and copies; `deliver` has
-none and runs in a thread of its own. Bucket b is kept and delivered by rank b mod N, so no process carries all bytes.
+`take_snapshot` runs the collectives (on every rank, in the same order) and copies the weights. `deliver` runs no
+collective and has a thread of its own. Rank b mod N keeps and delivers bucket b, so that no process carries all bytes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class RankModel(Protocol):
-    """One rank's model. `snapshot` keeps the newest one between its making and its delivery."""
+    """One rank's model. `snapshot` is the newest snapshot; it is kept until the next one replaces it."""
 
     rank: int
     world_size: int
@@ -31,7 +31,8 @@ class RankModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Whole weights at a step boundary: the buckets that this rank keeps, by index, and what every rank knows."""
+    """Whole weights at a step boundary: the buckets that this rank keeps, by index. Layout and probe are the same on
+    every rank."""
 
     entries: tuple[TensorEntry, ...]
     buckets: dict[int, Bytes]
@@ -39,7 +40,7 @@ class Snapshot:
 
 
 class DeliveredBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """One bucket under way: its index, its description for the manifest, and the transport's handle."""
+    """One delivered bucket: its index, its description for the manifest, and the transport's handle."""
 
     index: int
     bucket: Bucket
@@ -49,9 +50,9 @@ class DeliveredBucket(msgspec.Struct, frozen=True, kw_only=True):
 def take_snapshot(
     model: RankModel, entries: Sequence[TensorEntry], probe_tokens: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """Copies this rank's buckets out of the full weights; the probe's log-probs under those very weights."""
+    """Copies this rank's buckets from the gathered weights. Returns the probe's log-probs (nats) under them."""
     by_name = {entry.name: entry for entry in entries}
-    # Fresh memory every time: the previous snapshot may still be on its way.
+    # New memory for every snapshot, because the previous one may still be in delivery.
     buckets = {
         index: np.zeros(nbytes, dtype=np.uint8)
         for index, nbytes in bucket_sizes(entries).items()
@@ -70,9 +71,9 @@ def take_snapshot(
 
 
 def deliver(model: RankModel, transport: Transport) -> list[DeliveredBucket]:
-    """Checksums and sends this rank's buckets of the newest snapshot."""
+    """Computes checksums of this rank's buckets of the newest snapshot, and sends the buckets."""
     snapshot = model.snapshot
-    assert snapshot is not None, "take_snapshot() comes first"
+    assert snapshot is not None, "call take_snapshot() first"
     return [
         DeliveredBucket(
             index=index,

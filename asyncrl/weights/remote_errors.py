@@ -1,4 +1,4 @@
-"""A WeightError on its way out of vLLM's processes, which pass on nothing of an exception but its text."""
+"""Carries a WeightError out of vLLM's processes. vLLM passes on only the text of an exception."""
 
 import re
 
@@ -12,12 +12,12 @@ _MARKED = re.compile(rf"asyncrl\.({'|'.join(_BY_NAME)}): (.*)", re.DOTALL)
 
 
 def as_text(error: WeightError) -> str:
-    """The error's type and message, for `from_text`."""
+    """Returns the error's type and message as a text for `from_text`."""
     return f"asyncrl.{type(error).__name__}: {error}"
 
 
 def from_text(text: str) -> WeightError | None:
-    """The error in a text that `as_text` made and others have wrapped; None when there is none.
+    """Finds the error that `as_text` has written into `text`, even inside other text. Returns None if there is none.
 
     >>> from_text("Call to collective_rpc method failed: asyncrl.ManifestMismatch: a is missing")
     ManifestMismatch('a is missing')

@@ -1,6 +1,6 @@
-"""The weight store: manifests of the newest two published versions and where their bytes are.
+"""The weight store keeps the manifests of the newest two published versions, and the handles of their bytes.
 
-Body and client of one detached Ray actor. It holds handles, never bytes.
+Body and client of one detached Ray actor. The actor holds handles, never the bytes.
 """
 
 import asyncio
@@ -13,10 +13,11 @@ from asyncrl.data_plane.calls import finished
 from asyncrl.weights.manifest import Manifest, is_news
 
 KEPT_VERSIONS = 2
+"""Publications that are kept. Dropping an older one also drops the store's references to its bytes."""
 
 
 class Publication(msgspec.Struct, frozen=True, kw_only=True):
-    """A manifest, one transport handle a bucket, and how many publications came before it."""
+    """A manifest, one transport handle for each bucket, and its serial number: the count of publications so far."""
 
     serial: int
     manifest: Manifest
@@ -32,7 +33,8 @@ class WeightStore:
         self._changed = asyncio.Condition()
 
     async def publish(self, manifest: Manifest, handles: list[Any]) -> int:
-        """Offers a version; its serial. A repeated one changes nothing, an older one is VersionRegression."""
+        """Offers a version and returns its serial number. Ignores a repeated version. Raises VersionRegression for an
+        older one."""
         newest = self._publications[-1] if self._publications else None
         if newest is not None and not is_news(manifest.version, newest.manifest.version):
             return newest.serial
@@ -44,7 +46,7 @@ class WeightStore:
         return self._serial
 
     async def newer_than(self, version: Version | None, timeout_s: float) -> Publication | None:
-        """The newest publication once it is newer than `version`; None after `timeout_s`."""
+        """Waits for a publication newer than `version` and returns the newest one; None after `timeout_s`."""
 
         def newest() -> Publication | None:
             last = self._publications[-1] if self._publications else None
@@ -60,7 +62,7 @@ class WeightStore:
 
 
 class WeightClient:
-    """Calls to the weight store, each with a deadline."""
+    """Calls the weight store. Every call has a deadline."""
 
     def __init__(self, handle: Any, *, timeout_s: float) -> None:
         self._handle = handle

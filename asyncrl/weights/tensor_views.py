@@ -1,4 +1,4 @@
-"""Tensors in place, out of a bucket of bytes."""
+"""Views tensors in place in a bucket of bytes."""
 
 import torch
 
@@ -6,7 +6,8 @@ from asyncrl.weights.manifest import TensorEntry
 
 
 def view_of(entry: TensorEntry, bucket: torch.Tensor) -> torch.Tensor:
-    """The tensor that `entry` describes within `bucket`, a uint8 tensor whose memory it shares and keeps."""
+    """Returns the tensor that `entry` describes in `bucket` (uint8). It shares the bucket's memory, and keeps it."""
+
     data = bucket[entry.offset : entry.offset + entry.nbytes]
     dtype: torch.dtype = getattr(torch, entry.dtype)
     return data.view(dtype).view(entry.shape)

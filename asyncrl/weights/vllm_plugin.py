@@ -1,10 +1,13 @@
-"""asyncrl's weight-transfer engine inside vLLM's worker processes.
+"""asyncrl's weight-transfer engine, which runs inside vLLM's worker processes.
 
-Registered from the `vllm.general_plugins` entry point, so that it exists in every process that vLLM starts. Bytes come
-in one of three ways. Mapped: as the path of a memory file that all workers of a node map (`/proc/<pid>/fd/<n>` of the
-generator's process), verified by that process before the first call. Received: from a process group with the learner's
-ranks, verified here, and applied from this worker's own memory. Shared: by a learner rank on the same device, and
-verified here.
+The `vllm.general_plugins` entry point registers it in every process that vLLM starts. The bytes of an update arrive in
+one of three ways:
+
+- Mapped: all workers of a node map a memory file by its path (`/proc/<pid>/fd/<n>` of the generator's process). The
+  generator's process has verified the bytes before the first call.
+- Received: the workers take part in a process group with the learner's ranks. The bytes are verified here and applied
+  from the worker's own memory.
+- Shared: a learner rank on the same device shares its memory. The bytes are verified here.
 """
 
 import mmap
@@ -36,13 +39,17 @@ from asyncrl.weights.transports.peers import Peers, Rendezvous
 BACKEND = "asyncrl"
 WORKER_EXTENSION = f"{__name__}.WorkerExtension"
 _PROCESSES_OF_VLLM = ("EngineCore", "VllmWorker")
-"""How vLLM names the engine's process, and its workers' for tensor parallelism."""
+"""The names that vLLM gives to the engine's process, and to the worker processes of tensor parallelism."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """The group to join: a `Rendezvous` in builtins, the rank of this engine's first worker, and (shape, dtype) of
-    every Hugging Face parameter by name. Nothing for an engine that only maps files: each describes itself."""
+    """Describes the process group to join.
+
+    `rendezvous` is a `Rendezvous` in builtins, `first_rank` the rank of this engine's first worker, and `parameters`
+    gives (shape, dtype) of every Hugging Face parameter by name. An engine that only maps files needs none of them,
+    because each mapped update describes itself.
+    """
 
     rendezvous: dict[str, Any] | None = None
     first_rank: int = 0
@@ -51,7 +58,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class MappedUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: a file to map and the `TensorEntry` of every tensor in it, in builtins."""
+    """One bucket: the file to map, its size in bytes, and the `TensorEntry` of each tensor in it, in builtins."""
 
     path: str
     nbytes: int
@@ -60,14 +67,14 @@ class MappedUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class ReceivedUpdateInfo(WeightTransferUpdateInfo):
-    """All buckets of the version that `receive_weights` has received last."""
+    """Applies all buckets of the version that `receive` got last. `received` is that version as text."""
 
     received: str
 
 
 @dataclass
 class SharedUpdateInfo(WeightTransferUpdateInfo):
-    """One group in memory of the learner's: a `SharedGroup` in builtins by `device_key`."""
+    """One group in memory that the learner shares: a `SharedGroup` in builtins for each `device_key`."""
 
     shared: dict[str, dict[str, Any]]
 
@@ -78,7 +85,7 @@ UpdateInfo = MappedUpdateInfo | ReceivedUpdateInfo | SharedUpdateInfo
 class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
     """Loads Hugging Face tensors layer by layer.
 
-    The layerwise reload is needed on CPUs, where vLLM packs linear weights and frees the originals.
+    CPUs need this layerwise reload, because vLLM packs linear weights there and frees the originals.
     """
 
     init_info_cls = InitInfo
@@ -100,18 +107,21 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
             self._peers = Peers.join(rendezvous, rank=rank, device=self.device)
 
     def receive(self) -> bytes:
-        """Waits for one version from the group and keeps it; its manifest. The model is not touched."""
+        """Waits for one version from the group and keeps it. Returns its manifest. Does not touch the model."""
         self._received = None
         with _errors_as_text():
             if self._peers is None:
-                raise WeightError("this engine has joined no process group of weights")
+                raise WeightError(
+                    "this engine has not joined a process group for weights; call init_collective() on both sides first"
+                )
             self._received = receive_snapshot(self._peers, expected=self._expected)
         return msgspec.msgpack.encode(self._received.manifest)
 
     def start_weight_update(self) -> None:
         with torch.device(self.device):
             if self._reloading:
-                # A torn update: vLLM would count its tensors into this one's and call a layer whole too early.
+                # The last update stopped half way. Without this, vLLM would count its tensors into the new update and
+                # treat a layer as complete too early.
                 finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
             self._reloading = True
             initialize_layerwise_reload(self.model)
@@ -123,7 +133,7 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         return parsed
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class synchronises the accelerator, which raises where there is none.
+        # The base class also synchronises the accelerator, which raises on machines without one.
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -136,7 +146,7 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
                 weights = self._taken(update_info)
             case SharedUpdateInfo():
                 weights = self._opened(update_info)
-        # The layerwise loaders keep the tensors until their layer is complete; each tensor keeps its memory alive.
+        # The layerwise loaders keep each tensor until its layer is complete, and a tensor keeps its memory alive.
         with torch.device(self.device):
             self.model.load_weights(iter(weights))  # type: ignore[operator]
 
@@ -155,36 +165,43 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
     def _taken(self, update_info: ReceivedUpdateInfo) -> list[tuple[str, torch.Tensor]]:
         received = self._received
         if received is None or str(received.manifest.version) != update_info.received:
-            raise WeightError(f"weights {update_info.received} are not those that were received last")
+            raise WeightError(
+                f"cannot apply weights {update_info.received}: they are not the version that was received last; "
+                "receive and apply one version at a time"
+            )
         manifest, buckets = received.manifest, received.buckets
         return [(entry.name, view_of(entry, buckets[entry.bucket])) for entry in manifest.tensors]
 
     def _opened(self, update_info: SharedUpdateInfo) -> list[tuple[str, torch.Tensor]]:
         own = device_key(self.device)
         if own not in update_info.shared:
-            raise WeightError(f"the learner shares weights on {', '.join(update_info.shared)}, this engine is on {own}")
+            raise WeightError(
+                f"the learner shares weights on {', '.join(update_info.shared)}, but this engine is on {own}; place "
+                "both on the same device, or refit by broadcast"
+            )
         return open_group(msgspec.convert(update_info.shared[own], SharedGroup), device=self.device)
 
 
 class WorkerExtension:
-    """What vLLM's worker gains: a call with an answer, which `update_weights` has not."""
+    """Adds a call that returns a result to vLLM's worker; vLLM's `update_weights` returns none."""
 
     weight_transfer_engine: AsyncRLWeightTransferEngine
 
     def receive_weights(self) -> bytes:
-        """Manifest, as MessagePack, of the version that this worker has received and not yet applied."""
+        """Receives a version without applying it. Returns its manifest as MessagePack."""
         return self.weight_transfer_engine.receive()
 
 
 def register() -> None:
-    """Entry point of the plugin; vLLM calls it once or more in every process.
+    """Entry point of the plugin. vLLM calls it one or more times in every process.
 
-    It also makes the processes that vLLM starts end with the process that started them: vLLM's engine does not notice
-    that its parent was killed, and would keep its memory. One whose parent ended while it imported vLLM ends here.
+    It also makes each process that vLLM starts end together with its parent. vLLM's engine does not notice that its
+    parent was killed, and would keep its memory. If the parent ended while vLLM was being imported, the process ends
+    here.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and multiprocessing.current_process().name.startswith(_PROCESSES_OF_VLLM):
-        assert parent.pid is not None, "multiprocessing knows the process that started this one"
+        assert parent.pid is not None, "multiprocessing gives the pid of the parent"
         die_with(parent.pid)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, AsyncRLWeightTransferEngine)
@@ -200,7 +217,7 @@ def _mapped(update_info: MappedUpdateInfo) -> list[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _errors_as_text() -> Iterator[None]:
-    """vLLM sends only an error's text to the generator's process."""
+    """Puts an error's type into its text, because vLLM sends only the text to the generator's process."""
     try:
         yield
     except WeightError as error:

@@ -285,5 +285,5 @@ def test_f28_a_cached_model_that_is_too_short_is_refused_by_check(cached: Path) 
 def test_f28_check_refuses_rows_that_are_all_held_out(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     overrides = ("data.dataset=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", "data.heldout_fraction=0.999999", *ROWS)
-    with pytest.raises(ConfigError, match=r"no training tasks remain of 1 tasks \(1 are held out"):
+    with pytest.raises(ConfigError, match=r"none of its 1 tasks remains for training, because data\.heldout_fraction = 0\.999999 holds out 1"):
         look(settings(*overrides))

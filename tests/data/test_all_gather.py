@@ -1,4 +1,4 @@
-"""Gathering over ranks: rows of all, by rank, whatever their shapes; what cannot be gathered, every rank refuses."""
+"""Gathering returns the rows of all ranks by rank, with any shapes. All ranks refuse columns that cannot be joined."""
 
 import multiprocessing
 from datetime import timedelta
@@ -39,7 +39,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
     try:
         whole = BatchedDataDict(COLUMNS_OF_RANKS[rank]).all_gather(dist.group.WORLD, {"versions": -1})
         one_sided = BatchedDataDict(COLUMNS_OF_RANKS[0] if rank == 0 else {}).all_gather(dist.group.WORLD)
-        # rank 1 has no rows, and not the same columns
+        # Rank 1 has no rows, and other columns than rank 0.
         rowless = BatchedDataDict(COLUMNS_OF_RANKS[0] if rank == 0 else {"ids": [], "half": torch.zeros(0, 7)})
         rowless = rowless.all_gather(dist.group.WORLD)
         refused = []
@@ -57,7 +57,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
 
 
 def run(world_size: int, folder: Path) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]]:
-    # one process pays for the imports, the ranks are forked from it
+    # One process imports the modules, and the ranks are forked from it.
     multiprocessing.set_forkserver_preload(["asyncrl.data.batched_data_dict"])
     context = torch.multiprocessing.start_processes(
         run_rank, args=(world_size, str(folder)), nprocs=world_size, join=False, start_method="forkserver"

@@ -1,4 +1,4 @@
-"""Batches cut for ranks: what each rank computes comes back in the caller's order, and no micro-batch is too large."""
+"""Batches cut for ranks: results return in the caller's order, and no micro-batch is too large."""
 
 import copy
 import io
@@ -36,7 +36,7 @@ def packing_args(*, limit: int = LIMIT, multiple: int = 2, algorithm: str = "fir
 
 
 def batch_of(lengths: list[int]) -> BatchedDataDict[Any]:
-    """Row i has the token i + 1, `lengths[i]` times, and right padding."""
+    """Builds a batch in which row i has the token i + 1, `lengths[i]` times, and right padding."""
     lengths_B = torch.tensor(lengths, dtype=torch.int64)
     tokens_B1 = torch.arange(1, len(lengths) + 1).unsqueeze(1)
     ids_BS = torch.where(torch.arange(WIDTH) < lengths_B.unsqueeze(1), tokens_B1, 0)
@@ -46,20 +46,20 @@ def batch_of(lengths: list[int]) -> BatchedDataDict[Any]:
 
 
 def result_of(part: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """What a rank computes of some rows: a column that is as wide as its input."""
+    """Returns what a rank computes for some rows: a column that is as wide as its input."""
     return BatchedDataDict({"logprobs": part["input_ids"] * -2.0, "echo": [f"{name}!" for name in part["names"]]})
 
 
 def check_restored(results: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> None:
     width = results["logprobs"].shape[1]
     assert torch.equal(results["logprobs"], batch["input_ids"][:, :width] * -2.0)
-    assert not batch["input_ids"][:, width:].any()  # cut off was padding alone
+    assert not batch["input_ids"][:, width:].any()  # only padding was cut off
     assert results["echo"] == [f"{name}!" for name in batch["names"]]
 
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[list[int], int, int | None]:
-    """(lengths, shards, batch_size): one chunk or more, each with two rows a shard at least."""
+    """Draws (lengths, shards, batch_size) with at least one chunk, and at least two rows a shard in each chunk."""
     shards = draw(st.integers(1, 3))
     chunk_rows = shards * draw(st.integers(2, 4))
     chunks = draw(st.integers(1, 3))
@@ -105,7 +105,7 @@ def test_what_ranks_compute_of_packed_bins_is_restored_to_the_callers_order(
     cut: tuple[list[int], int, int | None], algorithm: str
 ) -> None:
     lengths, shards, batch_size = cut
-    # two rows fit a bin always: there are rows enough for a multiple of the shards
+    # Any two rows fit into a bin, so there are enough rows for a multiple of the shards.
     batch = batch_of(lengths)
     parts, indices = batch.shard_by_batch_size(
         shards, batch_size, sequence_packing_args=packing_args(algorithm=algorithm)
@@ -214,7 +214,7 @@ def test_columns_of_unequal_length_are_an_assertion_error() -> None:
         ({"shards": 2, "batch_size": 2, "allow_uneven_shards": True}, "uneven shards .* batch_size is 2"),
         (
             {"shards": 2, "allow_uneven_shards": True, "dynamic_batching_args": dynamic_args()},
-            "uneven shards and dynamic batching cannot be had together",
+            "uneven shards and dynamic batching exclude each other",
         ),
         (
             {"shards": 2, "dynamic_batching_args": dynamic_args(), "sequence_packing_args": packing_args()},

@@ -1,4 +1,4 @@
-"""Right padding is verified row by row, and the names of `asyncrl.data` come without torch until they are used."""
+"""Right padding is verified row by row. The names of `asyncrl.data` import torch only on first use."""
 
 import subprocess
 import sys
@@ -41,10 +41,10 @@ def test_a_rows_own_tokens_may_equal_the_pad_value() -> None:
             {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 0]])},
             "row 1 of input_ids has token 8 at 1, beyond its length 1",
         ),
-        ({"input_lengths": torch.tensor([2, 4])}, "row 1: input_lengths is 4, input_ids is 3 wide"),
+        ({"input_lengths": torch.tensor([2, 4])}, "row 1: input_lengths is 4, but must be 0 to 3"),
         ({"input_lengths": torch.tensor([-1, 1])}, "row 0: input_lengths is -1"),
-        ({"input_lengths": torch.tensor([2])}, r"input_lengths has shape \[1\], input_ids has 2 rows"),
-        ({"input_ids": torch.tensor([5, 6])}, r"input_ids has shape \[2\], not \[rows, tokens\]"),
+        ({"input_lengths": torch.tensor([2])}, r"input_lengths has shape \[1\], but input_ids has 2 rows"),
+        ({"input_ids": torch.tensor([5, 6])}, r"input_ids has shape \[2\], but must have two dimensions"),
     ],
 )
 def test_what_is_not_right_padded_is_a_value_error_or_a_message_with_its_row(
@@ -69,7 +69,7 @@ def test_columns_that_have_no_ids_are_a_value_error_with_those_there_are() -> No
 
 
 def test_every_column_that_a_stage_reads_is_a_column_of_a_sample() -> None:
-    counted_by = {"group_ids", "rewards"}  # by some losses alone
+    counted_by = {"group_ids", "rewards"}  # only some losses read them
     assert {*LP_SEED_FIELDS} < {*DP_TRAIN_FIELDS} == {*TrainDatumSpec.__annotations__} - counted_by
 
 

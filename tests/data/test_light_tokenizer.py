@@ -1,4 +1,5 @@
-"""A tokenizer from a model's files counts as transformers does, but for the special tokens that this adds."""
+"""A tokenizer from a model's files counts as transformers does, except for the special tokens that transformers
+adds."""
 
 import json
 from pathlib import Path

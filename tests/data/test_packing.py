@@ -1,4 +1,4 @@
-"""Packers: every sequence once, no bin over its capacity, counts as asked for, known bins for small examples."""
+"""Packers place every sequence once, respect capacity and requested counts, and give known bins for small examples."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ LENGTHS = st.lists(st.integers(0, CAPACITY), max_size=40)
 
 
 def first_fit_by_scanning(order: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
-    """The definition, bin by bin."""
+    """Implements the definition of first fit, bin by bin."""
     bins: list[list[int]] = []
     for i in order:
         for content in bins:
@@ -25,7 +25,7 @@ def first_fit_by_scanning(order: list[int], lengths: list[int], capacity: int) -
 
 
 def fewest_bins(lengths: list[int], capacity: int) -> int:
-    """The optimum, by trying everything."""
+    """Finds the smallest number of bins by trying all placements."""
     best = len(lengths)
 
     def place(i: int, loads: list[int]) -> None:
@@ -97,14 +97,15 @@ def test_the_concatenative_packer_opens_a_bin_when_the_last_is_full_and_never_go
 
 def test_the_modified_packer_fills_the_room_beside_large_sequences_with_what_fits_it_best() -> None:
     modified = get_packer("modified_first_fit_decreasing", 100)
-    # a bin less than longest first: 26 beside 60 leaves room that nothing fills, 18 and 21 leave almost none
+    # One bin less than first_fit_decreasing: 26 beside 60 would leave room that no sequence fills; 18 and 21 leave
+    # almost none.
     assert modified.pack([60, 48, 26, 26, 21, 18]) == [[0, 5, 4], [1, 2, 3]]
     assert len(get_packer("first_fit_decreasing", 100).pack([60, 48, 26, 26, 21, 18])) == 3
-    # the largest of the medium ones that fits, the largest of the large ones first
+    # The largest medium sequence that fits is placed, starting with the largest of the large sequences.
     assert modified.pack([60, 55, 45, 40]) == [[0, 3], [1, 2]]
-    # small ones from the roomiest bin on: the smallest, and the largest that still fits with it
+    # Small sequences, from the bin with the most room: the smallest, and the largest that still fits with it.
     assert modified.pack([52, 55, 18, 22, 30]) == [[1, 3], [0, 2, 4]]
-    # then whatever fits, and the rest longest first into new bins
+    # Then all sequences that still fit, and the others into new bins, longest first.
     assert modified.pack([80, 15, 5, 1, 50, 40]) == [[0, 1, 2], [4, 5, 3]]
 
 
@@ -132,7 +133,7 @@ def test_names_are_found_in_any_case(name: str) -> None:
 def test_a_sequence_that_no_bin_holds_is_a_value_error_with_its_place_and_the_limit(
     algorithm: str, length: int
 ) -> None:
-    with pytest.raises(ValueError, match=f"sequence 1 has {length} tokens, a bin holds 0 to 10"):
+    with pytest.raises(ValueError, match=f"sequence 1 has {length} tokens, but a bin holds 0 to 10"):
         get_packer(algorithm, 10).pack([1, length])
 
 

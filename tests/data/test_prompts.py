@@ -58,7 +58,7 @@ def test_f33_a_bad_row_is_refused_with_file_row_and_knob(tmp_path: Path, reason:
 def test_f33_a_bad_row_is_skipped_and_counted_and_the_rows_after_it_are_read(tmp_path: Path, reason: str) -> None:
     path = write(tmp_path, GOOD, BAD_ROWS[reason], b'{"prompt": "2+2", "answer": "4"}')
     tasks, skipped = read_jsonl(path, on_bad_row="skip", max_row_bytes=1000)
-    assert [(task.answer, task.row) for task in tasks] == [("2", 1), ("4", 3)], "a row keeps its number in the file"
+    assert [(task.answer, task.row) for task in tasks] == [("2", 1), ("4", 3)], "`row` is the number in the file"
     assert skipped == {reason: 1}
 
 
@@ -150,7 +150,10 @@ def test_template_sees_the_question_and_scalar_metadata() -> None:
     ("template", "message"),
     [
         ("{wrod}>", r"\{wrod\}.*did you mean \{word\}"),
-        ("{nested}", r"which this config sets.*\{nested\}.*there are \{question\}, \{word\} .*`prompt` of a JSONL row"),
+        (
+            "{nested}",
+            r"which this config sets.*\{nested\}.*a task has \{question\}, \{word\} .*`prompt` of a JSONL row",
+        ),
         ("{word.__class__}", r"\{word\.__class__\}"),
         ("{word[0]}", "which a task lacks"),
         ("{answer}", "which a task lacks"),
@@ -238,7 +241,7 @@ def test_without_shuffle_the_order_is_the_files() -> None:
 
 def test_f8_a_cursor_of_another_dataset_is_refused() -> None:
     cursor = PromptSource(make_tasks(5), seed=0).state()
-    with pytest.raises(DatasetError, match="not this dataset"):
+    with pytest.raises(DatasetError, match="not those of this dataset"):
         PromptSource(make_tasks(6), seed=0).restore(cursor)
     with pytest.raises(DatasetError, match="outside"):
         PromptSource(make_tasks(5), seed=0).restore(msgspec.structs.replace(cursor, position=5))

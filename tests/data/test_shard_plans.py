@@ -1,4 +1,4 @@
-"""Shard plans: each row once and within its chunk, the same micro-batches on every rank, none over its limit."""
+"""Shard plans: each row is in one shard and in its chunk, ranks have the same micro-batches, none over the limit."""
 
 import pytest
 from hypothesis import given, settings
@@ -46,7 +46,7 @@ def rounded(length: int, multiple: int) -> int:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[int], int, int | None]:
-    """(lengths, shards, batch_size): some chunks, each a multiple of the shards."""
+    """Draws (lengths, shards, batch_size) of some chunks. The rows of a chunk are a multiple of the shards."""
     shards = draw(st.integers(1, 4))
     chunk_rows = shards * draw(st.integers(1, 5))
     chunks = draw(st.integers(1, 3))
@@ -55,7 +55,7 @@ def batches(draw: st.DrawFn) -> tuple[list[int], int, int | None]:
 
 
 def check_rows(plans: list[ShardPlan], *, rows: int, batch_size: int | None) -> list[list[list[int]]]:
-    """Every row is there once, in its chunk: the rows by [shard][chunk]."""
+    """Checks that every row is there once, in its chunk. Returns the rows by [shard][chunk]."""
     assert sorted(caller_rows(plans)) == list(range(rows))
     parts = []
     for plan in plans:
@@ -69,7 +69,7 @@ def check_rows(plans: list[ShardPlan], *, rows: int, batch_size: int | None) -> 
 
 
 def micro_batches(plan: ShardPlan, parts: list[list[int]]) -> list[list[tuple[list[int], int]]]:
-    """(rows, tokens) of each micro-batch, by chunk; they cover the chunk's rows in order."""
+    """Returns (rows, tokens) of each micro-batch by chunk. Checks that they cover the chunk's rows in order."""
     assert plan.micro_batch_indices is not None
     assert plan.micro_batch_lengths is not None
     found = []
@@ -123,7 +123,7 @@ def test_dynamic_micro_batches_have_the_same_boundaries_on_every_shard_and_keep_
             longest = max(lengths[row] for shard in chunk for row in shard[position][0])
             assert tokens == min(rounded(max(1, longest), multiple), width or 1000)
             assert len(rows) * tokens <= LIMIT
-            if position + 1 < len(chunk[0]):  # it was closed because the next deal did not fit
+            if position + 1 < len(chunk[0]):  # the micro-batch was closed because the next deal did not fit
                 following = max(lengths[shard[position + 1][0][0]] for shard in chunk)
                 assert (len(rows) + 1) * min(rounded(max(1, following), multiple), width or 1000) > LIMIT
 
@@ -156,15 +156,15 @@ def test_packed_shards_have_equally_many_bins_and_no_bin_is_over_the_limit(
 
 
 def test_dynamic_micro_batches_by_hand() -> None:
-    # sorted 1 2 2 3 5 6 6 8, dealt in turn: widths 2 3 6 8, rounded 4 4 8 8
+    # Sorted: 1 2 2 3 5 6 6 8. Dealt in turn, the widths are 2 3 6 8, rounded up to 4 4 8 8.
     plans = plan_dynamic([6, 2, 8, 1, 5, 2, 6, 3], shards=2, args=dynamic_args(limit=12, multiple=4), width=7)
     assert [plan.rows for plan in plans] == [[3, 5, 4, 6], [1, 7, 0, 2]]
     assert [plan.micro_batch_indices for plan in plans] == [[[[0, 2], [2, 3], [3, 4]]]] * 2
-    assert [plan.micro_batch_lengths for plan in plans] == [[[4, 7, 7]]] * 2  # 8 is more than the input is wide
+    assert [plan.micro_batch_lengths for plan in plans] == [[[4, 7, 7]]] * 2  # the input is only 7 wide
 
 
 def test_bin_b_is_a_micro_batch_of_shard_b_modulo_the_shards() -> None:
-    # concatenative bins of 10: [0 1] [2] [3] [4 5], and rows padded to 2
+    # Concatenative bins of 10 tokens: [0 1] [2] [3] [4 5]. Rows are padded to a multiple of 2.
     plans = plan_packed(
         [5, 3, 7, 9, 1, 1], shards=2, args=packing_args(limit=10, multiple=2, algorithm="concatenative")
     )
@@ -199,7 +199,7 @@ def test_numbers_that_do_not_divide_are_assertion_errors_in_every_mode(
 def test_a_row_over_the_limit_is_an_assertion_error_dynamic_and_a_value_error_packed() -> None:
     with pytest.raises(AssertionError, match=r"a row of 72 tokens .* is over max_tokens_per_microbatch \(64\)"):
         plan_dynamic([1, 65], shards=1, args=dynamic_args(multiple=8))
-    with pytest.raises(ValueError, match="sequence 1 has 72 tokens, a bin holds 0 to 64"):
+    with pytest.raises(ValueError, match="sequence 1 has 72 tokens, but a bin holds 0 to 64"):
         plan_packed([1, 65], shards=1, args=packing_args(multiple=8))
 
 

@@ -1,4 +1,4 @@
-"""The fingerprint that both pools compare at the start: equal ids with equal meaning, or not."""
+"""The tokenizer's fingerprint, which both pools compare at the start: equal ids must have equal meaning."""
 
 import dataclasses
 from pathlib import Path
@@ -12,7 +12,7 @@ from asyncrl.policy.tiny_model import build_tokenizer
 
 @dataclasses.dataclass
 class Vocabulary:
-    """What the fingerprint reads of a tokenizer."""
+    """Has the attributes of a tokenizer that the fingerprint reads."""
 
     ids: dict[str, int]
     eos_token_id: int | None = 0

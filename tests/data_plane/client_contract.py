@@ -1,4 +1,4 @@
-"""What every data-plane client promises. A test class inherits `ClientContract` and says how to connect."""
+"""The contract of every data-plane client. A test class inherits `ClientContract` and provides `connect`."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ Connect = Callable[[], DataPlaneClient]
 
 
 def first_stage() -> dict[str, object]:
-    """Rows as a rollout has them, with rubbish where padding is."""
+    """Returns rows as a rollout makes them, with wrong values in the padding."""
     width = 6
     ids_BS = torch.arange(4 * width).reshape(4, width)
     return {
@@ -42,7 +42,7 @@ def padded(column_BS: torch.Tensor, *, width: int, pad_value: float = 0) -> torc
 
 
 class ClientContract:
-    """`connect` is a fixture of the subclass: another client of the same plane at every call."""
+    """`connect` is a fixture of the subclass. Each call returns another client of the same data plane."""
 
     @pytest.fixture
     def client(self, connect: Connect) -> DataPlaneClient:
@@ -99,7 +99,7 @@ class ClientContract:
         client.put_samples(IDS, partition, fields=first_stage())
         advantages_BS = torch.randn(4, 6)
         later = connect()
-        for rows in ([3, 0], [1, 2]):  # another grouping and order than the first stage's
+        for rows in ([3, 0], [1, 2]):  # other groups of rows, in another order, than in the first stage
             columns = encode({"advantages": advantages_BS[rows]}, lengths=[LENGTHS[i] for i in rows])
             later.put_samples([IDS[i] for i in rows], partition, fields=columns)
         batch = client.get_samples(IDS, partition, ["input_ids", "advantages"])
@@ -123,7 +123,7 @@ class ClientContract:
             column.zero_()
         read = client.get_samples(IDS[:2], partition, list(put))
         for column in read.values():
-            column.mul_(5)  # nor does a reader change it
+            column.mul_(5)  # a reader's change must not reach the stored rows
         again = client.get_samples(IDS[:2], partition, list(put))
         assert all(column.eq(1).all() for column in again.values())
 
@@ -207,14 +207,14 @@ class ClientContract:
 
         client.put_samples(IDS[:3], partition, fields={"kept": [0, 1, 2]})
         client.claim_meta(partition, "train", ["kept"], 3)
-        assert not consumed("train")  # a fourth is expected
+        assert not consumed("train")  # a fourth row is expected
         client.put_samples(IDS[3:], partition, fields={"kept": [3]})
         assert not consumed("train")
-        client.clear_samples(IDS[3:], partition)  # discarded: not waited for
+        client.clear_samples(IDS[3:], partition)  # discarded rows do not count as missing
         assert consumed("train")
         assert not consumed("train", "logprob")
         client.clear_samples(None, partition)
-        assert not consumed("train")  # a new round
+        assert not consumed("train")  # a new round has begun
 
     def test_what_was_never_put_or_is_cleared_is_a_key_error_that_names_it(
         self, client: DataPlaneClient, partition: str, connect: Connect
@@ -261,7 +261,7 @@ class ClientContract:
 
     def test_a_put_that_contradicts_itself_is_refused_as_a_whole(self, client: DataPlaneClient, partition: str) -> None:
         for ids, fields, tags, named in (
-            (IDS[:2], {"kept": [1]}, None, "2 samples, but rows of {'kept': 1}"),
+            (IDS[:2], {"kept": [1]}, None, "2 samples were given, but other numbers of rows in {'kept': 1}"),
             (IDS[:2], {"kept": [1, 2]}, [{}], "rows of {'tags': 1}"),
             ([IDS[0], IDS[0]], {"kept": [1, 2]}, None, "0.0_g0.*more than once"),
             (IDS[:1], None, None, "neither fields nor tags"),
@@ -329,9 +329,9 @@ class ClientContract:
     ) -> None:
         ids_BS, values_BS = torch.arange(24).reshape(4, 6), torch.rand(4, 9)
         meta = client.put_samples(IDS, partition, fields={"input_ids": ids_BS})
-        assert torch.equal(client.get_data(meta)["input_ids"], ids_BS)  # nothing tells what is padding
+        assert torch.equal(client.get_data(meta)["input_ids"], ids_BS)  # the padding is not known yet
         client.put_samples(IDS, partition, fields={"input_lengths": LENGTHS})
-        meta = client.put_samples(IDS, partition, fields={"values": values_BS})  # wider, and without lengths
+        meta = client.put_samples(IDS, partition, fields={"values": values_BS})  # wider, and put without lengths
         fields = ["input_ids", "values", "input_lengths"]
         for width in (5, 8):
             meta.extra_info[PAD_SEQLEN] = width

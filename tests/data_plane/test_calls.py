@@ -1,4 +1,4 @@
-"""Waiting for several calls at once: in their order, the first failure first, and not for ever."""
+"""A wait for several calls returns results in order, raises the first failure at once, and ends at a deadline."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from asyncrl.data_plane import calls
 
 
 class Ray:
-    """Calls are done in the order of `done`; those that are not in it never are."""
+    """Calls finish in the order of `done`. Calls that are not in `done` never finish."""
 
     def __init__(self, *done: str) -> None:
         self._done = list(done)

@@ -1,4 +1,4 @@
-"""Padded to jagged and back, column by column and batch by batch."""
+"""Columns and batches are converted from padded to jagged and back."""
 
 from typing import Any
 
@@ -77,8 +77,8 @@ def test_gradients_pass_both_ways() -> None:
     [
         (torch.ones(2), [1, 1], r"shape \[2\]"),
         (torch.ones(2, 3), [1], "1 lengths for 2 rows"),
-        (torch.ones(2, 3), [1, 4], "from 1 to 4, rows have 3 tokens"),
-        (torch.ones(2, 3), [-1, 2], "from -1 to 2"),
+        (torch.ones(2, 3), [1, 4], "lengths are 1 to 4, but must be 0 to 3"),
+        (torch.ones(2, 3), [-1, 2], "lengths are -1 to 2, but must be 0 to 3"),
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(padded: torch.Tensor, lengths: list[int], match: str) -> None:
@@ -88,7 +88,7 @@ def test_lengths_that_do_not_fit_are_refused(padded: torch.Tensor, lengths: list
 
 def test_a_row_beyond_the_width_and_a_tensor_that_is_not_nested_are_refused() -> None:
     nested = to_nested_by_length(torch.ones(1, 3), [3])
-    with pytest.raises(ValueError, match="3 tokens, the width to pad to is 2"):
+    with pytest.raises(ValueError, match="3 tokens, more than the width 2"):
         from_nested(nested, width=2)
     with pytest.raises(ValueError, match=r"\[1, 3\] is not nested"):
         from_nested(torch.ones(1, 3))
@@ -147,11 +147,11 @@ def test_columns_of_other_types_and_layouts_are_refused() -> None:
 
 
 def test_the_response_s_values_are_those_before_each_of_its_tokens() -> None:
-    # value t belongs to token t + 1
+    # Value t belongs to token t + 1.
     full = to_nested_by_length(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0], [8, 0, 0, 0]]), [4, 3, 1])
     response = response_from_nested(full, to_nested_by_length(torch.ones(3, 2), [2, 1, 0]))
     assert [row.tolist() for row in response.unbind()] == [[2, 3], [6], []]
-    with pytest.raises(ValueError, match="row 2 has 1 tokens, its response 1"):
+    with pytest.raises(ValueError, match="row 2 has 1 tokens and a response of 1"):
         response_from_nested(full, to_nested_by_length(torch.ones(3, 2), [2, 1, 1]))
     with pytest.raises(ValueError, match="3 rows, 1 responses"):
         response_from_nested(full, to_nested_by_length(torch.ones(1, 2), [2]))

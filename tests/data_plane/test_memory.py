@@ -1,4 +1,4 @@
-"""The data plane within one process."""
+"""The data plane within one process passes the contract of clients."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ class TestMemoryClient(ClientContract):
 
 
 class RewrittenMeanwhile(MemoryClient):
-    """A read finds in the store that another put has just replaced what the books said."""
+    """During a read, another put replaces the rows that the index has just returned."""
 
     def __init__(self, *, replacements: int) -> None:
         super().__init__()

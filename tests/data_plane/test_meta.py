@@ -1,4 +1,4 @@
-"""KVBatchMeta: pure methods that copy, and the laws between them."""
+"""KVBatchMeta: its methods return copies, and certain laws relate them."""
 
 import copy
 import subprocess
@@ -104,12 +104,12 @@ def test_concat_keeps_only_what_holds_for_all_sides() -> None:
     ("sides", "stamp"),
     [
         ([(8, [3]), (None, [5])], 8),
-        ([(8, [3]), (None, [12])], 12),  # dynamic sampling: one meta is stamped, the next has longer rows
+        ([(8, [3]), (None, [12])], 12),  # dynamic sampling: one meta is stamped, and the next one has longer rows
         ([(None, [12]), (8, [3])], 12),
         ([(8, [3]), (16, [3])], 16),
-        ([(8, None), (16, None)], 16),  # a stamp covers the rows of its side
+        ([(8, None), (16, None)], 16),  # a stamp covers the rows of its own meta
         ([(8, None), (None, [12])], 12),
-        ([(8, [3]), (None, None)], None),  # nothing is known of the last side's rows
+        ([(8, [3]), (None, None)], None),  # the last meta has neither a stamp nor lengths
         ([(8, [3]), (None, None), (16, [3])], None),
         ([(8, [3]), (None, [])], 8),
         ([(None, [3]), (None, [4])], None),

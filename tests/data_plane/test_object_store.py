@@ -1,4 +1,4 @@
-"""The data plane on row stores and Ray's object store, on a real Ray."""
+"""The data plane on row stores and Ray's object store, with a real Ray."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ TIMEOUT_S = 120.0
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    # actors cannot import a test module
+    # Send this module's classes by value, because actors cannot import a test module.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init(
         address="local",
@@ -44,7 +44,7 @@ def connect_client() -> ObjectStoreClient:
 
 
 class Writer:
-    """A process that puts rows and may be killed."""
+    """A process that puts rows and can be killed."""
 
     def put(self, partition: str, rows: torch.Tensor) -> int:
         connect_client().put_samples(IDS, partition, fields={"input_ids": rows})
@@ -52,9 +52,9 @@ class Writer:
 
 
 def stored(partition: str) -> int:
-    """Objects of the partition that this node's row store holds, by asking it to drop them."""
+    """Returns how many objects of the partition this node's row store holds, by telling it to drop them."""
     store = ray.get_actor(ensure_row_store(namespace=NAMESPACE), namespace=NAMESPACE)
-    # the books' own calls came before this one, but from another process: ask them first
+    # The index's actor calls the store too. A call to that actor makes sure that its earlier calls come first.
     ray.get(ray.get_actor(PARTITIONS, namespace=NAMESPACE).rows_outstanding.remote(), timeout=TIMEOUT_S)
     count: int = ray.get(store.clear_prefix.remote(f"{partition}/"), timeout=TIMEOUT_S)
     return count
@@ -67,7 +67,7 @@ class TestObjectStoreClient(ClientContract):
 
     def test_f2_rows_outlive_the_process_that_put_them(self, partition: str) -> None:
         writer = ray.remote(Writer).options(num_cpus=0).remote()
-        rows_BS = torch.arange(4 * 50_000).reshape(4, 50_000)  # more than Ray passes inline
+        rows_BS = torch.arange(4 * 50_000).reshape(4, 50_000)  # larger than what Ray sends inline
         process = psutil.Process(ray.get(writer.put.remote(partition, rows_BS), timeout=TIMEOUT_S))
         process.kill()
         process.wait(timeout=60)
@@ -114,7 +114,7 @@ class TestObjectStoreClient(ClientContract):
         client.put_samples(IDS, partition, fields={"kept": [1] * 4})
         client.put_samples(IDS, partition, fields={"kept": [2] * 4})  # replaces both objects
         client.put_samples(IDS, partition, fields={"text": [""] * 4})
-        client.clear_samples([IDS[0], IDS[2], IDS[3]], partition)  # one row of the first group is left
+        client.clear_samples([IDS[0], IDS[2], IDS[3]], partition)  # one row of the first group remains
         assert client.get_samples(IDS[1:2], partition, ["kept", "text"])["kept"] == [2]
         assert stored(partition) == 2
 
@@ -135,6 +135,6 @@ class TestObjectStoreClient(ClientContract):
         assert list(lost.value.sample_ids) == IDS
         client.put_samples(IDS[2:], partition, fields={"kept": [3] * 2})
         assert client.get_samples(IDS[2:], partition, ["kept"])["kept"] == [3] * 2
-        with pytest.raises(RowsLost) as lost:  # the new store has the old one's name, and not its rows
+        with pytest.raises(RowsLost) as lost:  # the new store has the name of the old one, but not its rows
             client.get_samples(IDS, partition, ["kept"])
         assert list(lost.value.sample_ids) == IDS[:2]

@@ -1,4 +1,4 @@
-"""A user's own client has the calls of the interface document and nothing else: what asyncrl adds has defaults."""
+"""A user's own client has only the calls of the interface document. Calls that asyncrl adds have defaults."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 
 
 class OwnClient(DataPlaneClient):
-    """Rows in a dictionary of this process. Its signatures are those of the document, word for word."""
+    """Keeps rows in a dictionary of this process. Its signatures are exactly those of the document."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str], dict[str, Any]] = {}

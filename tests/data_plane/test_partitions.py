@@ -1,4 +1,4 @@
-"""The books of the data plane, against a model of plain sets over random histories."""
+"""The index of the data plane behaves like a model of plain sets, over random histories."""
 
 import pytest
 from hypothesis import settings
@@ -17,7 +17,7 @@ some_fields = st.lists(st.sampled_from(FIELDS), unique=True)
 
 
 class Histories(RuleBasedStateMachine):
-    """`fields` and `claimed` are the model; `where` of a put is its number, so that the last one is known."""
+    """`fields` and `claimed` are the model. The `where` of a put is the put's number, which identifies the last one."""
 
     grouped = False
 
@@ -59,7 +59,7 @@ class Histories(RuleBasedStateMachine):
         assert sorted(replaced) == sorted(expected)
 
     def ready(self, task: str, fields: list[str]) -> list[str]:
-        """What may be claimed, in the order of the rows; whole groups only, if they are grouped."""
+        """Returns the rows that may be claimed, in their order; only whole groups if rows are grouped."""
         free = [i for i, row in self.fields.items() if i not in self.claimed[task] and set(fields) <= set(row)]
         if not self.grouped:
             return free

@@ -1,4 +1,4 @@
-"""The cut over data-parallel ranks, from lengths alone."""
+"""Rows are divided among data-parallel ranks by their lengths only."""
 
 import copy
 from typing import Any
@@ -35,7 +35,7 @@ def meta_of(lengths: list[int]) -> KVBatchMeta:
 
 
 def tokens_of(mode: str, lengths: list[int], width: int) -> int:
-    """What a micro-batch of these rows takes, as its mode counts."""
+    """Returns the tokens of a micro-batch of these rows, as its mode counts them."""
     return len(lengths) * width if mode == "dynamic" else sum(-(-length // 4) * 4 for length in lengths)
 
 
@@ -56,7 +56,7 @@ def test_every_row_goes_to_one_rank_with_its_tags_and_the_indices_restore_the_or
     joined = shards[0].concat(*shards[1:])
     order = list(range(total)) if indices is None else indices
     restored: list[Any] = [None] * total
-    for place, row in enumerate(order):  # as reorder_data: out[indices[i]] = in[i]
+    for place, row in enumerate(order):  # like reorder_data: out[indices[i]] = in[i]
         restored[row] = joined.sample_ids[place]
     assert restored == meta.sample_ids
     assert joined.tags == [{"row": row} for row in order]

@@ -1,4 +1,4 @@
-"""`put_samples` takes the TensorDicts that users of TransferQueue have: jagged columns, and objects in any wrapping."""
+"""`put_samples` takes the TensorDicts of users of TransferQueue, with jagged columns and wrapped objects."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_a_tensordict_is_packed_and_materialized() -> None:
 def test_the_rows_of_a_tensordict_are_counted() -> None:
     client = MemoryClient()
     client.register_partition("p", [], 3, ["train"])
-    with pytest.raises(ValueError, match=r"2 samples, but rows of {'reward': 3}"):
+    with pytest.raises(ValueError, match=r"2 samples were given, but other numbers of rows in {'reward': 3}"):
         client.put_samples(IDS[:2], "p", fields=tensordict.TensorDict({"reward": torch.ones(3)}, batch_size=[3]))
     with pytest.raises(ValueError, match="neither fields nor tags"):
         client.put_samples(IDS, "p", fields=tensordict.TensorDict({}, batch_size=[3]))

@@ -1,4 +1,4 @@
-"""The data plane on the real TransferQueue package, on a real Ray; without the package there is nothing to test."""
+"""The data plane on the real TransferQueue package and a real Ray. Skipped without the package."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ STORAGE_UNITS = 2
 def cluster() -> Iterator[None]:
     ray.init(
         address="local",
-        num_cpus=1 + STORAGE_UNITS,  # logical ones: TransferQueue's actors ask for one each
+        num_cpus=1 + STORAGE_UNITS,  # logical CPUs: each of TransferQueue's actors requests one
         num_gpus=0,
         include_dashboard=False,
         log_to_driver=False,
@@ -43,7 +43,7 @@ def test_without_room_for_its_actors_the_start_ends_with_the_numbers() -> None:
 
 @pytest.fixture(scope="module")
 def owner(cluster: None) -> Iterator[TransferQueueClient]:
-    """The client that starts TransferQueue; the others attach, and leave it running when they close."""
+    """Starts TransferQueue with one client. Other clients attach, and leave it running when they close."""
     client = connect_client()
     yield client
     client.close()

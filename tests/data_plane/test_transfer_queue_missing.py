@@ -1,4 +1,4 @@
-"""Without the TransferQueue package."""
+"""The client without the TransferQueue package."""
 
 import sys
 
@@ -9,6 +9,7 @@ from asyncrl.errors import ConfigError
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transfer_queue", None)  # how Python marks what cannot be imported
+    monkeypatch.setitem(sys.modules, "transfer_queue", None)  # makes Python raise ImportError for this module
+
     with pytest.raises(ConfigError, match=r"asyncrl\[transfer-queue\].*object_store"):
         TransferQueueClient(namespace="run", timeout_s=1.0)

@@ -61,7 +61,7 @@ async def test_f33_a_prompt_that_is_too_long_ends_the_run_before_anything_is_pub
             show=lambda view: None,
             report=lambda line: None,
         )
-        with pytest.raises(DatasetError, match=r"row 2: the prompt 'abcd>' has 5 tokens, and 1 to 4 fit"):
+        with pytest.raises(DatasetError, match=r"row 2: the prompt 'abcd>' has 5 tokens, but must have 1 to 4 "):
             await deployment._train(
                 SimpleNamespace(buffer=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
                 UnusedPolicy(),  # type: ignore[arg-type]

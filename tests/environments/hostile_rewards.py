@@ -1,4 +1,4 @@
-"""Reward code that does what reward code must not; named by import path, run in scoring processes only."""
+"""Reward code with forbidden behaviour. Tests name it by import path; it runs in scoring processes only."""
 
 import contextlib
 import ctypes
@@ -20,7 +20,7 @@ def length(task: Task, completion: str) -> float:
 
 
 def misbehave(task: Task, completion: str) -> Any:
-    """What the completion asks for; other completions earn their length."""
+    """Does what the completion requests. Returns the length of any other completion."""
     behaviour = _BEHAVIOURS.get(completion)
     return behaviour(task) if behaviour else float(len(completion))
 
@@ -42,7 +42,7 @@ def _hang(task: Task) -> None:
 
 
 def _hang_in_c(task: Task) -> None:
-    ctypes.PyDLL(None).pause()  # PyDLL keeps the interpreter's lock: no Python code in the process runs any more
+    ctypes.PyDLL(None).pause()  # PyDLL keeps the interpreter's lock, so no Python code of the process runs any more
 
 
 def _segfault(task: Task) -> None:
@@ -61,7 +61,7 @@ def _fork_and_return(task: Task) -> float:
 
 
 def _fork_and_hang(task: Task) -> None:
-    """A child in the process's group and one in a session of its own; their ids go to the file."""
+    """Starts a child in the process's group and one in a session of its own. Writes their ids to the file."""
     in_group = os.fork()
     if in_group == 0:
         threading.Event().wait()

@@ -1,4 +1,4 @@
-"""Rewards of each form, as users write them; named by import path, run in scoring processes only."""
+"""Rewards of each form, as users write them. Tests name them by import path; they run in scoring processes only."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ _never = threading.Event()
 
 
 def each(task: Task, completion: str) -> float:
-    """Takes as long as the completion says, in seconds."""
+    """Takes the seconds that the completion states."""
     _never.wait(float(completion))
     return float(os.getpid())
 
@@ -23,7 +23,7 @@ def printed(task: Task, completion: str) -> float:
 
 
 def batch(task: Task, completions: Sequence[str]) -> list[float]:
-    """Takes as long as all its completions say."""
+    """Takes the sum of the seconds that its completions state."""
     for completion in completions:
         _never.wait(float(completion))
     return [float(len(completions))] * len(completions)
@@ -34,7 +34,7 @@ async def batch_async(task: Task, completions: Sequence[str]) -> list[float]:
 
 
 async def together(task: Task, completion: str) -> float:
-    """Ends when as many completions as the task says are scored at the same time."""
+    """Ends when as many completions as `task.answer` states are being scored at the same time."""
     barrier = _barriers.setdefault(task.question, asyncio.Barrier(int(task.answer)))
     await barrier.wait()
     return float(completion)
@@ -44,13 +44,13 @@ _barriers: dict[str, asyncio.Barrier] = {}
 
 
 async def waits(task: Task, completion: str) -> float:
-    """Takes as long as the completion says, in seconds, beside others."""
+    """Takes the seconds that the completion states, without blocking other completions."""
     await asyncio.sleep(float(completion))
     return 1.0
 
 
 async def blocking(task: Task, completion: str) -> float:
-    """A call that takes time and is not awaited."""
+    """Makes a slow call without awaiting it."""
     if completion == "pause":
         print("paused")
         await asyncio.sleep(1)
@@ -69,7 +69,7 @@ async def stubborn(task: Task, completion: str) -> float:
 
 
 class Riddles:
-    """An environment whose `score` is async."""
+    """An environment with an async `score`."""
 
     def tasks(self, seed: int) -> list[Task]:
         return []
@@ -81,7 +81,7 @@ class Riddles:
 
 
 def keyed(task: Task, completion: str) -> float:
-    """Prints and raises what it should keep to itself."""
+    """Prints and raises texts that contain its key."""
     key = os.environ["JUDGE_API_KEY"]
     print("asking with", key)
     print("again with", repr(key), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A module that reads its key while it is imported."""
+"""A module that reads its key on import."""
 
 import os
 

@@ -16,7 +16,7 @@ SPELLING = {"task": "spell_backward", "size": 50, "task_options": {"min_word_len
 
 
 class Doubling:
-    """An environment by import path."""
+    """An environment that is named by import path."""
 
     def __init__(self, *, count: int = 2) -> None:
         self._count = count
@@ -33,7 +33,7 @@ def listed(*, words: list[str]) -> list[Any]:
 
 
 def rows() -> Iterator[Any]:
-    """What a user's function may give: tasks and dicts, one after the other."""
+    """Yields what a user's function may yield: tasks and dicts."""
     yield Task(question="ab", answer="ba")
     yield {"prompt": "cd", "answer": "dc", "level": 2}
 
@@ -87,7 +87,11 @@ def test_an_environment_by_import_path_gets_its_options_and_scores() -> None:
         ({"name": "reasoning_gim"}, "environment.name", "did you mean 'reasoning_gym'"),
         ({"name": f"{HERE}:Doublin"}, "environment.name", "did you mean 'Doubling'"),
         ({"name": f"{HERE}:Doubling", "options": {"cuont": 3}}, "environment.options", "did you mean 'count'"),
-        ({"name": f"{HERE}:listed", "options": {"words": ["a"]}}, "environment.name", r"list without tasks\(seed\)"),
+        (
+            {"name": f"{HERE}:listed", "options": {"words": ["a"]}},
+            "environment.name",
+            r"returned a list, but an environment needs the methods tasks\(seed\)",
+        ),
         ({"name": "reasoning_gym"}, "environment.options", "missing.*task"),
         ({"name": "math", "options": {"x": 1}}, "environment.options", "unexpected"),
     ],
@@ -151,7 +155,7 @@ def test_a_function_may_yield_tasks_without_prompts_and_dicts_whose_other_keys_a
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("not_tasks", r"row 3: is a int, not an object; fix it, or set data\.on_bad_row: skip"),
+        ("not_tasks", r"row 3: is a int, not an object; correct the row, or set data\.on_bad_row: skip"),
         ("conversations", r"row 1 has 'question' of type list, not a string: a prompt is the text of one turn"),
         (
             "other_columns",
@@ -210,7 +214,7 @@ def test_f28_a_dataset_that_cannot_be_found_names_its_key(data: dict[str, Any], 
 
 
 def test_the_math_environment_asks_for_a_dataset() -> None:
-    with pytest.raises(ConfigError, match="set jsonl"):
+    with pytest.raises(ConfigError, match=r"set data\.dataset: jsonl"):
         build_tasks(config(environment={"name": "math"}))
 
 
@@ -232,7 +236,7 @@ def test_f33_tasks_whose_metadata_cannot_be_sent_to_scoring_are_refused_with_the
 def test_too_few_tasks_for_one_step_are_refused_where_the_rest_is_dropped() -> None:
     data: dict[str, Any] = {"dataset": f"{HERE}:rows", "heldout_fraction": 0, "drop_last": True}
     learner = {"groups_per_step": 4}
-    with pytest.raises(DatasetError, match=r"2 training tasks remain .* learner\.groups_per_step = 4, and data\.drop"):
+    with pytest.raises(DatasetError, match=r"2 tasks remain for training, .* learner\.groups_per_step = 4 groups, and data\.drop"):
         build_tasks(config(data=data | {"epochs": 1}, learner=learner))
     for enough in ({"epochs": 2}, {"epochs": None}, {"epochs": 1, "drop_last": False}):
         assert len(build_tasks(config(data=data | enough, learner=learner))[0]) == 2

@@ -1,4 +1,4 @@
-"""A group is scored by a reward of any form: one finite number for each completion, or one failure that says why."""
+"""A reward of any form gives a group one finite number for each completion, or one failure with its reason."""
 
 import asyncio
 import math
@@ -90,7 +90,7 @@ def test_f19_running_out_of_memory_retires_the_process() -> None:
     assert "score_memory_mib" in result.retire
     assert result.failure is not None
     assert result.failure.reason == RewardFailure.RAISED
-    assert "environment.score_memory_mib = 2048 is the limit" in result.failure.message
+    assert "the limit is environment.score_memory_mib = 2048" in result.failure.message
 
 
 def test_an_own_score_is_named_by_the_environment() -> None:
@@ -113,7 +113,7 @@ async def awaited_lengths(task: Task, completions: tuple[str, ...]) -> list[int]
 
 
 class Array:
-    """Stands for an array of NumPy, whose elements are numbers only once it is a list."""
+    """Stands for a NumPy array, whose elements become Python numbers only by `tolist`."""
 
     def tolist(self) -> list[float]:
         return [0.5, 0.25]
@@ -177,7 +177,7 @@ def test_an_async_reward_scores_all_completions_of_a_group_at_once() -> None:
     everyone = asyncio.Barrier(3)
 
     async def judge(task: Task, completion: str) -> float:
-        await everyone.wait()  # one after the other, the first would wait for ever
+        await everyone.wait()  # if completions were scored one by one, the first would wait forever
         return len(completion)
 
     assert scored(judge, "abc", "", "ab", timeout_s=60.0).rewards == (3.0, 0.0, 2.0)

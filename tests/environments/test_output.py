@@ -1,4 +1,4 @@
-"""What reward code prints is passed on within bounds: of a line, of a second, and of memory."""
+"""The output of reward code is passed on within limits for each line, for each second, and for memory."""
 
 import os
 import signal
@@ -79,7 +79,7 @@ def test_secrets_are_redacted_before_a_line_is_cut() -> None:
 
 
 def printed(program: str, output: list[str] | None = None) -> list[str]:
-    """What an `OutputReader` passes on of a program's output, until it has ended."""
+    """Returns the lines that an `OutputReader` passes on from a program until it ends."""
     lines: list[str] = [] if output is None else output
     ours, theirs = os.pipe()
     with subprocess.Popen([sys.executable, "-c", program], stdout=theirs, stderr=subprocess.STDOUT) as process:

@@ -1,4 +1,4 @@
-"""The example of a task of one's own: its config makes its questions, and its reward scores them."""
+"""The example of a user's own task: its config builds its questions, and its reward scores them."""
 
 from pathlib import Path
 

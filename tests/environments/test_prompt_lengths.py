@@ -1,4 +1,4 @@
-"""Every prompt is measured once, by its tokens; one that does not fit is named by its row, or skipped and counted."""
+"""Every prompt is measured once in tokens. A prompt that does not fit is named by its row, or skipped and counted."""
 
 import logging
 from typing import Any
@@ -13,7 +13,7 @@ from asyncrl.errors import DatasetError
 
 
 class LetterTokenizer:
-    """A letter is a token; with a chat template, a prompt has two tokens more."""
+    """Makes each letter a token. A chat template adds two tokens to a prompt."""
 
     def __init__(self, *, chat_template: str | None = None) -> None:
         self.chat_template = chat_template
@@ -52,9 +52,9 @@ def test_f33_a_prompt_of_too_many_tokens_or_none_is_refused_with_row_limit_and_k
     monkeypatch.setattr(prompt_lengths, "ENCODED_AT_ONCE", 2)
     tasks = tasks_of("a", "ab", "abc", prompt, "b", "abcdefgh")
     message = (
-        rf"environment, row 4: the prompt '{prompt}' has {tokens} tokens, and 1 to 4 fit "
-        r"\(data\.max_prompt_tokens = 4, model\.max_length = 16\); it is the first of 2 among "
-        r"6 prompts; .*data\.on_bad_row: skip"
+        rf"environment, row 4: the prompt '{prompt}' has {tokens} tokens, but must have 1 to 4 "
+        r"\(data\.max_prompt_tokens = 4, model\.max_length = 16\); it is the first of 2 that do not fit, among "
+        r"6 prompts\. .*data\.on_bad_row: skip"
     )
     with pytest.raises(DatasetError, match=message):
         fitting(tasks, config=settings(), tokenizer=LetterTokenizer())
@@ -72,11 +72,11 @@ def test_f33_prompts_that_do_not_fit_are_skipped_by_config_and_the_log_counts_th
     tasks = tasks_of("abcde", "ab", "abcdef")
     with caplog.at_level(logging.WARNING):
         assert fitting(tasks, config=settings(on_bad_row="skip"), tokenizer=LetterTokenizer()) == [tasks[1]]
-    assert "first of 2 among 3 prompts" in caplog.text
+    assert "first of 2 that do not fit, among 3 prompts" in caplog.text
 
 
 def test_f33_a_dataset_without_a_prompt_that_fits_is_refused_whatever_the_config_says() -> None:
-    with pytest.raises(DatasetError, match="none fits"):
+    with pytest.raises(DatasetError, match="No prompt fits"):
         fitting(tasks_of("abcde"), config=settings(on_bad_row="skip"), tokenizer=LetterTokenizer())
 
 

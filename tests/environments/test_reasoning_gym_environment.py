@@ -51,7 +51,7 @@ def test_equal_seeds_draw_equal_tasks_and_neighbouring_seeds_do_not_overlap() ->
         return [task.metadata["word"] for task in spelling().tasks(seed)]
 
     assert words(1) == words(1)
-    # the library draws entry i of seed s from seed s + i: seeds 0 and 1 would share all words but one
+    # The library draws entry i of seed s from seed s + i. Used directly, seeds 0 and 1 would share all words but one.
     assert words(0)[1:] != words(1)[:-1]
     assert len(set(words(0)) & set(words(1))) < 5
 
@@ -92,7 +92,9 @@ def test_f28_a_size_of_nothing_is_refused() -> None:
 
 
 def test_a_task_whose_metadata_json_cannot_carry_is_refused_before_its_rewards_are_all_wrong() -> None:
-    with pytest.raises(ConfigError, match="arc_agi keeps metadata that JSON cannot carry"):
+    with pytest.raises(
+        ConfigError, match="arc_agi is not supported, because its scoring needs metadata that JSON cannot represent"
+    ):
         ReasoningGym("arc_agi", size=1).tasks(0)
 
 

@@ -1,4 +1,5 @@
-"""The four forms of a reward are told apart by its signature; what cannot be called is refused with its signature."""
+"""The signature of a reward selects one of four forms. A function that cannot be called is refused with its
+signature."""
 
 import functools
 from collections.abc import Callable
@@ -104,15 +105,15 @@ def test_a_function_that_cannot_be_called_with_task_and_completion_is_refused_be
 
 
 def needs_three(prompt, completion, answer):  # type: ignore[no-untyped-def]
-    """The names matter, and annotations would be part of the error."""
+    """Only the parameter names matter here. Annotations would appear in the error."""
 
 
 def needs_names(*, task, completion):  # type: ignore[no-untyped-def]
-    """As above."""
+    """Has no annotations, for the same reason as `needs_three`."""
 
 
 def for_trl(prompts, completions, **kwargs):  # type: ignore[no-untyped-def]
-    """As TRL's documentation has it."""
+    """A reward as in TRL's documentation."""
     assert kwargs["answer"] == ["7", "7"]
     return [float(prompt == "3+4=" and completion == "7") for prompt, completion in zip(prompts, completions)]  # noqa: B905
 
@@ -145,13 +146,13 @@ def test_a_reward_for_trl_is_refused_with_an_adapter_that_works(function: Callab
 
 @pytest.mark.parametrize("name", ["for_trl_by_name", "for_trl_alone"])
 def test_the_other_ways_to_write_a_reward_for_trl_are_recognised(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"as rewards for TRL have.*\n    def {name}_of_task"):
+    with pytest.raises(ConfigError, match=f"like a reward for TRL.*\n    def {name}_of_task"):
         build_reward(EnvironmentSection(reward=f"{HERE}:{name}"))
 
 
 def for_trl_by_name(*, completions, prompts, **kwargs):  # type: ignore[no-untyped-def]
-    """Keyword arguments only."""
+    """Takes keyword arguments only."""
 
 
 def for_trl_alone(completions):  # type: ignore[no-untyped-def]
-    """Only the completions."""
+    """Takes only the completions."""

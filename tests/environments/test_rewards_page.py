@@ -1,4 +1,4 @@
-"""The examples of docs/rewards.md, run by a scorer."""
+"""A scorer runs the examples of docs/rewards.md."""
 
 import re
 from pathlib import Path

@@ -45,7 +45,7 @@ async def failure_of(scorer: Scorer, *completions: str, task: Task = TASK) -> Da
 
 
 def assert_gone(pid: int) -> None:
-    """Dies; whether it has been reaped is for its new parent."""
+    """Fails unless the process dies. Its new parent may not have reaped it yet."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -98,7 +98,7 @@ async def test_f19_what_kills_the_process_fails_its_group_and_the_next_one_gets_
             failure = await failure_of(scorer, "abc", behaviour)
             assert failure.reason == RewardFailure.CRASHED
             assert failure.completion == behaviour
-            assert "hostile_rewards:misbehave ended its scoring process (" in str(failure)
+            assert "hostile_rewards:misbehave ended its scoring process: the process " in str(failure)
             assert status in str(failure)
             assert await scorer.score(TASK, ["abc"]) == [3.0]
             assert scorer.replacements == count
@@ -190,7 +190,7 @@ async def test_close_ends_the_processes_and_whoever_scores_or_waits_in_line_is_t
     async with scoring(section(timeout_s=60)) as scorer:
         [pid] = scorer.pids
         waiting = [asyncio.ensure_future(scorer.score(TASK, [text])) for text in ("hang", "abc", "abc")]
-        await asyncio.sleep(0)  # lets each of them get in line
+        await asyncio.sleep(0)  # lets each score add its group to the queue
         await scorer.close()
         assert_gone(pid)
         for future in waiting:

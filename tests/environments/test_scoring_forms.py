@@ -1,4 +1,4 @@
-"""Rewards of each form in real scoring processes: their time limits, their secrets, and what they print."""
+"""Rewards of each form in real scoring processes: time limits, secrets, and printed lines."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ KEY = "sk-live-0123456789"
 
 
 class Lines:
-    """What a scorer passes on, from its threads."""
+    """Collects the lines that a scorer passes on from its threads."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -75,7 +75,7 @@ async def failure_of(scorer: Scorer, *completions: str) -> DataError:
 async def test_the_limit_of_a_plain_reward_begins_anew_with_each_completion() -> None:
     async with scoring("each", timeout_s=3.0) as scorer:
         [pid] = scorer.pids
-        assert await scorer.score(TASK, ["1", "1", "1", "1"]) == [pid] * 4, "4 s of 3 for each"
+        assert await scorer.score(TASK, ["1", "1", "1", "1"]) == [pid] * 4, "4 s in total, within 3 s for each"
         failure = await failure_of(scorer, "1", "600", "1")
         assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "600")
 
@@ -100,7 +100,7 @@ async def test_completions_of_an_async_reward_are_scored_at_once_in_one_process(
 
 @pytest.mark.asyncio
 async def test_groups_of_an_async_reward_that_wait_in_line_are_scored_at_once_in_one_process() -> None:
-    async with scoring("waits") as scorer, asyncio.timeout(40):  # one after the other, they would take 100 s
+    async with scoring("waits") as scorer, asyncio.timeout(40):  # scored one by one, they would take 100 s
         assert await asyncio.gather(*[scorer.score(TASK, ["1"]) for _ in range(100)]) == [[1.0]] * 100
 
 
@@ -108,7 +108,7 @@ async def test_groups_of_an_async_reward_that_wait_in_line_are_scored_at_once_in
 async def test_of_groups_that_are_sent_together_only_the_one_that_is_not_json_fails() -> None:
     unsendable = Task(question="q", prompt="q", answer="", metadata={"object": object()})
     async with scoring("waits") as scorer:
-        first = asyncio.ensure_future(scorer.score(TASK, ["1"]))  # the others wait in line behind it
+        first = asyncio.ensure_future(scorer.score(TASK, ["1"]))  # the other groups wait in the queue behind this one
         tasks = [TASK, unsendable, TASK]
         others = [asyncio.ensure_future(scorer.score(task, ["0"])) for task in tasks]
         assert await first == [1.0]
@@ -124,12 +124,12 @@ async def test_an_async_reward_that_blocks_its_loop_is_killed_and_one_that_ignor
         assert await scorer.score(TASK, ["a"]) == [1.0]
         failure = await failure_of(scorer, "a", "hang", "b")
         assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "hang")
-        assert "it blocked its event loop: await what takes time" in str(failure)
+        assert "it blocked its event loop: use `await` for calls that take time" in str(failure)
         assert await scorer.score(TASK, ["a"]) == [1.0]
     lines = Lines()
     async with scoring("blocking", timeout_s=3.0, output=lines) as scorer:
         first = asyncio.ensure_future(scorer.score(TASK, ["pause"]))
-        await asyncio.to_thread(lines.wait_for, 1)  # the others wait in line behind it, and are sent together
+        await asyncio.to_thread(lines.wait_for, 1)  # the other groups then wait in the queue and are sent together
         together = [scorer.score(TASK, ["a", "b"]), scorer.score(TASK, ["c", "hang"])]
         failures = await asyncio.gather(*together, return_exceptions=True)
         assert await first == [1.0]
@@ -159,7 +159,7 @@ async def test_a_group_of_slow_completions_is_shared_among_the_processes_and_one
     async with scoring("each", workers=2) as scorer:
         shared = await scorer.score(TASK, ["0.3", "0.3", "0.3", "0.3"])
         assert set(shared) == {float(pid) for pid in scorer.pids}
-        for _ in range(20):  # once it is known that they are fast
+        for _ in range(20):  # until the scorer has measured that these completions are fast
             together = await scorer.score(TASK, ["0"] * 16)
         assert len(set(together)) == 1
 
@@ -170,7 +170,7 @@ async def test_a_failure_of_a_shared_group_takes_back_what_has_not_begun() -> No
     async with scoring("printed", workers=2, output=lines) as scorer:
         failure = await failure_of(scorer, "nonsense", *["0.05"] * 50)
         assert failure.completion == "nonsense"
-        await scorer.score(TASK, ["0"])  # its turn comes after what was in line before
+        await scorer.score(TASK, ["0"])  # scored after everything that was in the queue before
     assert lines.seen.count("0.05") < 25
 
 

@@ -1,4 +1,4 @@
-"""Secrets reach scoring processes by name, are redacted wherever they show, and are asked for before a run starts."""
+"""Secrets reach scoring processes by name, are redacted in every form, and are checked before a run starts."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What every `InferenceEngine` must hold: run on the fake in unit tests and on vLLM in integration tests."""
+"""The contract of every `InferenceEngine`. Unit tests run it on the fake engine, integration tests on vLLM."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,12 +9,12 @@ from asyncrl.generation.interfaces import Completion, InferenceEngine
 
 PROMPT = [40, 41, 42, 43]
 PARITY_NATS = 1e-4
-"""The default of `weights.parity_tolerance_nats` for float32. An engine and a trainer add in different orders."""
+"""The default of `weights.parity_tolerance_nats` for float32. Engine and trainer add numbers in different orders."""
 MAX_TOKENS = 12
 
 
 class Load(Protocol):
-    """Loads weights that differ from all earlier ones as the given step."""
+    """Loads weights under the given step that differ from all earlier weights."""
 
     async def __call__(self, step: int, *, on_paused: Callable[[], None] | None = None) -> None: ...
 
@@ -87,7 +87,7 @@ async def f14_f15_an_update_in_the_middle_of_sequences_splits_their_versions(
     for step in range(11, 15):
         await load(step)
     completions = [completion for group in await pending for completion in group]
-    assert any(len(set(completion.versions)) > 1 for completion in completions), "no update met a running sequence"
+    assert any(len(set(completion.versions)) > 1 for completion in completions), "no update during a running sequence"
     for completion in completions:
         steps = [version.step for version in completion.versions]
         assert steps == sorted(steps)

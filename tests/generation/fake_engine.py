@@ -1,7 +1,9 @@
-"""An inference engine without a model, for tests of what surrounds one. It passes `engine_contract.py` like vLLM does.
+"""An inference engine without a model, for tests of the code around an engine. It passes `engine_contract.py` as vLLM
+does.
 
-A token is a function of seed, prefix and weights' version; generation waits at `gate` before every token, so that a
-test decides what happens in the middle of a sequence. `log_prob_of` is what `score` and the probe see.
+A token is a function of the seed, the prefix and the weights' version. Generation waits at `gate` before every token,
+so that a test can act in the middle of a sequence. `score` returns values of `log_prob_of`, and so the probe compares
+them.
 """
 
 import asyncio
@@ -18,7 +20,7 @@ LETTERS = 26
 
 
 def log_prob_of(token: int, version: Version | None) -> float:
-    """Any fixed function of token and version."""
+    """Returns a fixed function of token and version. Any function would do."""
     step = -1 if version is None else version.step
     return -1.0 - zlib.crc32(f"{token},{step}".encode()) % 1000 / 1000
 
@@ -64,7 +66,7 @@ class FakeEngine:
                 await asyncio.sleep(0)
                 if aborted != self._aborted:
                     raise InfraError("the request was aborted", reason="aborted")
-                assert self.version is not None, "no request before the first version"
+                assert self.version is not None, "a request came before the first version"
                 draw = zlib.crc32(repr((seed, prompt, tokens, self.version.step)).encode())
                 token = EOS if draw % 5 == 0 else 2 + draw % LETTERS
                 tokens.append(token)

@@ -1,4 +1,4 @@
-"""A generator pool in one process and without Ray: real buffer, real weight store, real generators, fake engines."""
+"""A generator pool in one process without Ray: real buffer, weight store and generators, but fake engines."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ class Clock:
 
 
 class MemoryRows:
-    """Groups' rows in a dictionary."""
+    """Keeps the rows of groups in a dictionary."""
 
     def __init__(self) -> None:
         self.kept: dict[str, BatchedDataDict] = {}
@@ -53,7 +53,7 @@ class MemoryRows:
 
 
 class LocalBuffer:
-    """`BufferClient` without Ray."""
+    """Has the methods of `BufferClient`, without Ray."""
 
     def __init__(self, actor: BufferActor) -> None:
         self._actor = actor
@@ -69,7 +69,7 @@ class LocalBuffer:
 
 
 class LocalWeights:
-    """`WeightClient` without Ray."""
+    """Has the methods of `WeightClient`, without Ray."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
@@ -79,7 +79,7 @@ class LocalWeights:
 
 
 class Wire:
-    """A transport whose handles are the bytes themselves; None stands for bytes whose owner died."""
+    """A transport whose handles are the bytes themselves. None means that the owner of the bytes has died."""
 
     async def receive(self, handles: list[Any], *, timeout_s: float) -> list[memoryview]:
         if any(handle is None for handle in handles):
@@ -95,7 +95,7 @@ class Tokenizer:
 
 
 class LengthScorer:
-    """The reward is the completion's length; `fail` makes it raise."""
+    """Rewards a completion with its length. `fail` makes it raise."""
 
     def __init__(self) -> None:
         self.fail = False
@@ -107,7 +107,7 @@ class LengthScorer:
 
 
 class Pool:
-    """One buffer, one weight store, any number of generators."""
+    """One buffer, one weight store, and any number of generators."""
 
     def __init__(self, **overrides: Any) -> None:
         settings: dict[str, Any] = {
@@ -170,14 +170,14 @@ class Pool:
         await self.store.publish(manifest, list(handles))
 
     async def train(self) -> Lease:
-        """Leases and acks one step."""
+        """Leases one step and acks it. Returns the lease."""
         lease = await self.buffer.lease(60.0)
         assert isinstance(lease, Lease)
         await self.buffer.ack(lease.incarnation, lease.step)
         return lease
 
     async def step(self) -> Lease:
-        """Trains one step and publishes the next version."""
+        """Trains one step and publishes the next version. Returns the lease."""
         lease = await self.train()
         await self.publish(lease.step + 1)
         return lease
@@ -188,7 +188,7 @@ class Pool:
 
     @property
     def failures(self) -> Counter[str]:
-        """Failed rollouts by class and reason."""
+        """Counts failed rollouts by class and reason."""
         return Counter({count.first.label: count.rollouts for count in self.buffer._buffer.failures.counts()})
 
     async def close(self) -> None:
@@ -199,7 +199,7 @@ class Pool:
 
 @contextlib.asynccontextmanager
 async def empty_pool(**overrides: Any) -> AsyncIterator[Pool]:
-    """A pool without replicas; ends whatever joins it."""
+    """Yields a pool without replicas. Ends all replicas that are added to it."""
     pool = Pool(**overrides)
     try:
         yield pool
@@ -209,7 +209,7 @@ async def empty_pool(**overrides: Any) -> AsyncIterator[Pool]:
 
 @contextlib.asynccontextmanager
 async def started_pool(**overrides: Any) -> AsyncIterator[tuple[Pool, FakeEngine]]:
-    """A pool with one replica, `a`, and version 0 published; the replica's engine beside it."""
+    """Yields a pool with one replica, `a`, and its engine. Version 0 is published."""
     async with empty_pool(**overrides) as pool:
         engine = pool.add("a")
         await pool.publish(0)
@@ -217,7 +217,7 @@ async def started_pool(**overrides: Any) -> AsyncIterator[tuple[Pool, FakeEngine
 
 
 def manifest_of(step: int, *, parameters: Any = None) -> Manifest:
-    """Version `step` with the probe that a `FakeEngine` passes."""
+    """Builds the manifest of version `step`, with a probe that a `FakeEngine` passes."""
     version = Version(1, step)
     shapes = PARAMETERS if parameters is None else parameters
     probe = Probe(tokens=(PROBE,), logprobs=(tuple(log_prob_of(token, version) for token in PROBE[1:]),))
@@ -227,7 +227,7 @@ def manifest_of(step: int, *, parameters: Any = None) -> Manifest:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Lets everything else run until `condition()`; fails when that is never."""
+    """Lets all other tasks run until `condition()` is true. Fails if it does not become true."""
     for _ in range(20_000):
         if condition():
             return
@@ -236,6 +236,6 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def everything_else_runs() -> None:
-    """Enough turns of the loop for whatever can happen now."""
+    """Yields to the event loop often enough that all other tasks do what they can do now."""
     for _ in range(200):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Rows through an engine: each its own prompt, budget and stop texts, and back in their order."""
+"""Rows that go through an engine keep their order, and each row has its own prompt, budget and stop strings."""
 
 import asyncio
 from typing import Any
@@ -37,7 +37,7 @@ def completion(tokens: int, *, logprobs: int | None = None) -> Completion:
 
 
 class Recorded:
-    """Answers a prompt of n tokens with n + 1 tokens, the longest prompt first; keeps what it was asked."""
+    """Answers a prompt of n tokens with n + 1 tokens, the longest prompt first, and records the requests."""
 
     def __init__(self) -> None:
         self.asked: dict[tuple[int, ...], dict[str, Any]] = {}
@@ -92,7 +92,7 @@ async def test_a_row_asks_for_what_fits_the_model_and_for_its_own_stop_texts() -
 async def test_a_prompt_without_room_is_refused_and_ends_the_other_rows(length: int) -> None:
     engine = Recorded()
     rows = BatchedDataDict(input_ids=torch.ones((3, 8), dtype=torch.int64), input_lengths=torch.tensor([2, 3, length]))
-    with pytest.raises(DataError, match=rf"{length} tokens; 1 to 7 .*model\.max_length"):
+    with pytest.raises(DataError, match=rf"{length} tokens, but only prompts of 1 to 7 .*model\.max_length"):
         await run(engine, rows)
     assert engine.cancelled == 2
 

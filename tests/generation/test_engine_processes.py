@@ -1,4 +1,4 @@
-"""Which of its process's children an engine takes for its own."""
+"""Tells which children of its process belong to an engine."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def test_a_child_that_has_ended_and_was_not_waited_for_is_none_of_the_engines() 
     child = psutil.Process(ended.pid)
     try:
         while child.status() != psutil.STATUS_ZOMBIE:
-            pass  # the interpreter's start, some milliseconds
+            pass  # waits some milliseconds for the interpreter's start and end
         assert not _runs_the_engine(child)
     finally:
         ended.wait(60)

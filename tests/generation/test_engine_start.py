@@ -1,4 +1,4 @@
-"""Why an engine did not start is said in one sentence, wherever vLLM's processes said it."""
+"""The error of a failed engine start names the cause in one sentence, wherever vLLM's processes wrote it."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def stderr(tmp_path: Path) -> Path:
 
 
 def failed(stderr: Path, error: Exception, *, said: str = "") -> str:
-    """What is raised when vLLM raises `error`, after its processes have `said` that."""
+    """Returns the message that is raised when vLLM raises `error` after its processes have written `said`."""
 
     def start() -> None:
         with engine_starts(memory_knob="generator.kv_cache_gib", stderr=stderr):
@@ -40,7 +40,7 @@ def failed(stderr: Path, error: Exception, *, said: str = "") -> str:
 def test_the_cause_is_what_an_engine_s_process_said_last_not_what_its_parent_raised(stderr: Path) -> None:
     message = failed(stderr, RuntimeError("Engine core initialization failed. See root cause above."), said=CORE)
     cause, knob, rest = message.splitlines()
-    assert knob == "here that is generator.kv_cache_gib"
+    assert knob == "in the configuration of asyncrl this memory is set by generator.kv_cache_gib"
     assert cause == "vLLM did not start: ValueError: No available memory for the cache blocks."
     assert str(stderr) in rest
 
@@ -51,7 +51,7 @@ def test_without_a_word_of_its_processes_it_is_what_was_raised(stderr: Path) -> 
 
 def test_a_stderr_that_is_no_file_is_above(tmp_path: Path) -> None:
     assert failed(tmp_path / "pipe", RuntimeError("broken")).endswith(
-        "RuntimeError: broken\nall that its processes said is above"
+        "RuntimeError: broken\nthe whole output of its processes is above"
     )
 
 

@@ -1,4 +1,4 @@
-"""The fake engine keeps the contract that vLLM keeps."""
+"""The fake engine passes the same contract as vLLM."""
 
 from collections.abc import Awaitable, Callable
 

@@ -1,4 +1,4 @@
-"""A replica asks for nothing before it has loaded, commits only what is verified, and settles every ticket."""
+"""A replica reserves nothing before it has loaded weights, commits only verified groups, and settles every ticket."""
 
 import asyncio
 import itertools
@@ -62,7 +62,7 @@ async def test_a_ticket_that_waits_for_the_throttle_takes_a_slot_like_one_that_i
         (view,) = (await pool.buffer.status()).replicas
         assert (view.reserved_groups, view.free_slots) == (held, generator._slots - held)
         report = pool.buffer._reports["a"]
-        assert (report.running_groups, report.slots) == (1, generator._slots), "the others wait for their start"
+        assert (report.running_groups, report.slots) == (1, generator._slots), "the other groups wait for their start"
 
 
 @pytest.mark.asyncio
@@ -90,12 +90,12 @@ async def test_a_rollout_that_takes_too_long_says_whether_its_scoring_did(
         if not scoring:
             engine.gate.clear()
         await pool.publish(0)
-        expected = "; its scoring was not over after" if scoring else "generator.rollout_timeout_s = 0.05 s"
+        expected = "; its scoring had not finished after" if scoring else "generator.rollout_timeout_s = 0.05 s"
         async with asyncio.timeout(60):
             while expected not in caplog.text:
                 await asyncio.sleep(0)
     assert "took longer than generator.rollout_timeout_s = 0.05 s" in caplog.text
-    assert ("its scoring was not over" in caplog.text) == scoring
+    assert ("its scoring had not finished" in caplog.text) == scoring
     assert ("environment.score_timeout_s = 10 s limits only one completion" in caplog.text) == scoring
 
 
@@ -141,13 +141,13 @@ async def test_a_failing_reward_is_a_data_failure_and_the_prompt_is_replaced() -
         exported = pool.metrics["a"].registry.get_sample_value(
             "asyncrl_reward_failures_total", {"reason": "reward_raised"}
         )
-        assert exported == 2 * pool.failures["data/reward_raised"], "two samples a group"
+        assert exported == 2 * pool.failures["data/reward_raised"], "a group has two samples"
         assert status.account.closed
 
 
 @pytest.mark.asyncio
 async def test_failures_do_not_overtake_groups_whose_rows_are_still_being_stored() -> None:
-    """Every second reward fails: there are never three failures in a row, however long the rows take."""
+    """Every second reward fails. There are never three failures in a row, even if storing the rows takes long."""
     async with empty_pool(generator={"max_data_failures": 3, "max_concurrent_groups": 8}) as pool:
         scored = itertools.count()
         score, put = pool.scorer.score, pool.rows.put
@@ -203,7 +203,7 @@ async def test_a_drained_replica_commits_what_is_in_flight_and_takes_nothing_new
         await pool.running["a"]
         assert pool.counts.reserved == 0
         assert pool.counts.ready >= ready + 1
-        assert pool.counts.waiting == 0, "a drained replica gives nothing back"
+        assert pool.counts.waiting == 0, "a drained replica gives no prompts back"
 
 
 @pytest.mark.asyncio
@@ -250,7 +250,7 @@ async def test_f40_a_replica_that_was_declared_dead_clears_the_rows_that_it_come
         buffer = pool.buffer._buffer
         mine = {key for key, slot in buffer._groups.reserved.items() if slot.ticket.replica == "a"}
         await pool.buffer.pause()
-        buffer.leave("a")  # declared dead, while it only slept
+        buffer.leave("a")  # the buffer counts it as dead, although it was only slow
         engine.gate.set()
         await until(lambda: buffer.ledger.events[Event.COMMIT_LATE] == len(mine))
         await until(lambda: not mine & pool.rows.kept.keys())
@@ -264,7 +264,7 @@ async def test_f40_a_replica_that_was_declared_dead_clears_the_rows_that_it_come
 async def test_f37_groups_whose_rows_could_not_be_stored_are_generated_again() -> None:
     async with started_pool() as (pool, _):
         await pool.step()
-        pool.rows.fail_next_put = ActorGone("the process behind it is gone")
+        pool.rows.fail_next_put = ActorGone("the actor's process has ended")
         leases = [await pool.step() for _ in range(4)]
         assert pool.rows.fail_next_put is None
         for lease in leases:
@@ -289,7 +289,7 @@ async def test_a_failure_that_the_buffer_did_not_hear_of_expires() -> None:
 
         generator._buffer.call = unheard  # type: ignore[method-assign]
         await pool.publish(0)
-        # heartbeats would keep tickets that are held for ever
+        # Heartbeats would renew tickets that stay held, and these would never expire.
         await until(lambda: pool.counts.reserved == 8 and not generator._running and not generator._held)
         pool.clock.now_s += 100.0
         await generator.report()
@@ -343,7 +343,7 @@ async def test_the_endpoint_of_a_replica_that_left_is_no_target_any_more() -> No
         await pool.running["a"]
         status = await pool.buffer.status()
         assert status.targets == {}
-        assert "a" in status.reports, "the run's totals still count it"
+        assert "a" in status.reports, "the run's totals still count its report"
 
 
 @pytest.mark.asyncio

@@ -1,4 +1,4 @@
-"""What a dead engine leaves on its node is ended, whatever it is just doing."""
+"""The processes that a dead engine leaves on its node are ended, whatever state they are in."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ def test_f2_an_engine_that_ends_while_it_is_reaped_does_no_harm(monkeypatch: pyt
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait(30)
     reap([ended.pid], segments=NOTHING, timeout_s=60.0)
-    monkeypatch.setattr(psutil, "pid_exists", lambda pid: True)  # it was there a moment ago
+    monkeypatch.setattr(psutil, "pid_exists", lambda pid: True)  # as if the process had ended just now
     reap([ended.pid], segments=NOTHING, timeout_s=60.0)
 
 

@@ -1,4 +1,4 @@
-"""The order of a refit, and that nothing but success passes."""
+"""A refit makes its calls in the right order, and only the answer True counts as success."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from asyncrl.generation.refit import refit_by_broadcast, refit_colocated
 
 
 class Recorder:
-    """Policy and engines in one: keeps the calls in their order, and answers with `answers` or what it should."""
+    """A policy and a generation in one object. Records the calls in order, and returns `answers` or True."""
 
     def __init__(self, **answers: Any) -> None:
         self.calls: list[str] = []
@@ -66,7 +66,7 @@ def test_success_is_true_from_everybody_and_nobody_is_no_success(answers: list[A
 
 
 class WithoutVersions:
-    """A policy of a user's own, as the interface was first written: no call of it takes a version."""
+    """A policy of a user, written for the first form of the interface: none of its calls takes a version."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

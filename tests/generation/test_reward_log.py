@@ -1,4 +1,4 @@
-"""What reward code prints gets into the run's directory where there is one, and never ends a run."""
+"""Lines that reward code prints go into the run's directory if it exists, and an error there never ends a run."""
 
 import re
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_a_log_that_cannot_be_written_is_reported_once_and_again_after_it_could(
 ) -> None:
     path = tmp_path / "reward.log"
     log = RewardLog(path, replica="a")
-    path.mkdir()  # root may write a file without permissions, but not a folder
+    path.mkdir()  # root can write a file without permissions, but cannot write to a folder
     log("lost")
     log("lost")
     path.rmdir()

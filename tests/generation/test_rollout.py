@@ -1,4 +1,4 @@
-"""One rollout at its edges: what is empty, what does not fit, what the engine returns with columns missing."""
+"""Edge cases of a rollout: empty texts, prompts that do not fit, and engine outputs without all columns."""
 
 from collections.abc import Sequence
 
@@ -51,7 +51,7 @@ def test_rows_are_prompt_completion_padding_and_only_what_was_sampled_has_a_vers
     }
     assert set(group.rows) == set(GENERATED_FIELDS)
     columns = encode(group.rows).values()
-    assert group.meta.row_bytes == sum(column.values.nbytes for column in columns), "booked is what travels"
+    assert group.meta.row_bytes == sum(column.values.nbytes for column in columns), "the booked size is the sent size"
 
 
 def test_f24_a_completion_of_only_the_end_token_is_one_token() -> None:
@@ -69,7 +69,7 @@ async def test_f24_a_prompt_that_leaves_no_room_or_says_nothing_is_a_data_failur
     rollouts = Rollouts(
         config=config, engine=None, tokenizer=Tokenizer(), scorer=LengthScorer(), replica="a"
     )  # type: ignore[arg-type]  # fmt: skip
-    with pytest.raises(DataError, match="1 to 7 fit"):
+    with pytest.raises(DataError, match="must have 1 to 7;"):
         await rollouts.answer(Task(question="q", prompt=prompt, answer=""))
 
 

@@ -1,4 +1,4 @@
-"""An update that comes group by group: begun by the first, ended by the one that completes it, whole or torn."""
+"""An update by groups begins with the first group and ends with the group that completes it; otherwise it is torn."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ EXPECTED = dict.fromkeys(("a", "b", "c"), ((2, 3), "float32"))
 
 
 class Engine:
-    """Keeps what vLLM is asked for; `fail` is raised by the next update."""
+    """Records the requests to vLLM. The next update raises `fail`."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -76,7 +76,7 @@ async def test_f12_a_first_group_that_does_not_fit_is_refused_before_anything_st
 
 
 async def test_a_group_on_no_device_is_refused() -> None:
-    with pytest.raises(WeightError, match="without a device"):
+    with pytest.raises(WeightError, match="names no device"):
         await Scene().weights.load_shared({}, expected=EXPECTED)
 
 
@@ -92,8 +92,8 @@ async def test_f13_an_older_version_is_refused_and_a_repeated_one_is_not() -> No
 @pytest.mark.parametrize(
     ("second", "why"),
     [
-        ({"names": ("a",)}, "a came a second time"),
-        ({"names": ("b",), "step": 4}, "1.4 came into an update to 1.3"),
+        ({"names": ("a",)}, "a arrived twice"),
+        ({"names": ("b",), "step": 4}, "1.4 arrived during an update to 1.3"),
         ({"names": ("b",), "shape": (3, 2)}, "b is float32"),
     ],
 )
@@ -114,7 +114,7 @@ async def test_f11_a_group_that_failed_is_mended_by_whole_weights_alone() -> Non
     scene.engine.fail = RuntimeError("no memory")
     with pytest.raises(TornReplica, match=r"1\.3 failed half way .RuntimeError: no memory"):
         await scene.load("b")
-    assert [await scene.load(name) for name in ("c", "b")] == [False, False], "an update that failed is not completed"
+    assert [await scene.load(name) for name in ("c", "b")] == [False, False], "a failed update is never completed"
     scene.weights.start_over()
     assert not scene.weights.is_whole
     assert await scene.load("a", "b") is False
@@ -126,6 +126,6 @@ async def test_an_update_that_was_given_up_is_forgotten_when_the_next_starts_ove
     scene = Scene()
     await scene.load("a", "b")
     scene.weights.start_over()
-    assert not scene.weights.is_whole, "half of it was applied"
+    assert not scene.weights.is_whole, "only a part of the update was applied"
     assert await scene.load("a") is False
     assert await scene.load("b", "c") is True

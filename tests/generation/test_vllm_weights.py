@@ -1,4 +1,4 @@
-"""An engine that fails, dies or falls silent under a call of the collective is answered for by a typed error."""
+"""If an engine fails, dies or does not answer during a call of the collective, the call raises a typed error."""
 
 import asyncio
 from typing import Any
@@ -19,7 +19,7 @@ MANIFEST = Manifest(version=Version(1, 3), previous=None, tensors=(), buckets=()
 
 
 class Engine:
-    """Answers a call with `outcome`; never, when there is none."""
+    """Answers a call with `outcome`. Does not answer if there is no outcome."""
 
     def __init__(self, outcome: Any = None, *, errored: bool = False) -> None:
         self._outcome = outcome
@@ -67,7 +67,7 @@ async def test_an_engine_that_died_is_not_waited_for(monkeypatch: pytest.MonkeyP
 async def test_an_engine_that_says_nothing_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_weights, "ANSWER_S", 0.01)
     engine = Engine()
-    with pytest.raises(CollectiveError, match=r"no answer .* it has to be ended"):
+    with pytest.raises(CollectiveError, match=r"did not answer .* shut it down"):
         await received_from(engine)
-    await asyncio.sleep(0)  # the call learns that nobody waits for it
+    await asyncio.sleep(0)  # lets the call receive its cancellation
     assert engine.cancelled

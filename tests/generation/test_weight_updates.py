@@ -1,4 +1,4 @@
-"""A replica loads whole, fitting, verified versions or none; what bad weights produced is never committed."""
+"""A replica loads only whole, matching, verified versions. Groups that bad weights produced are never committed."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -38,7 +38,7 @@ async def test_f15_an_update_in_the_middle_of_a_sequence_is_recorded_token_by_to
         leases += [await pool.step() for _ in range(12)]
         groups = [group.meta for lease in leases for group in lease.groups]
         mixed = [meta for meta in groups if meta.newest > meta.oldest]
-        assert mixed, "no update met a running sequence"
+        assert mixed, "no update happened during a running sequence"
         for meta in mixed:
             rows = pool.rows.kept[meta.key]
             steps = rows["weight_versions"][rows["token_mask"] > 0]
@@ -83,7 +83,7 @@ async def test_f11_a_torn_replica_stays_paused_until_a_whole_update() -> None:
         torn = versions_at_each_load(pool, engine)
         await pool.step()
         await until(lambda: len(torn) == 2)
-        assert torn == [Version(1, 0), None], "a torn replica carries no version"
+        assert torn == [Version(1, 0), None], "a torn replica has no version"
         await until(lambda: pool.generators["a"].version == Version(1, 1))
         for _ in range(3):
             await pool.step()
@@ -91,7 +91,7 @@ async def test_f11_a_torn_replica_stays_paused_until_a_whole_update() -> None:
 
 
 def versions_at_each_load(pool: Pool, engine: FakeEngine) -> list[Version | None]:
-    """The version that replica `a` carries whenever its engine is asked to load, from now on."""
+    """Returns a list that grows: the version of replica `a` at each later call of its engine's `load`."""
     seen: list[Version | None] = []
     load = engine.load
 
@@ -113,7 +113,7 @@ async def test_nothing_is_committed_from_weights_that_fail_the_probe() -> None:
         committed = (await pool.buffer.status()).account.issued.tokens
         await everything_else_runs()
         status = await pool.buffer.status()
-        assert status.account.issued.tokens == committed, "a commit passed without a verdict"
+        assert status.account.issued.tokens == committed, "a group was committed without a verdict"
         assert any(label.startswith("infra/") for label in pool.failures)
         engine.score_error_nats = 0.0
         for _ in range(4):
@@ -164,7 +164,7 @@ async def test_a_group_of_weights_that_fail_the_probe_is_not_committed_after_the
 @pytest.mark.asyncio
 async def test_f11_tickets_that_arrive_while_the_replica_is_torn_wait_for_a_whole_update() -> None:
     async with started_pool() as (pool, engine):
-        await until(lambda: pool.counts.ready == 8)  # full: the replica's next reserve waits in the buffer
+        await until(lambda: pool.counts.ready == 8)  # the buffer is full, so the replica's next reserve waits
         await pool.train()
         may_mend, load = asyncio.Event(), engine.load
 
@@ -184,14 +184,14 @@ async def test_f11_tickets_that_arrive_while_the_replica_is_torn_wait_for_a_whol
         await until(lambda: generator._held)
         await everything_else_runs()
         assert generator._held
-        assert not generator._running, "a torn replica starts nothing"
+        assert not generator._running, "a torn replica starts no rollout"
         assert not generator._finished
         may_mend.set()
         await until(lambda: pool.counts.ready >= 4)
         assert generator.version == Version(1, 1)
 
 
-# --- alone --------------------------------------------------------------------------------------------------------
+# --- without a pool -----------------------------------------------------------------------------------------------
 
 
 @pytest_asyncio.fixture
@@ -217,12 +217,12 @@ async def test_nothing_starts_and_nothing_may_be_committed_before_the_first_verd
     scene.source.offer(3, serial=1)
     assert await waits(scene.updates.startable())
     assert await waits(scene.updates.verdict())
-    assert scene.loading == [True], "the replica stands still"
+    assert scene.loading == [True], "generation of the replica has paused"
     scene.may_load.set()
     assert await scene.updates.startable() == Version(1, 3)
     await scene.updates.verdict()
     assert scene.loading == [True, False]
-    assert scene.reported == [Version(1, 3)], "the buffer hears of it at once"
+    assert scene.reported == [Version(1, 3)], "the replica reports the version to the buffer at once"
     assert (scene.updates.updates, scene.outcomes("applied")) == (1, 1)
 
 
@@ -234,7 +234,7 @@ async def test_during_an_update_rollouts_start_and_no_commit_passes(make_scene: 
     scene.may_load.clear()
     scene.source.offer(1, serial=2)
     await until(lambda: scene.loading[-1])
-    assert await scene.updates.startable() == Version(1, 0), "until the verdict, the old version"
+    assert await scene.updates.startable() == Version(1, 0), "the old version stays until the verdict"
     assert await waits(scene.updates.verdict())
     scene.may_load.set()
     await scene.updates.verdict()
@@ -270,14 +270,14 @@ async def test_f11_a_probe_that_fails_ends_what_runs_and_fails_what_is_finished(
     assert scene.engine._aborted == 1
     [error] = scene.failed
     assert error.reason == "parity"
-    assert "0.5 nats, weights.parity_tolerance_nats is 0.0001" in str(error)
+    assert "0.5 nats, more than weights.parity_tolerance_nats = 0.0001" in str(error)
     assert await waits(scene.updates.startable())
     assert await waits(scene.updates.verdict())
     scene.engine.score_error_nats = 0.0
     scene.source.offer(1, serial=2)
-    assert await scene.updates.startable() == Version(1, 1), "a whole update of the same version mends it"
+    assert await scene.updates.startable() == Version(1, 1), "a whole update of the same version repairs the replica"
     assert (scene.outcomes("torn"), scene.outcomes("applied")) == (1, 2)
-    assert scene.updates.parity_max_nats == 0.0, "a failed probe is no parity of trained tokens"
+    assert scene.updates.parity_max_nats == 0.0, "a failed probe does not count as the parity of trained tokens"
 
 
 @pytest.mark.asyncio
@@ -299,7 +299,7 @@ async def test_f11_a_replica_that_stays_torn_beyond_the_deadline_ends(
     await tear_again()
     scene.clock.now_s += 60.0
     await tear_again()
-    assert not scene.running.done(), "within the deadline"
+    assert not scene.running.done(), "the deadline has not passed yet"
     assert scene.outcomes("torn") == 2
     scene.clock.now_s += 1.0
     await tear_again()
@@ -316,7 +316,7 @@ async def test_f11_a_load_that_hangs_ends_the_replica_and_names_the_knob(make_sc
         WeightError, match=r"loading the weights of step 0 took longer than weights\.load_timeout_s = 0\.001 s"
     ):
         await scene.running
-    assert scene.loading == [True, False], "the display does not stay at paused"
+    assert scene.loading == [True, False], "the shown state does not stay at paused"
     assert scene.outcomes("failed") == 1
 
 
@@ -360,4 +360,4 @@ async def test_f10_a_probe_that_hangs_ends_the_replica_and_names_the_knob(make_s
         WeightError, match=r"probing the weights of step 0 took longer than weights\.load_timeout_s = 0\.001 s"
     ):
         await scene.running
-    assert scene.updates.version is None, "unverified weights are nobody's version"
+    assert scene.updates.version is None, "unverified weights have no version"

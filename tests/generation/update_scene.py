@@ -1,4 +1,5 @@
-"""`WeightUpdates` without a generator: a fake engine whose loads wait for the test, and a replica that takes notes."""
+"""`WeightUpdates` without a generator: a fake engine whose loads wait for the test, and a replica that records
+calls."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from asyncrl.weights.store import Publication
 
 
 class ScriptedSource:
-    """Gives what is put into it; never asks what the replica has."""
+    """Returns the versions that the test puts into it, and ignores the version of the replica."""
 
     def __init__(self) -> None:
         self.offered: asyncio.Queue[Publication] = asyncio.Queue()
@@ -31,7 +32,7 @@ class ScriptedSource:
 
 
 class Scene:
-    """One `WeightUpdates` on a fake engine whose loads wait at `may_load`, and the replica that it reports to."""
+    """One `WeightUpdates` with a fake engine whose loads wait at `may_load`, and the replica that it reports to."""
 
     def __init__(self, **weights: Any) -> None:
         self.engine = FakeEngine()
@@ -75,7 +76,8 @@ class Scene:
 
 
 async def waits(wait: Any) -> bool:
-    """Whether `wait` is still waiting when everything else has run."""
+    """Returns True if `wait` is still waiting after all other tasks have run."""
+
     waiting = asyncio.ensure_future(wait)
     await everything_else_runs()
     is_waiting = not waiting.done()

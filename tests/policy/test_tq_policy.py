@@ -149,7 +149,7 @@ def test_shutdown_closes_the_data_plane_before_the_ranks_and_may_be_repeated(mon
 def test_the_data_plane_of_a_metadata_policy_needs_a_ray() -> None:
     config = settings()
     policy = TQPolicy(config, dp_cfg=config.data_plane)
-    with pytest.raises(RunError, match="there is no Ray for the data plane"):
+    with pytest.raises(RunError, match="cannot open the data plane because Ray is not initialized"):
         policy.prepare_step(1)
 
 

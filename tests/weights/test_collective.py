@@ -1,7 +1,7 @@
-"""Weights by broadcast: everybody gets a whole version, or nobody touches anything, and nobody waits for ever.
+"""Weights by broadcast: either all workers get a whole version, or no worker changes anything. No rank waits forever.
 
-Ranks are threads of this process here, each with connections of its own; tests/integration/test_refits.py has them as
-processes that are killed, with vLLM at the other end.
+Here ranks are threads of one process, each with its own connections. In tests/integration/test_refits.py they are
+processes that are killed, with vLLM on the other side.
 """
 
 import socket
@@ -41,7 +41,7 @@ PROBE = [[1, 2, 3], [4, 5]]
 
 
 class Trainer:
-    """A rank whose model is `WEIGHTS`."""
+    """A rank with the model `WEIGHTS`."""
 
     world_size = TRAINERS
 
@@ -58,7 +58,7 @@ class Trainer:
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """What each call returned or raised; all of them run at the same time."""
+    """Runs all calls at the same time. Returns what each of them returned or raised."""
     outcomes: list[Any] = [None] * len(calls)
 
     def run(index: int, call: Callable[[], Any]) -> None:
@@ -85,7 +85,7 @@ def rendezvous(*, timeout_s: float = FAR_S) -> Rendezvous:
 
 
 class World:
-    """Two trainers with a snapshot in buckets of two tensors, and two workers."""
+    """Two trainers with snapshots in buckets of two tensors, and two workers."""
 
     def __init__(self, *, timeout_s: float = FAR_S) -> None:
         meeting = rendezvous(timeout_s=timeout_s)
@@ -100,7 +100,7 @@ class World:
         self.workers: list[Peers] = [first, second]
 
     def update(self, *, step: int = 3, expected: Any = (EXPECTED, EXPECTED)) -> list[Any]:
-        """Outcomes of an update: the trainers', then the workers'."""
+        """Runs an update. Returns the outcomes of the trainers, then of the workers."""
         return at_once(
             *[lambda trainer=trainer: broadcast_snapshot(trainer, Version(1, step)) for trainer in self.trainers],
             *[
@@ -133,7 +133,7 @@ def tensors_of(received: Received) -> dict[str, torch.Tensor]:
 
 
 def whole(outcomes: list[Any]) -> bool:
-    """Whether every worker holds exactly the trainers' weights."""
+    """Returns True if every worker holds exactly the trainers' weights."""
     return outcomes[:TRAINERS] == [None, None] and all(
         list(found) == list(WEIGHTS) and all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
         for found in map(tensors_of, outcomes[TRAINERS:])
@@ -148,8 +148,8 @@ def test_every_worker_gets_every_tensor_with_version_and_probe(world: World) -> 
         assert received.manifest.probe.tokens == ((1, 2, 3), (4, 5))
         assert received.manifest.probe.max_difference_nats([[-0.5, -0.5], [-0.5]]) == 0.0
         assert len(received.manifest.buckets) == 3
-    assert [list(trainer.snapshot.buckets) for trainer in world.trainers] == [[0, 2], [1]], "who keeps which bucket"
-    assert whole(world.update(step=4)), "a group serves many updates"
+    assert [list(trainer.snapshot.buckets) for trainer in world.trainers] == [[0, 2], [1]], "buckets of each rank"
+    assert whole(world.update(step=4)), "the group can run more than one update"
 
 
 def test_f12_a_model_that_one_worker_does_not_have_is_refused_by_all_before_a_byte_is_sent(
@@ -166,7 +166,7 @@ def test_f12_a_model_that_one_worker_does_not_have_is_refused_by_all_before_a_by
         assert isinstance(outcome, UpdateRefused)
         assert "ranks [3]" in str(outcome)
     assert not sent
-    assert whole(world.update()), "the group is as good as before"
+    assert whole(world.update()), "the group stays usable"
 
 
 def test_f12_bytes_that_one_worker_finds_damaged_are_kept_by_none(
@@ -184,13 +184,13 @@ def test_f12_bytes_that_one_worker_finds_damaged_are_kept_by_none(
     first, second, damaged, undamaged = world.update()
     assert flipped
     assert isinstance(damaged, ManifestMismatch)
-    assert "checksum of bucket 1 (with layer.2, layer.3)" in str(damaged)
+    assert "bucket 1 (with layer.2, layer.3) has the checksum" in str(damaged)
     assert all(isinstance(outcome, UpdateRefused) for outcome in (first, second, undamaged))
     monkeypatch.undo()
     assert whole(world.update())
 
 
-@pytest.mark.parametrize(("absent", "named"), [(1, r"ranks \[1\] of 4 did not come"), (3, r"ranks \[3\] of 4")])
+@pytest.mark.parametrize(("absent", "named"), [(1, r"ranks \[1\] of 4 did not join"), (3, r"ranks \[3\] of 4")])
 def test_who_does_not_come_is_named_within_the_deadline(absent: int, named: str) -> None:
     meeting = rendezvous(timeout_s=SOON_S)
     outcomes = at_once(
@@ -217,7 +217,7 @@ def test_a_peer_that_does_not_take_part_ends_the_others_wait_and_the_group(absen
     del calls[absent]
     assert [type(outcome) for outcome in at_once(*calls)] == [CollectiveError] * 3
     again = world.trainers[0 if absent else 1]
-    with pytest.raises(CollectiveError, match="join a new one"):
+    with pytest.raises(CollectiveError, match="join a new group"):
         broadcast_snapshot(again, Version(1, 0))
     world.close()
 

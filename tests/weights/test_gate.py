@@ -1,4 +1,4 @@
-"""The broadcast gate: published when due, or earlier when only newer weights let anyone start."""
+"""The broadcast gate publishes when a version is due, or earlier if replicas can start only with newer weights."""
 
 import msgspec
 import pytest

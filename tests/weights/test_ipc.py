@@ -1,4 +1,4 @@
-"""Weights in memory that learner and engine share: groups that fit, one at a time, and nothing left behind."""
+"""Weights in shared memory of learner and engine: groups have the right size, one exists at a time, none is left."""
 
 import os
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ WEIGHTS = {
 
 
 class Trainer:
-    """The only rank; its model is `WEIGHTS`."""
+    """The only rank, with the model `WEIGHTS`."""
 
     world_size = 1
     refit: ipc.Refit | None = None
@@ -59,18 +59,18 @@ def own(handles: dict[str, SharedGroup]) -> SharedGroup:
 
 
 def named_segments() -> list[str]:
-    """Shared memory of this process that has a name on the machine."""
+    """Returns the names of this process's shared memory that are visible on the machine."""
     mapped = [Path(region.path) for region in psutil.Process().memory_maps(grouped=True)]
     return [path.name for path in mapped if path.parent == Path("/dev/shm") and path.exists()]
 
 
 def memory_files() -> list[str]:
-    """Open descriptors of memory files, by what they point to."""
+    """Returns the link targets of the open descriptors of memory files."""
     links = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             links.append(os.readlink(descriptor))
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return [link for link in links if "asyncrl-weights" in link]
 
@@ -100,7 +100,7 @@ def test_what_the_engine_opens_is_what_the_learner_had(buffer_bytes: int) -> Non
     assert list(found) == list(WEIGHTS)
     for name, tensor in WEIGHTS.items():
         assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), "opened tensors outlive what the learner frees"
+        assert torch.equal(found[name], tensor), "opened tensors stay valid after the learner frees them"
 
 
 def test_one_group_is_kept_at_a_time_and_none_afterwards() -> None:
@@ -110,8 +110,8 @@ def test_one_group_is_kept_at_a_time_and_none_afterwards() -> None:
     assert len(memory_files()) == 1
     assert own(get_weights_ipc_handles(trainer, second)).path
     assert len(memory_files()) == 1
-    assert not named_segments(), "a name that a killed learner would leave behind"
-    prepare(trainer, 160)  # a refit that was given up is forgotten by the next
+    assert not named_segments(), "a killed learner would leave a named segment behind"
+    prepare(trainer, 160)  # a new refit discards the unfinished one
     assert not memory_files()
     get_weights_ipc_handles(trainer, first)
     release_weights_for_ipc(trainer)
@@ -155,7 +155,7 @@ def test_groups_of_weights_that_have_changed_since_are_not_to_be_had_before_they
     void_weights_for_ipc(trainer)
     with pytest.raises(WeightError, match=r"changed since prepare_weights_for_ipc\(\) announced them as 1\.3"):
         get_weights_ipc_handles(trainer, second)
-    assert open_group(shared, device=CPU), "an engine may still be loading what was asked for before"
+    assert open_group(shared, device=CPU), "an engine may still be loading the earlier group"
     prepare(trainer, 160)
     assert own(get_weights_ipc_handles(trainer, first)).path
     release_weights_for_ipc(trainer)

@@ -1,4 +1,4 @@
-"""Bytes that other processes open by path, for as long as their owner lets them."""
+"""Other processes open a memory file by its path until its owner closes it."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Weights through Ray's object store: what is lost on the way has a name of its own."""
+"""Weights through Ray's object store: lost bytes raise an error of their own type."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ async def test_f11_a_sender_that_died_before_its_bytes_arrived_voids_the_manifes
 ) -> None:
     died = OwnerDiedError("00ffffffffffffffffffffff0100000001000000", None, "publisher")  # type: ignore[no-untyped-call]
     monkeypatch.setattr(object_store.ray, "get", failing_with(died))
-    with pytest.raises(ManifestVoid, match="the process that published these weights is gone"):
+    with pytest.raises(ManifestVoid, match="the process that published these weights has ended"):
         await ObjectStoreTransport().receive(["handle"], timeout_s=1.0)
 
 

@@ -1,4 +1,4 @@
-"""An error that crosses vLLM's processes as a text keeps its type and its message."""
+"""An error that leaves vLLM's processes as text keeps its type and its message."""
 
 import doctest
 

@@ -1,4 +1,4 @@
-"""The weight store keeps the newest two versions and wakes whoever waits for a newer one."""
+"""The weight store keeps the newest two versions, and wakes callers that wait for a newer one."""
 
 import asyncio
 

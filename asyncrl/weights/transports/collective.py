@@ -1,15 +1,16 @@
-"""Weights by broadcast in a process group of learner ranks and engine workers: the fastest wires, fixed membership.
+"""Sends weights by broadcast in a process group of learner ranks and engine workers.
 
-An update is one exchange, the same calls on every rank:
+Broadcast uses the fastest links, but the members of the group are fixed. An update is one exchange, in which every rank
+makes the same calls:
 
-    say         rank 0: version, layout, probe; every worker compares them with its model
-    agree       all, or no byte is sent
-    broadcast   bucket b with its checksum, from train rank b mod N; every worker keeps a copy
-    agree       all copies are whole, or nobody applies anything
+    say         rank 0 sends version, layout and probe; every worker compares them with its model
+    agree       if any rank refuses, no byte is sent
+    broadcast   train rank b mod N sends bucket b with its checksum; every worker keeps a copy
+    agree       if any copy is damaged, no worker applies anything
 
-What must hold: gathers are over before the first send (`publisher.take_snapshot`); a worker touches its model only
-after all workers of all engines hold the whole version, so that a death on the way leaves each replica with its old
-weights. The price is one copy of the weights in each worker's host memory while it is received and applied.
+Invariants: all gathers are over before the first send (`publisher.take_snapshot`). A worker changes its model only
+after all workers of all engines hold the whole version, so that a rank's death during the exchange leaves every replica
+with its old weights. For this, each worker needs host memory for one copy of the weights until they are applied.
 """
 
 from collections.abc import Callable
@@ -36,11 +37,12 @@ from asyncrl.weights.publisher import Snapshot
 from asyncrl.weights.transports.peers import Peers, Rendezvous
 
 CHECKSUM_BYTES = 16
+"""Size of an xxh3-128 checksum, which is sent after the bytes of its bucket."""
 
 
 class CollectiveRank(Protocol):
-    """One learner rank. `snapshot` is the newest that `publisher.take_snapshot` left, `peers` what `join` made; None at
-    first."""
+    """One learner rank. `snapshot` is the newest result of `publisher.take_snapshot`, `peers` the group that it has
+    joined. Both are None at first."""
 
     rank: int
     snapshot: Snapshot | None
@@ -48,7 +50,7 @@ class CollectiveRank(Protocol):
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 says before the bytes; together with the checksums that travel with them, the manifest."""
+    """The message that rank 0 sends before the bytes. Message and the checksums sent with the bytes form a manifest."""
 
     version: Version
     tensors: tuple[TensorEntry, ...]
@@ -57,7 +59,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """A whole version in host memory, checked against the model and its checksums, and not yet applied."""
+    """A whole version in host memory. Its layout fits the model and its checksums are right; it is not yet applied."""
 
     manifest: Manifest
     buckets: list[torch.Tensor]
@@ -67,32 +69,33 @@ class Received:
 
 
 def join_collective(worker: CollectiveRank, rendezvous: Rendezvous, device: str = "cpu") -> None:
-    """Takes this rank's place in a new group; the old one, if any, is left. Returns when all are there.
+    """Joins a new group with this rank, and leaves the old one if there is one. Returns when all ranks have joined.
 
-    Call it on every learner rank, and `init_weight_transfer_engine` on every engine, at the same time; `device` is
-    where the bytes are sent from. CollectiveError after `rendezvous.timeout_s`.
+    Call it on every learner rank, and `init_weight_transfer_engine` on every engine, at the same time. The bytes are
+    sent from `device`. Raises CollectiveError after `rendezvous.timeout_s`.
     """
     leave_collective(worker)
     worker.peers = Peers.join(rendezvous, rank=worker.rank, device=torch.device(device))
 
 
 def leave_collective(worker: CollectiveRank) -> None:
-    """Leaves the group; idempotent. An exchange that another rank is in ends with CollectiveError there."""
+    """Leaves the group. Does nothing without one. Ranks that are in an exchange get CollectiveError."""
     peers, worker.peers = worker.peers, None
     if peers is not None:
         peers.close()
 
 
 def broadcast_snapshot(worker: CollectiveRank, version: Version) -> None:
-    """Sends the newest snapshot as `version`; returns when every engine worker holds it whole.
+    """Sends the newest snapshot as `version`. Returns when every engine worker holds all of it.
 
-    After `take_snapshot` has returned, on every learner rank; on CPUs it may run beside the rank's steps, on GPUs not:
-    two NCCL groups of one process whose calls interleave differently on two ranks wait for each other. CollectiveError
-    when a peer is dead, missing or late; UpdateRefused when an engine's model is another, and the group stays usable.
+    Call it on every learner rank after `take_snapshot` has returned. On CPUs it may run at the same time as the rank's
+    steps. On GPUs it may not: two NCCL groups of one process deadlock when two ranks interleave their calls
+    differently. Raises CollectiveError when a peer is dead, missing or late. Raises UpdateRefused when an engine has
+    another model; the group stays usable then.
     """
     peers, snapshot = worker.peers, worker.snapshot
-    assert peers is not None, "join_collective() comes first"
-    assert snapshot is not None, "take_snapshot() comes first"
+    assert peers is not None, "call join_collective() first"
+    assert snapshot is not None, "call take_snapshot() first"
     announcement = Announcement(version=version, tensors=snapshot.entries, probe=snapshot.probe)
     peers.exchange(lambda peers: _send(peers, announcement, snapshot), what=f"broadcasting weights {version}")
 
@@ -115,12 +118,13 @@ def _send(peers: Peers, announcement: Announcement, snapshot: Snapshot) -> None:
 
 
 def receive_snapshot(peers: Peers, *, expected: Parameters) -> Received:
-    """One version, whole and checked, on one engine worker; the counterpart of `broadcast_snapshot`.
+    """Receives one version on one engine worker, whole and checked. It is the counterpart of `broadcast_snapshot`.
 
-    ManifestMismatch when the version does not fit `expected`, before a byte is sent, or when bytes arrive damaged;
-    UpdateRefused when another worker found that; CollectiveError when a peer is dead, missing or late. Whatever is
-    raised, the model was not touched.
+    Raises ManifestMismatch when the version does not fit `expected` (before any byte is sent), or when bytes arrive
+    damaged. Raises UpdateRefused when another worker has found such a mismatch, and CollectiveError when a peer is
+    dead, missing or late. The model is unchanged in all cases.
     """
+
     return peers.exchange(lambda peers: _receive(peers, expected), what="receiving weights")
 
 

@@ -1,4 +1,4 @@
-"""How the bytes of a version travel from the ranks that gathered them to the replicas that load them."""
+"""The interface of a transport, which moves the bytes of a version from the learner's ranks to the replicas."""
 
 from typing import Any, Protocol
 
@@ -6,12 +6,13 @@ import numpy as np
 
 
 class Transport(Protocol):
-    """`send` runs on a learner's rank, `receive` in a replica; handles travel in between, with the manifest."""
+    """`send` runs on a learner's rank, `receive` in a replica. The handles travel between them with the manifest."""
 
     def send(self, bucket: "np.ndarray[Any, np.dtype[np.uint8]]") -> Any:
         """Makes one bucket of bytes available and returns its handle."""
         ...
 
     async def receive(self, handles: list[Any], *, timeout_s: float) -> list[memoryview]:
-        """Bytes of every bucket, in order. ManifestVoid when the process that sent one of them has died."""
+        """Returns the bytes of every bucket, in order. Raises ManifestVoid when a process that sent one of them has
+        died."""
         ...

@@ -1,13 +1,13 @@
-"""Weights to an engine on the learner's own device, group by group: no byte leaves the device.
+"""Shares weights with an engine on the learner's own device, one group of tensors at a time. No byte leaves the device.
 
-On CPUs a group is a memory file that the engine's workers map; on GPUs a buffer that they open by its CUDA IPC handle.
-What must hold: a rank keeps one group at a time; nothing of it outlives the rank; the engine checks a group's checksum
-before it applies it. Which names there are, and their shapes and dtypes, is checked before the first group, from
+On CPUs a group is a memory file that the engine's workers map. On GPUs it is a buffer that they open by its CUDA IPC
+handle. Invariants: a rank keeps one group at a time. A group does not outlive its rank. The engine verifies a group's
+checksum before it applies the group. Names, shapes and dtypes are compared before the first group, with
 `weights_metadata`.
 
-    groups = prepare_weights_for_ipc(worker, 2**30, version=version)  # on every rank, as is all of this
+    groups = prepare_weights_for_ipc(worker, 2**30, version=version)  # call all of this on every rank
     for names in groups:
-        handles = get_weights_ipc_handles(worker, names)  # the engine applies them before the next ones are asked for
+        handles = get_weights_ipc_handles(worker, names)  # the engine applies them before the next call
     release_weights_for_ipc(worker)
 """
 
@@ -30,11 +30,12 @@ from asyncrl.weights.memory_file import MemoryFile
 from asyncrl.weights.tensor_views import view_of
 
 FREE_PART = 0.5
-"""Part of a device's free memory that a group may take; the engine needs some of the rest to load it."""
+"""Largest share of a device's free memory for one group. The engine needs some of the rest to load the group."""
 
 
 class SharedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """One group of tensors in shared memory: a file's `path` on CPUs, `cuda` (CUDA IPC, of a uint8 storage) on GPUs."""
+    """One group of tensors in shared memory: on CPUs the `path` of a file, on GPUs a CUDA IPC handle of a uint8 storage
+    (`cuda`)."""
 
     version: Version
     entries: tuple[TensorEntry, ...]
@@ -45,7 +46,7 @@ class SharedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharingRank(Protocol):
-    """One learner rank. `refit` is what these functions keep on it between their calls, None at first."""
+    """One learner rank. These functions store their state in `refit` between calls; it is None at first."""
 
     world_size: int
     refit: "Refit | None"
@@ -56,8 +57,8 @@ class SharingRank(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Refit:
-    """A rank's way through its groups: those still to come, the gather under way, and the memory of the last one.
-    `is_void`: the weights have changed since; what is still to come would be of another version."""
+    """The state of a rank during a refit: the groups that remain, the running gather, and the memory of the last group.
+    `is_void` is True if the weights have changed since: the remaining groups would be of another version."""
 
     version: Version
     groups: list[list[TensorEntry]]
@@ -78,10 +79,11 @@ class Refit:
 def prepare_weights_for_ipc(
     worker: SharingRank, refit_buffer_size_bytes: int | None = None, device: str = "cpu", *, version: Version
 ) -> list[list[str]]:
-    """Names by group, in the order in which they are to be asked for; the same on every rank.
+    """Divides the weights into groups. Returns the names of each group, in the order in which to request the groups.
 
-    A group fits `refit_buffer_size_bytes` and half of the free memory of each rank's device; a tensor that does not is
-    a group of its own. A collective. What an earlier, unfinished pass shares is freed.
+    The result is the same on every rank. A group fits into `refit_buffer_size_bytes` and into half of the free memory
+    of each rank's device; a larger tensor is a group of its own. Call it on all ranks, because it is a collective. It
+    frees the memory of an earlier, unfinished refit.
     """
     release_weights_for_ipc(worker)
     free = _free_bytes(torch.device(device))
@@ -97,23 +99,24 @@ def prepare_weights_for_ipc(
 
 
 def get_weights_ipc_handles(worker: SharingRank, keys: Sequence[str]) -> dict[str, SharedGroup]:
-    """The next group, `keys`, in shared memory of this rank's device, by `device_key`; the one before it is freed.
+    """Shares the next group, whose names are `keys`, in the memory of this rank's device, and frees the group before.
 
-    A collective. WeightError out of order, and when the weights have changed since `prepare_weights_for_ipc`.
+    Returns the group by `device_key`. Call it on all ranks, because it is a collective. Raises WeightError when `keys`
+    is not the next group, and when the weights have changed since `prepare_weights_for_ipc`.
     """
     refit = worker.refit
-    assert refit is not None, "prepare_weights_for_ipc() comes first"
+    assert refit is not None, "call prepare_weights_for_ipc() first"
     if refit.is_void:
         raise WeightError(
-            f"the weights have changed since prepare_weights_for_ipc() announced them as {refit.version}: call "
-            "it again and send all groups anew"
+            f"the weights have changed since prepare_weights_for_ipc() announced them as {refit.version}; call "
+            "it again and send all groups again"
         )
     refit.free()
     group = refit.groups[0] if refit.groups else []
     if [entry.name for entry in group] != list(keys):
         raise WeightError(
-            f"the weights {', '.join(keys)} were asked for, the next group is "
-            f"{', '.join(entry.name for entry in group) or 'none'}: ask in the order of prepare_weights_for_ipc"
+            f"the weights {', '.join(keys)} were requested, but the next group is "
+            f"{', '.join(entry.name for entry in group) or 'none'}; use the order of prepare_weights_for_ipc"
         )
     del refit.groups[0]
     parts = list(_parts(group, refit.weights))
@@ -129,31 +132,33 @@ def get_weights_ipc_handles(worker: SharingRank, keys: Sequence[str]) -> dict[st
 
 
 def void_weights_for_ipc(worker: SharingRank) -> None:
-    """The weights have changed: groups that were not asked for yet are not to be had any more. Idempotent."""
+    """Records that the weights have changed, so that the remaining groups are refused. It may be called again."""
     if worker.refit is not None:
         worker.refit.is_void = True
 
 
 def release_weights_for_ipc(worker: SharingRank) -> None:
-    """Frees what this rank shares; idempotent. What an engine's worker has mapped it keeps until it has loaded it."""
+    """Frees the shared memory of this rank. It may be called again. An engine's worker keeps a mapped group until it is
+    loaded."""
     refit, worker.refit = worker.refit, None
     if refit is not None:
         refit.free()
 
 
 def _parts(group: Sequence[TensorEntry], weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
-    """The group's bytes from its first to its last, the gaps between aligned tensors included."""
+    """Yields the group's bytes from first to last, including the gaps between aligned tensors."""
     end = 0
     for entry in group:
         name, tensor = next(weights)
-        assert name == entry.name, f"gathered {name} where {entry.name} was to come"
+        assert name == entry.name, f"gathered {name}, but {entry.name} comes next"
         yield torch.zeros(entry.offset - end, dtype=torch.uint8)
         yield tensor.contiguous().view(-1).view(torch.uint8)
         end = entry.offset + entry.nbytes
 
 
 def _share(parts: Sequence[torch.Tensor], *, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """What keeps the parts' bytes, one after the other, in memory, and where another process finds them."""
+    """Copies the parts into shared memory, one after the other. Returns the object that keeps the memory alive, and
+    where another process finds it."""
     if device.type == "cpu":
         file = MemoryFile(*[part.numpy().data for part in parts])
         return file, {"path": file.path}
@@ -172,7 +177,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def device_key(device: torch.device) -> str:
-    """The device's name, the same in every process that can share its memory."""
+    """Returns the name of the device. It is the same in every process that can share the device's memory."""
     if device.type == "cpu":
         return f"cpu:{platform.node()}"
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -182,17 +187,22 @@ def device_key(device: torch.device) -> str:
 
 
 def open_group(group: SharedGroup, *, device: torch.device) -> list[tuple[str, torch.Tensor]]:
-    """The group's tensors, in place; each keeps the memory alive. ManifestMismatch when a byte is not what it was."""
+    """Returns the group's tensors in place. Each of them keeps the memory alive. Raises ManifestMismatch when a byte
+    has changed."""
     if device.type == "cpu":
         with open(group.path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), group.nbytes, access=mmap.ACCESS_COPY)
         data = torch.frombuffer(mapped, dtype=torch.uint8)
     else:
-        # the first entry is the device's number in the process that shares it
+        # The first entry of the handle is the device's number in the process that shares it, so our own is used.
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *group.cuda[1:])
         data = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[: group.nbytes]
     found = checksum(data.cpu().numpy().data)
     if found != group.checksum:
         names = ", ".join(entry.name for entry in group.entries[:3])
-        raise ManifestMismatch(f"checksum of the group with {names} is {found}, the learner's was {group.checksum}")
+        raise ManifestMismatch(
+            f"the group with {names} has the checksum {found}, but the learner's was {group.checksum}, so its bytes "
+            "have changed; start the refit again"
+        )
+
     return [(entry.name, view_of(entry, data)) for entry in group.entries]

@@ -1,4 +1,4 @@
-"""Weights through Ray's object store: put once by the ranks, fetched once by each node, read in place."""
+"""Sends weights through Ray's object store: each rank puts its buckets once, and each node fetches them once."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ from asyncrl.errors import ManifestVoid, WeightError
 
 
 class ObjectStoreTransport:
-    """Implements `Transport`; a bucket lives as long as the rank that put it."""
+    """Implements `Transport`. A bucket exists as long as the rank that has put it."""
 
     def send(self, bucket: "np.ndarray[Any, np.dtype[np.uint8]]") -> Any:
         return ray.put(bucket)
@@ -19,8 +19,13 @@ class ObjectStoreTransport:
     async def receive(self, handles: list[Any], *, timeout_s: float) -> list[memoryview]:
         try:
             buckets = await asyncio.to_thread(ray.get, handles, timeout=timeout_s)
-        except ObjectLostError as error:  # OwnerDiedError is one
-            raise ManifestVoid(f"the process that published these weights is gone: {error}") from error
+        except ObjectLostError as error:  # the base class of OwnerDiedError
+            raise ManifestVoid(
+                f"the process that published these weights has ended, so their bytes are lost: {error}"
+            ) from error
         except GetTimeoutError as error:
-            raise WeightError(f"fetching weights took longer than weights.load_timeout_s = {timeout_s:g} s") from error
+            raise WeightError(
+                f"fetching weights took longer than weights.load_timeout_s = {timeout_s:g} s; raise it if the network "
+                "needs more time"
+            ) from error
         return [memoryview(bucket) for bucket in buckets]

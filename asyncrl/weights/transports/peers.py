@@ -1,8 +1,8 @@
-"""The process group in which weights travel: learner ranks first, then the engines' workers.
+"""The process group for weights: the learner's ranks first, then the engines' workers.
 
-A group of its own, beside the learner's: gloo for what is said, and on CPUs for the bytes too; on GPUs the bytes take
-NCCL. What must hold: every wait ends. A rank whose exchange fails or outlasts its deadline closes the group, which ends
-the waits of its neighbours with a broken connection; to go on, all join a new one.
+It is separate from the learner's own group. Messages use gloo. Bytes use gloo on CPUs and NCCL on GPUs. Invariant:
+every wait ends. A rank closes the group when its exchange fails or exceeds the deadline. The waits of the other ranks
+then end with a broken connection. To continue, all ranks join a new group.
 """
 
 import socket
@@ -23,14 +23,14 @@ from asyncrl.errors import CollectiveError, UpdateRefused, WeightError
 Answer = TypeVar("Answer")
 
 KNOWING_WHO_IS_MISSING = 0.9
-"""Part of the deadline after which a rank that waits for others gives up, to have time left to say for whom."""
+"""Share of the deadline after which a rank stops waiting for others, so that it has time left to name the missing."""
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and with whom to meet: ranks 0 … train_world_size − 1 train, the others serve; rank 0 listens at host:port.
+    """Where the ranks meet. Ranks 0 to train_world_size − 1 train, the others serve; rank 0 listens at host:port.
 
-    `timeout_s`, `weights.load_timeout_s` of the config, limits the joining, and each exchange as a whole. Every group
-    takes a port of its own.
+    `timeout_s` is `weights.load_timeout_s` of the config. It limits joining, and each exchange as a whole. Every group
+    needs its own port.
     """
 
     host: str
@@ -41,13 +41,13 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Peers:
-    """This process's place in the group; made by `join`. One exchange at a time."""
+    """This process's membership of the group. Create it with `join`. It runs one exchange at a time."""
 
     def __init__(self, rendezvous: Rendezvous, *, rank: int, device: torch.device, store: Any) -> None:
         self.rank, self.device = rank, device
         self.world_size, self.train_world_size = rendezvous.world_size, rendezvous.train_world_size
         self._timeout_s = rendezvous.timeout_s
-        self._store = store  # rank 0's serves the others
+        self._store = store  # keep it: the store of rank 0 serves the other ranks
         backends: Any = dist
         gloo = backends.ProcessGroupGloo
         options = gloo._Options()
@@ -56,17 +56,18 @@ class Peers:
         self._said = gloo(PrefixStore("said", store), rank, self.world_size, options)
         self._sent = self._said
         if device.type != "cpu":
-            # Not vLLM's own NCCL engine: it sends from rank 0 alone, without a checksum and without a deadline, and
-            # applies while it receives, so that a peer's death tears every replica.
+            # vLLM's own NCCL engine is not used: it sends from rank 0 only, has no checksum and no deadline, and
+            # applies weights while it receives them, so that the death of one peer would tear every replica.
             self._sent = backends.ProcessGroupNCCL(PrefixStore("sent", store), rank, self.world_size, options._timeout)
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, *, rank: int, device: torch.device) -> "Peers":
-        """Returns when all have joined. CollectiveError after `timeout_s`, naming who is missing."""
+        """Joins the group and returns when all ranks have joined. Raises CollectiveError, which names the missing
+        ranks, after `timeout_s`."""
         if rank >= rendezvous.world_size:
             raise CollectiveError(
-                f"rank {rank} has no place in the weights' process group at {rendezvous.host}:{rendezvous.port}, whose "
-                f"world_size is {rendezvous.world_size}"
+                f"rank {rank} cannot join the weights' process group at {rendezvous.host}:{rendezvous.port}, because "
+                f"world_size={rendezvous.world_size} is too small; use a larger world_size"
             )
         return _within(
             rendezvous.timeout_s,
@@ -85,18 +86,21 @@ class Peers:
         except dist.DistStoreError as error:
             missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
             raise CollectiveError(
-                f"ranks {missing} of {rendezvous.world_size} did not come to the weights' process group at "
-                f"{rendezvous.host}:{rendezvous.port} within weights.load_timeout_s = {rendezvous.timeout_s:g} s"
+                f"ranks {missing} of {rendezvous.world_size} did not join the weights' process group at "
+                f"{rendezvous.host}:{rendezvous.port} within weights.load_timeout_s = {rendezvous.timeout_s:g} s; "
+                "check that these processes run and can reach this address"
             ) from error
         return cls(rendezvous, rank=rank, device=device, store=store)
 
     def exchange(self, function: Callable[["Peers"], Answer], *, what: str) -> Answer:
-        """`function(self)`, which communicates. CollectiveError when a peer failed or `timeout_s` passed.
+        """Runs `function(self)`, which communicates. Raises CollectiveError when a peer failed or `timeout_s` passed.
 
-        Any other WeightError passes and leaves the group as it is: then all ranks have agreed to stop.
+        Any other WeightError leaves the group open, because all ranks have then agreed to stop.
         """
         if self._said is None:
-            raise CollectiveError(f"{what}: an earlier exchange failed and closed the group; join a new one")
+            raise CollectiveError(
+                f"{what}: an earlier exchange failed and closed the process group; join a new group on all ranks"
+            )
         try:
             return _within(self._timeout_s, lambda: function(self), what=what)
         except BaseException as error:
@@ -105,13 +109,13 @@ class Peers:
             raise
 
     def broadcast(self, bytes_: torch.Tensor, *, root: int) -> None:
-        """A tensor on `device` from rank `root` to all. Inside an exchange."""
+        """Broadcasts a tensor on `device` from rank `root` to all ranks. Call it inside an exchange."""
         _finish(self._sent.broadcast(bytes_, root))
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)
 
     def say(self, message: bytes) -> bytes:
-        """Rank 0's message, on every rank. Inside an exchange."""
+        """Sends rank 0's message to all ranks and returns it. Call it inside an exchange."""
         size = torch.tensor([len(message)])
         _finish(self._said.broadcast(size, 0))
         text = torch.empty(int(size), dtype=torch.uint8)
@@ -121,8 +125,8 @@ class Peers:
         return text.numpy().tobytes()
 
     def agree(self, refusal: WeightError | None, *, what: str) -> None:
-        """Returns, on all ranks, when none refuses. Otherwise a rank that does raises its refusal, and the others
-        UpdateRefused, which names the ranks. Inside an exchange."""
+        """Returns on all ranks if no rank refuses. Otherwise a refusing rank raises its refusal, and every other rank
+        raises UpdateRefused, which names the refusing ranks. Call it inside an exchange."""
         own = torch.tensor([refusal is not None], dtype=torch.uint8)
         verdicts = [torch.empty_like(own) for _ in range(self.world_size)]
         _finish(self._said.allgather(verdicts, own))
@@ -133,10 +137,10 @@ class Peers:
             raise UpdateRefused(f"ranks {refusing} of the weights' process group refused {what}; nothing was applied")
 
     def close(self) -> None:
-        """Leaves the group; idempotent."""
+        """Leaves the group. It may be called more than once."""
         if self._sent is not self._said:
             self._sent.abort()
-        # gloo hangs up when its last reference goes; its own `abort` does nothing
+        # gloo closes its connections when its last reference is deleted; its own `abort` does nothing
         self._said = self._sent = self._store = None
 
 
@@ -144,11 +148,11 @@ def _finish(work: Any) -> None:
     try:
         work.wait()
     finally:
-        del work  # it would keep the connections open for as long as someone looks at the error's traceback
+        del work  # the traceback of an error would keep it, and with it the connections, alive
 
 
 def _within(timeout_s: float, function: Callable[[], Answer], *, what: str) -> Answer:
-    """`function()` in a thread that is left behind when it takes longer: no library's own deadline is trusted alone."""
+    """Runs `function()` in a thread, which is abandoned at the deadline: a library's own deadline may fail."""
     outcome: Future[Answer] = Future()
 
     def run() -> None:
@@ -162,17 +166,22 @@ def _within(timeout_s: float, function: Callable[[], Answer], *, what: str) -> A
         return outcome.result(timeout_s)
     except WeightError:
         raise
-    except (RuntimeError, OSError) as error:  # what gloo, NCCL and the store raise; a TimeoutError is an OSError
+    except (RuntimeError, OSError) as error:  # the errors of gloo, NCCL and the store; a TimeoutError is an OSError
         if not outcome.done():
-            raise CollectiveError(f"{what} took longer than weights.load_timeout_s = {timeout_s:g} s") from error
-        raise CollectiveError(f"{what}: a peer is gone or late ({type(error).__name__}: {error})") from error
+            raise CollectiveError(
+                f"{what} took longer than weights.load_timeout_s = {timeout_s:g} s; join a new group, and raise the "
+                "limit if the network needs more time"
+            ) from error
+        raise CollectiveError(
+            f"{what}: a peer has ended or is late ({type(error).__name__}: {error}); join a new group on all ranks"
+        ) from error
 
 
 def _open_store(rendezvous: Rendezvous, *, is_master: bool) -> Any:
     host, port, timeout = rendezvous.host, rendezvous.port, timedelta(seconds=rendezvous.timeout_s)
     if not is_master:
         return TCPStore(host, port, is_master=False, timeout=timeout)
-    # our own listening socket: bound to this address alone
+    # Our own socket listens on this address only; the store's own one would listen on all addresses.
     listener = socket.create_server((host, port))
     return TCPStore(
         host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -180,7 +189,8 @@ def _open_store(rendezvous: Rendezvous, *, is_master: bool) -> Any:
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address under which this machine reaches `host`: gloo would take what its own name resolves to."""
+    """Returns this machine's address on the route to `host`. By default gloo uses the address of the hostname."""
+
     address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
         probe.connect(address[4])  # sends nothing
