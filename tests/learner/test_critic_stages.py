@@ -116,7 +116,7 @@ async def test_in_the_warm_up_only_the_critic_learns_and_the_steps_count() -> No
 
     run.trainer.answers = [looked_at] * 3
     await run.run()
-    alone = "training the critic alone (critic.warmup_steps)"
+    alone = "training only the critic (critic.warmup_steps)"
     assert phases == [alone, alone, "training"]
     waiting = [*STAGES[:3], "evaluate"]
     assert run.trainer.stages == [*waiting, *waiting, *STAGES]
