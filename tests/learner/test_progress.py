@@ -1,4 +1,4 @@
-"""The errors that end a learner which waits in vain name the number, the limit and the cause."""
+"""The errors that end a waiting learner name the number of failures, the limit and the cause."""
 
 import pytest
 from made_up_run import make_status
@@ -34,4 +34,4 @@ def test_a_reward_that_fails_too_often_is_named_with_its_cause() -> None:
 def test_a_last_cause_that_is_another_one_is_named_too() -> None:
     words = ended_by(failed("one"), failed("two", reason="prompt_length"))
     assert words.startswith("generating a group failed 16 times in a row")
-    assert "one for prompt '0+3='; the last time: two for prompt '0+3='." in words
+    assert "one for prompt '0+3='; the last failure: two for prompt '0+3='." in words
