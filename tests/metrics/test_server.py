@@ -123,9 +123,8 @@ def test_f31_a_taken_port_becomes_a_free_one_with_a_warning(caplog: pytest.LogCa
 def test_f31_scrapers_that_say_nothing_or_do_not_read_hold_up_nobody(
     monkeypatch: pytest.MonkeyPatch, server: MetricsServer
 ) -> None:
-    monkeypatch.setattr(
-        server_module._Handler, "timeout", FOR_EVER_S
-    )  # with the real limit, the server would close them
+    # With the real limit, the server would close these connections, and the test could not fail.
+    monkeypatch.setattr(server_module._Handler, "timeout", FOR_EVER_S)
     address = ("127.0.0.1", server.port)
     with socket.create_connection(address, DEADLINE_S), socket.create_connection(address, DEADLINE_S) as deaf:
         deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
@@ -170,9 +169,8 @@ async def test_who_discovers_over_http_is_waited_for_until_the_list_of_the_end_w
     url = f"http://{server.address}/sd"
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.to_thread(scrape, server.url)
-        await server.told(
-            since_s=time.monotonic()
-        )  # the scrape above is not a discovery request, so there is no client to wait for
+        # The scrape above is not a discovery request, so there is no client to wait for.
+        await server.told(since_s=time.monotonic())
         await asyncio.to_thread(scrape, url)
         told = asyncio.create_task(server.told(since_s=time.monotonic()))
         await asyncio.to_thread(scrape, server.url)

@@ -99,13 +99,8 @@ tables = [log["samples"] for log in logs if "samples" in log]
 print(run, [log["reward/mean"] for log in logs if "reward/mean" in log], "tree>" in str(tables))
 """
     folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    ranks = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-    )  # tests that were a rank leave these in the environment
+    # Tests that were a rank leave these variables in the environment.
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     inherited = {name: value for name, value in os.environ.items() if name not in ranks}
     environment = inherited | {"TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": folders}
     done = subprocess.run(
