@@ -141,7 +141,8 @@ class HeldoutEvaluation:
             what = f"held-out evaluation of {version.words}: {len(failures)} of {len(answers)} prompts got no reward"
             if first_one and not rewards:
                 raise RunError(
-                    f"{what}, so training did not start. The first cause: {failures[0].words}. Fix it and start again."
+                    f"{what}, so training did not start. The first cause: {failures[0].words}. Fix the cause and start "
+                    "again."
                 )
             logger.warning("%s. The first cause: %s", what, failures[0].words)
         mean = sum(rewards) / len(rewards) if rewards else None

@@ -114,6 +114,7 @@ class LearnerLoop:
         learner = self._config.learner
         samples = learner.groups_per_step * learner.group_size
         await asyncio.to_thread(self._policy.prepare_step, samples, learner.group_size)
+        # Admission stays paused until the first version is published and evaluated: see `asyncrl.learner.heldout`.
         await self._buffer.call("pause")
         first = version = (await self._buffer.status()).version
         await self._publish(version)
@@ -143,7 +144,7 @@ class LearnerLoop:
                 await self._publish(version)
             await self._evaluate(version, stop)
         await self._publisher.settle()
-        if version != first:
+        if version != first:  # a run that trained no step has no new weights to save
             await self._while_saving(self._checkpoints.save_last(version.step), version)
         rows = await self._rows_outstanding(until_none=not stop.is_set())
         return self._recorder.run_totals(await self._buffer.status(), rows_outstanding=rows)
@@ -193,7 +194,7 @@ class LearnerLoop:
             self._recorder.skipped(ended)
         else:
             self._recorder.trained(ended)
-            await self._write_samples(lease, meta)
+            await self._write_samples(lease, meta)  # reads rows, so it comes before `finish_step`, which clears them
         await asyncio.to_thread(self._policy.finish_step, meta)
         await self._rows_outstanding()
         self._check_nonfinite([report, critic_report], lease)

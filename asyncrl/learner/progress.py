@@ -14,7 +14,9 @@ def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config) -> No
     """
     streak = status.failure_streak
     if waits is LeaseWait.TOO_MANY_FAILURES and streak is not None:
-        raise RunError(f"{_streak_in_words(streak, limit=config.generator.max_data_failures)}. Fix it and start again.")
+        raise RunError(
+            f"{_streak_in_words(streak, limit=config.generator.max_data_failures)}. Fix the cause and start again."
+        )
     limit_s = config.run.stall_timeout_s
     if status.quiet_s > limit_s:
         raise StallError(

@@ -169,7 +169,7 @@ def _read(address: str, timeout_s: float) -> str:
         try:
             connection.request("GET", "/metrics")
             answer = connection.getresponse()
-            body = answer.read(MAX_BYTES + 1)
+            body = answer.read(MAX_BYTES + 1)  # one byte more than allowed shows that the answer is too long
         finally:
             ends.cancel()
     if answer.status != HTTPStatus.OK or late.is_set():

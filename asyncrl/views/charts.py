@@ -171,6 +171,7 @@ def nice_ticks(low: float, high: float, *, about: int = 4) -> list[float]:
     span = high - low if high - low > 1e-6 * size else size or 1.0
     raw = span / about
     magnitude = 10.0 ** math.floor(math.log10(raw))
+    # The factors 0.999 and 1e-9 are tolerances: rounding must not add a tick or choose a larger step.
     step = next(magnitude * factor for factor in (1, 2, 2.5, 5, 10) if magnitude * factor >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [float(f"{index * step:.12g}") for index in range(first, max(last, first + 1) + 1)]

@@ -242,7 +242,7 @@ def _no_gradient(facts: RunFacts) -> str | None:
     fact = f"In {_percent(ratio)} of the groups of {steps} all rewards are equal"
     if (facts.equal_above_zero_ratio or 0.0) > ratio / 2:
         return f"{fact}, and most of these rewards are above 0, so there is little left to learn: use harder questions."
-    gradient = "no gradient" if ratio > 0.995 else "hardly any gradient"
+    gradient = "no gradient" if ratio > 0.995 else "hardly any gradient"  # from 0.995 on, the sentence says 100 %
     return f"{fact}, so there is {gradient}: use easier questions, a denser reward, or a larger learner.group_size."
 
 

@@ -101,7 +101,7 @@ async def test_a_run_whose_first_evaluation_got_not_one_reward_ends_before_it_tr
     assert str(raised.value) == (
         "held-out evaluation of step 0: 4 of 4 prompts got no reward, so training did not start. The first cause: "
         "environment.reward = tasks:judge raised KeyError: 'KEY' (tasks.py:30) for prompt '0+3=' and completion '4'. "
-        "Fix it and start again."
+        "Fix the cause and start again."
     )
     assert scene.log.steps == []
     assert scene.log.evals == []

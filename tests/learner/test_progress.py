@@ -27,7 +27,7 @@ def test_a_reward_that_fails_too_often_is_named_with_its_cause() -> None:
     cause = failed("environment.reward = tasks:judge raised KeyError: 'X' (tasks.py:30)")
     assert ended_by(cause, cause) == (
         "your reward failed 16 times in a row (generator.max_data_failures = 16): environment.reward = tasks:judge "
-        "raised KeyError: 'X' (tasks.py:30) for prompt '0+3='. Fix it and start again."
+        "raised KeyError: 'X' (tasks.py:30) for prompt '0+3='. Fix the cause and start again."
     )
 
 
