@@ -1,10 +1,12 @@
-"""How many groups a second the replay buffer carries from reserve to ack, and whether that depends on how full it is.
+"""Measures how many groups per second the replay buffer processes, and whether this depends on the number of groups in
+it.
 
     python benchmarks/buffer_throughput.py
 
-Groups are reserved and committed one by one, as generators do, and leased and acked by the step, while as many groups
-as named stay outstanding, at the same η. The claim is the ratio: a buffer that holds a thousand times as many groups
-carries about as many a second, because every call is O(log n) a group.
+Groups are reserved and committed one by one, as generators do, and are leased and acked step by step. A fixed number of
+groups stays outstanding; η is the same in all measurements. The claim is the ratio: with a thousand times as many
+groups,
+the buffer processes about as many groups per second, because every call takes O(log n) per group.
 """
 
 import time
@@ -22,7 +24,7 @@ REPEATS = 5
 
 
 class SameTask:
-    """An endless source that costs nothing, so that the buffer alone is measured."""
+    """An endless source of prompts that takes no time, so that only the buffer is measured."""
 
     task = Task(question="2 + 2", prompt="2 + 2 =", answer="4")
 
@@ -47,7 +49,7 @@ def finished(ticket: Ticket) -> GroupMeta:
 
 
 def groups_per_second(outstanding: int) -> float:
-    """Throughput with so many groups outstanding between two steps."""
+    """Returns the number of groups per second while `outstanding` groups are outstanding between two steps."""
     groups_per_step = outstanding // MAX_STALENESS_VERSIONS
     capacity_groups = outstanding + groups_per_step
     buffer = ReplayBuffer(
@@ -86,7 +88,7 @@ def groups_per_second(outstanding: int) -> float:
 
 def main() -> None:
     few, many = 10, 10_000
-    # Alternating, and the best of each: what else the machine does slows single runs down, and never speeds one up.
+    # The two measurements alternate, and the best of each counts: other work on the machine can only slow a run down.
     runs = [(groups_per_second(few), groups_per_second(many)) for _ in range(REPEATS)]
     at_few, at_many = (max(column) for column in zip(*runs, strict=True))
     print(f"{few:>6} groups outstanding: {at_few:>8.0f} groups/s reserved, committed, leased and acked")

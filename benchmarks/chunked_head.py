@@ -1,13 +1,14 @@
-"""Memory and speed of the output head in chunks, against full float32 logits, at the vocabulary of Qwen3.
+"""Compares the chunked output head with full float32 logits in memory and speed, at the vocabulary size of Qwen3.
 
     python benchmarks/chunked_head.py
     python benchmarks/chunked_head.py --tokens 512 --chunk-logits 4194304 16777216
 
-Forward and backward of next-token log-probs from hidden states, on the CPU. Each measurement is a process of its own.
-Its memory is the peak over that of a process that holds the weight, the hidden states and the gradients of both; its
-speed is a ratio within one round, in which the paths take turns, and the best round counts: what else the machine does
-slows single runs down, and never speeds one up. "reports entropy" computes it beside the log-probs and trains on the
-log-probs alone, as the learner does.
+It measures the forward and backward passes of next-token log-probs from hidden states, on the CPU. Each measurement
+runs
+in a separate process. The memory is the peak of this process minus the peak of a process that only has the weight, the
+hidden states and the gradients of both. In each round, all paths are measured in turn; the speed is a ratio within one
+round. The best round counts, because other work on the machine can only slow a measurement down. The path "reports
+entropy" also computes the entropy, but trains only on the log-probs, as the learner does.
 """
 
 import argparse
@@ -31,17 +32,17 @@ def full_logprobs(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: t
 
 
 def peak_bytes() -> int:
-    """Of this process alone: ru_maxrss would include what the parent held when it forked."""
+    """Returns the peak memory of this process. ru_maxrss would include the parent's memory at the time of the fork."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def measure(path: str, *, dtype: torch.dtype, tokens: int, width: int, vocabulary: int, chunk_logits: int) -> None:
-    """Prints one JSON line: peak bytes, seconds of forward and of backward."""
+    """Measures one path and prints a JSON line with the peak bytes and the seconds of forward and backward."""
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)
     hidden_ND = torch.randn(tokens, width).to(dtype).requires_grad_()
-    # drawn in pieces: float32 values for all of a bfloat16 weight would be the peak
+    # The weight is drawn in pieces, because float32 values for a whole bfloat16 weight would be the peak.
     weight_VD = torch.empty(vocabulary, width, dtype=dtype)
     for rows in weight_VD.split(1024):
         rows.copy_(torch.randn(rows.shape) / width**0.5)
@@ -61,7 +62,7 @@ def measure(path: str, *, dtype: torch.dtype, tokens: int, width: int, vocabular
         )
         return logprobs_N
 
-    # what libraries allocate once is in every process
+    # This warm-up makes libraries allocate their buffers, so that these are part of every process's memory.
     small_V = torch.randn(512, width, dtype=dtype, requires_grad=True)
     full_logprobs(hidden_ND[:64], small_V, targets_N[:64] % 512).sum().backward()
     hidden_ND.grad = None

@@ -1,12 +1,17 @@
-"""Tokens a second of one learner rank by `learner.batching`, on rows whose lengths have a long tail.
+"""Measures tokens per second of one learner rank for each `learner.batching`, on rows whose lengths have a long tail.
 
     python benchmarks/packing.py
     python benchmarks/packing.py --width 512 --layers 8 --rows 256 --longest 2048
 
-Forward and backward of log-probs, cut into micro-batches as the learner cuts them, each within the same number of
-tokens, padding included. "in order" is padded in the caller's order, to the longest row of all, as a loop without
-batching would. Lengths are lognormal, like those of reasoning models' completions: most rows are short, a few reach
-the limit. The ways take turns within a round; a ratio is that of two ways' best rounds.
+It measures forward and backward passes of log-probs. The rows are divided into micro-batches as in the learner, each
+with
+at most the same number of tokens including padding. The way "in order" keeps the caller's order and pads to the longest
+of
+all rows, as a loop without batching would. Lengths are lognormal, like those of completions of reasoning models: most
+rows
+are short, and a few reach the limit. In each round, all ways are measured in turn; a ratio compares the best rounds of
+two
+ways.
 """
 
 import argparse
@@ -26,13 +31,14 @@ VOCABULARY = 4096
 
 
 def long_tailed(rows: int, *, longest: int) -> torch.Tensor:
-    """Lognormal lengths: median a sixteenth of `longest`, one row in fifty at the limit."""
+    """Returns lognormal lengths: the median is 1/16 of `longest`, and about one row in fifty has the length
+    `longest`."""
     draw = torch.randn(rows, generator=torch.Generator().manual_seed(0))
     return (longest / 16 * (1.35 * draw).exp()).long().clamp(8, longest)
 
 
 def ways(batch: BatchedDataDict, *, budget: int, longest: int) -> dict[str, list[BatchedDataDict]]:
-    """Micro-batches by way; none is of more than `budget` tokens, padding included."""
+    """Returns the micro-batches of each way. Each has at most `budget` tokens, including padding."""
     rows = budget // longest
     learner = {"micro_batch_size": rows, "micro_batch_tokens": budget}
     cut = {
@@ -43,7 +49,7 @@ def ways(batch: BatchedDataDict, *, budget: int, longest: int) -> dict[str, list
 
 
 def measured(work: Callable[[], None]) -> float:
-    """Seconds."""
+    """Returns the seconds that `work` takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -52,8 +58,8 @@ def measured(work: Callable[[], None]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--longest", type=int, default=512, help="tokens")
-    parser.add_argument("--budget", type=int, default=4096, help="tokens of a micro-batch")
+    parser.add_argument("--longest", type=int, default=512, help="tokens of the longest row")
+    parser.add_argument("--budget", type=int, default=4096, help="largest number of tokens in a micro-batch")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)

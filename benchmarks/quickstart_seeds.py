@@ -1,9 +1,9 @@
-"""The quickstart for several seeds, each with a model of its own: what came out, as a table.
+"""Runs the quickstart with several seeds and writes a table with the results.
 
     python benchmarks/quickstart_seeds.py --seeds 0 1 2 --out docs/quickstart-seeds.md
 
-A seed decides the tiny model, its warm-up, the order of the prompts and every sampled token. The runs follow each
-other; each takes minutes.
+A seed determines the tiny model, its warm-up, the order of the prompts and every sampled token. The runs are made one
+after the other; each takes some minutes.
 """
 
 import argparse
@@ -33,7 +33,7 @@ COLUMNS = {
 
 
 def run(seed: int, directory: Path, overrides: list[str]) -> dict[str, Any]:
-    """The summary of one run."""
+    """Runs the quickstart with one seed and returns its summary."""
     command = [sys.executable, "-m", "asyncrl", "up", "-c", "configs/quickstart.yaml", f"run.seed={seed}"]
     command += [f"model.tiny.seed={seed}", f"run.dir={directory}", f"model.path={directory / 'model'}", *overrides]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=sys.stderr)
@@ -44,8 +44,8 @@ def run(seed: int, directory: Path, overrides: list[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, help="write the table here too")
-    parser.add_argument("overrides", nargs="*", help="section.key=value, for every run")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, for all runs")
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -56,7 +56,15 @@ def main() -> None:
     header = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
     if arguments.out is not None:
         table = header + "".join(f"| {row} |\n" for row in rows)
-        arguments.out.write_text(f"# The quickstart, seed by seed\n\n`{' '.join(sys.argv)}`\n\n{table}")
+        arguments.out.write_text(
+            f"# Results of the quickstart by seed\n\n`{' '.join(sys.argv)}`\n\n"
+            "Each row is one run. *held-out* is the reward on held-out questions before the first and after the\n"
+            "last step; *first step* is the time until the first step was trained; *staleness* is the largest\n"
+            "staleness of a trained token, and the limit, in versions; *busy* is a share of time; *discarded* is a\n"
+            "number of groups; *parity* is the largest difference between the engine's and the learner's log-probs;\n"
+            "*updates* are the weight updates of all replicas; *mid-sequence* counts, over all sequences, the updates\n"
+            f"during their generation.\n\n{table}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""What a scrape every second costs: a run's throughput with one over that without, in windows of the same run.
+"""Measures the cost of scraping a run every second: its throughput with scrapes, divided by its throughput without.
 
     python benchmarks/scrape_cost.py [--windows 16] [--steps 40] [--rate 10]
 
-A quickstart runs; every process's endpoint, but for Ray's own, is fetched `--rate` times a second in half of the
-windows, in the order with, without, without, with, so that what drifts falls on both alike. A window is so many steps,
-from the end of one to the end of another. What one scrape a second costs is the measured loss of tokens a second over
-the rate: ten a second stand out of the noise where one does not. The claim is less than 1 %. CPU time a token is shown
-as well. It needs a quiet machine, and a Prometheus on the same one takes more, for it also stores what it fetches.
+The script starts a quickstart and divides it into windows of `--steps` steps. In half of the windows, it fetches the
+endpoint of every process, except Ray's, `--rate` times per second. The order of windows is with, without, without,
+with,
+so that a slow drift of the throughput affects both in the same way.
+
+The cost of one scrape per second is the measured loss of tokens per second divided by the rate. Ten scrapes per second
+have an effect that is larger than the noise; one scrape per second has not. The claim is a cost of less than 1 %. The
+script also prints the CPU time per token. Run it on a machine without other work. A Prometheus on the same machine
+costs
+more, because it also stores the data.
 """
 
 import argparse
@@ -36,7 +41,7 @@ START_S = 300.0
 
 
 class Window(NamedTuple):
-    """What the run did in one window."""
+    """The measurements of one window. `cpu_s` are CPU seconds of all processes of the run."""
 
     scraped: bool
     tokens: int
@@ -45,7 +50,8 @@ class Window(NamedTuple):
 
 
 class Scraper:
-    """Fetches all endpoints but Ray's `rate` times a second between `start` and `stop`, each on a thread of its own."""
+    """Fetches all endpoints except Ray's `rate` times per second, from `start` to `stop`, in one thread per
+    endpoint."""
 
     def __init__(self, learner: str, *, rate: float) -> None:
         self._learner = learner
@@ -89,7 +95,7 @@ def _fetch(url: str) -> bytes:
 
 
 class Run:
-    """A quickstart in a process of its own, for as long as the block lasts."""
+    """A quickstart in another process, from construction to `end`."""
 
     def __init__(self, folder: Path, *, port: int) -> None:
         overrides = [
@@ -109,7 +115,7 @@ class Run:
             )  # fmt: skip
 
     def wait_for_steps(self, count: int, *, timeout_s: float) -> None:
-        """Until so many steps have ended."""
+        """Waits until `count` steps have ended."""
         deadline_s = time.monotonic() + timeout_s
         while self._look() < count:
             assert self._process.poll() is None, self._log.read_text()
@@ -117,7 +123,7 @@ class Run:
             time.sleep(0.02)
 
     def cpu_s(self) -> float:
-        """CPU seconds of all of the run's processes so far."""
+        """Returns the CPU seconds of all processes of the run so far."""
         times = [process.cpu_times() for process in [self._process, *self._process.children(recursive=True)]]
         return sum(each.user + each.system for each in times)
 
@@ -138,12 +144,12 @@ class Run:
 
 
 def windows(run: Run, scraper: Scraper, *, count: int, steps: int) -> Iterator[Window]:
-    """One window after the other."""
+    """Yields `count` windows of `steps` steps each."""
     for i in range(count):
         scraped = ORDER[i % len(ORDER)]
         if scraped:
             scraper.start()
-        run.wait_for_steps(len(run.records) + 1, timeout_s=START_S)  # from the end of a step on
+        run.wait_for_steps(len(run.records) + 1, timeout_s=START_S)  # starts at the end of a step
         first, before_s = len(run.records), run.cpu_s()
         run.wait_for_steps(first + steps, timeout_s=START_S)
         last, after_s = len(run.records), run.cpu_s()
@@ -156,33 +162,35 @@ def windows(run: Run, scraper: Scraper, *, count: int, steps: int) -> Iterator[W
 
 
 def report(measured: list[Window], scraper: Scraper) -> None:
-    """Prints both ratios, and their spread over pairs of neighbouring windows."""
+    """Prints the ratios of tokens per second and of CPU time per token, with their standard errors."""
     print(f"{scraper.fetched} scrapes of {scraper.bytes / max(scraper.fetched, 1) / 1024:.0f} KiB on average")
-    ratio, error = _compare("tokens a second", measured, lambda window: window.tokens / window.seconds)
-    _compare("CPU µs a token", measured, lambda window: window.cpu_s / window.tokens * 1e6)
+    ratio, error = _compare("tokens per second", measured, lambda window: window.tokens / window.seconds)
+    _compare("CPU µs per token", measured, lambda window: window.cpu_s / window.tokens * 1e6)
     share = 1 / scraper.rate
-    print(f"one scrape a second costs {(1 - ratio) * share:.2%} ± {error * share:.2%} of the tokens a second")
+    print(f"one scrape per second costs {(1 - ratio) * share:.2%} ± {error * share:.2%} of the tokens per second")
 
 
 def _compare(what: str, measured: list[Window], value: Callable[[Window], float]) -> tuple[float, float]:
-    """The mean ratio of scraped to not scraped, and its standard error."""
+    """Returns the mean ratio of windows with scrapes to windows without, over pairs of neighbours, and its error."""
     pairs = [{window.scraped: value(window) for window in measured[i : i + 2]} for i in range(0, len(measured), 2)]
     ratios = [pair[True] / pair[False] for pair in pairs]
     with_it, without = (statistics.mean(pair[kind] for pair in pairs) for kind in (True, False))
     ratio, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios))
-    print(f"{what}: {with_it:.0f} scraped, {without:.0f} not; ratio {ratio:.3f} ± {error:.3f} over {len(pairs)} pairs")
+    print(
+        f"{what}: {with_it:.0f} scraped, {without:.0f} not scraped; ratio {ratio:.3f} ± {error:.3f}, {len(pairs)} pairs"
+    )
     return ratio, error
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=16, help="a multiple of 4")
-    parser.add_argument("--steps", type=int, default=40, help="steps of a window")
-    parser.add_argument("--rate", type=float, default=10.0, help="scrapes a second of every endpoint")
+    parser.add_argument("--windows", type=int, default=16, help="number of windows, a multiple of 4")
+    parser.add_argument("--steps", type=int, default=40, help="steps in a window")
+    parser.add_argument("--rate", type=float, default=10.0, help="scrapes per second of each endpoint")
     arguments = parser.parse_args()
     if arguments.windows < len(ORDER) or arguments.windows % len(ORDER):
-        parser.error(f"--windows {arguments.windows} is no multiple of {len(ORDER)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the run is ended whoever ends this
+        parser.error(f"--windows {arguments.windows} is not a positive multiple of {len(ORDER)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exits through `finally` below, which ends the run
     with tempfile.TemporaryDirectory() as folder:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]

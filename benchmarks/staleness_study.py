@@ -1,11 +1,12 @@
-"""What staleness costs, and what a correction gives back: the quickstart at several limits, with several objectives.
+"""Measures the cost of staleness: runs the quickstart with several staleness limits and several objectives.
 
     python benchmarks/staleness_study.py run --results benchmarks/staleness_study.jsonl
     python benchmarks/staleness_study.py report --results benchmarks/staleness_study.jsonl
 
-`run` makes every run that the results do not have yet, one after the other, minutes each; end it at any time and go on
-later. Weights are published every η steps, so that data are as old as the limit allows. `report` writes the table in
-docs/tuning-staleness.md, between its two marks, and its picture.
+`run` makes every run that is not yet in the results, one after the other; each takes some minutes. It can be ended at
+any
+time and started again later. Weights are published every η steps, so that the data are as old as the limit allows.
+`report` writes the table in docs/tuning-staleness.md, between its two marks, and the picture of that page.
 """
 
 import argparse
@@ -33,11 +34,14 @@ OBJECTIVES = {
     "decoupled_icepop": "decoupled_icepop",
     "dppo_tv": "dppo_tv",
 }
-"""Title to `algorithm.loss`. The first has no correction: config refuses its preset beyond η = 0, hence the detour."""
+"""Maps a title to a value of `algorithm.loss`.
+
+The first objective has no correction. The configuration refuses its preset for η > 0, so it is given by import path.
+"""
 
 
 def uncorrected() -> LossFunction:
-    """The plain clipped objective (dapo), which knows nothing of the sampler's policy."""
+    """Returns the plain clipped objective (dapo), which does not correct for the policy that sampled the data."""
     from asyncrl.algorithms.loss import ObjectiveLoss
     from asyncrl.algorithms.presets import PRESETS
 
@@ -45,7 +49,7 @@ def uncorrected() -> LossFunction:
 
 
 def one_run(title: str, *, limit: int, seed: int, directory: Path) -> dict[str, Any]:
-    """One real run's outcome. Models are kept in `directory` between the runs of a seed."""
+    """Makes one run and returns its results. The tiny models stay in `directory`, one per seed."""
     with tempfile.TemporaryDirectory() as runs:
         overrides = {
             "run.seed": seed,
@@ -59,7 +63,7 @@ def one_run(title: str, *, limit: int, seed: int, directory: Path) -> dict[str, 
         }
         command = [sys.executable, "-m", "asyncrl", "up", "-c", "configs/quickstart.yaml"]
         command += [f"{key}={value}" for key, value in overrides.items()]
-        # this checkout's asyncrl in Ray's workers too, whatever is installed
+        # Ray's workers must import asyncrl from this checkout too, and not an installed version.
         environment = {"PYTHONPATH": f"{Path(__file__).parent}:{REPOSITORY}"}
         subprocess.run(command, cwd=REPOSITORY, check=True, stdout=sys.stderr, env=os.environ | environment)
         folder = Path(runs, "quickstart")
@@ -82,7 +86,7 @@ def one_run(title: str, *, limit: int, seed: int, directory: Path) -> dict[str, 
 
 
 def run(results: Path, *, models: Path) -> None:
-    """Makes the runs that are missing; every result is on the disk before the next run starts."""
+    """Makes the missing runs. Each result is written to disk before the next run starts."""
     done = {(row["objective"], row["limit"], row["seed"]) for row in read(results)}
     wanted = [(title, limit, seed) for seed in SEEDS for limit in LIMITS for title in OBJECTIVES]
     for title, limit, seed in wanted:
@@ -95,12 +99,12 @@ def run(results: Path, *, models: Path) -> None:
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """The runs that were made."""
+    """Returns the results of the runs so far."""
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
 def report(results: Path) -> None:
-    """Writes the table into its page, and the picture."""
+    """Writes the table into its page, and draws the picture."""
     rows: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for row in read(results):
         rows[row["objective"], row["limit"]].append(row)
@@ -125,12 +129,12 @@ def report(results: Path) -> None:
 
 
 def mean(runs: list[dict[str, Any]], key: str) -> float:
-    """Over the seeds."""
+    """Returns the mean of a result over the seeds."""
     return statistics.fmean(run[key] for run in runs)
 
 
 def draw(rows: dict[tuple[str, int], list[dict[str, Any]]], path: Path) -> None:
-    """Held-out accuracy and ESS against the limit, a line an objective, a dot a run."""
+    """Draws held-out accuracy and ESS over the limit, with a line per objective and a dot per run."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
@@ -150,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "report"])
     parser.add_argument("--results", type=Path, default=Path(__file__).with_suffix(".jsonl"))
-    parser.add_argument("--models", type=Path, default=Path("models/study"), help="where the tiny models are kept")
+    parser.add_argument("--models", type=Path, default=Path("models/study"), help="folder for the tiny models")
     arguments = parser.parse_args()
     if arguments.action == "run":
         arguments.models.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""`python dashboards/build.py [--check]` writes the three dashboards as JSON, or checks that they are so.
+"""`python dashboards/build.py [--check]` writes the three dashboards as JSON, or checks that the files are up to date.
 
-The JSON is sorted and has fixed uids, so that a change of a panel is a change of few lines. Grafana reads it by
-deploy/grafana/provisioning; importing a file by hand works as well: the data source is a variable.
+The JSON is sorted and has fixed uids, so that a changed panel changes few lines. Grafana loads the files by
+deploy/grafana/provisioning. A file can also be imported by hand, because the data source is a variable.
 """
 
 import json
@@ -24,7 +24,7 @@ RANGES, DEFAULT_RANGE = "1m,5m,15m,1h", "5m"
 
 
 def board(module: ModuleType) -> str:
-    """One dashboard as JSON."""
+    """Returns one dashboard as JSON."""
     built = (
         dashboard.Dashboard(module.TITLE)
         .uid(module.UID)
@@ -53,17 +53,20 @@ def board(module: ModuleType) -> str:
 
 
 def _step_range() -> dashboard.IntervalVariable:
-    variable = dashboard.IntervalVariable(STEPS.removeprefix("$")).label("Range of step panels")
+    """Returns the variable `$step_range`, the range of panels whose metrics change once per step."""
+    variable = dashboard.IntervalVariable(STEPS.removeprefix("$")).label("Range of panels per step")
     chosen = models.VariableOption(selected=True, text=DEFAULT_RANGE, value=DEFAULT_RANGE)
     return variable.values(RANGES).current(chosen)
 
 
 def _to_the_others() -> dashboard.DashboardLink:
+    """Returns links to the other dashboards, which keep the chosen run and time."""
     link = dashboard.DashboardLink("asyncrl").type(models.DashboardLinkType.DASHBOARDS).tags([TAG])
     return link.as_dropdown(False).include_vars(True).keep_time(True)
 
 
 def _values(name: str, label: str, query: str) -> dashboard.QueryVariable:
+    """Returns a variable whose values are the answer to a query."""
     return (
         dashboard.QueryVariable(name)
         .label(label)
@@ -75,7 +78,7 @@ def _values(name: str, label: str, query: str) -> dashboard.QueryVariable:
 
 
 def main(arguments: list[str]) -> int:
-    """0, or 1 when `--check` finds a file out of date."""
+    """Returns the exit code: 0, or 1 when `--check` finds a file out of date."""
     check, stale = arguments == ["--check"], []
     for name, module in BOARDS.items():
         path, text = FOLDER / f"{name}.json", board(module)

@@ -1,17 +1,19 @@
-"""Overview: is the run healthy? Ten seconds."""
+"""The dashboard Overview: is the run healthy? A reader should see the answer in ten seconds."""
 
 from panels import BAD, DOUBTFUL, HEALTHY, RAY, REPLICA, RUN, STEPS, Query, lines, now, number, rate, state_shares
 
 TITLE = "asyncrl / Overview"
 UID = "asyncrl-overview"
-DESCRIPTION = "Is the run healthy? Green tiles, a reward that rises, and neither side waiting for the other."
+DESCRIPTION = (
+    "Is the run healthy? A healthy run has green tiles and a rising reward, and neither side waits for the other."
+)
 
 ROWS = {
     "Is it healthy?": [
         number(
             "Processes up",
-            "Endpoints of the run that answer Prometheus, by role: one learner, one buffer, one a generator, one a "
-            "node of Ray.",
+            "Endpoints of the run that answer Prometheus, by role: the learner, the buffer, each generator replica and "
+            "each Ray node have one.",
             Query(f"sum by (role) (up{{{RUN}}})", "{{role}}"),
             Query(f"count by (role) (up{{{RUN}}} == 0)", "{{role}} down"),
             unit="none",
@@ -20,8 +22,8 @@ ROWS = {
         ),
         number(
             "Alerts firing",
-            "Of the run, and of a Ray that Prometheus found by itself, which knows of no run. Each alert's annotation "
-            "says what it means and which knob to turn.",
+            "Firing alerts of the run, and of Ray nodes that have no label `run` (Kubernetes). The annotation of each "
+            "alert says what it means and which setting to change.",
             Query(
                 f'count by (alertname) (ALERTS{{alertstate="firing", alertname=~"Asyncrl.*", {RAY}}})',
                 "{{alertname}}",
@@ -32,14 +34,15 @@ ROWS = {
         ),
         number(
             "Step",
-            "v, the learner's version: steps that were trained.",
+            "The learner's version: the number of trained steps.",
             Query(now("asyncrl_learner_policy_version", RUN), "step"),
             unit="none",
             thresholds=[(None, HEALTHY)],
         ),
         number(
             "Stall limit used",
-            "Time since the learner's last step over run.stall_timeout_s. At 1 the run may end itself.",
+            "Time since the learner's last step, divided by run.stall_timeout_s. From 100 % on, the run ends itself if "
+            "no group is committed either.",
             Query(
                 f'(time() - max(asyncrl_heartbeat_timestamp_seconds{{role="learner", {RUN}}})) '
                 f"/ max(asyncrl_stall_timeout_seconds{{{RUN}}})",
@@ -50,7 +53,7 @@ ROWS = {
         ),
         number(
             "Oldest trained data",
-            "Staleness of the last step's oldest group, and the limit η, staleness.max_versions.",
+            "Largest staleness of a group in the last step, and the limit η (staleness.max_versions).",
             Query(now("asyncrl_group_staleness_max_versions", RUN), "oldest"),
             Query(now("asyncrl_staleness_limit_versions", RUN), "limit"),
             unit="suffix: versions",
@@ -59,15 +62,16 @@ ROWS = {
         ),
         number(
             "Effective samples",
-            "Share of the tokens that still count after importance weighting. Falling: lower staleness.max_versions.",
+            "Effective sample size after importance weighting, as a share of the tokens. If it falls, lower "
+            "staleness.max_versions.",
             Query(now("asyncrl_learner_ess_ratio", RUN), "effective"),
             unit="percentunit",
             thresholds=[(None, BAD), (0.5, DOUBTFUL), (0.95, HEALTHY)],
         ),
         number(
             "Parity limit used",
-            "Largest difference between the engines' log-probs and the learner's over weights.parity_tolerance_nats. "
-            "Above 1 the engines do not run what the learner trains.",
+            "Largest difference between the engines' and the learner's log-probs, divided by "
+            "weights.parity_tolerance_nats. Above 100 %, the engines do not compute the same model as the learner.",
             Query(
                 f"max(asyncrl_weight_parity_nats{{{RUN}}}) / max(asyncrl_weight_parity_limit_nats{{{RUN}}})",
                 "of the limit",
@@ -77,20 +81,20 @@ ROWS = {
         ),
         number(
             "Groups lost",
-            "Groups that were generated and not trained, but for those that a filter took out. 0 in a healthy run.",
+            "Groups that ended without being trained, except groups that a filter removed. 0 in a healthy run.",
             Query(f'sum(asyncrl_ledger_groups_total{{fate!~"trained|filtered", {RUN}}})', "groups"),
             unit="none",
             thresholds=[(None, HEALTHY), (1, DOUBTFUL)],
         ),
         number(
             "Generators",
-            "Replicas that the buffer knows, by what they do.",
+            "Replicas that are registered at the buffer, by state.",
             Query(now("asyncrl_replicas", RUN, by="state"), "{{state}}"),
             unit="none",
             thresholds=[(None, HEALTHY)],
         ),
     ],
-    "Does it learn, and who waits for whom?": [
+    "Does it learn, and which side waits for the other?": [
         lines(
             "Reward",
             "Mean reward of each step's samples, and of held-out evaluations.",
@@ -100,22 +104,23 @@ ROWS = {
         ),
         lines(
             "Learner's time",
-            "What the learner does. Much waiting_for_groups: add generators, unless they are blocked.",
+            "Share of the learner's time by state. If waiting_for_groups is large, add generators, unless the "
+            "generators are blocked.",
             Query(state_shares("asyncrl_learner_state_seconds_total", RUN), "{{state}}"),
             unit="percentunit",
             shares=True,
         ),
         lines(
             "Generators' time",
-            "What the generators' slots do. Much blocked_on_staleness: add learner ranks; where the "
-            "learner waits too, raise staleness.max_versions if the effective samples allow it.",
+            "Share of the generator slots' time by state. If blocked_on_staleness is large, add learner ranks. If the "
+            "learner waits too, raise staleness.max_versions while the effective sample size stays high.",
             Query(state_shares("asyncrl_generator_state_seconds_total", REPLICA), "{{state}}"),
             unit="percentunit",
             shares=True,
         ),
         lines(
             "Tokens",
-            "Completion tokens generated and trained. In the long run the two are equal.",
+            "Generated and trained completion tokens. In the long run both rates are equal.",
             Query(rate("asyncrl_generator_tokens_total", f'kind="completion", {REPLICA}'), "generated"),
             Query(rate("asyncrl_learner_tokens_total", RUN, over=STEPS), "trained"),
             unit="suffix: tokens/s",
@@ -123,7 +128,7 @@ ROWS = {
         ),
         lines(
             "Buffer",
-            "Groups that hold a slot, by state, and how many fit.",
+            "Groups that hold a slot, by state, and the capacity of the buffer.",
             Query(now("asyncrl_buffer_groups", RUN, by="state"), "{{state}}"),
             Query(now("asyncrl_buffer_capacity_groups", RUN), "capacity"),
             unit="suffix: groups",

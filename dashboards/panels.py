@@ -1,9 +1,12 @@
-"""What the three dashboards are made of: number, line and heat-map panels, and the queries that recur in them.
+"""The parts of the three dashboards: number, line and heat-map panels, and the queries that they share.
 
-Every panel is described and has a unit. Filters: `$run` is one run; `$replica` chooses generators, and only the queries
-of generators look at it. A Ray whose nodes Prometheus finds by itself, as on Kubernetes, knows of no run and is shown
-with each. A query's range is `$__rate_interval`, so that it fits the data source's scrape interval; of
-what moves once a step it is `$step_range`, which the reader chooses: a shorter one than a step would show gaps.
+Every panel has a description and a unit.
+
+Filters: `$run` is one run. `$replica` selects generators and filters only the queries on generators. On Kubernetes,
+Prometheus finds Ray's nodes without a run's list, so their series have no label `run`; they are shown with every run.
+
+Ranges: the range of a query is `$__rate_interval`, which fits the scrape interval of the data source. Metrics that
+change once per step use `$step_range`, which the reader chooses: a range shorter than a step would show gaps.
 """
 
 from typing import NamedTuple
@@ -38,28 +41,28 @@ STATE_COLOURS = {
     "generators_wait": "blue",
     "both_wait": "orange",
 }
-"""Those of `asyncrl up`: green works, yellow waits for the other side, red is short of room."""
+"""Colours of states, as in `asyncrl up`: green is work, yellow is waiting for the other side, red is a full buffer."""
 
 HEALTHY, DOUBTFUL, BAD = "green", "yellow", "red"
 BAD_NEWS = "/( down|^silent)$/"
-"""Names of numbers that are red whatever they are."""
+"""Matches names of numbers that are always red, whatever their value."""
 
 
 class Query(NamedTuple):
-    """PromQL, and the name of its lines: text with `{{label}}`."""
+    """A PromQL expression, and the legend of its lines, which may contain `{{label}}`."""
 
     expr: str
     legend: str
 
 
 Thresholds = list[tuple[float | None, str]]
-"""From which value on a number has a colour; the first is None, from the lowest on."""
+"""Pairs (lowest value, colour) of a number panel. The first value is None and stands for all lower values."""
 
 
 def number(
     title: str, description: str, *queries: Query, unit: str, thresholds: Thresholds, span: int = 4
 ) -> stat.Panel:
-    """The value of this moment: of a run that has ended there is none."""
+    """Returns a panel with the present value of each query. A run that has ended has no present value."""
     steps = [models.Threshold(value=value, color=colour) for value, colour in thresholds]
     panel = (
         stat.Panel()
@@ -83,7 +86,7 @@ def number(
 def lines(
     title: str, description: str, *queries: Query, unit: str, span: int = 8, shares: bool = False, zero: bool = True
 ) -> timeseries.Panel:
-    """Lines over time. `shares` add up to 1 and are stacked; with `zero` the axis begins there."""
+    """Returns a panel with lines over time. `shares` are stacked and add up to 1. With `zero` the axis starts at 0."""
     panel = (
         timeseries.Panel()
         .title(title)
@@ -116,7 +119,7 @@ def lines(
 def heat(
     title: str, description: str, histogram: str, filters: str, *, unit: str, span: int = 8, over: str = OFTEN
 ) -> heatmap.Panel:
-    """How many values fell into each bucket of a histogram, over time."""
+    """Returns a heat map: the number of values in each bucket of a histogram, over time."""
     expr = f"sum by (le) (increase({histogram}_bucket{{{filters}}}[{over}]))"
     query = _target(Query(expr, "{{le}}"), "A").format("heatmap")
     return (
@@ -135,24 +138,27 @@ def heat(
 
 
 def now(gauge: str, filters: str, *, by: str = "") -> str:
-    """A gauge. One line, and one a value of `by`, over the processes that a run of this name has had one after the
-    other: each start has a port, and so series, of its own."""
+    """Returns the query of a gauge: one line, or one line per value of the label `by`.
+
+    `max` joins the series of all processes that a run of this name had one after the other. Each start has another
+    port, and therefore other series.
+    """
     return f"max{f' by ({by})' if by else ''} ({gauge}{{{filters}}})"
 
 
 def rate(counter: str, filters: str, *, by: str = "", over: str = OFTEN) -> str:
-    """A counter's pace, a second, added up over processes."""
+    """Returns the query of a counter's rate per second, summed over processes."""
     return f"sum{f' by ({by})' if by else ''} (rate({counter}{{{filters}}}[{over}]))"
 
 
 def mean(histogram: str, filters: str, *, by: str = "") -> str:
-    """The mean of what a histogram of steps or of weights saw lately."""
+    """Returns the query of the recent mean of a histogram that gets values once per step or per weight update."""
     total, count = (rate(f"{histogram}_{part}", filters, by=by, over=STEPS) for part in ("sum", "count"))
     return f"{total} / {count}"
 
 
 def quantiles(histogram: str, filters: str, *, name: str = "", over: str = OFTEN) -> list[Query]:
-    """The median and the 95th percentile of what a histogram saw lately."""
+    """Returns the queries of the recent median and 95th percentile of a histogram."""
     buckets = rate(f"{histogram}_bucket", filters, by="le", over=over)
     return [
         Query(f"histogram_quantile({quantile}, {buckets})", f"{name} {legend}".strip())
@@ -161,7 +167,7 @@ def quantiles(histogram: str, filters: str, *, name: str = "", over: str = OFTEN
 
 
 def state_shares(counter: str, filters: str) -> str:
-    """Of all processes' time, the share of each state."""
+    """Returns the query of each state's share of the time of all processes."""
     return f"{rate(counter, filters, by='state')} / on () group_left () {rate(counter, filters)}"
 
 

@@ -1,1 +1,1 @@
-"""The learner's loop: lease, advantages, train, acknowledge, publish; and the records of its steps."""
+"""The learner's loop (lease, advantages, train, acknowledge, publish) and the records of its steps."""

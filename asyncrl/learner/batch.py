@@ -1,6 +1,9 @@
-"""From a lease to what the ranks train: filters, advantages from rewards, masks, names of rows. Metadata only.
+"""Turns a lease into the input of the ranks: filters, advantages from rewards, masks and the names of rows.
 
-The bound is checked once more here: a group whose oldest token is beyond the η of its ticket is our bug.
+The functions use only the metadata of the groups. The rows stay in the data plane.
+
+`check_staleness` checks the staleness bound a last time before training. A group whose oldest token is older than the
+limit η of its ticket is a bug of asyncrl.
 """
 
 import math
@@ -25,27 +28,36 @@ from asyncrl.policy.meta_rank import LIMIT, STEP
 
 
 def check_staleness(lease: Lease) -> None:
-    """Raises StalenessViolation when a leased group is beyond its ticket's limit."""
+    """Raises StalenessViolation when a leased group is staler than the limit of its ticket."""
     for group in lease.groups:
         staleness = lease.step - group.meta.oldest
         if staleness > group.max_staleness_versions:
             raise StalenessViolation(
-                f"group {group.meta.key} is {staleness} versions old at step {lease.step}, its ticket allows "
-                f"{group.max_staleness_versions}: this is a bug in admission or in the lease rule"
+                f"group {group.meta.key} is {staleness} versions old at step {lease.step}, but its ticket allows at "
+                f"most {group.max_staleness_versions} versions. This is a bug of asyncrl in the admission rule or the "
+                "lease rule: report it with the run's directory"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSamples:
-    """What filters and estimator make of a step: one value a sample [B], group after group in the lease's order.
+    """The result of the filters and the advantage estimator for one step.
 
-    `rewards_B` are the filters'; without `advantages_B` a critic makes some of them, a value a token. Where the
-    policy's ranks make token-level advantages, `advantages_B` is their column `outcome_advantages`.
-    `zero_variance_ratio` is the share of groups whose rewards, as the estimator sees them, are all equal; of those with
-    equal rewards as they were scored, `all_right_ratio` is the share above 0 and `all_wrong_ratio` that of the others;
-    all three are NaN when no group has two samples that could differ;
-    `overlong_ratio` that of samples cut at their limit; `masked_ratio` that of samples with a mask of 0, by a filter or
-    because they have no token.
+    Tensors have the shape [B], one value per sample. Groups are in the order of the lease, and the samples of a group
+    are next to each other.
+
+    `rewards_B`: rewards after the filters, such as the penalty on overlong samples.
+    `advantages_B`: advantages per sample. None when the run has a critic: the critic computes one advantage per token
+    from `rewards_B`. When the policy's ranks compute token-level advantages, they read `advantages_B` as the column
+    `outcome_advantages`.
+    `mask_B`: 1.0 for a sample that is trained, else 0.0.
+    `zero_variance_ratio`: the share of groups whose rewards, as the estimator sees them, are all equal.
+    `all_right_ratio`: the share of groups whose scored rewards (before the filters) are all equal and above 0.
+    `all_wrong_ratio`: the share of groups whose scored rewards are all equal and not above 0.
+    `overlong_ratio`: the share of samples that were truncated at their length limit.
+    `masked_ratio`: the share of samples with a mask of 0, because a filter masks them or because they have no token.
+
+    The three ratios over groups are NaN when every group has one sample only: its reward has nothing to differ from.
     """
 
     rewards_B: torch.Tensor
@@ -60,8 +72,12 @@ class StepSamples:
 
 
 def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator | None, filters: SampleFilters) -> StepSamples:
-    """Advantages and masks of the whole step at once, so that batch statistics are those of all ranks. No estimator: a
-    critic's ranks have one. RunError when a reward or an advantage is not finite."""
+    """Computes the advantages and masks of all samples of a step.
+
+    The whole step is computed in one call, so that batch statistics cover the samples of all ranks. `estimator` is None
+    when the run has a critic, because then the critic's ranks compute the advantages. Raises RunError when a reward or
+    an advantage is not finite.
+    """
     sizes = [len(group.meta.rewards) for group in groups]
     agreed = [group.meta.rewards[0] for group in groups if len(set(group.meta.rewards)) == 1]
     ids_N = torch.tensor([group.meta.group for group in groups for _ in group.meta.rewards])
@@ -92,12 +108,12 @@ def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator | None,
 
 
 def sample_ids(group: LeasedGroup) -> list[str]:
-    """Keys of a group's rows in the data plane."""
+    """Returns the keys of a group's rows in the data plane, one per sample."""
     return samples_of(group.meta.key, count=len(group.meta.rewards))
 
 
 def step_meta(lease: Lease) -> KVBatchMeta:
-    """Names the rows of a lease, with all that the ranks must know of each: its length, and the limit of its ticket."""
+    """Returns the names of a lease's rows, with each row's length in tokens and the staleness limit of its ticket."""
     samples = [(group, i) for group in lease.groups for i in range(len(group.meta.rewards))]
     return KVBatchMeta(
         partition_id=TRAIN_PARTITION,
@@ -111,7 +127,11 @@ def step_meta(lease: Lease) -> KVBatchMeta:
 
 
 def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
-    """Groups by versions: `groups` at this step, split into `in_flight` (until ready) and `in_buffer` (since)."""
+    """Returns three histograms that map a number of versions to a number of groups.
+
+    `groups` is the staleness at this step. It is the sum of `in_flight` (from the oldest token until the group was
+    committed) and `in_buffer` (from the commit until this step).
+    """
     histograms: dict[str, dict[int, int]] = {"groups": {}, "in_flight": {}, "in_buffer": {}}
     for group in lease.groups:
         for name, versions in (
@@ -125,7 +145,7 @@ def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
 
 
 class Decode(Protocol):
-    """The text of token ids; `special`: with special tokens."""
+    """Decodes token ids to text. With `special`, the text contains the special tokens."""
 
     def __call__(self, ids: Sequence[int], special: bool = False) -> str: ...
 
@@ -139,8 +159,12 @@ def sample_record(
     sample: int,
     decode: Decode,
 ) -> SampleRecord:
-    """One rollout of a group in full, from row `row` of `rows`: `input_ids`, `weight_versions`, `advantages`, of which
-    the mean over the completion is kept when there is one a token, and the log-probs that are among them."""
+    """Returns the full record of sample `sample` of a group, whose data is row `row` of `rows`.
+
+    `rows` needs the columns `input_ids`, `weight_versions` and `advantages`. When there is one advantage per token, the
+    record keeps their mean over the completion. The record contains `generation_logprobs` and `prev_logprobs` when
+    `rows` has these columns.
+    """
     prompt, tokens = leased.meta.prompt_tokens, leased.meta.completion_tokens[sample]
     cut = slice(prompt, prompt + tokens)
     advantage = rows["advantages"][row]

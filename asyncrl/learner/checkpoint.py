@@ -1,9 +1,10 @@
-"""Checkpoints of a run: the policy's weights, every so many steps and at the end, the newest few of them.
+"""Checkpoints of a run: saves the policy's weights every `checkpoint.every_steps` steps and at the end of the run.
 
-    <folder>/step-12/hf/    what vLLM and transformers load, and a later run with `model.path`
+    <folder>/step-12/hf/    a Hugging Face directory, which vLLM, transformers and a later run (`model.path`) can load
 
-A checkpoint that cannot be written does not end training, and the one before it stays. When the last one cannot be
-written, the run still writes what else it can before it fails.
+Only the newest `checkpoint.keep` checkpoints stay. When a checkpoint cannot be written, training goes on and the
+previous checkpoint stays. When the checkpoint at the end of the run cannot be written, the run first writes its other
+records and then fails.
 """
 
 import asyncio
@@ -26,7 +27,11 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class Checkpoints:
-    """`save_hf` writes a directory whole or not at all, and blocks."""
+    """Saves checkpoints below `folder` and deletes old ones.
+
+    `save_hf` writes the Hugging Face directory at the given path. It must write the whole directory or nothing, and it
+    may block: it is called in a thread.
+    """
 
     def __init__(
         self,
@@ -42,17 +47,20 @@ class Checkpoints:
         self._save_hf = save_hf
         self._metrics = metrics
         self._clock = clock
-        self._saved = 0  # before the first step there is nothing to save
+        self._saved = 0  # the step of the newest saved weights; 0 are the initial weights, which need no checkpoint
         self.unsaved: CheckpointError | None = None
-        """Why the weights of the run's end are not saved."""
+        """The error that prevented the save of the final weights; None when there was no such error."""
 
     def due(self, step: int) -> bool:
-        """Whether one is to be written now that `step` steps are trained."""
+        """Returns whether a checkpoint is due after `step` trained steps."""
         every = self._config.every_steps
         return every > 0 and step % every == 0
 
     async def save(self, step: int) -> None:
-        """Writes the weights after `step` steps, unless they are written, and drops old ones. CheckpointError."""
+        """Saves the weights after `step` steps, then deletes old checkpoints. Does nothing if they are saved already.
+
+        Raises CheckpointError when the weights cannot be written.
+        """
         if step == self._saved:
             return
         started_s = self._clock()
@@ -67,46 +75,54 @@ class Checkpoints:
         await asyncio.to_thread(self._drop_old)
 
     async def save_or_go_on(self, step: int) -> None:
-        """Like `save`; a failure is logged: the next one may succeed."""
+        """Saves like `save`, but logs a failure instead of raising it: the next checkpoint may succeed."""
         try:
             await self.save(step)
         except CheckpointError as error:
             logger.error(
-                "no checkpoint of step %d: %s\nthe run goes on; its weights will be lost unless they can be written "
-                "when it ends: free space on the disk of %s",
+                "the checkpoint of step %d was not written: %s\nThe run goes on. If the weights cannot be written at "
+                "its end either, they are lost: free space on the disk of %s",
                 step,
                 error,
                 self._folder,
             )
 
     async def save_last(self, step: int) -> None:
-        """Like `save`, at the run's end; a failure is kept in `unsaved` until the rest of the run is recorded."""
+        """Saves like `save` at the end of the run, but stores a failure in `unsaved` instead of raising it.
+
+        The caller raises it after all other records of the run are written.
+        """
         try:
             await self.save(step)
         except CheckpointError as error:
             self.unsaved = error
 
     def _drop_unfinished(self, step: int) -> None:
-        """A save that failed may have filled the disk, and an empty folder looks like a checkpoint."""
+        """Deletes the files of the failed save of `step`.
+
+        The failed save may have filled the disk, so its files must go. Its empty folder must go too, because it would
+        look like a checkpoint.
+        """
         folder = self._folder / f"step-{step}"
         shutil.rmtree(unfinished(folder / "hf"), ignore_errors=True)
-        with contextlib.suppress(OSError):  # it is not there, or it holds something else
+        with contextlib.suppress(OSError):  # the folder does not exist, or it contains other files and must stay
             folder.rmdir()
 
     def _drop_old(self) -> None:
-        """All but the newest; what a save left that did not end is no checkpoint."""
+        """Deletes all but the newest `checkpoint.keep` complete checkpoints, and the remains of unfinished saves."""
         with self._warning():
             found = {int(match[1]): path for path in self._folder.iterdir() if (match := _STEP.fullmatch(path.name))}
             whole = sorted(step for step, path in found.items() if (path / "hf" / COMPLETE).exists())
             for step in found.keys() - whole[-self._config.keep :]:
-                with self._warning():  # one that stays is no reason for others to stay
-                    if step in whole:
+                with self._warning():  # one folder that cannot be deleted must not keep the others from being deleted
+                    if step in whole:  # moved away first, so that a kill during the deletion leaves no partial `hf`
                         discard(found[step] / "hf")
                     shutil.rmtree(found[step])
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
+        """Logs an OSError of its block as a warning, so that a failed deletion does not end the run."""
         try:
             yield
         except OSError as error:
-            logger.warning("old checkpoints in %s could not be removed: %s", self._folder, error)
+            logger.warning("old checkpoints in %s could not be deleted: %s. Delete them by hand", self._folder, error)

@@ -1,7 +1,7 @@
-"""A critic's part of a step: the values of states, token-level advantages from it, and its own training.
+"""The critic's part of a step: the values of states, the token-level advantages from them, and the critic's training.
 
-Values and advantages of a step come from the critic as it was at the step's start. The critic's columns and the
-policy's are named by metas of their own, so that neither fetches what only the other reads.
+The values and advantages of a step come from the critic's weights at the start of the step. The critic's training and
+the policy's training get separate metas (`KVBatchMeta`), so that each fetches only the columns that it reads.
 """
 
 import asyncio
@@ -21,12 +21,18 @@ from asyncrl.value.estimators import GAE, VTrace
 
 
 class CriticStages:
-    """The stages of `critic` as `config.critic` wants them; each returns when the ranks have done it. RowsLost when
-    rows are gone."""
+    """Runs the critic's stages with the settings of `config.critic`.
+
+    Each stage returns when all ranks have completed it, and raises RowsLost when rows are lost.
+    """
 
     def __init__(self, *, config: Config, critic: Critic) -> None:
         if config.critic is None:
-            raise ConfigError("there is a critic, and the configuration has no section `critic`", key="critic")
+            raise ConfigError(
+                "the learner got a critic, but the configuration has no section `critic`: add the section, or pass no "
+                "critic",
+                key="critic",
+            )
         self._critic = critic
         self._section, self._learner = config.critic, config.learner
         self._loss: ValueLossFunction = ClippedValueLoss(
@@ -36,22 +42,26 @@ class CriticStages:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The columns that advantages are made of."""
+        """The columns that the advantage estimator reads."""
         return self._estimator.reads
 
     def policy_waits(self, step: int) -> bool:
-        """Whether the policy is not trained at `step`, for the critic has too little to say yet."""
+        """Returns whether `step` trains only the critic: its values are too inaccurate before `critic.warmup_steps`."""
         return step < self._section.warmup_steps
 
     async def write_values(self, meta: KVBatchMeta) -> None:
+        """Writes the column `values` of the rows: the critic's value of each token's state."""
         await asyncio.to_thread(self._critic.get_values_from_meta, meta)
 
     async def write_advantages(self, meta: KVBatchMeta) -> None:
-        """Advantages and returns from the rows' `rewards` and `values`."""
+        """Computes advantages and returns from the rows' `rewards` and `values`, and writes them as columns."""
         await asyncio.to_thread(self._critic.get_advantages_from_meta, meta, self._estimator)
 
     async def train(self, meta: KVBatchMeta) -> StepReport:
-        """As many updates as the policy makes; one of all rows when they cannot be shared evenly."""
+        """Trains the critic on the rows, with as many updates as the policy makes.
+
+        When the rows cannot be divided evenly among updates and ranks, it makes one update with all rows.
+        """
         updates = self._learner.updates_per_step
         gbs = meta.size if meta.size % (updates * self._section.ranks) else meta.size // updates
         result: dict[str, Any] = await asyncio.to_thread(self._critic.train_from_meta, meta, self._loss, gbs=gbs)
@@ -60,7 +70,10 @@ class CriticStages:
 
 
 def build_estimator(config: Config) -> TokenEstimator:
-    """The estimator that `algorithm.advantage`, or the preset, and `critic` ask for."""
+    """Returns the token-level estimator for `algorithm.advantage` (or the preset's) and the section `critic`.
+
+    Settings of `critic` that are unset take the values that the preset's paper published.
+    """
     section, advantage = config.critic, advantage_of(config.algorithm)
     assert section is not None
     axes = resolve_advantage(advantage)
@@ -84,9 +97,11 @@ def build_estimator(config: Config) -> TokenEstimator:
 
 
 def critic_numbers(report: StepReport) -> dict[str, float]:
-    """A trained step's `value_loss`, `explained_variance` and `value_clipped_ratio`; nothing of a step without a
-    trained token. Variance is explained by the values that a token's update begins with: in a step of one update those
-    that its advantages were made of."""
+    """Returns `value_loss`, `explained_variance` and `value_clipped_ratio` of a step; empty without a trained token.
+
+    The explained variance uses the values at the start of each token's update. In a step with one update, these are the
+    values from which the advantages were computed.
+    """
     if not report.loss_metrics:
         return {}
     return {

@@ -1,9 +1,10 @@
-"""Held-out evaluation: the greedy reward of one version on questions that are never issued.
+"""Held-out evaluation: the reward of one version, with greedy sampling, on questions that are never used for training.
 
-Any live replica that has loaded the version answers. The caller pauses admission first, so that the replica has
-nothing newer to do; rewards count only when the replica still stands at that version afterwards.
+Any live replica that has loaded the version can run the evaluation. The caller pauses admission first, so that the
+replica does not load newer weights meanwhile. The rewards count only if the replica is still at that version
+afterwards.
 
-A run whose first evaluation gets not one reward cannot learn: it ends there with the cause.
+If every rollout of the first evaluation fails, training would fail in the same way. The run then ends with the cause.
 """
 
 import asyncio
@@ -30,19 +31,19 @@ REPLICA_POLL_S = 0.1
 
 
 class Replicas(Protocol):
-    """Generators, by the name of their actor."""
+    """Calls replicas of the generators by the name of their actor."""
 
     async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
-        """The version that the replica stands at afterwards, and for each task a greedy reward, or the failure of its
-        rollout.
+        """Generates a completion for each task with greedy sampling, and scores it.
 
-        ActorGone when the replica has ended.
+        Returns the version that the replica has loaded afterwards, and for each task the reward or the failure of its
+        rollout. Raises ActorGone when the replica's process has ended.
         """
         ...
 
 
 class ReplicaClient:
-    """The generators of a run."""
+    """Calls the replicas of a run, which are Ray actors in the run's namespace."""
 
     def __init__(self, *, namespace: str, timeout_s: float) -> None:
         self._namespace = namespace
@@ -60,7 +61,7 @@ class ReplicaClient:
 
 
 class HeldoutEvaluation:
-    """Evaluates versions on the first `eval.prompts` of `tasks`. `started_s` is the run's start on `clock`."""
+    """Evaluates versions on the first `eval.prompts` of `tasks`. `started_s` is the start of the run on `clock`."""
 
     def __init__(
         self,
@@ -88,11 +89,14 @@ class HeldoutEvaluation:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything to ask."""
+        """Whether there are held-out tasks to evaluate on."""
         return bool(self._tasks)
 
     async def replica_at(self, version: Version) -> str:
-        """Actor of a live replica that has loaded `version`. StallError when there is none in time."""
+        """Returns the actor name of a live replica that has loaded `version`, and waits for one if necessary.
+
+        Raises StallError when no live replica has loaded it within `run.stall_timeout_s`.
+        """
         deadline_s = self._clock() + self._stall_timeout_s
         while True:
             status = await self._buffer.status()
@@ -103,26 +107,27 @@ class HeldoutEvaluation:
                         return actor
             if self._clock() > deadline_s:
                 raise StallError(
-                    f"no replica has loaded the weights of {version.words} within run.stall_timeout_s = "
-                    f"{self._stall_timeout_s:g}; {replicas_in_words(status)}"
+                    f"no live replica has loaded the weights of {version.words} within run.stall_timeout_s = "
+                    f"{self._stall_timeout_s:g} s; {replicas_in_words(status)}. Look at the generators' logs for a "
+                    "failed weight update, or raise run.stall_timeout_s"
                 )
             await asyncio.sleep(REPLICA_POLL_S)
 
     async def evaluate(self, version: Version, *, actor: str) -> None:
-        """Has `actor` answer the held-out questions, and records the mean reward as that of `version`.
+        """Runs the held-out tasks on the replica `actor` and records their mean reward as the reward of `version`.
 
-        A rollout that fails is left out of the mean, as in training: one bad question must not end a run. RunError
-        when all rollouts of the first evaluation fail, or when it takes longer than `eval.timeout_s`: nothing was
-        trained yet, and training would fail alike. A later evaluation that takes longer is left out, with an error in
-        the log.
-        A replica that ends before it has answered is replaced by another one at that version (F2).
+        A failed rollout is left out of the mean, because one bad question must not end a run. Training treats it in the
+        same way. Raises RunError when all rollouts of the first evaluation fail, or when that evaluation takes longer
+        than `eval.timeout_s`: training would fail in the same way, and no training is lost yet. A later evaluation that
+        takes longer is left out, and an error is logged. If the replica ends before it answers, another replica at that
+        version runs the evaluation (F2).
         """
         while True:
             try:
                 at, answers = await self._replicas.evaluate(actor, self._tasks)
                 break
             except ActorGone as error:
-                logger.warning("held-out evaluation of %s: %s; another replica is asked", version.words, error)
+                logger.warning("held-out evaluation of %s: %s; it is repeated on another replica", version.words, error)
                 self._gone.add(actor)
                 actor = await self.replica_at(version)
             except TimeoutError:
@@ -130,14 +135,20 @@ class HeldoutEvaluation:
                 return
         if at != version:
             evaluated = at.words if at is not None else "no weights"
-            raise RunError(f"replica {actor} evaluated {evaluated} instead of {version.words}")
+            raise RunError(
+                f"replica {actor} evaluated {evaluated} instead of {version.words}: it changed its weights although "
+                "admission was paused. This is a bug of asyncrl: report it with the run's directory"
+            )
         rewards = [answer for answer in answers if not isinstance(answer, Failure)]
         failures = [answer for answer in answers if isinstance(answer, Failure)]
         first_one, self._evaluated = not self._evaluated, True
         if failures:
             what = f"held-out evaluation of {version.words}: {len(failures)} of {len(answers)} prompts got no reward"
             if first_one and not rewards:
-                raise RunError(f"{what}, so training did not start: {failures[0].words}. Fix it and start again.")
+                raise RunError(
+                    f"{what}, so training did not start. The first cause: {failures[0].words}. Fix the cause and start "
+                    "again."
+                )
             logger.warning("%s. The first cause: %s", what, failures[0].words)
         mean = sum(rewards) / len(rewards) if rewards else None
         self._log.append_eval(

@@ -1,7 +1,7 @@
-"""What the learner's loop asks of everything around it: policy and critic, the publisher, the buffer, the run's log.
+"""Interfaces between the learner's loop and its parts: policy, critic, publisher, buffer, checkpoints and records.
 
-In a run these are `TQPolicy`, `TQValue`, `Publisher`, `BufferClient` and the deployment; every call that leaves the
-process has a deadline of its own there.
+In a run, `TQPolicy`, `TQValue`, `Publisher`, `BufferClient`, `Checkpoints` and the deployment implement them. Each of
+their calls to another process has a deadline.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
 
 
 class Trainer(Protocol):
-    """The policy: `TQPolicy`'s calls, which block."""
+    """The policy: the calls of `TQPolicy` that the loop uses. They block."""
 
     def prepare_step(self, num_samples: int, group_size: int | None = None) -> None: ...
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None: ...
@@ -34,7 +34,7 @@ class Trainer(Protocol):
 
 
 class Critic(Protocol):
-    """The critic: `TQValue`'s calls, which block."""
+    """The critic: the calls of `TQValue` that the loop uses. They block."""
 
     def get_values_from_meta(self, meta: KVBatchMeta) -> None: ...
     def get_advantages_from_meta(self, meta: KVBatchMeta, estimator: TokenEstimator) -> None: ...
@@ -44,7 +44,11 @@ class Critic(Protocol):
 
 
 class Publications(Protocol):
-    """Publishing a version: `publish` returns when the weights are copied, `settle` when they are delivered."""
+    """Publishes versions.
+
+    `publish` returns when the weights are copied, so that the next step may change them. `settle` returns when they are
+    delivered to the weight store.
+    """
 
     @property
     def published(self) -> Version | None: ...
@@ -53,7 +57,7 @@ class Publications(Protocol):
 
 
 class Buffer(Protocol):
-    """The buffer's learner side."""
+    """The calls of the replay buffer that the learner uses."""
 
     async def lease(self, *, wait_s: float) -> Lease | LeaseWait: ...
     async def status(self) -> RunStatus: ...
@@ -61,7 +65,7 @@ class Buffer(Protocol):
 
 
 class Saves(Protocol):
-    """The run's checkpoints, by trained steps."""
+    """Saves the run's checkpoints. `step` is the number of trained steps. See `asyncrl.learner.checkpoint`."""
 
     def due(self, step: int) -> bool: ...
     async def save_last(self, step: int) -> None: ...
@@ -69,7 +73,7 @@ class Saves(Protocol):
 
 
 class RunLog(Protocol):
-    """Where records go."""
+    """Writes the run's records."""
 
     def append_step(self, record: StepRecord) -> None: ...
     def append_eval(self, record: EvalRecord) -> None: ...

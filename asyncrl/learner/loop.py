@@ -1,11 +1,18 @@
-"""The learner's loop: lease, filters and advantages, train, ack, publish; held-out evaluation at both ends.
+"""The learner's loop: lease a step's groups, compute advantages, train, acknowledge, publish the weights.
 
-With token-level advantages: lease, filters, log-probs, advantages, train. With a critic: lease, filters, values,
-log-probs, token-level advantages, train the critic, train the policy.
+The stages of a step depend on the algorithm:
 
-What must hold: a lease ends by ack, skip or give-back, whatever happens in between; a version is published only after
-its ack; the last version is published, evaluated and saved before the run ends. Every stage is timed into the learner's
-state-seconds.
+- advantages per sample: lease, filters and advantages, train;
+- advantages per token: lease, filters, log-probs, advantages, train;
+- a critic: lease, filters, values, log-probs, advantages, train the critic, train the policy.
+
+A held-out evaluation runs before the first and after the last step. The loop keeps these invariants:
+
+- every lease ends by ack, skip or give-back, also when a stage fails;
+- a version is published only after the ack of its step;
+- the last version is saved before the run ends; it is also published and evaluated, unless the run was stopped.
+
+The time of every stage is counted in the learner's state-seconds.
 """
 
 import asyncio
@@ -44,13 +51,18 @@ from asyncrl.weights.parity import parity_tolerance_nats
 logger = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
+"""Longest wait of one lease call, so that the loop checks `stop` and the run's progress in between."""
 ROWS_SETTLE_S = 5.0
+"""How long the end of a run waits until other processes have cleared their rows."""
 ROWS_POLL_S = 0.1
 
 
 class LearnerLoop:
-    """One run's loop over `learner.total_steps` steps. `states` times the learner's process, which is starting until
-    `run`; `started_s` is the run's start on the monotonic clock."""
+    """Runs the `learner.total_steps` steps of a run.
+
+    `states` counts the seconds of the learner's process by state; its state is `starting` until `run` is called.
+    `started_s` is the start of the run on the monotonic clock `clock`.
+    """
 
     def __init__(
         self,
@@ -81,7 +93,7 @@ class LearnerLoop:
         self._critic = None if critic is None else CriticStages(config=config, critic=critic)
         self._estimator: Estimator | None = None
         self._by_token: DiscountedReturns | None = None
-        if critic is None:  # else its ranks have an estimator
+        if critic is None:  # with a critic, `CriticStages` has the estimator
             self._estimator, self._by_token = resolve_estimators(advantage_of(config.algorithm))
         self._filters = build_filters(config)
         self._states = states
@@ -97,11 +109,12 @@ class LearnerLoop:
         self.phase = "publishing the first weights"
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
-        """Trains until the last step, the last prompt or `stop`."""
+        """Trains until `learner.total_steps`, the last prompt or `stop`, and returns the totals of the run."""
         self._states.enter("other")
         learner = self._config.learner
         samples = learner.groups_per_step * learner.group_size
         await asyncio.to_thread(self._policy.prepare_step, samples, learner.group_size)
+        # Admission stays paused until the first version is published and evaluated: see `asyncrl.learner.heldout`.
         await self._buffer.call("pause")
         first = version = (await self._buffer.status()).version
         await self._publish(version)
@@ -116,7 +129,8 @@ class LearnerLoop:
             try:
                 version = await self._step(lease)
             except BaseException:
-                # Refused and counted when the lease has already ended; what is raised is the first cause.
+                # The buffer refuses and counts a give-back of a lease that has already ended. An error of the give-back
+                # is suppressed, so that the caller gets the error that ended the step.
                 with contextlib.suppress(Exception):
                     await self._buffer.call("give_back", lease.incarnation, lease.step)
                 raise
@@ -130,7 +144,7 @@ class LearnerLoop:
                 await self._publish(version)
             await self._evaluate(version, stop)
         await self._publisher.settle()
-        if version != first:
+        if version != first:  # a run that trained no step has no new weights to save
             await self._while_saving(self._checkpoints.save_last(version.step), version)
         rows = await self._rows_outstanding(until_none=not stop.is_set())
         return self._recorder.run_totals(await self._buffer.status(), rows_outstanding=rows)
@@ -138,7 +152,10 @@ class LearnerLoop:
     # --- one step -----------------------------------------------------------------------------------------------
 
     async def _lease(self, stop: asyncio.Event) -> Lease | None:
-        """The next step's groups; None when the run is over. StallError when nothing moves."""
+        """Waits for the groups of the next step; returns None when there are no more steps or `stop` is set.
+
+        Raises StallError when nothing moves, and RunError after too many failures (`check_progress`).
+        """
         self._states.enter("waiting_for_groups")
         while not stop.is_set():
             answer = await self._buffer.lease(wait_s=min(LEASE_WAIT_S, self._config.run.stall_timeout_s))
@@ -151,7 +168,7 @@ class LearnerLoop:
         return None
 
     async def _step(self, lease: Lease) -> Version:
-        """Trains one lease and ends it; the learner's version after it."""
+        """Trains the groups of one lease and ends the lease. Returns the learner's version afterwards."""
         started_s = self._clock()
         check_staleness(lease)
         samples = judge_samples(lease.groups, estimator=self._estimator, filters=self._filters)
@@ -160,7 +177,8 @@ class LearnerLoop:
             report, critic_report = await self._train(meta, samples, step=lease.step)
         except RowsLost as lost:
             return await self._give_back(lease, lost)
-        if not report.skipped:  # NaN log-probs skip the step; they say nothing of two models' agreement
+        # NaN log-probs skip the step. They do not show whether the engine's and the learner's weights agree.
+        if not report.skipped:
             self._check_parity(report, step=lease.step)
         status = await (self._skip(lease) if report.skipped else self._ack(lease))
         ended = EndedStep(
@@ -176,7 +194,7 @@ class LearnerLoop:
             self._recorder.skipped(ended)
         else:
             self._recorder.trained(ended)
-            await self._write_samples(lease, meta)
+            await self._write_samples(lease, meta)  # reads rows, so it comes before `finish_step`, which clears them
         await asyncio.to_thread(self._policy.finish_step, meta)
         await self._rows_outstanding()
         self._check_nonfinite([report, critic_report], lease)
@@ -185,15 +203,20 @@ class LearnerLoop:
     async def _train(
         self, meta: KVBatchMeta, samples: StepSamples, *, step: int
     ) -> tuple[StepReport, StepReport | None]:
-        """The step's stages, in order; the reports of policy and critic. RowsLost when rows are gone; then the policy
-        was not trained. The critic, which is trained before it, may have been: what is left of the rows teaches it once
-        more, and its advantages are made anew."""
+        """Runs the stages of a step in order and returns the reports of the policy and the critic.
+
+        Raises RowsLost when rows are lost; the policy is then not trained. The critic is trained before the policy, so
+        it may be trained already. The remaining rows are then leased again: the critic trains on them a second time,
+        and
+        their advantages are computed again.
+        """
         policy, critic = self._policy, self._critic
-        # names what advantages and the critic are made of, which the policy's training does not fetch
+        # A second meta for the same rows. It names the columns that only the estimator and the critic read, so that the
+        # policy's training does not fetch them.
         aside = meta.slice(0, meta.size)
         read: frozenset[str] = getattr(self._loss, "columns", frozenset())
         columns = {"sample_mask": samples.mask_B}
-        # some objectives count tokens by prompt, or those of good rows
+        # Some objectives average over prompts (`group_ids`) or imitate rows with a high reward (`rewards`).
         columns |= {"rewards": samples.rewards_B} if "rewards" in read else {}
         columns |= {"group_ids": samples.group_ids_B} if "group_ids" in read else {}
         if critic is None and self._by_token is None:
@@ -208,12 +231,14 @@ class LearnerLoop:
         if critic is not None:
             critic_report = await self._timed(critic.train(aside))
         waits = critic is not None and critic.policy_waits(step)
-        self.phase = "training the critic alone (critic.warmup_steps)" if waits else "training"
+        self.phase = "training only the critic (critic.warmup_steps)" if waits else "training"
         return await self._timed(self._train_policy(meta, eval_mode=waits)), critic_report
 
     async def _score(self, meta: KVBatchMeta, aside: KVBatchMeta) -> None:
-        """What the objective reads of each token, and the advantages where tokens have their own, which may be made of
-        it too."""
+        """Writes the columns that the objective reads for each token, and the advantages if they are per token.
+
+        The log-probs come before the advantages, because an estimator may read them.
+        """
         policy, critic, updates = self._policy, self._critic, self._config.learner.updates_per_step
         reads: tuple[str, ...] = ()
         if critic is not None:
@@ -231,16 +256,19 @@ class LearnerLoop:
             await asyncio.to_thread(policy.get_advantages_from_meta, aside, self._by_token)
 
     async def _train_policy(self, meta: KVBatchMeta, *, eval_mode: bool) -> StepReport:
-        """In eval mode the step is only looked at."""
+        """Trains the policy on the rows. In eval mode it computes the same report but changes no weights."""
         updates = self._config.learner.updates_per_step
-        # a last short step that cannot be shared evenly is one update
+        # A last, short step whose rows cannot be divided evenly among updates and ranks is trained in one update.
         gbs = meta.size if meta.size % (updates * self._config.learner.ranks) else meta.size // updates
         result = await asyncio.to_thread(self._policy.train_from_meta, meta, self._loss, eval_mode=eval_mode, gbs=gbs)
         report: StepReport = result["report"]
         return report
 
     async def _timed(self, training: Awaitable[StepReport]) -> StepReport:
-        """Its report. The ranks know best how long they took for what: what the call took beyond that is `other`."""
+        """Awaits a training call and divides its time among the learner's states. Returns the report of the call.
+
+        The report has the seconds of each stage as the ranks measured them. The rest of the call's time is `other`.
+        """
         self._states.enter("forward_backward")
         started_s = self._clock()
         report = await training
@@ -251,8 +279,12 @@ class LearnerLoop:
         return report
 
     async def _give_back(self, lease: Lease, lost: RowsLost) -> Version:
-        """Nothing was trained: what is left of the step is leased again, with others in the place of what is lost."""
-        logger.warning("step %d is given back: %s", lease.step, lost)
+        """Gives a lease back whose rows are lost, and reports the lost groups to the buffer.
+
+        The policy was not trained. The remaining groups of the step are leased again, and other groups take the places
+        of the lost ones. Returns the learner's unchanged version.
+        """
+        logger.warning("step %d was not trained and is repeated without the lost rows: %s", lease.step, lost)
         keys = {group_of(sample): None for sample in lost.sample_ids}
         await self._buffer.call("give_back", lease.incarnation, lease.step)
         await self._buffer.call("rows_lost", list(keys))
@@ -261,8 +293,11 @@ class LearnerLoop:
         return Version(lease.incarnation, lease.step)
 
     async def _rows_outstanding(self, *, until_none: bool = False) -> int:
-        """Rows in the data plane. At the run's end others may still be clearing what nobody trained: for a while, what
-        is left is looked at again."""
+        """Returns the number of rows in the data plane.
+
+        At the end of a run, generators may still be clearing rows that will not be trained. With `until_none`, the
+        number is therefore read again until it is 0 or `ROWS_SETTLE_S` have passed.
+        """
         deadline_s = self._clock() + ROWS_SETTLE_S
         while True:
             rows = sum((await asyncio.to_thread(self._policy.rows_outstanding)).values())
@@ -272,7 +307,7 @@ class LearnerLoop:
             await asyncio.sleep(ROWS_POLL_S)
 
     async def _write_samples(self, lease: Lease, meta: KVBatchMeta) -> None:
-        """The first `learner.groups_logged` groups in full."""
+        """Writes all samples of the first `learner.groups_logged` groups to the run's sample file."""
         places = self._recorder.logged_samples(lease)
         if places:
             row_of = {name: row for row, name in enumerate(meta.sample_ids)}
@@ -285,13 +320,14 @@ class LearnerLoop:
             self._recorder.write_samples(lease, places, rows)
 
     def _logged_logprobs(self) -> list[str]:
+        """Returns the log-prob columns that sample records contain; only columns that this run computes."""
         if not self._config.learner.logprobs_logged:
             return []
         computed = needs_proximal(self._loss, updates=self._config.learner.updates_per_step)
         return ["generation_logprobs", *(["prev_logprobs"] if computed else [])]
 
     async def _ack(self, lease: Lease) -> RunStatus:
-        """The step is trained: the version grows, and is published if the gate says so."""
+        """Acknowledges a trained step, which increments the version. Publishes the version if the gate allows it."""
         status: RunStatus = await self._buffer.call("ack", lease.incarnation, lease.step)
         if should_publish(
             version=status.version,
@@ -303,51 +339,67 @@ class LearnerLoop:
         return status
 
     async def _skip(self, lease: Lease) -> RunStatus:
-        """Nothing was applied: the version stays, other prompts take the groups' places."""
-        logger.error("step %d was skipped: a loss or gradient is not finite; groups %s", lease.step, _names(lease))
+        """Ends the lease of a step that changed no weights. The version stays, and other prompts replace the groups."""
+        logger.error(
+            "step %d was skipped because a loss or a gradient is not finite: no weights were changed; its groups are "
+            "discarded: %s",
+            lease.step,
+            _names(lease),
+        )
         await self._buffer.call("skip", lease.incarnation, lease.step)
         return await self._buffer.status()
 
     def _check_parity(self, report: StepReport, *, step: int) -> None:
-        """On-policy tokens must have the log-probs that they were sampled with."""
+        """Compares the learner's and the engine's log-probs of on-policy tokens, which must agree.
+
+        Raises ParityError, or logs an error, when they differ by more than the tolerance.
+        """
         self._metrics.parity(report.on_policy_parity_max_nats)
         tolerance = parity_tolerance_nats(self._config)
         if report.on_policy_parity_max_nats <= tolerance:
             return
         message = (
             f"step {step}: log-probs of {report.on_policy_tokens} on-policy tokens differ by up to "
-            f"{report.on_policy_parity_max_nats:.3g} nats from those they were sampled with "
-            f"(weights.parity_tolerance_nats = {tolerance:g})"
+            f"{report.on_policy_parity_max_nats:.3g} nats from the engine's log-probs (weights.parity_tolerance_nats = "
+            f"{tolerance:g}). The generators sample from other weights or with other numerics than the learner: check "
+            "the dtype and the engine options, or raise weights.parity_tolerance_nats"
         )
         if self._config.weights.on_parity_failure == "stop":
             raise ParityError(message)
         logger.error("%s", message)
 
     def _check_nonfinite(self, reports: Sequence[StepReport | None], lease: Lease) -> None:
-        """Steps in a row that policy or critic skipped must end (F21)."""
+        """Raises NonFiniteError after `learner.max_nonfinite_steps` steps in a row that policy or critic skipped
+        (F21)."""
         skipped = any(report is not None and report.skipped for report in reports)
         self._nonfinite_in_a_row = self._nonfinite_in_a_row + 1 if skipped else 0
         limit = self._config.learner.max_nonfinite_steps
         if self._nonfinite_in_a_row >= limit:
             raise NonFiniteError(
-                f"{limit} steps in a row had a non-finite loss or gradient (learner.max_nonfinite_steps); the last one "
-                f"trained groups {_names(lease, most=8)}"
+                f"{limit} steps in a row (learner.max_nonfinite_steps) had a loss or gradient that is not finite. "
+                f"The last one had groups {_names(lease, most=8)}. Lower the learning rate, or look at the "
+                "rewards and samples of these groups"
             )
 
     # --- weights and evaluation ---------------------------------------------------------------------------------
 
     async def _while_saving(self, saving: Awaitable[None], version: Version) -> None:
+        """Awaits `saving` with the phase and the state that show that a checkpoint is being written."""
         before, self.phase = self.phase, f"saving the weights of {version.words}"
         with self._states.within("checkpoint"):
             await saving
         self.phase = before
 
     async def _publish(self, version: Version) -> None:
+        """Publishes `version` and counts the time until its snapshot is taken as `publish`."""
         with self._states.within("publish"):
             await self._publisher.publish(version)
 
     async def _evaluate(self, version: Version, stop: asyncio.Event) -> None:
-        """Held-out evaluation of `version`, given up at `stop`: the generators may be on their way out as well."""
+        """Evaluates `version` on held-out tasks, and cancels the evaluation at `stop`.
+
+        At `stop` the generators may be shutting down too, so the evaluation might never end.
+        """
         await self._publisher.settle()
         if not self._heldout.wanted:
             return
@@ -364,7 +416,7 @@ class LearnerLoop:
             await asyncio.gather(evaluation, stopping, return_exceptions=True)
 
     async def _heldout_reward(self, version: Version) -> None:
-        """Greedy, by whichever replica has loaded `version` first."""
+        """Waits for the first replica that has loaded `version`, and evaluates the version on it."""
         self.phase = f"waiting for a generator to load the weights of {version.words}"
         actor = await self._heldout.replica_at(version)
         self.phase = f"evaluating the weights of {version.words}"
@@ -372,4 +424,5 @@ class LearnerLoop:
 
 
 def _names(lease: Lease, *, most: int | None = None) -> str:
+    """Returns the keys of the first `most` groups of a lease, or of all groups, separated by commas."""
     return ", ".join(group.meta.key for group in lease.groups[:most])

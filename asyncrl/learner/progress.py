@@ -1,4 +1,4 @@
-"""When a learner that waits must give up: the run stands still, or too many rollouts failed. Pure."""
+"""Decides when a waiting learner must end the run: nothing moves, or too many rollouts failed. Pure functions."""
 
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.records import FailureStreak, LeaseWait
@@ -8,43 +8,50 @@ from asyncrl.learner.failures import in_words
 
 
 def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config) -> None:
-    """RunError when the buffer gave up after too many failures in a row, StallError (F5) when nothing moves on either
-    side."""
+    """Raises an error when the learner must not wait any longer for a lease.
+
+    Raises RunError when the buffer stopped because too many groups failed in a row. Raises StallError (F5) when no
+    group was committed and no step was trained for longer than `run.stall_timeout_s`.
+    """
     streak = status.failure_streak
     if waits is LeaseWait.TOO_MANY_FAILURES and streak is not None:
-        raise RunError(f"{_streak_in_words(streak, limit=config.generator.max_data_failures)}. Fix it and start again.")
+        raise RunError(
+            f"{_streak_in_words(streak, limit=config.generator.max_data_failures)}. Fix the cause and start again."
+        )
     limit_s = config.run.stall_timeout_s
     if status.quiet_s > limit_s:
         raise StallError(
-            f"nothing was committed or trained for {status.quiet_s:.0f} s (run.stall_timeout_s = {limit_s:g}): "
-            f"the learner waits ({waits.value}); {replicas_in_words(status)}{_failures_in_words(status)}"
+            f"no group was committed and no step was trained for {status.quiet_s:.0f} s (run.stall_timeout_s = "
+            f"{limit_s:g}). The learner waits ({waits.value}); {replicas_in_words(status)}"
+            f"{_failures_in_words(status)}. Look at the generators' logs, or raise run.stall_timeout_s if a group needs "
+            "longer than that"
         )
 
 
 def replicas_in_words(status: RunStatus) -> str:
-    """Where each replica stands, for an error that has to name both sides."""
+    """Describes the state of each replica, for an error message that names both the learner's and their state."""
     if not status.replicas:
         return "no generator has joined: start one with `asyncrl generator`"
     words = [
         f"{view.replica} at {view.version.words if view.version else 'no weights'}, "
         f"{view.reserved_groups} groups reserved"
         + (f", refused for {view.refused_for.value}" if view.refused_for else "")
-        + ("" if view.live else ", silent")
+        + ("" if view.live else ", no heartbeats")
         for view in status.replicas
     ]
     return "generators: " + "; ".join(words)
 
 
 def _failures_in_words(status: RunStatus) -> str:
-    """The end of a sentence: how many rollouts failed, with the first cause; nothing when none did."""
+    """Returns the failed rollouts by reason and the first cause, as the end of a sentence; "" if no rollout failed."""
     if not status.failures:
         return ""
-    return f"; rollouts that failed: {in_words(status.failures)}, first {status.failures[0].first.words}"
+    return f"; failed rollouts: {in_words(status.failures)}; the first cause: {status.failures[0].first.words}"
 
 
 def _streak_in_words(streak: FailureStreak, *, limit: int) -> str:
-    """How often in a row which part failed, with the first cause, and with the last one where it is another."""
+    """Describes the failures in a row: which part failed, how often, the first cause, and the last if it differs."""
     first, last = streak.first, streak.last
     what = "your reward" if first.of_reward and last.of_reward else "generating a group"
     words = f"{what} failed {streak.groups} times in a row (generator.max_data_failures = {limit}): {first.words}"
-    return words if last.message == first.message else f"{words}; the last time: {last.words}"
+    return words if last.message == first.message else f"{words}; the last failure: {last.words}"

@@ -1,6 +1,8 @@
-"""Publishing a version from the learner's side: the step pays for the snapshot, the delivery runs beside the next.
+"""Publishes a version from the learner: takes a snapshot of the weights, then delivers it to the weight store.
 
-One delivery is under way at a time, so versions reach the store in order.
+Training waits for the snapshot only. The delivery runs at the same time as the next step. At most one delivery runs at
+a
+time, so versions reach the weight store in order.
 """
 
 import asyncio
@@ -15,16 +17,21 @@ from asyncrl.weights.transports.interfaces import Transport
 
 
 class Ranks(Protocol):
-    """The policy's ranks: a function on each of them, in the order of their steps or beside those. Calls block."""
+    """Runs a function on each of the policy's ranks and returns the results by rank. Both calls block.
+
+    `on_ranks` runs it between the steps of a rank, in the order of the calls. `beside_ranks` runs it at the same time
+    as the steps.
+    """
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
     def beside_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
 
 
 class Publisher:
-    """Turns the ranks' current weights into publications.
+    """Publishes the current weights of the policy's ranks.
 
-    `announce` tells the buffer, `offer` the weight store; `delivered` records sizes and seconds by phase.
+    `announce` sends the published version to the buffer. `offer` sends the manifest to the weight store. `delivered`
+    records the size of the publication and the seconds of its phases.
     """
 
     def __init__(
@@ -54,7 +61,10 @@ class Publisher:
         return self._published
 
     async def publish(self, version: Version) -> None:
-        """Returns when the snapshot is taken; the previous delivery, if any, is awaited first."""
+        """Waits for the previous delivery, takes a snapshot of the weights and starts its delivery.
+
+        Returns when the snapshot is taken. Raises the error of the previous delivery if it failed.
+        """
         await self.settle()
         started_s = time.monotonic()
         logprobs = (await asyncio.to_thread(self._ranks.on_ranks, take_snapshot, self._entries, self._probe_tokens))[0]
@@ -66,7 +76,7 @@ class Publisher:
         )
 
     async def settle(self) -> None:
-        """Waits for the delivery under way; raises what it raised."""
+        """Waits for the running delivery, if there is one, and raises its error if it fails."""
         if self._delivery is not None:
             delivery, self._delivery = self._delivery, None
             await delivery
@@ -84,7 +94,8 @@ class Publisher:
             buckets=tuple(bucket.bucket for bucket in buckets),
             probe=probe,
         )
-        # The buffer hears first: the gate must never know less than a replica that loads at once.
+        # The buffer must get the version before any replica can load it: a replica may load it right after the offer,
+        # and the gate (asyncrl/weights/gate.py) compares the replicas' versions with the published one.
         await self._announce(version)
         await self._offer(manifest, [bucket.handle for bucket in buckets])
         self._delivered(manifest, {"snapshot": snapshot_s, "deliver": time.monotonic() - started_s})

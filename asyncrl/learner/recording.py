@@ -1,8 +1,9 @@
-"""What is recorded of a step that ended, trained or skipped: metrics, its record, some samples; the run's totals. And,
-before all steps, what runs and within which limits.
+"""Records each ended step, trained or skipped: metrics, a step record and some samples. Also records the run's totals.
 
-A step whose rows were lost did not end: its lease was given back, what is left of it is leased again, and the ledger
-counts the lost groups.
+Before the first step, `described_metrics` sets the metrics that describe the run and its limits.
+
+A step whose rows were lost has not ended and is not recorded: its lease was given back, and its remaining groups are
+leased again. The ledger counts the lost groups.
 """
 
 import math
@@ -29,7 +30,8 @@ DISCARDED_FATES = (Fate.DROPPED, Fate.FILTERED, Fate.SKIPPED, Fate.ROWS_LOST, Fa
 
 
 def described_metrics(config: Config) -> LearnerMetrics:
-    """A learner's metrics that say what it runs and which limits hold, so that alerts do from the first scrape on."""
+    """Returns a learner's metrics with the run's description and limits set, so that alerts work from the first
+    scrape."""
     metrics = LearnerMetrics()
     metrics.run_info(config)
     metrics.deadlines(config)
@@ -45,8 +47,11 @@ def described_metrics(config: Config) -> LearnerMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedStep:
-    """A step and its end: `status` is the buffer right after the ack or skip, `published` the newest version whose
-    weights were copied, `duration_s` the time from the lease on. Only a run with a critic has a `critic_report`."""
+    """A step that was acked or skipped.
+
+    `status` is the buffer's status right after the ack or skip. `published` is the newest version whose snapshot was
+    taken. `duration_s` is the time since the lease was received. `critic_report` is None in a run without a critic.
+    """
 
     lease: Lease
     samples: StepSamples
@@ -58,10 +63,10 @@ class EndedStep:
 
 
 class StepRecorder:
-    """Records steps one after the other and adds up what only the learner knows.
+    """Records the steps of a run in order.
 
-    `elapsed_s` is the time since the run's start, `state_seconds` the learner's seconds by state. The first
-    `groups_logged` groups of a trained step are written with all of their samples.
+    `elapsed_s` returns the seconds since the start of the run, `state_seconds` the learner's seconds by state. The
+    first `groups_logged` groups of a trained step are written to the sample file with all of their samples.
     """
 
     def __init__(
@@ -83,19 +88,19 @@ class StepRecorder:
         self._mid_sequence_updates = 0
 
     def trained(self, step: EndedStep) -> None:
-        """The step was acked."""
+        """Records a step that was acked."""
         self._mid_sequence_updates += sum(group.meta.mid_sequence_updates for group in step.lease.groups)
         self._show(step, outcome="trained", tokens=step.report.trained_tokens)
         self._show_trained(step)
         self._log.append_step(self._record(step))
 
     def skipped(self, step: EndedStep) -> None:
-        """The step changed nothing, for a loss or a gradient was not finite."""
+        """Records a step that changed no weights because a loss or a gradient was not finite."""
         self._show(step, outcome="skipped", tokens=0)
         self._log.append_step(self._record(step))
 
     def run_totals(self, status: RunStatus, *, rows_outstanding: int) -> RunTotals:
-        """What the run's end adds to its steps."""
+        """Returns the totals of the run from the buffer's last `status`."""
         fates = status.account.fates
         return RunTotals(
             wall_s=self._elapsed_s(),
@@ -214,12 +219,15 @@ class StepRecorder:
     # --- samples ------------------------------------------------------------------------------------------------
 
     def logged_samples(self, lease: Lease) -> list[tuple[int, int]]:
-        """(group, sample) of the rollouts to be written in full: those of whole groups, which can be compared."""
+        """Returns the (group, sample) positions of the rollouts that are written to the sample file.
+
+        All samples of a group are written, so that a reader can compare them.
+        """
         groups = enumerate(lease.groups[: self._groups_logged])
         return [(place, sample) for place, group in groups for sample in range(len(group.meta.rewards))]
 
     def write_samples(self, lease: Lease, places: Sequence[tuple[int, int]], rows: BatchedDataDict) -> None:
-        """Writes the rollouts at `places`, whose rows are those of `rows`."""
+        """Writes the rollouts at `places`. Row i of `rows` belongs to the i-th place."""
         self._log.write_samples(
             lease.step,
             [
@@ -230,13 +238,18 @@ class StepRecorder:
 
 
 def _groups_failed(status: RunStatus) -> dict[str, int]:
-    """Groups that failed for good, by reason. `expired`: their replicas fell silent, and no attempt was left."""
+    """Returns the number of failed groups by reason, without groups that were retried.
+
+    The reason `expired` counts groups without a failed rollout: their replica stopped sending heartbeats on the last
+    attempt.
+    """
     by_reason = groups_by_reason(status.failures)
     expired = status.account.fates[Fate.FAILED].groups - sum(by_reason.values())
     return by_reason | ({"expired": expired} if expired > 0 else {})
 
 
 def _mfu_ratio(step: EndedStep) -> float | None:
+    """Returns the model FLOPs of the step divided by what the devices can do in its duration; None if unknown."""
     flops, peak = step.report.model_flops, step.report.peak_flops_per_s
     return None if flops is None or peak is None else flops / (peak * step.duration_s)
 
@@ -255,7 +268,10 @@ def _tokens_by_staleness(report: StepReport) -> dict[int, int]:
 
 
 def _length_ratio(status: RunStatus) -> float | None:
-    """Mean completion length of trained groups ÷ that of all finished ones; None before there are any."""
+    """Returns the mean completion length of trained samples divided by that of all finished samples.
+
+    Returns None until there is a trained sample. A value below 1 means that long completions are discarded more often.
+    """
     trained, issued = status.account.fates[Fate.TRAINED], status.account.issued
     finished_samples = issued.samples - status.account.fates[Fate.RESERVED].samples
     if not (trained.samples and finished_samples and issued.tokens):
@@ -264,14 +280,14 @@ def _length_ratio(status: RunStatus) -> float | None:
 
 
 def _mean_states(status: RunStatus) -> dict[str, float]:
-    """State-seconds averaged over the replicas that ever reported."""
+    """Returns the seconds by state, averaged over all replicas that have reported at least once."""
     reports = list(status.reports.values())
     states = {state for report in reports for state in report.state_seconds}
     return {state: sum(r.state_seconds.get(state, 0.0) for r in reports) / len(reports) for state in sorted(states)}
 
 
 def _finite(value: float) -> float | None:
-    """What is not finite was not measured."""
+    """Returns `value`, or None when it is not finite, because reports use NaN for what was not measured."""
     return value if math.isfinite(value) else None
 
 

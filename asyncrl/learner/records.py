@@ -1,8 +1,13 @@
-"""What a run writes down about itself: who runs, what it does, one JSON object a line, and the summary made of that.
+"""The files that a run writes: its description, one record per step and evaluation, samples, and the summary.
 
-`steps.jsonl` has a `StepRecord` a step, `evals.jsonl` an `EvalRecord` a held-out evaluation, `samples/step-N.jsonl`
-a few `SampleRecord`s a step. Seconds are monotonic seconds since the run's start. What is not finite is written as
-null, which is all that JSON has for it. A last line without its newline is what a killed writer leaves: it is ignored.
+- `run.json` has a `RunInfo`: the process of the run and its state.
+- `steps.jsonl` has one `StepRecord` per step, one JSON object per line.
+- `evals.jsonl` has one `EvalRecord` per held-out evaluation.
+- `samples/step-N.jsonl` has a few `SampleRecord`s of step N.
+- `summary.json` has a `Summary`, computed from the records at the end of the run.
+
+Seconds are monotonic seconds since the start of the run. Numbers that are not finite are written as null, because JSON
+cannot express them. A killed writer can leave a last line without its newline; readers ignore such a line.
 """
 
 import math
@@ -16,12 +21,14 @@ from asyncrl.errors import RunError
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`run.json`. Times are ISO 8601 in UTC. `nonce` tells this run from others of its name.
+    """The description of a run: `run.json`. Times are ISO 8601 in UTC.
 
-    A run is `stopped` when it was asked to end before its last step. It has `died` when its process went away without
-    a word; another process found that out, and `finished` is when the run last wrote a record. `ray_session` is the
-    folder of the Ray that the run started, if it did. `shared_memory` are names of files in /dev/shm that the run's
-    engines use; a killed engine leaves them there.
+    `nonce` distinguishes this run from other runs of the same name.
+
+    `state` is `stopped` when the run was asked to end before its last step. It is `died` when the run's process ended
+    without writing a final state; another process then wrote this state, and `finished` is the time of the last record.
+    `ray_session` is the folder of the Ray instance that the run started; None when the run used a running Ray.
+    `shared_memory` lists the files in /dev/shm that the run's engines use. A killed engine leaves them there.
     """
 
     name: str
@@ -38,22 +45,25 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One step, right after its ack, or after it was skipped because a loss or a gradient was not finite.
+    """One step, recorded right after its ack, or after it was skipped because a loss or a gradient was not finite.
 
-    A skipped step (`trained` is false) changed no weights: nothing of it counts as trained, its histograms are empty,
-    and what was measured of it is null where it was not finite. The next record has the same `step`.
+    A skipped step (`trained` is false) changed no weights. Its counts of trained samples and tokens are 0, its
+    histograms are empty, and its measurements are null where they are not finite. The next record has the same `step`.
 
-    Histograms map a number of versions to so many trained groups or tokens. State seconds are totals since the
-    process's start, a generator's averaged over the replicas; so are `generated_samples`, `generated_tokens`,
-    `weight_updates` and `mid_sequence_updates`, which are sums over the replicas. `ledger_groups` has every fate's
-    groups. `model_flops` are those of the policy's passes, of a skipped step's too, and `mfu_ratio` is their share of
-    what the devices could have done in `duration_s`; null where it is not known. `diagnostics` are by name: the step
-    report's, the loss's own, and shares of groups whose rewards are equal.
+    `group_staleness` and `token_staleness` map a staleness in versions to the number of trained groups or tokens.
+    `learner_state_s` and `generator_state_s` are total seconds by state since the process started. The generators'
+    seconds are averaged over the replicas. `generated_samples`, `generated_tokens`, `weight_updates` and
+    `mid_sequence_updates` are totals since the start too, summed over the replicas. `ledger_groups` maps each fate to
+    its number of groups. `model_flops` are the FLOPs of the policy's passes, also in a skipped step. `mfu_ratio` is
+    their share of what the devices can do in `duration_s`. Both are null where they are not known. `diagnostics` has,
+    by name, the diagnostics of the step report, the loss's own metrics, the critic's numbers and the shares of groups
+    whose rewards are all right or all wrong.
 
     `reward_std` is the population standard deviation over the step's samples. `zero_variance_ratio` is the share of
-    groups whose rewards are all equal: they have no gradient with advantages of groups. `completion_tokens_mean` and
-    `_max` count generated tokens of a sample, and `truncated_ratio` is the share of samples that were cut at
-    `generator.max_completion_tokens`.
+    groups whose rewards are all equal; with group-relative advantages such groups have no gradient.
+    `completion_tokens_mean` and `completion_tokens_max` count the generated tokens of a sample. `truncated_ratio` is
+    the
+    share of samples that were truncated at `generator.max_completion_tokens`.
     """
 
     step: int
@@ -94,13 +104,14 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def version_after(self) -> int:
-        """The learner's version when this was written: a skipped step leaves it where it was."""
+        """The learner's version after this step. A skipped step does not change the version."""
         return self.step + self.trained
 
     def numbers(self, before: "StepRecord | None") -> dict[str, float | None]:
-        """The step for a tracker: one number a name. The part before the slash groups them.
+        """Returns the step's numbers for an experiment tracker, by name. The part before the slash is the group.
 
-        Speeds and seconds by state are those since `before`, the record before this one. The first record has none.
+        Speeds and seconds by state are computed from the difference to `before`, the previous record. The first record
+        has no previous record, so it has no such numbers.
         """
         ages = [age for age, tokens in self.token_staleness.items() if tokens]
         return {
@@ -129,7 +140,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def _since(self, before: "StepRecord") -> dict[str, float | None]:
-        """Speeds, and each side's seconds by state."""
+        """Returns the speeds since `before`, and the seconds by state of the learner and the generators since then."""
         span_s = max(self.wall_s - before.wall_s, 1e-9)
         since: dict[str, float | None] = {
             "speed/trained_tokens_per_s": self.trained_tokens / span_s,
@@ -155,7 +166,7 @@ _GROUPS = {
 
 
 def _group(diagnostic: str) -> str:
-    """Where a tracker shows a diagnostic.
+    """Returns the group in which a tracker shows a diagnostic.
 
     >>> [_group(name) for name in ("value_loss", "abs_log_rho_nats_staleness_1", "clipped_ratio")]
     ['critic', 'staleness', 'diagnostics']
@@ -164,8 +175,11 @@ def _group(diagnostic: str) -> str:
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One held-out evaluation of the weights that `version` steps made. `prompts` is how many got a reward, `failed`
-    how many got none; `reward_mean` is null when all failed."""
+    """One held-out evaluation. `version` is the number of steps behind the evaluated weights.
+
+    `prompts` is the number of prompts with a reward, `failed` the number of prompts whose rollout failed. `reward_mean`
+    is the mean over the former; it is null when all rollouts failed.
+    """
 
     version: int
     wall_s: float
@@ -175,12 +189,13 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout in full, as it was trained at `step`. `rendered_prompt` is the prompt as the model got it, with
-    special tokens and the chat template.
+    """One rollout in full, as it was trained at `step`.
 
-    `version_spans`: (step of the weights, completion tokens that they produced), in order. `staleness_versions` is the
-    age of its oldest token at `step`. With `learner.logprobs_logged`, `generation_logprobs` has the engine's log-prob
-    of each completion token, and `prev_logprobs` that of the policy before the step, where the objective reads it.
+    `rendered_prompt` is the prompt as the model got it, with special tokens and the chat template. `version_spans` has
+    pairs (step of the weights, number of completion tokens that these weights generated), ordered by step.
+    `staleness_versions` is the staleness of the oldest token at `step`. With `learner.logprobs_logged`,
+    `generation_logprobs` has the engine's log-prob of each completion token, in nats. `prev_logprobs` then has the
+    log-probs of the policy before the step, if the objective reads them.
     """
 
     step: int
@@ -199,9 +214,13 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What only the end of a run knows. `rows_outstanding` is what the data plane still holds, 0 unless the run was
-    stopped; `probe_parity_max_nats` is the worst probe of any replica. `groups_failed` are the discarded groups whose
-    rollouts failed, by reason."""
+    """The numbers of a run that are known only at its end.
+
+    `rows_outstanding` is the number of rows that are still in the data plane; it is 0 unless the run was stopped.
+    `probe_parity_max_nats` is the largest difference of log-probs in a weight probe of any replica. `groups_failed`
+    has,
+    by reason, the discarded groups whose rollouts failed.
+    """
 
     wall_s: float
     generated_tokens: int
@@ -215,14 +234,19 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in some twenty numbers: `summary.json`. Steps are trained steps: a skipped one is nothing but time lost.
+    """A run in about twenty numbers: `summary.json`. All numbers cover trained steps only, not skipped steps.
 
-    `heldout_last` is None when there was one evaluation; the last evaluation gave `heldout_prompts` prompts a reward,
-    and `heldout_failed` none. `groups_failed` are the discarded groups whose rollouts failed, by reason. `reward_first`
-    and `reward_last` are means over the first and last 5 % of steps, at least 1 and at most 10. `samples_per_s` counts
-    trained samples between the first and the last step's end, as do the busy ratios: the learner's is the time that it
-    neither waited for groups nor did `other`, the generators' their share of `generating`. `parity_max_nats` is the
-    worst over all probes and all on-policy tokens trained.
+    `heldout_first` and `heldout_last` are the rewards of the first and last evaluation; `heldout_last` is None when
+    there was only one. `heldout_prompts` and `heldout_failed` count the prompts of the last evaluation with and without
+    a reward. `groups_failed` has, by reason, the discarded groups whose rollouts failed. `reward_first` and
+    `reward_last` are means over the first and last 5 % of steps, at least 1 and at most 10 steps. `samples_per_s` is
+    the
+    rate of trained samples between the end of the first and the end of the last step. The busy ratios are measured over
+    the same time: the learner's is the share of time in which it neither waited for groups nor was in the state
+    `other`,
+    the generators' is the share of the state `generating`. `parity_max_nats` is the largest difference of log-probs
+    over
+    all probes and all trained on-policy tokens.
     """
 
     steps: int
@@ -254,10 +278,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 def build_summary(
     records: Sequence[StepRecord], evals: Sequence[EvalRecord], totals: RunTotals, *, staleness_limit: int
 ) -> Summary:
-    """The run's summary. RunError when no step was trained: there is nothing to sum up."""
+    """Returns the summary of a run. Raises RunError when no step was trained."""
     steps = [record for record in records if record.trained]
     if not steps:
-        raise RunError("no step was trained, so there is no summary; look at the run's logs for what stopped it")
+        raise RunError("there is no summary, because the run trained no step: look at its logs for the cause")
     window = edge_window(len(steps))
     parities = [totals.probe_parity_max_nats, *(record.parity_nats for record in steps)]
     learner_shares = state_shares(steps, "learner_state_s")
@@ -292,14 +316,15 @@ def build_summary(
 
 
 def edge_window(steps: int) -> int:
-    """Steps at either end that a first or last mean is taken over: 5 %, at least 1, at most 10."""
+    """Returns over how many steps `reward_first` and `reward_last` are averaged: 5 %, at least 1, at most 10."""
     return min(10, max(1, steps // 20))
 
 
 def state_shares(steps: Sequence[StepRecord], field: str) -> dict[str, float]:
-    """Shares of time by state between the first and the last of `steps`; of one, all but its process's start.
+    """Returns the shares of time by state between the first and the last of `steps`. The shares add up to 1.
 
-    `field` is `learner_state_s` or `generator_state_s`. Shares add up to 1, or there are none without time.
+    `field` is `learner_state_s` or `generator_state_s`. With one step, the shares cover all time except the state
+    `starting`. Returns an empty dict when there is no step, or when no time has passed.
     """
     if not steps:
         return {}
@@ -313,7 +338,11 @@ def state_shares(steps: Sequence[StepRecord], field: str) -> dict[str, float]:
 
 
 def _samples_per_s(steps: Sequence[StepRecord]) -> float:
-    """The first step's samples are left out, along with the start-up before them, unless it is the only step."""
+    """Returns trained samples per second.
+
+    The first step's samples and the time until its end are left out, because this time contains the start of the run. A
+    run with one step has nothing else to count.
+    """
     if len(steps) == 1:
         return steps[0].trained_samples / max(steps[0].wall_s, 1e-9)
     samples = sum(record.trained_samples for record in steps[1:])
@@ -321,13 +350,13 @@ def _samples_per_s(steps: Sequence[StepRecord]) -> float:
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """The mean of those that are numbers; None when there is none."""
+    """Returns the mean of the finite values; None when there are none."""
     present = _present(values)
     return sum(present) / len(present) if present else None
 
 
 def _present(values: Sequence[float | None]) -> list[float]:
-    """What is a number; a record in memory may hold a NaN where the file has null."""
+    """Returns the finite values. A record in memory may have NaN where its file has null."""
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
@@ -335,7 +364,10 @@ Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 def read_lines(path: Path, kind: type[Line]) -> list[Line]:
-    """The records of a JSON lines file; none when there is no file. RunError names the line that is no record."""
+    """Returns the records of a JSON lines file, or an empty list when the file does not exist.
+
+    Ignores a last line without a newline. Raises RunError with the line number when a line is not a `kind`.
+    """
     if not path.exists():
         return []
     decoder = msgspec.json.Decoder(kind)
@@ -345,5 +377,8 @@ def read_lines(path: Path, kind: type[Line]) -> list[Line]:
         try:
             records.append(decoder.decode(line))
         except msgspec.MsgspecError as error:
-            raise RunError(f"{path}, line {number} is no {kind.__name__}: {error}") from error
+            raise RunError(
+                f"{path}, line {number} is not a {kind.__name__}: {error}. The file was edited or written by another "
+                "version of asyncrl: repair or delete the line"
+            ) from error
     return records

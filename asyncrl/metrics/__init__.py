@@ -1,1 +1,1 @@
-"""Prometheus metrics: the catalogue, who records them, the endpoint; experiment trackers."""
+"""Prometheus metrics: the catalogue, the recorders, the endpoint and its discovery; and the experiment trackers."""

@@ -1,10 +1,10 @@
-"""The address that this process's endpoint binds, from `metrics.host`."""
+"""Turns `metrics.host` into the address that this process's metrics endpoint binds."""
 
 from asyncrl.config.exposure import NODE
 
 
 def bind_host(host: str) -> str:
-    """`host` itself, or where it says `node` this process's own Ray address; Ray is joined by then."""
+    """Returns `host`, or this node's Ray address when `host` is `node`. The process must have joined Ray before."""
     if host != NODE:
         return host
     import ray

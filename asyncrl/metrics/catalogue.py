@@ -1,10 +1,14 @@
-"""Every metric of asyncrl, declared once as data; `docs/metrics.md` is generated from it.
+"""Declares every metric of asyncrl once, as data. `docs/metrics.md` is generated from this module.
 
-Nothing else names a metric's help, unit, labels or buckets, and only `instruments.py` turns a declaration into a
-prometheus_client object. Conventions: prefix `asyncrl_`, base units, `_total` on counters, counters instead of gauges
-of rates. Labels are bounded sets: a label either lists its values here or, where the values belong to the user or to
-another layer (environments, failure reasons, phases), is capped at `MAX_OPEN_VALUES` by `instruments.py`. The labels
-`run`, `role` and `replica` come from service discovery and are on no metric.
+The help text, unit, labels and buckets of a metric are written only here. Only `instruments.py` turns a declaration
+into
+a prometheus_client object.
+
+Conventions: the prefix `asyncrl_`, base units, `_total` on counters, and counters instead of gauges of rates. Every
+label has a bounded set of values. Either the values are listed here, or they belong to the user or to another layer
+(environments, failure reasons, phases); then `instruments.py` limits them to `MAX_OPEN_VALUES`. The labels `run`,
+`role`
+and `replica` come from service discovery, so no metric declares them.
 """
 
 from collections.abc import Mapping
@@ -35,10 +39,10 @@ class Kind(StrEnum):
 
 
 class Feed(StrEnum):
-    """How values arrive.
+    """How the values of a metric are recorded.
 
-    CALLS: one recorded value at a time. COUNTS: a histogram that is fed {value: count}, because a step has thousands
-    of tokens. SCRAPE: totals that are read when somebody asks, so that a wait is visible while it lasts.
+    CALLS: one value per call. COUNTS: a histogram that gets {value: count} per call, because a step has thousands of
+    tokens. SCRAPE: totals that are read during each scrape, so that a long wait is visible before it ends.
     """
 
     CALLS = "calls"
@@ -86,7 +90,7 @@ BUFFER_EVENTS = (
 )
 REPLICA_STATES = ("generating", "waiting", "without_weights", "silent")
 FINAL_FATES = ("trained", "filtered", "skipped", "dropped", "failed", "rows_lost", "returned_on_resume")
-"""Fates of the ledger that a group never leaves; the passing ones are `asyncrl_buffer_groups`."""
+"""The final fates of the ledger. The other fates are states in the buffer: see `asyncrl_buffer_groups`."""
 SAMPLE_OUTCOMES = ("accepted", "duplicate", "late", "unknown", "old_incarnation", "failed")
 TOKEN_KINDS = ("prompt", "completion")
 FAILURE_CLASSES = ("infra", "data")
@@ -96,7 +100,7 @@ UPDATE_OUTCOMES = ("applied", "repeated", "refused", "torn", "failed")
 CHECKPOINT_OUTCOMES = ("saved", "failed")
 
 DEADLINES = tuple(key for key in flat_config(Config()) if key.endswith(("timeout_s", "grace_s")))
-"""Config keys that say how long somebody may wait."""
+"""The config keys that limit a waiting time."""
 
 VERSIONS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
@@ -110,12 +114,12 @@ BUFFER = frozenset({Role.BUFFER})
 
 
 Labels = Mapping[str, tuple[str, ...] | None]
-"""A label's values; None means an open, capped set."""
+"""The values of each label. None means an open set, limited to `MAX_OPEN_VALUES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `unit` is what a reader or a dashboard shows; names carry it too."""
+    """The declaration of one metric. Documentation and dashboards show `unit`; the name contains the unit too."""
 
     kind: Kind
     name: str
@@ -134,46 +138,59 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_run_info",
-            "Always 1; its labels describe the run. By `run_name` is known whose endpoint it is.",
+            "Always 1. Its labels describe the run; `run_name` identifies the run that the endpoint belongs to.",
             "",
             ALL,
             {"run_name": None, "version": None, "model": None, "environment": None, "loss": None},
         ),
         Metric(
-            G, "asyncrl_heartbeat_timestamp_seconds", "Unix time of the main loop's last turn.", "unix seconds", ALL
+            G,
+            "asyncrl_heartbeat_timestamp_seconds",
+            "Unix time of the last iteration of the process's main loop.",
+            "unix seconds",
+            ALL,
         ),
         Metric(
             G,
             "asyncrl_replicas",
-            "Generators that the buffer knows: `waiting` have weights but no group, `silent` are soon forgotten.",
+            "Replicas that are registered at the buffer, by state. `waiting`: it has weights but no group. "
+            "`without_weights`: it has not loaded a version yet. `silent`: it sends no heartbeats and will be removed.",
             "replicas",
             BUFFER,
             {"state": REPLICA_STATES},
         ),
     ),
     "limits": (
-        Metric(G, "asyncrl_staleness_limit_versions", "η: the oldest that trained data may be.", "versions", BUFFER),
-        Metric(G, "asyncrl_buffer_capacity_groups", "Groups that the buffer holds at most.", "groups", BUFFER),
-        Metric(G, "asyncrl_buffer_capacity_bytes", "Bytes of rows that the buffer holds at most.", "bytes", BUFFER),
+        Metric(
+            G,
+            "asyncrl_staleness_limit_versions",
+            "The staleness limit η: the largest allowed staleness of trained data.",
+            "versions",
+            BUFFER,
+        ),
+        Metric(G, "asyncrl_buffer_capacity_groups", "Largest number of groups in the buffer.", "groups", BUFFER),
+        Metric(
+            G, "asyncrl_buffer_capacity_bytes", "Largest size of the rows of all groups in the buffer.", "bytes", BUFFER
+        ),
         Metric(
             G,
             "asyncrl_stall_timeout_seconds",
-            "`run.stall_timeout_s`: without any progress for so long the run ends.",
+            "`run.stall_timeout_s`: a run without any progress for this time ends with an error.",
             "seconds",
             LEARNER,
         ),
         Metric(
             G,
             "asyncrl_weight_sync_timeout_seconds",
-            "`weights.load_timeout_s`: what a replica may take to load a version.",
+            "`weights.load_timeout_s`: the time limit of a replica for loading a version.",
             "seconds",
             LEARNER,
         ),
         Metric(
             G,
             "asyncrl_deadline_seconds",
-            "How long somebody may wait before it is an error, by its key in the learner's configuration; what a "
-            "generator deployment may have of its own, such as `generator.startup_timeout_s`, may differ there.",
+            "Every timeout of the learner's configuration, by its config key. A generator deployment can have its own "
+            "value of some keys, such as `generator.startup_timeout_s`.",
             "seconds",
             LEARNER,
             {"deadline": DEADLINES},
@@ -181,14 +198,14 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_checkpoint_interval_versions",
-            "`checkpoint.every_steps`; 0 when there is one at the run's end only.",
+            "`checkpoint.every_steps`; 0 when only the end of the run is saved.",
             "versions",
             LEARNER,
         ),
         Metric(
             G,
             "asyncrl_weight_lag_limit_versions",
-            "How far a replica may be behind the published version before it starts nothing: "
+            "How many versions a replica may be behind the published version and still start groups: "
             "`weights.max_lag_publications` × `weights.publish_every_steps`.",
             "versions",
             LEARNER,
@@ -196,15 +213,16 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_weight_parity_limit_nats",
-            "`weights.parity_tolerance_nats`: what `asyncrl_weight_parity_nats` may be.",
+            "`weights.parity_tolerance_nats`: the largest allowed value of `asyncrl_weight_parity_nats`.",
             "nats",
             LEARNER,
         ),
         Metric(
             G,
             "asyncrl_learner_peak_flops_per_second",
-            "What the devices of all learner ranks could do together in the precision of training, by their data "
-            "sheets and without sparsity; NaN where it is not known: on CPUs, in float32, on a GPU not in the table.",
+            "Peak speed of the devices of all learner ranks together, in the precision of training, from the data "
+            "sheets and without sparsity. NaN when it is not known: on CPUs, in float32, or on a GPU that is not in "
+            "the table of asyncrl/policy/flops.py.",
             "FLOP/s",
             LEARNER,
         ),
@@ -213,7 +231,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             C,
             "asyncrl_generator_samples_total",
-            "Samples by what became of their group's commit; `failed`: their rollout failed.",
+            "Samples by the outcome of their group's commit. `failed`: the rollout failed and there was no commit.",
             "samples",
             GENERATOR,
             {"outcome": SAMPLE_OUTCOMES},
@@ -221,7 +239,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             C,
             "asyncrl_generator_tokens_total",
-            "Tokens read (a group's prompt once) and generated.",
+            "Prompt tokens (each group's prompt is counted once) and generated completion tokens.",
             "tokens",
             GENERATOR,
             {"kind": TOKEN_KINDS},
@@ -229,16 +247,21 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             C,
             "asyncrl_generator_state_seconds_total",
-            "Slot-seconds by state, divided by the slots: they add up to the time since the process started. "
-            "`starting`: until the engine is ready; `idle`: nothing is asked of a free slot.",
+            "Seconds of the concurrency slots by state, divided by the number of slots: the states add up to the time "
+            "since the process started. `starting`: until the engine is ready. `idle`: a free slot without a request "
+            "for a ticket.",
             "seconds",
             GENERATOR,
             {"state": GENERATOR_STATES},
             feed=Feed.SCRAPE,
         ),
-        Metric(G, "asyncrl_generator_inflight_groups", "Groups that are being generated.", "groups", GENERATOR),
+        Metric(G, "asyncrl_generator_inflight_groups", "Groups that are being generated now.", "groups", GENERATOR),
         Metric(
-            G, "asyncrl_generator_policy_version", "Step of the weights that the replica runs.", "versions", GENERATOR
+            G,
+            "asyncrl_generator_policy_version",
+            "Step of the weights that the replica has loaded.",
+            "versions",
+            GENERATOR,
         ),
         Metric(
             H,
@@ -261,7 +284,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             C,
             "asyncrl_rollout_failures_total",
-            "Failed rollouts: `infra` is retried, `data` is not.",
+            "Failed rollouts by class and reason. `infra` failures are retried, `data` failures are not.",
             "groups",
             GENERATOR,
             {"class": FAILURE_CLASSES, "reason": None},
@@ -276,12 +299,19 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             BUFFER,
             {"state": BUFFER_STATES},
         ),
-        Metric(G, "asyncrl_buffer_bytes", "Bytes of rows that are booked.", "bytes", BUFFER),
+        Metric(
+            G,
+            "asyncrl_buffer_bytes",
+            "Bytes booked for the rows of groups that hold a slot: the worst case until the commit, then their size.",
+            "bytes",
+            BUFFER,
+        ),
         Metric(
             C,
             "asyncrl_buffer_state_seconds_total",
-            "Seconds by who waited at the buffer, the learner for a step's groups, any generator for a ticket: they "
-            "add up to the time since the process started. `starting`: until it could be asked.",
+            "Seconds by which side waited for the buffer: the learner for the groups of a step, or at least one "
+            "generator for a ticket. The states add up to the time since the process started. `starting`: until the "
+            "buffer could answer calls.",
             "seconds",
             BUFFER,
             {"state": BUFFER_WAITS},
@@ -297,7 +327,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             C,
             "asyncrl_buffer_events_total",
-            "What happened besides the regular life of groups: retries, expired tickets, refused commits.",
+            "Events outside the normal life of a group, such as retries, expired tickets and refused commits.",
             "events",
             BUFFER,
             {"event": BUFFER_EVENTS},
@@ -305,7 +335,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             H,
             "asyncrl_buffer_reserve_wait_seconds",
-            "Time that a reserve waited for tickets.",
+            "Time that a reserve call waited for tickets.",
             "seconds",
             BUFFER,
             buckets=SECONDS,
@@ -321,14 +351,14 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             C,
             "asyncrl_ledger_issued_groups_total",
-            "Groups issued. Each holds a slot or has one final fate.",
+            "Issued groups. Every issued group holds a slot, waits for a retry, or has one final fate.",
             "groups",
             BUFFER,
         ),
         Metric(
             G,
             "asyncrl_ledger_unaccounted_groups",
-            "Groups issued that neither hold a slot, wait for a retry nor have a final fate: if not 0, a bug.",
+            "Issued groups that do not hold a slot, wait for a retry, or have a final fate. Any value but 0 is a bug.",
             "groups",
             BUFFER,
         ),
@@ -346,14 +376,15 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_rows_outstanding",
-            "Rows in the data plane after the last step: those of finished groups that wait. A run ends with none.",
+            "Rows in the data plane after the last step, which belong to finished groups that wait for training. It is "
+            "0 at the end of a run.",
             "rows",
             LEARNER,
         ),
         Metric(
             H,
             "asyncrl_group_staleness_versions",
-            "Staleness of a group's oldest token, when trained.",
+            "Staleness of the oldest token of a group when the group is trained.",
             "versions",
             LEARNER,
             buckets=VERSIONS,
@@ -362,14 +393,14 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_group_staleness_max_versions",
-            "Staleness of the oldest group of the last step.",
+            "Largest staleness of a group in the last step.",
             "versions",
             LEARNER,
         ),
         Metric(
             H,
             "asyncrl_token_staleness_versions",
-            "Staleness of a token, when trained.",
+            "Staleness of a token when it is trained.",
             "versions",
             LEARNER,
             buckets=VERSIONS,
@@ -378,7 +409,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             H,
             "asyncrl_staleness_inflight_versions",
-            "Versions that passed while a trained group was generated.",
+            "Number of versions that the learner advanced while a trained group was generated.",
             "versions",
             LEARNER,
             buckets=VERSIONS,
@@ -387,7 +418,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             H,
             "asyncrl_staleness_inbuffer_versions",
-            "Versions that passed while a trained group waited in the buffer.",
+            "Number of versions that the learner advanced while a trained group waited in the buffer.",
             "versions",
             LEARNER,
             buckets=VERSIONS,
@@ -396,7 +427,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_trained_to_dispatched_length_ratio",
-            "Mean completion length of trained groups over that of all finished ones: below 1, long ones are lost.",
+            "Mean completion length of trained groups divided by that of all finished groups. Below 1, groups with "
+            "long completions are lost more often.",
             "ratio",
             LEARNER,
         ),
@@ -414,7 +446,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             H,
             "asyncrl_weight_load_seconds",
-            "Time of a replica to load a version, by phase.",
+            "Time that a replica needs to load a version, by phase.",
             "seconds",
             GENERATOR,
             {"phase": None},
@@ -423,7 +455,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             C,
             "asyncrl_weight_updates_total",
-            "Weight updates that a replica was offered.",
+            "Weight updates that were offered to a replica, by outcome.",
             "updates",
             GENERATOR,
             {"outcome": UPDATE_OUTCOMES},
@@ -432,39 +464,42 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_weight_parity_nats",
-            "Largest difference of a token's log-prob between engine and learner: on the learner over the last step's "
-            "on-policy tokens, on a generator over the last update's probe.",
+            "Largest difference between the engine's and the learner's log-prob of a token. The learner compares the "
+            "on-policy tokens of the last step; a generator compares the probe of its last weight update.",
             "nats",
             LEARNER | GENERATOR,
         ),
-        Metric(G, "asyncrl_learner_policy_version", "v: steps acked.", "versions", LEARNER),
+        Metric(
+            G, "asyncrl_learner_policy_version", "The learner's version: number of acked steps.", "versions", LEARNER
+        ),
         Metric(G, "asyncrl_published_policy_version", "Step of the newest published weights.", "versions", LEARNER),
     ),
     "learner": (
         Metric(
             C,
             "asyncrl_learner_steps_total",
-            "Steps by outcome; `skipped`: not finite, nothing was trained.",
+            "Steps by outcome. `skipped`: a loss or gradient was not finite, so no weights were changed.",
             "steps",
             LEARNER,
             {"outcome": STEP_OUTCOMES},
         ),
-        Metric(C, "asyncrl_learner_tokens_total", "Completion tokens trained.", "tokens", LEARNER),
+        Metric(C, "asyncrl_learner_tokens_total", "Trained completion tokens.", "tokens", LEARNER),
         Metric(
             C,
             "asyncrl_learner_model_flops_total",
-            "Model FLOPs of the policy's training passes, forward and backward (forward alone while only the critic "
-            "learns), skipped steps included, by PaLM's count (appendix B): real tokens only, attention over all pairs "
-            "of a row, nothing computed twice. Not in it: log-prob passes, the critic. Stays 0 for a model that is not "
-            "counted: a mixture of experts, a sliding window, none of llama, mistral, qwen2, qwen3.",
+            "Model FLOPs of the policy's training passes, counted as in PaLM (appendix B): only real tokens, attention "
+            "over all pairs of a row, no recomputation. Forward and backward passes count, also of skipped steps; "
+            "while only the critic is trained there is only the forward pass. Log-prob passes and the critic do not "
+            "count. Stays 0 for models that cannot be counted: a mixture of experts, a sliding window, or a type other "
+            "than llama, mistral, qwen2 and qwen3.",
             "FLOPs",
             LEARNER,
         ),
         Metric(
             C,
             "asyncrl_learner_state_seconds_total",
-            "Seconds by what the learner was doing: they add up to the time since the process started. `starting`: "
-            "until its loop began, with the first publication; `other`: all that has no name of its own.",
+            "Seconds of the learner by state. The states add up to the time since the process started. `starting`: "
+            "until the loop starts with the first publication. `other`: all work without a state of its own.",
             "seconds",
             LEARNER,
             {"state": LEARNER_STATES},
@@ -473,7 +508,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             H,
             "asyncrl_learner_step_duration_seconds",
-            "Time of a step from lease to ack or skip.",
+            "Time of a step from the lease to the ack or skip.",
             "seconds",
             LEARNER,
             buckets=SECONDS,
@@ -484,39 +519,57 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         ),
         Metric(G, "asyncrl_learner_loss", "Loss of the last step.", "", LEARNER),
         Metric(G, "asyncrl_learner_grad_norm", "Global gradient norm of the last step, before clipping.", "", LEARNER),
-        Metric(G, "asyncrl_learner_entropy_nats", "Mean entropy over the last step's tokens.", "nats", LEARNER),
+        Metric(
+            G, "asyncrl_learner_entropy_nats", "Mean entropy of the policy at the last step's tokens.", "nats", LEARNER
+        ),
         Metric(
             G,
             "asyncrl_learner_ess_ratio",
-            "Effective sample size of the untruncated importance weights over the number of tokens.",
+            "Effective sample size of the untruncated importance weights divided by the number of tokens.",
             "ratio",
             LEARNER,
         ),
         Metric(
-            G, "asyncrl_learner_importance_weight_mean", "Mean of proximal ÷ behaviour probability.", "ratio", LEARNER
+            G,
+            "asyncrl_learner_importance_weight_mean",
+            "Mean over tokens of the proximal probability divided by the behaviour probability.",
+            "ratio",
+            LEARNER,
         ),
         Metric(
-            G, "asyncrl_learner_importance_weight_max", "Largest proximal ÷ behaviour probability.", "ratio", LEARNER
+            G,
+            "asyncrl_learner_importance_weight_max",
+            "Largest proximal probability of a token divided by its behaviour probability.",
+            "ratio",
+            LEARNER,
         ),
         Metric(
             G,
             "asyncrl_learner_clipped_ratio",
-            "Share of tokens without gradient because of the clip.",
+            "Share of tokens without a gradient because of the objective's clip.",
             "ratio",
             LEARNER,
         ),
-        Metric(G, "asyncrl_learner_gated_ratio", "Share of tokens that a weight or a gate took out.", "ratio", LEARNER),
+        Metric(
+            G,
+            "asyncrl_learner_gated_ratio",
+            "Share of tokens that a gate or an importance weight of 0 removes from the loss.",
+            "ratio",
+            LEARNER,
+        ),
         Metric(
             G,
             "asyncrl_learner_kernel_ess_ratio",
-            "Effective share of the tokens by how strongly the objective pushes each; 0 when none is, NaN unmeasured.",
+            "Effective share of the tokens, (Σκ)² / (N · Σκ²), where κ is the strength with which the objective pushes "
+            "a token along its advantage. 0 when it pushes no token, NaN when it was not measured.",
             "ratio",
             LEARNER,
         ),
         Metric(
             G,
             "asyncrl_learner_silent_ratio",
-            "Share of tokens with an advantage that the objective does not push at all; NaN when not measured.",
+            "Share of the tokens with an advantage other than 0 at which the objective has no gradient. NaN when it "
+            "was not measured.",
             "ratio",
             LEARNER,
         ),
@@ -524,17 +577,21 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             Metric(
                 G,
                 f"asyncrl_learner_{name}_{sign}_ratio",
-                f"Share of tokens with a {sign} advantage {why}; NaN for a loss by import path.",
+                f"Share of the tokens with a {sign} advantage that {why}. NaN for a loss by import path.",
                 "ratio",
                 LEARNER,
             )
-            for name, why in (("clipped", "that the clip silences"), ("gated", "that a weight or a gate took out"))
+            for name, why in (
+                ("clipped", "have no gradient because of the clip"),
+                ("gated", "a gate or an importance weight of 0 removes from the loss"),
+            )
             for sign in ("positive", "negative")
         ),
         Metric(
             G,
             "asyncrl_learner_exp_abs_log_rho_mean",
-            "Mean of e^|log proximal − log behaviour probability|: 1 when they agree, whichever is the larger.",
+            "Mean of e^|log proximal − log behaviour probability| over tokens: 1 when the two agree, more when either "
+            "is larger.",
             "ratio",
             LEARNER,
         ),
@@ -548,22 +605,29 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_learner_nonfinite_tokens",
-            "Tokens of the last step left out because a log-prob or an advantage was no finite number.",
+            "Tokens of the last step that were left out because a log-prob or an advantage was not finite.",
             "tokens",
             LEARNER,
         ),
-        Metric(G, "asyncrl_learner_kl_to_behaviour_nats", "KL of behaviour and proximal policy, k3.", "nats", LEARNER),
+        Metric(
+            G,
+            "asyncrl_learner_kl_to_behaviour_nats",
+            "KL divergence between the behaviour and the proximal policy, by the estimator k3.",
+            "nats",
+            LEARNER,
+        ),
         Metric(
             G,
             "asyncrl_learner_kl_to_reference_nats",
-            "KL of proximal and reference policy, k3; NaN for an objective that does not look at the reference.",
+            "KL divergence between the proximal and the reference policy, by the estimator k3. NaN when the objective "
+            "does not use the reference policy.",
             "nats",
             LEARNER,
         ),
         Metric(
             G,
             "asyncrl_learner_packing_efficiency_ratio",
-            "Share of real tokens among all that went through the ranks' models, padding included.",
+            "Share of real tokens among all tokens, with padding, that went through the models of the ranks.",
             "ratio",
             LEARNER,
         ),
@@ -571,47 +635,52 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_learner_zero_variance_ratio",
-            "Share of groups with equal rewards, as the advantages see them: with a group baseline they teach nothing. "
-            "NaN for groups of one sample.",
+            "Share of groups whose rewards are all equal after the filters. With a group baseline, their advantages "
+            "are 0 and they have no gradient. NaN when every group has one sample.",
             "ratio",
             LEARNER,
         ),
         Metric(
-            G, "asyncrl_learner_all_right_ratio", "Share of groups whose rewards are equal, above 0.", "ratio", LEARNER
+            G,
+            "asyncrl_learner_all_right_ratio",
+            "Share of groups whose rewards are all equal and above 0.",
+            "ratio",
+            LEARNER,
         ),
         Metric(
             G,
             "asyncrl_learner_all_wrong_ratio",
-            "Share of groups whose rewards are equal, at most 0.",
+            "Share of groups whose rewards are all equal and not above 0.",
             "ratio",
             LEARNER,
         ),
         Metric(
             G,
             "asyncrl_learner_overlong_ratio",
-            "Share of samples that were cut at their length limit.",
+            "Share of samples that were truncated at their length limit.",
             "ratio",
             LEARNER,
         ),
         Metric(
             G,
             "asyncrl_learner_masked_samples_ratio",
-            "Share of samples that no loss sees: masked by a filter, or empty.",
+            "Share of samples that are left out of the loss: a filter masks them, or they have no token.",
             "ratio",
             LEARNER,
         ),
-        Metric(G, "asyncrl_learner_value_loss", "Loss of the critic's last step.", "", LEARNER),
+        Metric(G, "asyncrl_learner_value_loss", "Loss of the critic in the last step.", "", LEARNER),
         Metric(
             G,
             "asyncrl_learner_explained_variance",
-            "Share of the returns' variance that the critic foresaw: 1 is perfect, below 0 worse than their mean.",
+            "Share of the returns' variance that the critic's values explain. 1 is perfect; below 0, the values are "
+            "worse than the mean of the returns.",
             "ratio",
             LEARNER,
         ),
         Metric(
             G,
             "asyncrl_learner_value_clipped_ratio",
-            "Share of tokens whose value has no gradient because of the clip.",
+            "Share of tokens whose value has no gradient because of `critic.value_clip`.",
             "ratio",
             LEARNER,
         ),
@@ -621,7 +690,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             H,
             "asyncrl_reward_duration_seconds",
-            "Time to score one group, the wait for a free scoring process included.",
+            "Time to score one group, including the wait for a free scoring process.",
             "seconds",
             GENERATOR,
             {"environment": None},
@@ -640,7 +709,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             H,
             "asyncrl_checkpoint_duration_seconds",
-            "Time to write a checkpoint; the learner waits for it.",
+            "Time to write a checkpoint. The learner does not train meanwhile.",
             "seconds",
             LEARNER,
             buckets=SECONDS,
@@ -648,14 +717,14 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             G,
             "asyncrl_checkpoint_last_success_timestamp_seconds",
-            "When the newest checkpoint was whole, as Unix time; NaN before the first.",
+            "Unix time at which the newest checkpoint was complete; NaN before the first.",
             "seconds",
             LEARNER,
         ),
         Metric(
             G,
             "asyncrl_checkpoint_policy_version",
-            "Steps that the newest checkpoint has; 0 before the first.",
+            "Number of steps behind the weights of the newest checkpoint; 0 before the first.",
             "versions",
             LEARNER,
         ),

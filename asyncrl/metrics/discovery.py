@@ -1,7 +1,8 @@
-"""Where Prometheus finds the run's endpoints: a file (`file_sd_configs`), and over HTTP (`http_sd_configs`).
+"""Service discovery: lists the run's metrics endpoints for Prometheus.
 
-The labels `run`, `role` and `replica` of every series come from here. The file is replaced whole, so that Prometheus
-never reads half of it; the learner's metrics server answers `GET /sd` with the same list.
+Prometheus reads the list from a file (`file_sd_configs`) or over HTTP (`http_sd_configs`): the learner's metrics server
+answers `GET /sd` with the same list. The list gives every series the labels `run`, `role` and `replica`. The file is
+replaced as a whole, so Prometheus never reads an incomplete list.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,13 +14,16 @@ import msgspec
 from asyncrl.atomic_write import write_atomically
 
 RAY = "ray"
-"""The role of Ray's own endpoints, one a node. A page of Ray's is ten times one of ours: Prometheus asks for it in a
-job of its own, and who reads the run does not."""
+"""The role of Ray's own endpoints; there is one per node.
+
+A page of Ray's metrics is ten times as large as a page of asyncrl's. Prometheus therefore scrapes Ray's endpoints in a
+separate job, and the live views of asyncrl do not read them.
+"""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """One endpoint. `role` is one of the catalogue's or `RAY`; `replica` tells apart processes of one, e.g.
-    `generator-0`."""
+    """One endpoint. `role` is a role of the catalogue or `RAY`. `replica` distinguishes the processes of one role, for
+    example `generator-0`."""
 
     role: str
     replica: str
@@ -27,12 +31,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 def targets_of(addresses: Mapping[str, str]) -> list[Target]:
-    """The endpoints of processes that are named after their role, as `learner` or `generator-0`."""
+    """Returns targets for addresses by process name. A name starts with the role: `learner`, `generator-0`."""
     return [Target(role=name.partition("-")[0], replica=name, address=address) for name, address in addresses.items()]
 
 
 def ray_targets(nodes: Iterable[Mapping[str, Any]]) -> list[Target]:
-    """Where the nodes that `ray.nodes()` lists serve Ray's metrics: those that live, and do."""
+    """Returns the endpoints of Ray's metrics for the nodes from `ray.nodes()` that are alive and export metrics."""
     targets = []
     for node in nodes:
         host, port = node["NodeManagerAddress"], node["MetricsExportPort"]
@@ -43,7 +47,7 @@ def ray_targets(nodes: Iterable[Mapping[str, Any]]) -> list[Target]:
 
 
 def target_groups(*, run: str, targets: Iterable[Target]) -> bytes:
-    """Exactly these targets as Prometheus' JSON, in a stable order."""
+    """Returns these targets in the JSON format of Prometheus' service discovery, in a stable order."""
     groups = [
         {"targets": [target.address], "labels": {"run": run, "role": target.role, "replica": target.replica}}
         for target in sorted(targets)
@@ -52,6 +56,6 @@ def target_groups(*, run: str, targets: Iterable[Target]) -> bytes:
 
 
 def write_targets(path: Path, *, run: str, targets: Iterable[Target]) -> None:
-    """Make `path` list exactly these targets."""
+    """Replaces the file at `path` by a list of these targets."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, target_groups(run=run, targets=targets))

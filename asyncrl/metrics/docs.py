@@ -1,4 +1,7 @@
-"""`python -m asyncrl.metrics.docs [--check]` writes docs/metrics.md from the catalogue, or checks that it is so."""
+"""`python -m asyncrl.metrics.docs [--check]` writes docs/metrics.md from the catalogue.
+
+With `--check` it only checks that the page is up to date.
+"""
 
 import sys
 from pathlib import Path
@@ -12,40 +15,45 @@ HEADER = f"""\
 
 # Metrics
 
-Every long-lived process (the learner, each generator, the buffer) serves `/metrics` on its own port, together with the
-process's default registry, where vLLM's `vllm:*` are. `runs/<name>/metrics/targets.json` lists the endpoints for
-Prometheus' `file_sd_configs`, and the learner answers `GET /sd` with the same list for its `http_sd_configs`; both give
-every series the labels `run`, `role` and `replica`. Ray's nodes are on the list as role `ray`: they serve `ray_*`, each
-page ten times one of ours, and `deploy/prometheus` asks for it every 15 s only.
+Every long-lived process (the learner, each generator, the buffer) serves `/metrics` on its own port. The page also
+contains the process's default registry, which has vLLM's metrics `vllm:*`.
 
-A run that ends in order empties both lists: its learner serves until it was asked once more, 20 s at most (of a run
-that was asked to end, within `run.shutdown_grace_s`), if it was asked in the last minute. A run that fails or is killed
-stays listed, and `AsyncrlTargetDown` tells of it: until the next run of its name begins, or its `targets.json` is
-removed; found over HTTP alone, until another learner answers there.
+Prometheus can find the endpoints in two ways: in the file `runs/<name>/metrics/targets.json` (`file_sd_configs`), or
+from the learner, which answers `GET /sd` with the same list (`http_sd_configs`). Both give every series the labels
+`run`, `role` and `replica`. The list also has Ray's nodes, with the role `ray`. They serve `ray_*`. A page of Ray's
+metrics is ten times as large as a page of asyncrl's, so `deploy/prometheus` scrapes it only every 15 s.
 
-Labels with `…` are open: their values come from the configuration or from failures, at most {MAX_OPEN_VALUES} a
-process; later ones are recorded as `other`. State seconds of a process add up to its wall time, its start included; of
-a training call the learner only learns at its end how it was split, and shows the parts of other stages after it. A
-gauge that has not been measured yet is NaN.
+A run that ends without an error empties both lists. Prometheus should read the empty list before the learner's endpoint
+is gone, so the learner keeps serving `/sd` until it has answered once more. It waits only if it was asked in the last
+minute, and 20 s at most (for a stopped run, at most until the end of `run.shutdown_grace_s`). A run that fails or is
+killed stays in the lists, and the alert `AsyncrlTargetDown` reports it. It disappears from the file when the next run
+of its name starts or its `targets.json` is deleted. A list that was read over HTTP changes when another learner answers
+at the same address.
+
+Labels with `…` are open: their values come from the configuration or from failures. A process exports at most
+{MAX_OPEN_VALUES} values of such a label and records later ones as `other`. The state seconds of a process add up to its
+wall time since its start. The learner gets the seconds of a training call's stages only at the end of the call, so it
+shows the seconds of these stages after the call. A gauge that has not been measured yet is NaN.
 
 ## Dashboards and alerts
 
 The Prometheus of [deploy/README.md](../deploy/README.md#a-laptop) scrapes a quickstart on this machine, and any learner
-with `metrics.learner_port=9400`, with the alerts of `deploy/prometheus/rules`. Each alert says what it means and which
-knob to turn; limits are the run's own gauges.
+with `metrics.learner_port=9400`. It has the alerts of `deploy/prometheus/rules`. Each alert text says what the alert
+means and which setting to change. The limits in the alerts are gauges of the run itself.
 
-Grafana takes `dashboards/*.json` by import, or by itself from `deploy/grafana/provisioning` with `PROMETHEUS_URL` and
-`ASYNCRL_DASHBOARDS` (that folder) in its environment: **Overview** (is it healthy?), **Flow** (who waits for whom),
-**Learning** (does it learn, and is staleness hurting?). `dashboards/build.py` writes the JSON.
+Grafana can import `dashboards/*.json`. It can also load them itself from `deploy/grafana/provisioning`, with the
+environment variables `PROMETHEUS_URL` and `ASYNCRL_DASHBOARDS` (the folder `dashboards`). There are three dashboards:
+**Overview** (is the run healthy?), **Flow** (which side waits for the other?) and **Learning** (does the reward
+improve, and does staleness do harm?). `dashboards/build.py` writes the JSON.
 """
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Returns the text of the page."""
     parts = [HEADER]
     for title, metrics in GROUPS.items():
         rows = [_row(metric) for metric in metrics]
-        table = "\n".join(("| metric | type | unit | labels | on | what it is |", "|---|---|---|---|---|---|", *rows))
+        table = "\n".join(("| metric | type | unit | labels | process | meaning |", "|---|---|---|---|---|---|", *rows))
         parts.append(f"## {title.capitalize()}\n\n{table}\n")
     return "\n".join(parts)
 
@@ -60,7 +68,7 @@ def _row(metric: Metric) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """0, or 1 when `--check` finds the page out of date."""
+    """Returns the exit code: 0, or 1 when `--check` finds the page out of date."""
     page = markdown()
     if arguments == ["--check"]:
         if PATH.exists() and PATH.read_text(encoding="utf-8") == page:

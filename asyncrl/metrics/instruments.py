@@ -1,9 +1,11 @@
-"""The catalogue turned into live prometheus_client objects, for one process.
+"""Creates the prometheus_client objects of one process from the catalogue.
 
-`Instruments(role)` owns a registry of its own, never the default one: vLLM unregisters what it does not know there.
-Every counter with a closed set of labels exists from the start at 0, so that a rate over it is never missing; a gauge
-that nobody has set yet is NaN, which no alert's comparison holds for: 0 would read as a measured collapse.
-Errors are raised here and swallowed in `recorders.py`.
+`Instruments(role)` has a registry of its own. It does not use the default registry, because vLLM removes unknown
+metrics
+from it. Every counter with a closed set of labels exists from the start with the value 0, so that a rate over it is
+never missing. A gauge that was not set yet is NaN: comparisons with NaN are false, so no alert fires. A 0 would look
+like
+a measured collapse. Errors are raised here; `recorders.py` logs them instead of raising.
 """
 
 import math
@@ -23,7 +25,7 @@ Totals = Mapping[str, float]
 
 
 class CountedHistogram(Collector):
-    """A histogram that is fed (value, count) pairs: prometheus_client's own takes one observation at a time."""
+    """A histogram that takes (value, count) pairs. prometheus_client's own histogram takes one observation per call."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
@@ -54,9 +56,10 @@ class CountedHistogram(Collector):
 
 
 class ScrapedCounter(Collector):
-    """A counter with one label whose totals are read when it is scraped. A reader that raises shows the last totals.
+    """A counter with one label whose totals are read during each scrape.
 
-    What it shows adds up to what it reads, and falls for no label, though what it reads may move from one to another.
+    When the read function raises, the counter shows the last totals. The totals may move between labels from one read
+    to the next. The counter still never falls for any label, and its labels add up to the total that was read.
     """
 
     def __init__(self, metric: Metric) -> None:
@@ -64,7 +67,7 @@ class ScrapedCounter(Collector):
         self._metric = metric
         self._totals: dict[str, float] = dict.fromkeys(values or (), 0.0)
         self._read: Callable[[], Totals] = dict
-        self._lock = Lock()  # scrapes come from several threads
+        self._lock = Lock()  # the server handles each scrape in a thread of its own
 
     def read_from(self, read: Callable[[], Totals]) -> None:
         self._read = read
@@ -73,7 +76,7 @@ class ScrapedCounter(Collector):
         with self._lock:
             try:
                 current = self._read()
-            except Exception:  # a scrape must answer whatever the process is going through
+            except Exception:  # a failed read must not fail the scrape of all other metrics
                 current = {}
             totals = self._totals = caught_up(self._totals, current)
         family = CounterMetricFamily(self._metric.name, self._metric.help, labels=[self._label])
@@ -83,7 +86,11 @@ class ScrapedCounter(Collector):
 
 
 class Instruments:
-    """The metrics of one process. Names are the catalogue's; an unknown name or label value raises."""
+    """The metrics of one process, by their names in the catalogue.
+
+    Raises KeyError for an unknown name, and ValueError for wrong labels, unknown label values and counts that are not
+    finite.
+    """
 
     def __init__(self, role: Role) -> None:
         self.role = role
@@ -123,49 +130,52 @@ class Instruments:
             )
 
     def add(self, name: str, amount: float, **labels: str) -> None:
-        """Raise a counter by `amount`."""
+        """Increases a counter by `amount`."""
         counter = self._counters[name]
         values = self._label_values(name, labels)
         (counter.labels(*values) if values else counter).inc(_finite(name, amount))
 
     def raise_to(self, name: str, total: float, **labels: str) -> None:
-        """Raise a counter to a total that somebody else counts. A smaller total means that they started anew."""
+        """Increases a counter to a total that was counted elsewhere.
+
+        A total below the last one means that the count restarted at 0; the counter then grows by the whole total.
+        """
         values = self._label_values(name, labels)
         last = self._last_totals.get((name, values), 0.0)
         self.add(name, total - last if total >= last else total, **labels)
         self._last_totals[name, values] = total
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge. NaN is a value: it says that there is none."""
+        """Sets a gauge. NaN is allowed and means that there is no value."""
         gauge = self._gauges[name]
         values = self._label_values(name, labels)
         (gauge.labels(*values) if values else gauge).set(float(value))
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """Put one value into a histogram."""
+        """Adds one value to a histogram."""
         histogram = self._histograms[name]
         values = self._label_values(name, labels)
         (histogram.labels(*values) if values else histogram).observe(_finite(name, value))
 
     def observe_counts(self, name: str, counts: Mapping[int, int]) -> None:
-        """Put `counts[value]` equal values into a histogram, for each value."""
+        """Adds each value of `counts` to a histogram `counts[value]` times."""
         for value, count in counts.items():
             self._counted[name].add(float(value), count=count)
 
     def read_from(self, name: str, read: Callable[[], Totals]) -> None:
-        """Let a counter show what `read` returns whenever it is scraped; called on the scraper's thread."""
+        """Makes a counter call `read` for its totals during each scrape. `read` is called in the scrape's thread."""
         self._scraped[name].read_from(read)
 
     def _label_values(self, name: str, labels: Mapping[str, str]) -> tuple[str, ...]:
         declared = self._metrics[name].labels
         if set(labels) != set(declared):
-            raise ValueError(f"{name} has the labels {sorted(declared)}, not {sorted(labels)}")
+            raise ValueError(f"{name} has the labels {sorted(declared)}, but {sorted(labels)} were given")
         return tuple(self._bounded(name, label, labels[label], allowed) for label, allowed in declared.items())
 
     def _bounded(self, name: str, label: str, value: str, allowed: tuple[str, ...] | None) -> str:
         if allowed is not None:
             if value not in allowed:
-                raise ValueError(f"{name}: {label}={value!r} is none of {', '.join(allowed)}")
+                raise ValueError(f"{name}: {label}={value!r} is not one of {', '.join(allowed)}")
             return value
         seen = self._open_values.setdefault((name, label), set())
         if value not in seen and len(seen) >= MAX_OPEN_VALUES:
@@ -175,8 +185,11 @@ class Instruments:
 
 
 def _finite(name: str, value: float) -> float:
-    """One NaN would make a counter or a histogram's sum NaN for the rest of the process's life."""
+    """Returns `value` as a float. Raises ValueError when it is not finite.
+
+    One NaN would make a counter or the sum of a histogram NaN until the process ends.
+    """
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{name} cannot count {number}")
+        raise ValueError(f"{name} cannot count {number}: a counter or histogram takes finite numbers only")
     return number

@@ -1,8 +1,8 @@
-"""What a process calls to record: `LearnerMetrics`, `GeneratorMetrics`, `BufferMetrics`.
+"""Records metrics: one class per process, `LearnerMetrics`, `GeneratorMetrics` and `BufferMetrics`.
 
-Every method takes plain strings, ints and floats, `run_info` the config that has them, and never raises: an error is
-logged once a method and the value is lost. A metric that nobody records is deleted from the catalogue:
-tests/metrics/test_recorders.py calls every method and finds a value for every metric.
+The methods take strings, ints and floats; `run_info` and `deadlines` take the configuration. They never raise: an error
+is logged once per method, and the value is lost. A metric of the catalogue without a recording method must be deleted.
+tests/metrics/test_recorders.py checks this: it calls every method and looks for a value of every metric.
 """
 
 import functools
@@ -27,14 +27,14 @@ MEASURED = (
     *("exp_abs_log_rho_mean", "abs_log_rho_max_nats", "nonfinite_tokens"),
     *("kl_to_reference_nats", "packing_efficiency_ratio"),
 )
-"""Of a step report's `diagnostics`, those that are gauges of the learner."""
+"""The entries of a step report's `diagnostics` that are gauges of the learner."""
 
 P = ParamSpec("P")
 R = TypeVar("R", bound="ProcessMetrics")
 
 
 def recording(method: Callable[Concatenate[R, P], None]) -> Callable[Concatenate[R, P], None]:
-    """A method that records, made unable to raise: whoever trains must not fail because of a metric."""
+    """Wraps a recording method so that it never raises, because training must not fail because of a metric."""
 
     @functools.wraps(method)
     def guarded(self: R, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -47,7 +47,7 @@ def recording(method: Callable[Concatenate[R, P], None]) -> Callable[Concatenate
 
 
 class ProcessMetrics:
-    """What every process records."""
+    """The metrics that every process records."""
 
     role: Role
 
@@ -60,19 +60,24 @@ class ProcessMetrics:
         return self._instruments.registry
 
     def failed(self, method: str) -> None:
-        """Log the current exception, once a method."""
+        """Logs the current exception, but only the first one of each method."""
         if method not in self._failed_methods:
             self._failed_methods.add(method)
-            logger.warning("a metric was not recorded: %s.%s", type(self).__name__, method, exc_info=True)
+            logger.warning(
+                "%s.%s could not record a metric: the value is lost, and further errors of this method are not logged",
+                type(self).__name__,
+                method,
+                exc_info=True,
+            )
 
     @recording
     def states_from(self, seconds: Callable[[], Totals]) -> None:
-        """Show `StateClock.seconds` or `SlotStates.seconds` at every scrape."""
+        """Makes every scrape show the current `StateClock.seconds` or `SlotStates.seconds`."""
         self._instruments.read_from(f"asyncrl_{self.role.value}_state_seconds_total", seconds)
 
     @recording
     def run_info(self, config: Config) -> None:
-        """Once, at the start of every process: whose run this is, what runs here, and the package's version."""
+        """Records the run's name, model, environment and loss and the package's version; once per process."""
         self._instruments.set(
             "asyncrl_run_info",
             1,
@@ -85,12 +90,12 @@ class ProcessMetrics:
 
     @recording
     def heartbeat(self, *, unix_time_s: float) -> None:
-        """Every turn of the process's main loop."""
+        """Records the time of an iteration of the process's main loop."""
         self._instruments.set("asyncrl_heartbeat_timestamp_seconds", unix_time_s)
 
 
 class LearnerMetrics(ProcessMetrics):
-    """The learner's loop."""
+    """The metrics of the learner."""
 
     role = Role.LEARNER
 
@@ -104,7 +109,7 @@ class LearnerMetrics(ProcessMetrics):
         weight_parity_nats: float,
         checkpoint_every_steps: int,
     ) -> None:
-        """At the start and whenever a limit changes."""
+        """Records the limits that alerts compare with; at the start and when a limit changes."""
         self._instruments.set("asyncrl_stall_timeout_seconds", stall_timeout_s)
         self._instruments.set("asyncrl_weight_sync_timeout_seconds", weight_sync_timeout_s)
         self._instruments.set("asyncrl_weight_lag_limit_versions", weight_lag_versions)
@@ -114,21 +119,21 @@ class LearnerMetrics(ProcessMetrics):
 
     @recording
     def deadlines(self, config: Config) -> None:
-        """Once, at the start: how long each wait may be."""
+        """Records every timeout of the configuration; once, at the start."""
         settings: Mapping[str, Any] = flat_config(config)
         for key in DEADLINES:
             self._instruments.set("asyncrl_deadline_seconds", settings[key], deadline=key)
 
     @recording
     def step(self, *, outcome: str, duration_s: float, tokens: int) -> None:
-        """A step ended, `trained` or `skipped`; `tokens` are those that were trained."""
+        """Records the end of a step. `outcome` is `trained` or `skipped`, `tokens` the number of trained tokens."""
         self._instruments.add("asyncrl_learner_steps_total", 1, outcome=outcome)
         self._instruments.add("asyncrl_learner_tokens_total", tokens)
         self._instruments.observe("asyncrl_learner_step_duration_seconds", duration_s)
 
     @recording
     def utilisation(self, *, model_flops: int | None, peak_flops_per_s: float | None) -> None:
-        """A step ended: what its passes took, and what the devices could do; None where it is not known."""
+        """Records the model FLOPs of a step and the devices' peak speed in FLOP/s; None where they are not known."""
         self._instruments.add("asyncrl_learner_model_flops_total", model_flops or 0)
         peak = math.nan if peak_flops_per_s is None else peak_flops_per_s
         self._instruments.set("asyncrl_learner_peak_flops_per_second", peak)
@@ -155,7 +160,7 @@ class LearnerMetrics(ProcessMetrics):
         masked_samples_ratio: float,
         measured: Mapping[str, float],
     ) -> None:
-        """The step's numbers, after each step; what `measured` does not have of `MEASURED` was not, and reads NaN."""
+        """Records the numbers of a trained step. A name of `MEASURED` that is not in `measured` becomes NaN."""
         gauges = {
             "reward_mean": reward_mean,
             "loss": loss,
@@ -180,7 +185,7 @@ class LearnerMetrics(ProcessMetrics):
 
     @recording
     def critic(self, *, value_loss: float, explained_variance: float, value_clipped_ratio: float) -> None:
-        """The critic's numbers, after each step of a run that has one."""
+        """Records the critic's numbers after each trained step of a run with a critic."""
         self._instruments.set("asyncrl_learner_value_loss", value_loss)
         self._instruments.set("asyncrl_learner_explained_variance", explained_variance)
         self._instruments.set("asyncrl_learner_value_clipped_ratio", value_clipped_ratio)
@@ -194,7 +199,7 @@ class LearnerMetrics(ProcessMetrics):
         in_flight: Mapping[int, int],
         in_buffer: Mapping[int, int],
     ) -> None:
-        """A step's data: how many groups or tokens per number of versions."""
+        """Records the staleness of a step's data. Each argument maps versions to a number of groups or tokens."""
         self._instruments.observe_counts("asyncrl_group_staleness_versions", groups)
         self._instruments.set("asyncrl_group_staleness_max_versions", max(groups, default=0))
         self._instruments.observe_counts("asyncrl_token_staleness_versions", tokens)
@@ -203,22 +208,22 @@ class LearnerMetrics(ProcessMetrics):
 
     @recording
     def length_ratio(self, ratio: float) -> None:
-        """Mean completion length of trained groups ÷ that of all finished ones."""
+        """Records the mean completion length of trained groups divided by that of all finished groups."""
         self._instruments.set("asyncrl_trained_to_dispatched_length_ratio", ratio)
 
     @recording
     def rows_outstanding(self, rows: int) -> None:
-        """After a step's rows were cleared."""
+        """Records the rows in the data plane after a step's own rows were cleared."""
         self._instruments.set("asyncrl_rows_outstanding", rows)
 
     @recording
     def heldout(self, reward_mean: float) -> None:
-        """After a held-out evaluation."""
+        """Records the mean reward of a held-out evaluation."""
         self._instruments.set("asyncrl_learner_heldout_reward_mean", reward_mean)
 
     @recording
     def checkpoint_saved(self, *, step: int, duration_s: float, unix_time_s: float) -> None:
-        """The weights after so many steps are on the disk."""
+        """Records a complete checkpoint of the weights after `step` steps."""
         self._instruments.add("asyncrl_checkpoints_total", 1, outcome="saved")
         self._instruments.observe("asyncrl_checkpoint_duration_seconds", duration_s)
         self._instruments.set("asyncrl_checkpoint_policy_version", step)
@@ -226,30 +231,30 @@ class LearnerMetrics(ProcessMetrics):
 
     @recording
     def checkpoint_failed(self) -> None:
-        """They could not be written."""
+        """Records a checkpoint that could not be written."""
         self._instruments.add("asyncrl_checkpoints_total", 1, outcome="failed")
 
     @recording
     def parity(self, nats: float) -> None:
-        """Largest difference over the step's on-policy tokens."""
+        """Records the largest difference of log-probs over the step's on-policy tokens."""
         self._instruments.set("asyncrl_weight_parity_nats", nats)
 
     @recording
     def versions(self, *, learner: int, published: int) -> None:
-        """After every ack and every publication."""
+        """Records the learner's version and the newest published version, as steps."""
         self._instruments.set("asyncrl_learner_policy_version", learner)
         self._instruments.set("asyncrl_published_policy_version", published)
 
     @recording
     def published(self, *, bytes: int, phase_seconds: Mapping[str, float]) -> None:
-        """A version was published: its size and how long each phase took."""
+        """Records a publication: its size and the duration of each phase."""
         self._instruments.add("asyncrl_weight_bytes_total", bytes)
         for phase, seconds in phase_seconds.items():
             self._instruments.observe("asyncrl_weight_publish_seconds", seconds, phase=phase)
 
 
 class GeneratorMetrics(ProcessMetrics):
-    """One replica. `environment` names where its tasks come from."""
+    """The metrics of one generator replica. `environment` is the name of the environment that scores its rollouts."""
 
     role = Role.GENERATOR
 
@@ -259,16 +264,20 @@ class GeneratorMetrics(ProcessMetrics):
 
     @recording
     def inflight(self, groups: int) -> None:
+        """Records the number of groups that are being generated."""
         self._instruments.set("asyncrl_generator_inflight_groups", groups)
 
     @recording
     def policy_version(self, step: int) -> None:
-        """After a version has fully loaded."""
+        """Records the step of a version that was completely loaded."""
         self._instruments.set("asyncrl_generator_policy_version", step)
 
     @recording
     def rollout(self, *, duration_s: float, prompt_tokens: int, completion_tokens: Sequence[int]) -> None:
-        """A group was generated and scored. The prompt's tokens are counted once: the group shares its cache."""
+        """Records a group that was generated and scored.
+
+        The prompt's tokens count once, because the samples of a group share the prompt's key-value cache.
+        """
         self._instruments.add("asyncrl_generator_tokens_total", prompt_tokens, kind="prompt")
         self._instruments.add("asyncrl_generator_tokens_total", sum(completion_tokens), kind="completion")
         self._instruments.observe("asyncrl_rollout_duration_seconds", duration_s, environment=self._environment)
@@ -277,56 +286,59 @@ class GeneratorMetrics(ProcessMetrics):
 
     @recording
     def samples(self, count: int, *, outcome: str) -> None:
-        """Samples of one group, by its commit's outcome or `failed`."""
+        """Records the samples of one group with the outcome of its commit, or `failed`."""
         self._instruments.add("asyncrl_generator_samples_total", count, outcome=outcome)
 
     @recording
     def rollout_failed(self, *, failure_class: str, reason: str) -> None:
+        """Records a failed rollout of a group."""
         labels = {"class": failure_class, "reason": reason}
         self._instruments.add("asyncrl_rollout_failures_total", 1, **labels)
 
     @recording
     def scored(self, *, duration_s: float) -> None:
-        """A group has its rewards."""
+        """Records the time that the scoring of one group took."""
         self._instruments.observe("asyncrl_reward_duration_seconds", duration_s, environment=self._environment)
 
     @recording
     def rewards(self, values: Sequence[float]) -> None:
+        """Records the rewards of a group's samples."""
         for value in values:
             self._instruments.observe("asyncrl_reward", value, environment=self._environment)
 
     @recording
     def reward_failed(self, *, reason: str, samples: int) -> None:
+        """Records samples whose scoring failed."""
         self._instruments.add("asyncrl_reward_failures_total", samples, reason=reason)
 
     @recording
     def weight_update(self, *, outcome: str, phase_seconds: Mapping[str, float]) -> None:
-        """A version was offered: what became of it and how long each phase took."""
+        """Records an offered version: the outcome of the update and the duration of each phase."""
         self._instruments.add("asyncrl_weight_updates_total", 1, outcome=outcome)
         for phase, seconds in phase_seconds.items():
             self._instruments.observe("asyncrl_weight_load_seconds", seconds, phase=phase)
 
     @recording
     def parity(self, nats: float) -> None:
-        """Largest difference over the probe of the last update."""
+        """Records the largest difference of log-probs over the probe of the last weight update."""
         self._instruments.set("asyncrl_weight_parity_nats", nats)
 
 
 class BufferMetrics(ProcessMetrics):
-    """The buffer actor's shell."""
+    """The metrics of the buffer actor."""
 
     role = Role.BUFFER
 
     @recording
     def limits(self, *, max_staleness_versions: int, capacity_groups: int, capacity_bytes: int) -> None:
-        """At the start and whenever a limit changes."""
+        """Records the buffer's limits; at the start and when a limit changes."""
         self._instruments.set("asyncrl_staleness_limit_versions", max_staleness_versions)
         self._instruments.set("asyncrl_buffer_capacity_groups", capacity_groups)
         self._instruments.set("asyncrl_buffer_capacity_bytes", capacity_bytes)
 
     @recording
     def fill(self, *, reserved: int, ready: int, leased: int, bytes: int, oldest_group_age_s: float) -> None:
-        """The buffer's counts now."""
+        """Records the present number of groups by state, their bytes and the age of the oldest."""
         for state, groups in (("reserved", reserved), ("ready", ready), ("leased", leased)):
             self._instruments.set("asyncrl_buffer_groups", groups, state=state)
         self._instruments.set("asyncrl_buffer_bytes", bytes)
@@ -334,19 +346,22 @@ class BufferMetrics(ProcessMetrics):
 
     @recording
     def replicas(self, counts: Mapping[str, int]) -> None:
-        """How many the buffer knows, by state; states that are left out have none."""
+        """Records the number of registered replicas by state. A state that is not in `counts` becomes 0."""
         for state in REPLICA_STATES:
             self._instruments.set("asyncrl_replicas", counts.get(state, 0), state=state)
 
     @recording
     def events(self, totals: Mapping[str, int]) -> None:
-        """The buffer's own event counters, as totals."""
+        """Records the totals of the buffer's event counters."""
         for event, total in totals.items():
             self._instruments.raise_to("asyncrl_buffer_events_total", total, event=event)
 
     @recording
     def ledger(self, *, issued_groups: int, groups: Mapping[str, int], tokens: Mapping[str, int]) -> None:
-        """The ledger's totals by fate, of `groups` all fates. Open fates are no counters: `fill` shows them."""
+        """Records the ledger's totals by fate. `groups` must have all fates, so that unaccounted groups are found.
+
+        Open fates can shrink, so they are not counters; `fill` records them as gauges.
+        """
         self._instruments.raise_to("asyncrl_ledger_issued_groups_total", issued_groups)
         self._instruments.set("asyncrl_ledger_unaccounted_groups", issued_groups - sum(groups.values()))
         for name, totals in (("groups", groups), ("tokens", tokens)):
@@ -356,8 +371,10 @@ class BufferMetrics(ProcessMetrics):
 
     @recording
     def reserve_waited(self, seconds: float) -> None:
+        """Records the time that one reserve call waited for tickets."""
         self._instruments.observe("asyncrl_buffer_reserve_wait_seconds", seconds)
 
     @recording
     def lease_waited(self, seconds: float) -> None:
+        """Records the time that the learner waited for one lease."""
         self._instruments.observe("asyncrl_buffer_lease_wait_seconds", seconds)

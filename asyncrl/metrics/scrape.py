@@ -1,9 +1,12 @@
-"""Reading a run's endpoints without a Prometheus: who is asked, what they answered, and how counters grew.
+"""Reads the metrics endpoints of a run without Prometheus, and computes how counters grew between two scrapes.
 
-What must hold: an endpoint that does not answer in time, answers something else than metrics, or does not say that it
-is this run's, costs its own series and nothing else, and a value that no sum can be made of costs itself; a counter
-that went back (its process was replaced) counts from zero, as in PromQL. Endpoints are asked directly: a proxy of the
-environment is for the internet, and could not reach them.
+- An endpoint loses only its own series when it does not answer in time, does not answer with metrics, or belongs to
+  another run.
+- A value that cannot be summed (NaN, infinite or absurdly large) is left out; the other values stay.
+- A counter that fell, because its process was replaced, counts from zero, as in PromQL.
+
+Endpoints are read directly, without the HTTP proxy of the environment. Such a proxy is for the internet and could not
+reach them.
 """
 
 import math
@@ -26,19 +29,19 @@ from asyncrl.errors import RunError
 from asyncrl.metrics.discovery import RAY, Target
 
 Labels = frozenset[tuple[str, str]]
-"""Of one series, those of service discovery (`role`, `replica`) among them."""
+"""The labels of one series, including those of service discovery (`role`, `replica`)."""
 MAX_BYTES = 32 * 2**20
-"""Of one answer. A generator's, with vLLM's metrics in it, has some 100 KB."""
+"""Largest answer of an endpoint. The page of a generator, with vLLM's metrics, has about 100 KB."""
 MAX_VALUE = 1e30
-"""Nothing that a run counts comes near it; of values beyond it sums would end as Inf."""
+"""Largest absolute value that is used. No number of a run comes near it, and a sum of larger values could be Inf."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrape:
-    """What all endpoints said at `at_s` on the monotonic clock: values by name and labels.
+    """The values of all endpoints at the time `at_s` on the monotonic clock, by metric name and labels.
 
-    `silent` did not answer. Of `foreign` nothing is taken: each has the name of the run that it belongs to now, none
-    when it is somebody else's altogether.
+    `silent` are the endpoints that gave no usable answer. `foreign` are the endpoints of other processes, whose values
+    are ignored: it maps them to the name of the run that they belong to now, or to "" when they belong to no run.
     """
 
     at_s: float
@@ -47,7 +50,10 @@ class Scrape:
     foreign: Mapping[Target, str] = field(default_factory=dict)
 
     def sums(self, name: str, *, by: str, **where: str) -> dict[str, float]:
-        """Values of the series with these labels, added up by the label `by`; series without it are left out."""
+        """Returns the sums of the series with the labels `where`, by the value of the label `by`.
+
+        Series without the label `by` are left out.
+        """
         found: dict[str, float] = {}
         for series, value in self.values.get(name, {}).items():
             labels = dict(series)
@@ -56,7 +62,7 @@ class Scrape:
         return found
 
     def shares(self, name: str, *, by: str) -> dict[str, float] | None:
-        """`sums` as parts of their total; None when that is 0, or one of them is less, which no part can be."""
+        """Returns `sums` divided by their total. Returns None when the total is not above 0 or a sum is below 0."""
         sums = self.sums(name, by=by)
         total = sum(sums.values())
         if total <= 0 or min(sums.values()) < 0:
@@ -64,23 +70,25 @@ class Scrape:
         return {label: value / total for label, value in sums.items()}
 
     def strangers(self) -> list[str]:
-        """What there is to say of `foreign`, a line each."""
+        """Returns a line of text for each endpoint of `foreign`."""
         return [
             f"{target.address} belongs to {f'run {run}' if run else 'no run'} now"
             for target, run in self.foreign.items()
         ]
 
     def last(self, name: str, **where: str) -> float | None:
-        """The value of the one series with these labels, of the first when there are several; None without any."""
+        """Returns the value of the first series with these labels; None when there is no such series."""
         for series, value in self.values.get(name, {}).items():
             if where.items() <= dict(series).items():
                 return value
         return None
 
     def since(self, earlier: "Scrape") -> "Scrape":
-        """How much each counter grew. What was not there before counts from zero, such as a replica that has joined;
-        but of one that did not speak for itself then, nobody knows how much of its life is new: its series are left
-        out."""
+        """Returns how much each counter grew since `earlier`.
+
+        A series that is new, such as that of a replica that has joined, counts from zero. The series of a process that
+        gave no usable answer in `earlier` are left out, because it is unknown how much of their totals is new.
+        """
         unknown = {(target.role, target.replica) for target in (*earlier.silent, *earlier.foreign)}
         values = {
             name: {
@@ -103,7 +111,7 @@ def _process(labels: Labels) -> tuple[str | None, str | None]:
 
 
 def scrape(targets: Sequence[Target], *, run: str, timeout_s: float) -> Scrape:
-    """Asks all endpoints of `run` at once, and waits for none of them longer than `timeout_s`."""
+    """Reads all endpoints of `run` at the same time. Each endpoint has `timeout_s` seconds to answer."""
     with ThreadPoolExecutor(max_workers=max(1, len(targets))) as pool:
         answers = list(pool.map(lambda target: _answer(target, timeout_s), targets))
     values: dict[str, dict[Labels, float]] = {}
@@ -122,13 +130,16 @@ def scrape(targets: Sequence[Target], *, run: str, timeout_s: float) -> Scrape:
 
 
 def _run_of(samples: Iterable[Sample]) -> str:
-    """The run that the endpoint's process is of; empty when it is of none."""
+    """Returns the name of the run that an endpoint belongs to; empty when it is not an endpoint of asyncrl."""
     return next((sample.labels.get("run_name", "") for sample in samples if sample.name == "asyncrl_run_info"), "")
 
 
 def _adds_up(sample: Sample) -> bool:
-    """Whether sums can be made of it. NaN is a gauge's way to say that nothing was measured; Inf, and a bucket without
-    a bound that can be read, are nobody's."""
+    """Returns whether a sample can be used in sums.
+
+    A gauge that was not measured is NaN. Infinite values, and buckets whose bound `le` is not a number, do not come
+    from asyncrl or vLLM.
+    """
     try:
         bound = float(sample.labels.get("le", 0))
     except ValueError:
@@ -137,51 +148,62 @@ def _adds_up(sample: Sample) -> bool:
 
 
 def _answer(target: Target, timeout_s: float) -> list[Sample] | None:
-    """What the endpoint says; None when that is nothing, or nothing that can be read."""
+    """Returns the samples of an endpoint; None when there is no answer, or when the answer cannot be parsed."""
     try:
         text = _read(target.address, timeout_s)
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    except Exception:  # of the network, or whatever a text that is no metrics leads the parser to
+    except Exception:  # network errors, and any error of the parser for a text that is not metrics
         return None
 
 
 def _read(address: str, timeout_s: float) -> str:
-    """The endpoint's text. Raises when it cannot be had whole within `timeout_s`."""
+    """Returns the text of an endpoint. Raises an error when it is not complete within `timeout_s`."""
     late, started_s = Event(), time.monotonic()
     with closing(HTTPConnection(address, timeout=timeout_s)) as connection:
         connection.connect()
-        # the connection's own time is that of one read: who sends a byte a second would be listened to for ever
+        # The timeout of the connection limits each read, not the whole answer: a server that sends one byte a second
+        # would never reach it. The timer limits the whole answer.
         ends = Timer(started_s + timeout_s - time.monotonic(), _hang_up, args=(connection.sock, late))
         ends.daemon = True
         ends.start()
         try:
             connection.request("GET", "/metrics")
             answer = connection.getresponse()
-            body = answer.read(MAX_BYTES + 1)
+            body = answer.read(MAX_BYTES + 1)  # one byte more than allowed shows that the answer is too long
         finally:
             ends.cancel()
     if answer.status != HTTPStatus.OK or late.is_set():
-        raise ValueError(f"{address} answers {answer.status}{', too slowly' if late.is_set() else ''}")
+        raise ValueError(f"{address} answered with status {answer.status}{', too slowly' if late.is_set() else ''}")
     if len(body) > MAX_BYTES or not body.endswith(b"\n"):
-        raise ValueError(f"{address} answers {len(body)} bytes of at most {MAX_BYTES}, or a torn line")
+        raise ValueError(
+            f"{address} answered with {len(body)} bytes: more than {MAX_BYTES}, or an incomplete last line"
+        )
     return body.decode()
 
 
 def _hang_up(connection: socket.socket, late: Event) -> None:
+    """Ends a connection whose answer takes too long, so that the blocked read returns."""
     late.set()
-    with suppress(OSError):  # it has ended meanwhile
+    with suppress(OSError):  # the connection has ended meanwhile
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def read_targets(path: Path) -> list[Target]:
-    """The run's own endpoints of those that `write_targets` wrote. RunError when there is no such file, or it is
-    something else."""
+    """Returns the targets in the file that `write_targets` wrote, without Ray's endpoints.
+
+    Raises RunError when the file cannot be read or is not a list of targets.
+    """
     try:
         groups = msgspec.json.decode(path.read_bytes(), type=list[_Group])
     except OSError as error:
-        raise RunError(f"{path}: {error.strerror or error}: the learner writes it when the run starts") from error
+        raise RunError(
+            f"cannot read {path}: {error.strerror or error}. The learner writes this file when the run starts: check "
+            "the run's directory, and that the run has started"
+        ) from error
     except msgspec.MsgspecError as error:
-        raise RunError(f"{path}: not a list of Prometheus targets: {error}") from error
+        raise RunError(
+            f"{path} is not a list of Prometheus targets: {error}. Give the targets.json that a learner has written"
+        ) from error
     return [target for target in _targets(groups) if target.role != RAY]
 
 

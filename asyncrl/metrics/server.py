@@ -1,9 +1,11 @@
-"""One `/metrics` endpoint a process, in threads of its own.
+"""Serves the `/metrics` endpoint of a process, in threads.
 
-It serves the process's asyncrl registry and, on the same port, the default registry, where vLLM puts `vllm:*`; the
-learner's also answers `GET /sd`, Prometheus' HTTP service discovery of the whole run.
-Nothing here can hold up training: a taken port becomes any free one with a warning (F31), each scrape has a thread,
-and a scraper that does not read is dropped after `SCRAPE_TIMEOUT_S`.
+The endpoint shows the process's asyncrl registry and the default registry, to which vLLM adds `vllm:*`. The learner's
+endpoint also answers `GET /sd`, Prometheus' HTTP service discovery, for the whole run.
+
+The endpoint cannot block training. If the port is taken, it uses a free port and logs a warning (F31). Each scrape has
+a
+thread of its own. A connection that does not read or send is closed after `SCRAPE_TIMEOUT_S`.
 """
 
 import asyncio
@@ -26,21 +28,23 @@ from asyncrl.metrics.binding import bind_host
 logger = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 10.0
-"""Prometheus' own default scrape timeout: whoever is slower has given up."""
+"""Time limit of a connection. It is Prometheus' default scrape timeout, so no scraper waits longer."""
 
 CLOSE_TIMEOUT_S = 5.0
 
 POLL_S = 0.1
-"""How soon the server notices that it is being closed."""
+"""Interval at which the server checks whether it is being closed, and `told` whether it can return."""
 
 LINGER_S = 6.0
-"""Prometheus takes up to five seconds to let go of a target that is listed no more, and scrapes it until then."""
+"""How long the server stays up after the run has removed its targets. Prometheus scrapes a removed target for up to
+five
+seconds more."""
 
 WATCHED_S = 60.0
-"""Whoever has not asked for so long has stopped watching."""
+"""A client that has sent no request for this time does not watch the run any more."""
 
 DISCOVERY_S = 20.0
-"""Whoever discovers over HTTP asks again within so long: twice the longest refresh in deploy/."""
+"""Longest wait for the next discovery request of a client: twice the longest refresh interval in deploy/."""
 
 DISCOVERY_PATH = "/sd"
 
@@ -48,7 +52,7 @@ PORT_REFUSED = {errno.EADDRINUSE, errno.EACCES}
 
 
 class MetricsServer:
-    """Serves from construction to `close`.
+    """Serves metrics from construction to `close`.
 
     >>> with MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0) as server:
     ...     server.url.startswith("http://127.0.0.1:")
@@ -63,8 +67,11 @@ class MetricsServer:
         port: int,
         discovery: Callable[[], bytes] | None = None,
     ) -> None:
-        """`discovery` makes the answer to `GET /sd`, on a thread of the server."""
-        # when each series began: a quarter of a scrape's lines, and nobody asks for it
+        """Starts the server. `discovery` returns the answer to `GET /sd`; it is called in a thread of the server.
+
+        Raises ConfigError when `host` is not an address of this machine.
+        """
+        # The `_created` series (the start time of each series) are a quarter of the lines, and no dashboard uses them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         both = CollectorRegistry()
         both.register(registry)
@@ -81,7 +88,7 @@ class MetricsServer:
 
     @property
     def address(self) -> str:
-        """`host:port`, as Prometheus wants its targets."""
+        """`host:port`, in the form of a Prometheus target."""
         host = str(self._server.server_address[0])
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
@@ -91,14 +98,20 @@ class MetricsServer:
 
     @property
     def linger_s(self) -> float:
-        """How long to go on serving at a run's end, so that whoever watches sees the last values, and no target that is
-        listed and dead. 0 when nobody does."""
+        """Seconds to keep serving after the end of the run; 0 when the endpoint was not scraped in the last
+        `WATCHED_S`.
+
+        In this time Prometheus scrapes the last values, and it does not report a listed target that is down.
+        """
         last_s = self._handler.scraped_s
         return LINGER_S if last_s is not None and time.monotonic() - last_s < WATCHED_S else 0.0
 
     async def told(self, *, since_s: float) -> None:
-        """Returns when whoever discovers over HTTP has the list as it is since that moment of the monotonic clock: at
-        once when nobody does, after `DISCOVERY_S` at the latest."""
+        """Waits until every client of `/sd` has read the list as it is since `since_s` on the monotonic clock.
+
+        Clients that sent no request in the `WATCHED_S` before are not waited for. Returns after `DISCOVERY_S` in any
+        case.
+        """
         told_s = self._handler.told_s
         waiting = [path for path, asked_s in told_s.copy().items() if since_s - asked_s < WATCHED_S]
         while time.monotonic() - since_s < DISCOVERY_S:
@@ -107,7 +120,7 @@ class MetricsServer:
             await asyncio.sleep(POLL_S)
 
     def close(self) -> None:
-        """Stop serving and free the port. May be called twice."""
+        """Stops the server and frees the port. May be called twice."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -130,20 +143,23 @@ class _Handler(MetricsHandler):
     timeout = SCRAPE_TIMEOUT_S
     discovery: Callable[[], bytes]
     scraped_s: float | None = None
-    """Of the class, which is one server's own: the last scrape on the monotonic clock."""
+    """Time of the last scrape on the monotonic clock. It is an attribute of the class; each server has a class of its
+    own."""
     told_s: dict[str, float]
-    """The same of the last question for the list, by path and query: jobs of one Prometheus ask each for itself."""
+    """Time of the last `/sd` request on the monotonic clock, by path and query. Each job of a Prometheus sends its own
+    requests, so two jobs with different queries are two clients."""
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != DISCOVERY_PATH:
-            # Asked for OpenMetrics, as Prometheus 2 does, prometheus_client writes the colon of vLLM's names as `_`.
+            # Prometheus 2 asks for OpenMetrics. In this format prometheus_client replaces the colon in vLLM's names by
+            # `_`, so the header is ignored.
             del self.headers["Accept"]
-            # Compressing takes a fifth of the time again, of a process that has other things to do.
+            # Compression would add a fifth to the time of a scrape, in a process that has other work to do.
             del self.headers["Accept-Encoding"]
             super().do_GET()
             type(self).scraped_s = time.monotonic()
             return
-        asked_s = time.monotonic()
+        asked_s = time.monotonic()  # before the list is made: it may change while it is made
         body = self.discovery()
         self.told_s[self.path] = asked_s
         self.send_response(HTTPStatus.OK)
@@ -172,8 +188,8 @@ def _bind(handler: type[_Handler], *, host: str, port: int) -> _Server:
                 raise
             server = server_class((host, 0), handler)
             logger.warning(
-                "metrics.learner_port = %d cannot be had on %s (%s): metrics and /sd are on %d instead, as "
-                "metrics/targets.json says too; end who has it, or name another port",
+                "metrics.learner_port = %d cannot be used on %s (%s): metrics and /sd are on port %d instead, which "
+                "metrics/targets.json lists; end the process that uses the port, or choose another port",
                 port,
                 host,
                 error.strerror,
@@ -182,7 +198,7 @@ def _bind(handler: type[_Handler], *, host: str, port: int) -> _Server:
             return server
     except OSError as error:
         raise ConfigError(
-            f"metrics.host: cannot serve on {host!r} ({error.strerror or error}); name an address of this machine, "
-            "such as 127.0.0.1",
+            f"metrics.host: cannot serve metrics on {host!r} ({error.strerror or error}): set it to an address of this "
+            "machine, such as 127.0.0.1",
             key="metrics.host",
         ) from error

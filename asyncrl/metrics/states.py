@@ -1,9 +1,11 @@
-"""Who waits for whom: seconds split by state, so that they add up to wall time.
+"""Counts the seconds of a process by state. The states add up to wall time, so they show which side waits for the
+other.
 
-`StateClock` is for a process that does one thing at a time (the learner), `SlotStates` for one whose concurrency
-slots are each in a state of their own (a generator): its seconds are slot-seconds ÷ slots, so that n slots, too, add
-up to wall time. Both take their clock as an argument and may be read from another thread, such as a scraper's. With
-`monotonic_at_process_start` as their `started_s`, the time that a process took to make them is not missing.
+`StateClock` is for a process that is in one state at a time, such as the learner. `SlotStates` is for a process whose
+concurrency slots have separate states, such as a generator. It divides slot-seconds by the number of slots, so that its
+states add up to wall time too. Both take their clock as an argument. Both may be read from another thread, such as the
+thread of a scrape. With `started_s=monotonic_at_process_start()`, the seconds include the time between the start of the
+process and the construction of the object.
 """
 
 import time
@@ -15,14 +17,17 @@ Clock = Callable[[], float]
 
 
 def monotonic_at_process_start() -> float:
-    """The monotonic moment at which this process started: what a run's seconds count from, imports included."""
+    """Returns the start of this process on the monotonic clock. A run's seconds count from here, so they include the
+    time of imports."""
     import psutil
 
     return time.monotonic() - (time.time() - psutil.Process().create_time())
 
 
 class SlotStates:
-    """`slots` slots, each in one of `states`; all are in `initial` from `started_s` on, now when it is left out.
+    """Counts the seconds of `slots` slots, each of which is in one of `states`.
+
+    All slots are in the state `initial` from `started_s` on (default: now).
 
     >>> now = 0.0
     >>> slots = SlotStates(4, states=("idle", "generating"), initial="idle", clock=lambda: now)
@@ -42,9 +47,9 @@ class SlotStates:
         clock: Clock = time.monotonic,
     ) -> None:
         if slots < 1:
-            raise ValueError(f"{slots} slots: at least 1 is needed")
+            raise ValueError(f"slots = {slots}: there must be at least 1 slot")
         if initial not in states:
-            raise ValueError(f"the initial state {initial!r} is none of {', '.join(states)}")
+            raise ValueError(f"the initial state {initial!r} is not one of {', '.join(states)}")
         self._slots = slots
         self._clock = clock
         self._lock = Lock()
@@ -53,65 +58,75 @@ class SlotStates:
         self._since = clock() if started_s is None else started_s
 
     def move(self, source: str, target: str, *, count: int = 1) -> None:
-        """Let `count` slots go from one state to another. ValueError when there are fewer in `source`."""
+        """Moves `count` slots from one state to another. Raises ValueError when `source` has fewer slots."""
         with self._lock:
             self._known(source)
             self._known(target)
             if not 0 <= count <= self._counts[source]:
-                raise ValueError(f"cannot move {count} slots out of {source}: it has {self._counts[source]}")
+                raise ValueError(f"cannot move {count} slots out of {source}, which has {self._counts[source]} slots")
             self._settle()
             self._counts[source] -= count
             self._counts[target] += count
 
     def set(self, counts: Mapping[str, int]) -> None:
-        """Say where all slots are; states that are left out have none. ValueError unless they add up."""
+        """Sets the number of slots in each state; a state that is not in `counts` has none.
+
+        Raises ValueError when a count is negative or the counts do not add up to the number of slots.
+        """
         with self._lock:
             for state, count in counts.items():
                 self._known(state)
                 if count < 0:
-                    raise ValueError(f"{count} slots in {state}")
+                    raise ValueError(f"{count} slots in {state}: the number must not be negative")
             if sum(counts.values()) != self._slots:
                 raise ValueError(f"{dict(counts)} does not add up to {self._slots} slots")
             self._settle()
             self._counts = dict.fromkeys(self._counts, 0) | dict(counts)
 
     def counts(self) -> dict[str, int]:
-        """Slots by state, now."""
+        """Returns the present number of slots in each state."""
         with self._lock:
             return dict(self._counts)
 
     def seconds(self) -> dict[str, float]:
-        """Slot-seconds ÷ slots by state since the start, the present moment included."""
+        """Returns slot-seconds divided by slots, by state, from the start until now."""
         with self._lock:
             self._settle()
             return {state: seconds / self._slots for state, seconds in self._slot_seconds.items()}
 
     def reattribute(self, source: str, parts: Mapping[str, float]) -> None:
-        """Of the slot-seconds spent in `source`, so many belong to other states. ValueError when there are fewer."""
+        """Moves slot-seconds from `source` to other states. `parts` maps a state to the seconds that it gets.
+
+        Raises ValueError when `source` has fewer slot-seconds than `parts` adds up to.
+        """
         with self._lock:
             for state in (source, *parts):
                 self._known(state)
             self._settle()
             moved = sum(parts.values())
             if not 0 <= moved <= self._slot_seconds[source]:
-                raise ValueError(f"cannot move {moved} s out of {source}: it has {self._slot_seconds[source]}")
+                raise ValueError(f"cannot move {moved} s out of {source}, which has {self._slot_seconds[source]} s")
             self._slot_seconds[source] -= moved
             for state, seconds in parts.items():
                 self._slot_seconds[state] += seconds
 
     def _settle(self) -> None:
+        """Adds the time since the last call to the states in which the slots are."""
         now = self._clock()
         for state, count in self._counts.items():
             self._slot_seconds[state] += count * (now - self._since)
         self._since = now
 
     def _known(self, state: str) -> None:
+        """Raises ValueError when `state` is not one of the states."""
         if state not in self._counts:
-            raise ValueError(f"the state {state!r} is none of {', '.join(self._counts)}")
+            raise ValueError(f"the state {state!r} is not one of {', '.join(self._counts)}")
 
 
 class StateClock:
-    """A process that is in one state at a time, in `initial` from `started_s` on, now when it is left out.
+    """Counts the seconds of a process that is in one state at a time.
+
+    The process is in the state `initial` from `started_s` on (default: now).
 
     >>> now = 0.0
     >>> clock = StateClock(states=("waiting", "training"), initial="waiting", clock=lambda: now)
@@ -137,12 +152,12 @@ class StateClock:
         return next(state for state, count in self._slot.counts().items() if count)
 
     def enter(self, state: str) -> None:
-        """Be in `state` from now on. ValueError when it is unknown."""
+        """Changes the state to `state`. Raises ValueError when the state is unknown."""
         self._slot.set({state: 1})
 
     @contextmanager
     def within(self, state: str) -> Iterator[None]:
-        """Be in `state` for the length of a block, then again in the one before."""
+        """Changes the state to `state` for the duration of a `with` block, then back to the previous state."""
         before = self.state
         self.enter(state)
         try:
@@ -151,23 +166,28 @@ class StateClock:
             self.enter(before)
 
     def reattribute(self, source: str, parts: Mapping[str, float]) -> None:
-        """Of the seconds spent in `source`, so many belong to other states. ValueError when there are fewer.
+        """Moves seconds from `source` to other states. `parts` maps a state to the seconds that it gets.
 
-        For a stage that only its end can split, such as a call to other processes that time themselves.
+        This is for a call to other processes that return the durations of their stages at the end of the call. Raises
+        ValueError when `source` has fewer seconds than `parts` adds up to.
         """
         self._slot.reattribute(source, parts)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by state since the start, the present moment included."""
+        """Returns the seconds by state from the start until now."""
         return self._slot.seconds()
 
 
 def caught_up(shown: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Totals to show after `shown` that add up to `seconds` and of which none falls: seconds that were shown under one
-    state may since have been reattributed to others.
+    """Returns the totals to show next, after the totals `shown`, for the measured `seconds`.
 
-    A total that is ahead of its state waits for it. What all of `seconds` grew by goes to the states that are behind,
-    each its part of the arrears; so the totals are those of `seconds` as soon as none is ahead.
+    A scrape may have shown seconds under one state that were moved to other states since (`reattribute`). The new
+    totals
+    still never fall, because a counter must not fall, and they add up to `seconds`.
+
+    A state whose shown total is above its seconds keeps this total. The growth of the sum goes to the states whose
+    totals are below their seconds, in proportion to the differences. When no state is above its seconds any more, the
+    totals are equal to `seconds`.
 
     >>> caught_up({"training": 15.0, "optimizer": 0.0, "waiting": 0.0}, {"training": 10.0, "optimizer": 5.0})
     {'training': 15.0, 'optimizer': 0.0, 'waiting': 0.0}

@@ -1,8 +1,10 @@
-"""Experiment trackers, through accelerate's: TensorBoard, Weights & Biases, MLflow, trackio.
+"""Sends a run's numbers to experiment trackers (TensorBoard, Weights & Biases, MLflow, trackio), through accelerate.
 
-What must hold: a tracker is a copy of what the run directory records, and never more than that. It is fed from a thread
-of its own, one that fails is reported once and left alone, and what it still has to send at the end gets `CLOSE_S`
-seconds and no more: the thread is a daemon, for Python's exit would wait for any other, however long it hangs.
+A tracker only gets copies of records in the run directory, so a failing tracker loses nothing. The trackers run in one
+thread. A tracker that fails is reported once and gets no more numbers. At the end of the run, the trackers get
+`CLOSE_S`
+seconds to send the rest. The thread is a daemon, because Python waits at exit for all other threads, also for a tracker
+that hangs.
 """
 
 import logging
@@ -23,8 +25,9 @@ Cell = str | int | float | None
 
 
 class Trackers:
-    """Those called `names`, which follow the run `run` of the experiment `project`; `settings` are its configuration by
-    dotted key, `folder` is where files go that belong to the run.
+    """Sends numbers to the trackers called `names`, as the run `run` of the experiment `project`.
+
+    `settings` is the run's configuration by dotted key. Trackers that write files write them below `folder`.
 
     >>> trackers = Trackers([], project="asyncrl", run="quickstart", folder=Path("runs/quickstart"), settings={})
     >>> trackers.log(1, {"reward/mean": 0.5, "staleness/parity_nats": None})
@@ -35,9 +38,10 @@ class Trackers:
         self._names = tuple(names)
         self._live: dict[str, Any] = {}
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        """What the thread does, in this order; None is the end."""
+        """The work of the thread, in order; None ends the thread."""
         self._given_up = Event()
-        # a single thread: numbers must arrive in order, and MLflow knows its active run by thread
+        # There is one thread, because numbers must arrive in order, and because MLflow's active run belongs to a
+        # thread.
         self._thread = Thread(target=self._run, name="trackers", daemon=True)
         self._thread.start()
         for name in names:
@@ -45,25 +49,29 @@ class Trackers:
             self._work.put(start)
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Numbers of one step, but for those that are None or not finite. Returns at once."""
+        """Queues the numbers of one step, without those that are None or not finite. Does not block."""
         if not self._names:
             return
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         self._work.put(lambda: self._each(lambda tracker: tracker.log(known, step=step)))
 
     def log_samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """A table of rollouts of one step. Returns at once."""
+        """Queues a table with rollouts of one step. Does not block."""
         if self._names and rows:
             self._work.put(lambda: self._each_by_name(partial(_log_table, step=step, columns=columns, rows=rows)))
 
     def close(self) -> None:
-        """Waits for what is under way, `CLOSE_S` seconds at most."""
+        """Ends the trackers, and waits at most `CLOSE_S` seconds until they have sent everything."""
         self._work.put(lambda: self._each(lambda tracker: tracker.finish()))
         self._work.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             self._given_up.set()
-            logger.warning("trackers were not done %g s after the end; all numbers are in the run directory", CLOSE_S)
+            logger.warning(
+                "the trackers did not send all numbers within %g s of the run's end, and are stopped; all numbers are "
+                "in the run directory",
+                CLOSE_S,
+            )
 
     # -- in the thread -----------------------------------------------------------------------------------------------
 
@@ -76,14 +84,15 @@ class Trackers:
             from accelerate import PartialState
             from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-            # accelerate's trackers ask who the main process is; nothing here shall touch a GPU to find out
+            # accelerate's trackers ask PartialState whether this is the main process. With `cpu=True` it does not
+            # initialise a GPU.
             PartialState(cpu=True)
             tracker: Any = LOGGER_TYPE_TO_CLASS[name](**_arguments(name, project=project, run=run, folder=folder))
             tracker.start()
             tracker.store_init_configuration(dict(settings))
             self._live[name] = tracker
         except Exception as error:
-            _report(f"the tracker {name} did not start; the run goes on without it", error)
+            _report(f"the tracker {name} did not start, and the run continues without it", error)
 
     def _each(self, act: Callable[[Any], None]) -> None:
         self._each_by_name(lambda _, tracker: act(tracker))
@@ -94,11 +103,15 @@ class Trackers:
                 act(name, tracker)
             except Exception as error:
                 del self._live[name]
-                _report(f"the tracker {name} failed and is fed no more", error)
+                _report(f"the tracker {name} failed and gets no more numbers of this run", error)
 
 
 def _log_table(name: str, tracker: Any, *, step: int, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-    """accelerate has no common call for tables: each library's own, and Markdown where there is only text."""
+    """Logs a table to a tracker.
+
+    accelerate has no common call for tables. The function uses the tracker's own tables, or Markdown text where the
+    tracker has no tables.
+    """
     match name:
         case "wandb":
             tracker.log_table("samples", columns=list(columns), data=[list(row) for row in rows], step=step)
@@ -131,13 +144,13 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
 
 
 def _report(what: str, error: Exception) -> None:
-    """A line for whoever looks on; the traceback is for the log."""
+    """Logs the error as a warning of one line, and its traceback with the level INFO, which only the log file shows."""
     logger.warning("%s: %s: %s", what, type(error).__name__, error)
     logger.info("%s", what, exc_info=error)
 
 
 def _arguments(name: str, *, project: str, run: str, folder: Path) -> dict[str, Any]:
-    """What accelerate's tracker of this name wants to know; they call one thing by several names."""
+    """Returns the arguments of accelerate's tracker class. The classes have different names for project and run."""
     match name:
         case "tensorboard":
             return {"run_name": run, "logging_dir": folder / "tensorboard"}
@@ -148,4 +161,4 @@ def _arguments(name: str, *, project: str, run: str, folder: Path) -> dict[str, 
         case "trackio":
             return {"run_name": project, "name": run}
         case _:
-            raise ValueError(f"no tracker is called {name!r}")
+            raise ValueError(f"unknown tracker {name!r}: use tensorboard, wandb, mlflow or trackio")

@@ -1,6 +1,10 @@
-"""What people see of a run: `report.html`, the live view of a terminal, `asyncrl status`.
+"""The views of a run for people: `report.html`, the live view in a terminal, and `asyncrl status`.
 
-`report.py` makes the page of `report_*.py` and `charts.py`; `live.py` renders what `live_from_records.py` knows of the
-run's own process and `top.py` of its metrics endpoints. `headline.py` chooses the first sentence of all of them, from
-the facts that `run_facts.py` and `top.py` gather. Nothing here starts, ends or changes a run.
+- `report.py` makes the report from the sections of `report_*.py` and the charts of `charts.py`.
+- `live.py` renders the live view. Its data comes from the run's records (`live_from_records.py`, in the run's own
+  process) or from the run's metrics endpoints (`top.py`).
+- `status.py` renders the answer of the buffer.
+- `headline.py` chooses the first sentence of every view, from the facts of `run_facts.py` and `top.py`.
+
+The views only read. They do not start, end or change a run.
 """

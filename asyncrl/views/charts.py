@@ -1,7 +1,8 @@
-"""Charts as inline SVG: lines, stacked shares over time, bars by version. Pure functions from numbers to markup.
+"""Makes charts as inline SVG: lines, stacked shares over time, and bars by version. Pure functions.
 
-Colours are CSS variables of the page (`report_page.py`), so that light and dark mode and print need nothing here.
-Each chart carries its numbers as JSON for the page's hover script; without the script it is complete, only silent.
+Colours are CSS variables of the page (`report_page.py`). Light mode, dark mode and print therefore need no code here.
+Each chart contains its numbers as JSON for the script of the page, which shows them under the pointer. Without the
+script, the chart is complete but does not show these numbers.
 """
 
 import json
@@ -17,19 +18,19 @@ from asyncrl.views.quantities import number
 WIDTH, HEIGHT = 380, 210
 STEP = "step"
 LEFT, RIGHT, TOP, BOTTOM = 54, 16, 12, 30
-"""Margins in the SVG's own units: room for labels on all sides, such as -1.25e-4 on the left."""
+"""Margins in SVG units, with room for labels. The left margin is wide enough for a label such as -1.25e-4."""
 
 LARGEST = 1e300
-"""What is greater, or no number, has no place in a picture: differences of two would overflow."""
+"""Values of this size or more are not drawn, because the difference of two of them can overflow."""
 
 LIMIT_LABEL_WIDTH = 48
 VALUE_LABEL_WIDTH = 27
-"""What `limit 12` and `100%` take beside and above bars."""
+"""Widths, in SVG units, of the labels `limit 12` (beside the bars) and `100%` (above a bar)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One named line. `ys` has an entry for every x; None and NaN leave a gap. `faint` lines lie behind."""
+    """One named line. `ys` has one entry per x; None and NaN leave a gap. `faint` lines are drawn behind the others."""
 
     name: str
     ys: Sequence[float | None]
@@ -39,7 +40,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Data to picture, on one axis. `log` scales take values above 0 only."""
+    """Maps data to SVG units on one axis. A `log` scale takes only values above 0."""
 
     low: float
     high: float
@@ -64,10 +65,10 @@ def line_chart(
     limit: tuple[str, float] | None = None,
     x_name: str = STEP,
 ) -> str:
-    """Lines over steps, or over what `x_name` counts. The y axis reaches to all of `include`; `limit` draws a labelled
-    line across.
+    """Returns a chart with lines over steps, or over the quantity `x_name`.
 
-    A `log` axis has no place for 0: it is drawn at the bottom, a power of ten below everything else.
+    The y axis covers all values of `include`. `limit` is the label and value of a horizontal line. A `log` axis cannot
+    show 0, so 0 is drawn at the bottom, a power of ten below the smallest other value.
     """
     drawn = [_drawable(one.ys, log=log) for one in series]
     values = [y for ys in drawn for y in ys if y is not None]
@@ -93,7 +94,10 @@ def line_chart(
 def share_chart(
     title: str, xs: Sequence[float], shares: Sequence[Mapping[str, float]], *, colors: Mapping[str, str], unit: str
 ) -> str:
-    """Stacked shares of a whole over steps; one mapping an x. States that never have a share are left out."""
+    """Returns a chart with stacked shares over steps. `shares` has one mapping from state to share per x.
+
+    States whose share is always 0 are left out.
+    """
     states = [state for state in colors if any(share.get(state, 0) > 0 for share in shares)]
     if not states:
         return _figure(title, "", body=_empty("nothing recorded"), legend="", numbers=None)
@@ -115,8 +119,12 @@ def share_chart(
 
 
 def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]], *, limit: int | None) -> str:
-    """Shares by number of versions, side by side. `counts` has (name, colour, {versions: count}); `limit` is η, where
-    it is to be drawn."""
+    """Returns a chart with bars side by side: the share of each number of versions.
+
+    `counts` has (name, colour, {versions: count}) for each kind of bar. `limit` is the staleness limit η, which is
+    drawn
+    as a line; None draws no line.
+    """
     totals = [sum(histogram.values()) for _, _, histogram in counts]
     if not any(totals):
         return _figure(title, "", body=_empty("nothing trained"), legend="", numbers=None)
@@ -151,7 +159,7 @@ def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]
 
 
 def nice_ticks(low: float, high: float, *, about: int = 4) -> list[float]:
-    """Round numbers that cover `low` to `high`, ends included.
+    """Returns evenly spaced round numbers that cover the range from `low` to `high`.
 
     >>> nice_ticks(0.0, 0.93)
     [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -159,21 +167,22 @@ def nice_ticks(low: float, high: float, *, about: int = 4) -> list[float]:
     [0.0, 50.0, 100.0, 150.0, 200.0]
     """
     size = max(abs(low), abs(high))
-    # Means of equal numbers differ in their last digits: that is no range.
+    # Means of equal numbers can differ by rounding in their last digits. Such a difference is not a range to draw.
     span = high - low if high - low > 1e-6 * size else size or 1.0
     raw = span / about
     magnitude = 10.0 ** math.floor(math.log10(raw))
+    # The factors 0.999 and 1e-9 are tolerances: rounding must not add a tick or choose a larger step.
     step = next(magnitude * factor for factor in (1, 2, 2.5, 5, 10) if magnitude * factor >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [float(f"{index * step:.12g}") for index in range(first, max(last, first + 1) + 1)]
 
 
 def _drawable(ys: Sequence[float | None], *, log: bool) -> list[float | None]:
-    """Values with None for what has no place in the picture."""
+    """Returns the values with None in place of those that cannot be drawn."""
     drawable = [y if y is not None and abs(y) < LARGEST and (y >= 0 or not log) else None for y in ys]
     if not log:
         return drawable
-    # The power of ten below a denormal number would be 0.
+    # Denormal numbers become 0, because the power of ten below them would be 0.
     return [0.0 if y is not None and y < sys.float_info.min else y for y in drawable]
 
 
@@ -221,7 +230,7 @@ def _limit_line(label: str, at: float) -> str:
 
 
 def _path(points: Sequence[tuple[float, float | None]], one: Series) -> str:
-    """One path, broken at gaps; a point between two gaps is drawn as a dot."""
+    """Returns a path with a break at each gap. A single point between two gaps becomes a dot."""
     runs: list[list[tuple[float, float]]] = [[]]
     for at, place in points:
         if place is None:
@@ -260,7 +269,10 @@ def _numbers(
     x_name: str,
     percent: bool = False,
 ) -> dict[str, object]:
-    """What the hover script shows, to the four digits that it shows. `series` has (name, colour, ys)."""
+    """Returns the numbers for the page's script, rounded to the four digits that it shows.
+
+    `series` has (name, colour, ys) for each line.
+    """
     return {
         "x": x_name,
         "xs": [_four_digits(x) for x in xs] if x_name != STEP else list(xs),
@@ -283,7 +295,7 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def _figure(title: str, unit: str, *, body: str, legend: str, numbers: Mapping[str, object] | None) -> str:
-    # `<` is the only character of JSON that could end the script element early.
+    # `<` is the only character that could end the script element inside the JSON.
     data = (
         f'<script type="application/json">{json.dumps(numbers).replace("<", chr(92) + "u003c")}</script>'
         if numbers is not None

@@ -1,11 +1,14 @@
-"""The first sentence about a run: what most needs the user's attention, and what to do about it.
+"""Chooses the headline of a run: one sentence with its most urgent problem and what to do about it.
 
-Every screen shows the same one, chosen by priority: nothing is learned, rollouts fail, log-probs disagree, the data is
-too far from the policy; and only when none of these is the case, which side waits for which (`bottleneck`).
+All views show the same headline. It is the first of these that applies: no step was trained, the rewards give no
+gradient, rollouts fail, log-probs disagree, the data is too far from the policy. If none applies, the headline says
+which side waits for the other (`bottleneck`).
 
-A side that waits is not at fault, the other one is; when both wait at once it is what stands between them. So the
-staleness limit, room or publications are only to be changed where generators that they hold back would feed a learner
-that waits: one that never waits has nothing to win from them. The time that a process takes to start is left out.
+When one side waits, the other side limits the run. When both sides wait, the limit is between them: the staleness
+limit,
+the buffer's capacity, or the publication of weights. A setting of these is therefore recommended only when the learner
+waits and generators are blocked by it. A learner that never waits would gain nothing. The time that processes take to
+start does not count.
 """
 
 from collections.abc import Mapping
@@ -15,19 +18,19 @@ from enum import StrEnum
 from asyncrl.buffer.ledger import OPEN_FATES, Fate
 
 NOTABLE_SHARE = 0.2
-"""A side that waits less than this share of its time is not what limits the run."""
+"""A side that waits for less than this share of its time does not count as waiting."""
 NEGLIGIBLE_SHARE = 0.05
-"""A smaller share of a side's time is too little for any setting to win back."""
+"""A smaller share of a side's time is not worth a change of settings."""
 MOSTLY_EQUAL = 0.9
-"""With equal rewards in more groups than this, a run learns next to nothing."""
+"""When a larger share of the groups has equal rewards, there is almost no gradient."""
 MANY_FAILURES = 0.05
-"""More failed groups than this are worth a warning."""
+"""A larger share of failed groups causes a warning."""
 LOW_ESS = 0.3
-"""Below this effective sample size, few tokens decide a step. The alert AsyncrlESSCollapse has the same limit."""
+"""Below this effective sample size, few tokens dominate a step. The alert AsyncrlESSCollapse has the same limit."""
 
 
 class Bound(StrEnum):
-    """What a run is limited by."""
+    """What limits the speed of a run."""
 
     GENERATORS = "generators"
     LEARNER = "learner"
@@ -39,7 +42,7 @@ class Bound(StrEnum):
 
 
 class Concern(StrEnum):
-    """What a headline is about, the most urgent first."""
+    """The subject of a headline, the most urgent first."""
 
     NOTHING_TRAINED = "nothing_trained"
     NO_GRADIENT = "no_gradient"
@@ -51,25 +54,26 @@ class Concern(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """One sentence for the user."""
+    """One sentence for the user, and its subject."""
 
     concern: Concern
     sentence: str
 
     @property
     def warns(self) -> bool:
-        """Whether something is wrong; a bottleneck is not."""
+        """Whether the sentence is a warning. A bottleneck is not a fault, so its sentence is not a warning."""
         return self.concern is not Concern.BOTTLENECK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a screen knows of a run. None and empty mappings mean: not known.
+    """The facts about a run from which the headline is chosen. None and empty mappings mean that a fact is not known.
 
-    `equal_rewards_ratio` is the share of groups without unequal rewards, over `equal_rewards_steps` steps;
-    `equal_above_zero_ratio` is the part of it whose rewards are above 0. Both are None where equal rewards teach
-    something. `groups` are by fate, `failures` failed rollouts by reason. Shares are of time by state. `room` tells
-    whether there are cores or GPUs for another process.
+    `equal_rewards_ratio` is the share of groups whose rewards are all equal, over the last `equal_rewards_steps` steps.
+    `equal_above_zero_ratio` is the share of groups whose rewards are all equal and above 0. Both are None when the
+    algorithm has a gradient with equal rewards too. `groups` maps fates to numbers of groups, `failures` reasons to
+    numbers of failed rollouts. `learner_shares` and `generator_shares` map states to shares of time. `room` is whether
+    cores or GPUs are free for another process.
     """
 
     steps_trained: int | None = None
@@ -89,7 +93,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
-    """What limits a run, and a sentence about it with what the user could change."""
+    """What limits a run, with a sentence that names the settings to change."""
 
     bound: Bound
     sentence: str
@@ -98,7 +102,7 @@ class Bottleneck:
 OTHER_WAITS = {
     "blocked_on_capacity": (
         Bound.CAPACITY,
-        "Generators wait for room in the buffer",
+        "Generators wait for free slots in the buffer",
         "raise buffer.capacity_groups or buffer.capacity_bytes",
     ),
     "paused_for_weights": (
@@ -110,11 +114,11 @@ OTHER_WAITS = {
 }
 
 HELD_BACK = ("blocked_on_staleness", "blocked_on_capacity", "starved_of_prompts")
-"""States in which a generator has done all that it may do for now."""
+"""States in which a generator has a free slot but gets no ticket."""
 
 
 def headline(facts: RunFacts) -> Headline | None:
-    """The most urgent sentence; None while too little is known for any.
+    """Returns the most urgent sentence; None while too few facts are known.
 
     >>> headline(RunFacts(equal_rewards_ratio=1.0, equal_rewards_steps=20)).concern
     <Concern.NO_GRADIENT: 'no_gradient'>
@@ -136,7 +140,7 @@ def headline(facts: RunFacts) -> Headline | None:
 
 
 def failed_share(groups: Mapping[str, float]) -> float:
-    """The share of failed groups among those that have ended; 0 while none has.
+    """Returns the share of failed groups among all groups with a final fate; 0 when no group has one.
 
     >>> failed_share({"trained": 24, "failed": 8, "reserved": 100})
     0.25
@@ -146,7 +150,7 @@ def failed_share(groups: Mapping[str, float]) -> float:
 
 
 def by_reason(failures: Mapping[str, float]) -> str:
-    """Such as `reward_raised 20, reward_timeout 3`, the most frequent reason first."""
+    """Returns failures by reason as text, such as `reward_raised 20, reward_timeout 3`, the most frequent first."""
     ordered = sorted(failures.items(), key=lambda item: -item[1])
     return ", ".join(f"{reason} {number:.0f}" for reason, number in ordered)
 
@@ -154,8 +158,9 @@ def by_reason(failures: Mapping[str, float]) -> str:
 def bottleneck(
     learner_shares: Mapping[str, float], generator_shares: Mapping[str, float], *, room: bool | None = None
 ) -> Bottleneck:
-    """From both sides' time by state, as shares that add up to 1. `room` tells whether there are cores or GPUs for
-    another process; None: it is not known.
+    """Returns what limits a run, from both sides' shares of time by state. The shares of a side add up to 1.
+
+    `room` is whether cores or GPUs are free for another process; None when it is not known.
 
     >>> bottleneck({"waiting_for_groups": 0.5}, {"generating": 0.6, "blocked_on_staleness": 0.4}).bound
     <Bound.STALENESS: 'staleness'>
@@ -176,33 +181,34 @@ def bottleneck(
             Bound.STALENESS,
             "The learner waits for groups",
             waiting,
-            f" and generators for its next version {_percent(blocked)}: raise staleness.max_versions while the "
-            "effective sample size is high.",
+            f", and generators wait {_percent(blocked)} for the learner's next version: raise staleness.max_versions "
+            "while the effective sample size is high.",
         )
     idle = generator_shares.get("idle", 0.0)
     if idle >= NOTABLE_SHARE:
         advice = (
-            f"slots are idle {_percent(idle)}. That is normal before the first weights, in evaluations and at the end; "
-            f"otherwise raise generator.max_starts_per_s{'' if room is False else ', or add generators'}"
+            f"generator slots are idle {_percent(idle)} of the time. That is normal before the first weights, in "
+            "evaluations and at the end of the run; otherwise raise generator.max_starts_per_s"
+            f"{'' if room is False else ', or add generators'}"
         )
     elif room is False:
-        advice = "raise generator.max_concurrent_groups; all cores of this machine are in use"
+        advice = "raise generator.max_concurrent_groups (all cores of this machine are in use)"
     else:
         advice = "add generators, or slots (generator.max_concurrent_groups) where cores or GPUs are free"
     if blocked >= NEGLIGIBLE_SHARE:
-        advice += f"; the staleness limit holds them back {_percent(blocked)}"
+        advice += f"; the staleness limit blocks generators {_percent(blocked)} of the time"
     return _found(Bound.GENERATORS, "The learner waits for groups", waiting, f": {advice}.")
 
 
 def _once_started(shares: Mapping[str, float]) -> dict[str, float]:
-    """Parts of the time after the start; none when there is no such time."""
+    """Returns the shares of the time without the state `starting`; empty when there is no other time."""
     running_share = 1.0 - shares.get("starting", 0.0)
     running = {state: share for state, share in shares.items() if state != "starting"}
     return {state: share / running_share for state, share in running.items()} if running_share > 0 else {}
 
 
 def _of_the_learner(generator_shares: Mapping[str, float], waiting: float, room: bool | None) -> Bottleneck:
-    """Of a learner that hardly waits: more work of the generators would only wait for it."""
+    """Returns the bottleneck of a run whose learner does not wait: more generated groups would only wait for it."""
     blocked = sum(generator_shares.get(state, 0.0) for state in HELD_BACK)
     if blocked < NOTABLE_SHARE:
         return Bottleneck(
@@ -211,7 +217,7 @@ def _of_the_learner(generator_shares: Mapping[str, float], waiting: float, room:
     ranks = {True: ": add learner ranks.", None: ": add learner ranks where cores or GPUs are free.", False: "."}
     advice = ranks[room]
     if waiting < NEGLIGIBLE_SHARE:
-        advice += " You can lower staleness.max_versions (but not to 0): fresher samples at the same speed."
+        advice += " You can lower staleness.max_versions (but not to 0) to train on fresher samples at the same speed."
     return _found(Bound.LEARNER, "Generators wait for the learner", blocked, advice)
 
 
@@ -223,8 +229,8 @@ def _nothing_trained(facts: RunFacts) -> str | None:
     if facts.steps_trained != 0 or not facts.steps_skipped:
         return None
     return (
-        "Nothing was trained: every step was skipped, because a loss or a gradient was not finite. Lower "
-        "learner.optimizer.learning_rate, and look at the log for the first step that was skipped."
+        "No step was trained: every step was skipped, because a loss or a gradient was not finite. Lower "
+        "learner.optimizer.learning_rate, and look at the learner's log for the first skipped step."
     )
 
 
@@ -235,8 +241,8 @@ def _no_gradient(facts: RunFacts) -> str | None:
     steps = "the last step" if facts.equal_rewards_steps == 1 else f"the last {facts.equal_rewards_steps} steps"
     fact = f"In {_percent(ratio)} of the groups of {steps} all rewards are equal"
     if (facts.equal_above_zero_ratio or 0.0) > ratio / 2:
-        return f"{fact}, most of them above 0, so there is little left to learn: use harder questions."
-    gradient = "no gradient" if ratio > 0.995 else "hardly any gradient"
+        return f"{fact}, and most of these rewards are above 0, so there is little left to learn: use harder questions."
+    gradient = "no gradient" if ratio > 0.995 else "hardly any gradient"  # from 0.995 on, the sentence says 100 %
     return f"{fact}, so there is {gradient}: use easier questions, a denser reward, or a larger learner.group_size."
 
 
@@ -259,7 +265,7 @@ def _parity(facts: RunFacts) -> str | None:
     if parity is None or limit is None or parity <= limit:
         return None
     return (
-        f"Log-probs of generators and learner differ by up to {parity:.3g} nats (weights.parity_tolerance_nats = "
+        f"The log-probs of generators and learner differ by up to {parity:.3g} nats (weights.parity_tolerance_nats = "
         f"{limit:g}), so importance weights are wrong: check model.dtype and weights.kv_cache."
     )
 
@@ -268,8 +274,8 @@ def _stale_data(facts: RunFacts) -> str | None:
     if facts.ess_ratio is None or facts.ess_ratio >= LOW_ESS:
         return None
     return (
-        f"The effective sample size is {_percent(facts.ess_ratio)}: the policy has moved away from the one that "
-        "sampled the data. Lower staleness.max_versions or learner.optimizer.learning_rate."
+        f"The effective sample size is {_percent(facts.ess_ratio)}: the policy is far from the policy that sampled the "
+        "data. Lower staleness.max_versions or learner.optimizer.learning_rate."
     )
 
 

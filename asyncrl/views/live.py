@@ -1,7 +1,7 @@
-"""What `asyncrl up` and `asyncrl top` show of a run: a live panel in a terminal, plain lines everywhere else.
+"""Renders the live view of `asyncrl up` and `asyncrl top`: a panel in a terminal, plain lines elsewhere.
 
-Pure rendering: `LiveView` holds what is known now, `render` and `plain_line` turn it into a rich renderable or a line.
-`LiveDisplay` is the thin part that owns the console.
+`LiveView` has the data of the view. `render` makes a panel from it and `plain_line` a line of text; both are pure.
+`LiveDisplay` writes them to the console.
 """
 
 import itertools
@@ -45,11 +45,13 @@ STATE_STYLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveView:
-    """A run at one moment. What is not known yet is None or empty; `phase` is free text until steps are trained.
+    """The state of a run at one moment. Values that are not known are None or empty.
 
-    `rewards` are the means of all steps so far, oldest first; shares are of recent time and add up to 1;
-    `oldest_token_versions` is the largest staleness of the last step; `replica_versions` are the steps of the weights
-    that each replica runs; `headline` is the sentence below the numbers.
+    `phase` is free text about the run's present activity. `rewards` are the mean rewards of all steps so far, oldest
+    first. `oldest_token_versions` is the largest staleness of a token in the last step. `replica_versions` maps each
+    replica to the step of its weights. `learner_shares` and `generator_shares` are shares of recent time by state,
+    which
+    add up to 1. `headline` is the sentence below the numbers.
     """
 
     name: str
@@ -78,7 +80,7 @@ class LiveView:
 
 
 def starting_view(config: Config, *, phase: str, elapsed_s: float) -> LiveView:
-    """A run of which nothing is known yet but what it is doing."""
+    """Returns the view of a run without a step: only its phase and the limits of its configuration are known."""
     return LiveView(
         name=config.run.name,
         phase=phase,
@@ -89,7 +91,7 @@ def starting_view(config: Config, *, phase: str, elapsed_s: float) -> LiveView:
 
 
 def render(view: LiveView) -> RenderableType:
-    """The panel of the live view."""
+    """Returns the panel of the live view."""
     title = Text.assemble((view.name, "bold"), "  ", (", ".join(_phase(view)), "dim"))
     sentence = [] if view.headline is None else [Text(view.headline.sentence, style=_style(view.headline))]
     if view.step == 0:
@@ -115,7 +117,7 @@ def render(view: LiveView) -> RenderableType:
 
 
 def plain_line(view: LiveView) -> str:
-    """A step as one line for logs and pipes."""
+    """Returns the view as one line, for logs and pipes."""
     of_all = "" if view.total_steps is None else f"/{view.total_steps}"
     parts = [f"step {view.step}{of_all}", f"reward {_last(view.rewards)}"]
     if view.oldest_token_versions is not None:
@@ -130,7 +132,7 @@ def plain_line(view: LiveView) -> str:
 
 
 def phase_line(view: LiveView) -> str:
-    """What the run is doing, as one line.
+    """Returns the phase of the run and the elapsed time as one line.
 
     >>> phase_line(LiveView(name="r", phase="loading the model", elapsed_s=8, total_steps=9, staleness_limit=2))
     'loading the model (8.0 s)'
@@ -140,7 +142,9 @@ def phase_line(view: LiveView) -> str:
 
 
 def sparkline(values: Sequence[float], *, cells: int = BAR_CELLS) -> str:
-    """Means of `values` over at most `cells` equal parts, as bars between their least and their greatest.
+    """Returns `values` as a line of at most `cells` bars between their smallest and largest value.
+
+    More values than cells are averaged in parts of equal length.
 
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7])
     '▁▂▃▄▅▆▇█'
@@ -155,12 +159,15 @@ def sparkline(values: Sequence[float], *, cells: int = BAR_CELLS) -> str:
 
 
 def share_bar(shares: Mapping[str, float], *, cells: int = BAR_CELLS) -> Text:
-    """A bar of `cells` characters split by share, then the shares of at least 5 % in words, largest first."""
+    """Returns a bar of `cells` characters that is divided by share, and the shares of at least 5 % in words.
+
+    The largest share is first.
+    """
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     bar, filled, total = Text(), 0, 0.0
     for state, share in ordered:
         total += share
-        # Rounding the running total, not each part, keeps the bar at its length.
+        # The running total is rounded, not each part: else the parts might not add up to the length of the bar.
         end = round(min(total, 1.0) * cells)
         bar.append("█" * (end - filled), style=STATE_STYLES.get(state, "white"))
         filled = end
@@ -177,7 +184,7 @@ def _style(headline: Headline) -> str:
 
 
 def _phase(view: LiveView) -> list[str]:
-    """What the run is doing, and for how long it has been there."""
+    """Returns the phase of the run and, if it is known, the time since the start of the run."""
     return [view.phase] if view.elapsed_s is None else [view.phase, duration(view.elapsed_s)]
 
 
@@ -195,7 +202,7 @@ def _heldout(view: LiveView) -> Text:
     if not view.heldout:
         return Text()
     values = " → ".join(f"{value:.2f}" for value in view.heldout)
-    return Text(f"  held out {values}{' at first' if len(view.heldout) == 1 else ''}")
+    return Text(f"  held out {values}{' at the start' if len(view.heldout) == 1 else ''}")
 
 
 def _data(view: LiveView) -> Text:
@@ -209,16 +216,16 @@ def _data(view: LiveView) -> Text:
 
 
 def _samples(view: LiveView) -> str:
-    """Lengths of completions, and how many groups teach nothing.
+    """Returns the lengths of completions and the share of groups without a gradient, as text.
 
     >>> _samples(LiveView(name="r", phase="", elapsed_s=0, total_steps=None, staleness_limit=2,
     ...     completion_tokens_mean=41.5, truncated_ratio=0.25, zero_variance_ratio=0.5))
-    '41.5 tokens long, 25 % cut off; rewards all equal in 50 % of groups'
+    'mean length 41.5 tokens, 25 % truncated; all rewards equal in 50 % of groups'
     """
-    cut = "" if view.truncated_ratio is None else f", {view.truncated_ratio * 100:.0f} % cut off"
+    cut = "" if view.truncated_ratio is None else f", {view.truncated_ratio * 100:.0f} % truncated"
     equal = view.zero_variance_ratio
-    groups = "" if equal is None else f"; rewards all equal in {equal * 100:.0f} % of groups"
-    return f"{number(view.completion_tokens_mean or 0.0)} tokens long{cut}{groups}"
+    groups = "" if equal is None else f"; all rewards equal in {equal * 100:.0f} % of groups"
+    return f"mean length {number(view.completion_tokens_mean or 0.0)} tokens{cut}{groups}"
 
 
 def _speed(view: LiveView) -> str:
@@ -232,7 +239,7 @@ def _buffer(groups: Mapping[str, int], capacity: int | None) -> str:
 
 
 def _weights(view: LiveView) -> str:
-    """Versions, and how many replicas run each.
+    """Returns the published version and the number of replicas at each version, as text.
 
     >>> _weights(LiveView(name="r", phase="", elapsed_s=0, total_steps=None, staleness_limit=2, published_version=7,
     ...     replica_versions={"a": 7, "b": 6, "c": 6}))
@@ -250,8 +257,10 @@ def _last(rewards: Sequence[float]) -> str:
 
 
 class LiveDisplay:
-    """Shows views on a console: a live panel when it is a terminal, else a line a phase and every `every_steps` steps,
-    and one for each new warning. What is written to a terminal's stderr meanwhile appears above the panel.
+    """Shows views on a console.
+
+    On a terminal it shows a live panel; text that is written to a terminal's stderr appears above the panel. Elsewhere
+    it prints a line for each phase, one every `every_steps` steps, and one for each new kind of warning.
 
     >>> with LiveDisplay(Console(), every_steps=10) as display:
     ...     display.update(LiveView(name="r", phase="starting", elapsed_s=0, total_steps=9, staleness_limit=2))
@@ -263,14 +272,14 @@ class LiveDisplay:
         self._every_steps = every_steps
         self._live: Live | None = None
         if console.is_terminal:
-            # an stderr that goes to a file stays there
+            # An stderr that is redirected to a file must not be redirected again to the panel.
             self._live = Live(console=console, refresh_per_second=4, redirect_stderr=sys.stderr.isatty())
         self._phase = ""
         self._warned: set[Concern] = set()
         self._printed_steps = 0
 
     def update(self, view: LiveView) -> None:
-        """Show `view`; in plain mode only what is new since the last line."""
+        """Shows `view`. Without a terminal, prints only the lines that are new."""
         if self._live is not None:
             self._live.update(render(view))
             return
@@ -287,7 +296,7 @@ class LiveDisplay:
             self._warned.add(view.headline.concern)
 
     def _print(self, line: str) -> None:
-        # soft_wrap: a line of a log is not folded at whatever width the console guesses.
+        # With soft_wrap, rich does not wrap the line: without a terminal, its width is only a guess.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> "LiveDisplay":

@@ -1,4 +1,4 @@
-"""From a run's records to what the live display shows."""
+"""Makes the live view of a run from its records."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,8 +20,11 @@ def live_view(
     setting: Setting,
     failures: Mapping[str, float],
 ) -> LiveView:
-    """The run now; speeds and shares are those of the last steps, the skipped ones included: they take their time.
-    `failures` are failed rollouts by reason."""
+    """Returns the present view of the run. `failures` has the number of failed rollouts by reason.
+
+    Speeds and shares of time are means over the last `RECENT_STEPS` steps. Skipped steps count, because they take time
+    too.
+    """
     start = starting_view(config, phase=phase, elapsed_s=elapsed_s)
     if not steps:
         return start

@@ -1,16 +1,16 @@
-"""Numbers and moments as people read them: labels of charts, tiles of the report, the live view."""
+"""Formats numbers, durations and times for people: in charts, in the report and in the live view."""
 
 from datetime import UTC, datetime
 
 
 def number(value: float) -> str:
-    """A number as a label: three significant digits, thousands as k and M.
+    """Returns a number with three significant digits; thousands as k, millions as M, billions as G.
 
     >>> [number(value) for value in (0, 0.25, 12.5, 999.6, 1500, 2_000_000, 0.001, 7e-7)]
     ['0', '0.25', '12.5', '1k', '1.5k', '2M', '1e-3', '7e-7']
     """
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * size:  # what three digits round up to it
+        if abs(value) >= 0.9995 * size:  # three digits round such a number up to `size`
             return f"{value / size:.3g}{suffix}"
     if value != 0 and abs(value) <= 1e-3:
         mantissa, exponent = f"{value:.2e}".split("e")
@@ -19,19 +19,19 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them.
+    """Returns a duration in seconds, minutes or hours, by its length.
 
     >>> [duration(seconds) for seconds in (8.25, 59.97, 75, 7322)]
     ['8.2 s', '1 min 0 s', '1 min 15 s', '2 h 2 min']
     """
-    if seconds < 59.95:  # what one digit does not round up to a minute
+    if seconds < 59.95:  # from here on, one digit would round up to 60.0 s
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def moment(timestamp: str) -> str:
-    """An ISO 8601 time to the minute, in UTC wherever it is read; what is none stays as it is.
+    """Returns an ISO 8601 time to the minute, in UTC. Text that is not such a time is returned unchanged.
 
     >>> moment("2026-11-20T16:38:09+00:00")
     '2026-11-20 16:38 UTC'

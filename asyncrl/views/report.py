@@ -1,7 +1,8 @@
-"""`report.html`: a run's curves and totals on one self-contained page, made of nothing but its records.
+"""Makes `report.html`: one self-contained page with a run's curves and totals, from its records only.
 
-It can be made at any time, also of a run that goes on or died: what is not recorded yet is left out. Whatever comes
-from a run (samples, names, reasons) is escaped: a completion that contains markup stays text.
+The report can be made at any time, also while the run goes on or after it was killed; it then leaves out what is not
+recorded. All text that comes from a run (samples, names, reasons) is escaped, so that markup in a completion stays
+text.
 """
 
 import dataclasses
@@ -37,17 +38,18 @@ from asyncrl.views.report_staleness import staleness
 from asyncrl.views.run_facts import Setting, facts_of_steps, setting_at
 
 SAMPLE_CHARACTERS = 20_000
-"""What is longer is in samples/: the page is to be opened by people."""
+"""Longest text of a sample in the report, so that a browser can open the page. The folder samples/ has the whole
+text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecords:
-    """Everything that a run wrote down. `samples` has a few steps', by step."""
+    """The records of a run. `samples` has the samples of a few steps, by step."""
 
     info: RunInfo
     config: str
     facts: str
-    """What ran, in a line of the configuration's main values."""
+    """The main values of the configuration, in one line."""
     staleness_limit: int
     setting: Setting
     steps: Sequence[StepRecord]
@@ -58,16 +60,19 @@ class RunRecords:
 
     @property
     def headline(self) -> Headline | None:
-        """The most urgent sentence about the whole run."""
+        """The headline of the whole run."""
         failures = groups_by_reason(self.failures)
         return headline(facts_of_steps(self.steps, setting=self.setting, failures=failures, recent=False))
 
 
 def read_run(path: Path) -> RunRecords:
-    """The records of a run directory. RunError when it is none, ConfigError or RunError when a file of it is not
-    of this version of asyncrl."""
+    """Returns the records of a run directory.
+
+    Raises RunError when `path` is not a run directory. Raises ConfigError or RunError when another version of asyncrl
+    wrote its files.
+    """
     if not (path / "run.json").exists():
-        raise RunError(f"{path} is no run directory: it has no run.json; name a folder such as runs/quickstart")
+        raise RunError(f"{path} is not a run directory: it has no run.json; give a folder such as runs/quickstart")
     try:
         info = msgspec.json.decode((path / "run.json").read_bytes(), type=RunInfo)
         summary_path = path / "summary.json"
@@ -77,7 +82,8 @@ def read_run(path: Path) -> RunRecords:
         failures = msgspec.json.decode(kept, type=list[FailureCount])
     except msgspec.MsgspecError as error:
         raise RunError(
-            f"{path}: run.json, summary.json or failures.json is not of this version of asyncrl: {error}"
+            f"{path}: run.json, summary.json or failures.json was not written by this version of asyncrl ({error}): "
+            "make the report with the version that ran it"
         ) from error
     config_path = path / "config.yaml"
     config = load_config([config_path], [])
@@ -96,9 +102,10 @@ def read_run(path: Path) -> RunRecords:
 
 
 def _facts(config: Config) -> str:
-    """
+    """Returns the main values of the configuration in one line.
+
     >>> _facts(Config())
-    'models/tiny-speller · reasoning_gym · decoupled_icepop · 16 × 8 samples a step · at most 2 versions old'
+    'models/tiny-speller · reasoning_gym · decoupled_icepop · 16 × 8 samples per step · at most 2 versions old'
     """
     task = config.environment.options.get("task")
     loss = config.algorithm.loss
@@ -106,15 +113,15 @@ def _facts(config: Config) -> str:
         [
             config.model.path,
             config.environment.name + (f" ({task})" if isinstance(task, str) else ""),
-            loss if isinstance(loss, str) else "an objective of its own",
-            f"{config.learner.groups_per_step} × {config.learner.group_size} samples a step",
+            loss if isinstance(loss, str) else "custom objective",
+            f"{config.learner.groups_per_step} × {config.learner.group_size} samples per step",
             f"at most {config.staleness.max_versions} versions old",
         ]
     )
 
 
 def _some_samples(folder: Path) -> dict[int, list[SampleRecord]]:
-    """The samples of the first, the middle and the last step that has any."""
+    """Returns the samples of the first, the middle and the last step with a sample file, by step."""
     numbers = [path.stem.removeprefix("step-") for path in folder.glob("step-*.jsonl")]
     steps = sorted(int(text) for text in numbers if text.isdecimal())
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
@@ -122,7 +129,7 @@ def _some_samples(folder: Path) -> dict[int, list[SampleRecord]]:
 
 
 def write_report(path: Path, *, output: Path | None = None, info: RunInfo | None = None) -> Path:
-    """Make the report of the run directory `path`; returns where it is. `info` is shown in the place of run.json."""
+    """Writes the report of the run directory `path` and returns its path. `info` is shown instead of run.json."""
     target, run = output or path / "report.html", read_run(path)
     if info is not None:
         run = dataclasses.replace(run, info=info)
@@ -131,7 +138,7 @@ def write_report(path: Path, *, output: Path | None = None, info: RunInfo | None
 
 
 def report_html(run: RunRecords) -> str:
-    """The page."""
+    """Returns the report as HTML."""
     parts = [_header(run)]
     summary = run.summary or _summary_so_far(run)
     if summary is not None:
@@ -163,7 +170,7 @@ def _header(run: RunRecords) -> str:
 
 
 def _summary_so_far(run: RunRecords) -> Summary | None:
-    """What the records of a run without a summary add up to, if it has trained: it goes on, or it failed."""
+    """Returns the summary of the records so far, for a run that goes on or failed; None without a trained step."""
     if not any(record.trained for record in run.steps):
         return None
     last = run.steps[-1]
@@ -182,17 +189,17 @@ def _summary_so_far(run: RunRecords) -> Summary | None:
 
 
 def _tiles(summary: Summary, *, ended: bool) -> str:
-    """The numbers that say how it went; only a run that `ended` as it should knows what it discarded."""
+    """Returns the tiles with the main numbers. Discarded groups are known only when the run has `ended` normally."""
     first_step = f"in {duration(summary.wall_s)}, the first after {duration(summary.time_to_first_step_s)}"
     oldest = f"{summary.max_group_staleness} of {summary.staleness_limit}"
     entries = [
         ("Reward", _arrow(summary.reward_first, summary.reward_last), "mean, first to last steps"),
-        ("Held-out reward", _arrow(summary.heldout_first, summary.heldout_last), "greedy, never trained on"),
+        ("Held-out reward", _arrow(summary.heldout_first, summary.heldout_last), "greedy, on untrained questions"),
         ("Steps", f"{summary.steps:,}", first_step),
-        ("Throughput", f"{number(summary.samples_per_s)}/s", "samples trained"),
-        ("Oldest data", oldest, "versions, trained against allowed"),
+        ("Throughput", f"{number(summary.samples_per_s)}/s", "trained samples"),
+        ("Oldest data", oldest, "versions, largest trained of allowed"),
         ("Busy", f"{summary.learner_busy_ratio:.0%}", f"learner; generators {summary.generator_busy_ratio:.0%}"),
-        ("Log-prob parity", _number(summary.parity_max_nats), "nats, worst token, engine to learner"),
+        ("Log-prob parity", _number(summary.parity_max_nats), "nats, largest difference of a token"),
     ]
     if ended:
         fate = "groups; " + ("all groups are accounted for" if summary.ledger_closed else "NOT all accounted for")
@@ -201,7 +208,7 @@ def _tiles(summary: Summary, *, ended: bool) -> str:
 
 
 def _failures(failures: Sequence[FailureCount]) -> str:
-    """Failed rollouts by class and reason, with the first of each in full."""
+    """Returns the section with the failed rollouts by class and reason, and the first failure of each in full."""
     rows = [
         (
             count.first.reason,
@@ -216,12 +223,12 @@ def _failures(failures: Sequence[FailureCount]) -> str:
     if not rows:
         return ""
     head = ("reason", "rollouts", "groups lost", "first message", "prompt", "completion")
-    note = "Rollouts that failed, by reason, and the first one of each. A lost group was not trained."
+    note = "Failed rollouts by reason, with the first failure of each reason. A lost group was not trained."
     return section("Failures", note, table(rows, head=head, numeric=frozenset({1, 2}), verbatim=frozenset({3, 4, 5})))
 
 
 def _ledger(steps: Sequence[StepRecord]) -> str:
-    """Groups by fate at the last step, and what was generated and trained."""
+    """Returns the section with the groups by fate at the last step, and the totals of generated and trained data."""
     if not steps:
         return ""
     last = steps[-1]
@@ -234,23 +241,23 @@ def _ledger(steps: Sequence[StepRecord]) -> str:
         ("tokens generated", f"{last.generated_tokens:,}"),
         ("tokens trained", f"{trained_tokens:,}"),
         ("weight updates loaded", f"{last.weight_updates:,}"),
-        ("updates in the middle of a sequence", f"{last.mid_sequence_updates:,}"),
+        ("weight updates in the middle of a sequence", f"{last.mid_sequence_updates:,}"),
         ("steps skipped", f"{sum(not record.trained for record in steps):,}"),
     ]
     columns = (
         table(fates, head=("fate of issued groups", "groups"), numeric=frozenset({1})),
-        table(totals, head=("in all", "number"), numeric=frozenset({1})),
+        table(totals, head=("total", "number"), numeric=frozenset({1})),
     )
     return section("Totals", "As of the last recorded step.", f'<div class="columns">{"".join(columns)}</div>')
 
 
 def _samples(samples: dict[int, list[SampleRecord]]) -> str:
-    """The rollouts of a few steps, as text."""
+    """Returns the section with the rollouts of a few steps."""
     rows = [
         (
             f"{step}",
             _shortened(sample.prompt),
-            _shortened(sample.completion) + (" … (cut off)" if sample.truncated else ""),
+            _shortened(sample.completion) + (" … (truncated)" if sample.truncated else ""),
             _shortened(sample.answer),
             _number(sample.reward),
             _number(sample.advantage),
@@ -264,14 +271,16 @@ def _samples(samples: dict[int, list[SampleRecord]]) -> str:
         return ""
     head = ("step", "prompt", "completion", "answer", "reward", "advantage", "weights")
     note = (
-        "Whole groups of the first, the middle and the last step that logged any. Under weights, “92 × 4 (2 old)” is "
-        "four tokens by the weights that 92 steps had made, the oldest of them two versions old when it was trained."
+        "All samples of a few groups, from the first, the middle and the last step with logged samples. In the column "
+        "weights, “92 × 4 (2 old)” means that the weights after 92 steps generated four tokens, and that the oldest "
+        "token of the sample was two versions old when it was trained."
     )
     return section("Samples", note, table(rows, head=head, numeric=frozenset({0, 4, 5}), verbatim=frozenset({1, 2, 3})))
 
 
 def _shortened(text: str) -> str:
-    """
+    """Returns the first `SAMPLE_CHARACTERS` characters of a text, and how many more there are.
+
     >>> _shortened("x" * 20_003)[-30:]
     'xxxxxxxx … (3 more characters)'
     """
@@ -290,4 +299,4 @@ def _number(value: float | None) -> str:
 def _arrow(first: float | None, last: float | None) -> str:
     if first is None:
         return "–"
-    return f"{first:.2f} at first" if last is None else f"{first:.2f} → {last:.2f}"
+    return f"{first:.2f} at the start" if last is None else f"{first:.2f} → {last:.2f}"

@@ -1,7 +1,7 @@
-"""The look of `report.html`: one page without any outside asset, light and dark, narrow and wide, that prints.
+"""The style and layout of `report.html`: a page without external files, for light and dark, narrow and wide screens.
 
-Paper is white whatever the screen's scheme; a printed page shows the configuration, which the screen folds up.
-tests/views/test_report_in_chromium.py holds all of this in a real browser.
+The page can be printed. A print is always on white paper and shows the configuration, which is folded on the screen.
+tests/views/test_report_in_chromium.py checks all of this in a real browser.
 """
 
 from collections.abc import Sequence
@@ -92,9 +92,10 @@ summary { cursor: pointer; color: var(--soft); }
 """
 
 AGE_COLORS = tuple(f"age-{index}" for index in range(7))
-"""From fresh to old."""
+"""Colours by age, from the lowest staleness to the highest."""
 
-# Shows the nearest step's numbers under the pointer. Text goes in by textContent: nothing of a run is ever markup.
+# Shows the numbers of the nearest step under the pointer. It sets text by textContent, so text of a run is never
+# markup.
 SCRIPT = """
 for (const figure of document.querySelectorAll("figure")) {
   const source = figure.querySelector("script[type='application/json']");
@@ -135,7 +136,7 @@ for (const figure of document.querySelectorAll("figure")) {
 
 
 def page(*, title: str, body: str, script_values: dict[str, int]) -> str:
-    """The whole document around `body`. `script_values` are the charts' margins."""
+    """Returns the whole document with this body. `script_values` are the margins of the charts."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -150,7 +151,7 @@ def section(title: str, note: str, body: str) -> str:
 
 
 def tiles(entries: list[tuple[str, str, str]]) -> str:
-    """(name, value, small print) each."""
+    """Returns tiles; each entry is (name, value, note in small print)."""
     cells = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in entries
@@ -165,7 +166,7 @@ def table(
     numeric: frozenset[int] = frozenset(),
     verbatim: frozenset[int] = frozenset(),
 ) -> str:
-    """A table of text; columns in `numeric` are aligned right, those in `verbatim` show every blank."""
+    """Returns a table of text. `numeric` columns are aligned right; `verbatim` columns keep all white space."""
 
     def cell(index: int, words: str) -> str:
         css = "text verbatim" if index in verbatim else "text"

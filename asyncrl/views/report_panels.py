@@ -1,6 +1,6 @@
-"""The report's curves of learning and flow. Each panel turns step records into a section of charts.
+"""Makes the report's sections Learning and Flow. Each section has charts made from the step records.
 
-Long runs are drawn as means over bins: more than `CURVE_POINTS` points cannot be told apart at a chart's width.
+Long runs are drawn as means over bins, because a chart is too narrow to show more than `CURVE_POINTS` points.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ Values = list[float | None]
 
 
 def learning(steps: Steps, evals: Sequence[EvalRecord]) -> str:
-    """Is it learning?"""
+    """Returns the section on rewards, lengths and training: does the run learn?"""
     bins = bins_of(steps, CURVE_POINTS)
     xs = last_steps(bins)
 
@@ -58,20 +58,20 @@ def learning(steps: Steps, evals: Sequence[EvalRecord]) -> str:
         Series(name=name, ys=curve(read), color=color)
         for name, color, read in (
             ("standard deviation", "blue", lambda record: record.reward_std),
-            ("all equal in a group", "rose", lambda record: record.zero_variance_ratio),
+            ("groups with equal rewards", "rose", lambda record: record.zero_variance_ratio),
         )
     ]
     lengths = [
         Series(name="mean", ys=curve(lambda record: record.completion_tokens_mean), color="blue"),
         Series(name="longest", ys=curve(lambda record: record.completion_tokens_max), color="gray"),
     ]
-    truncated = Series(name="cut off", ys=curve(lambda record: record.truncated_ratio), color="rose")
+    truncated = Series(name="truncated", ys=curve(lambda record: record.truncated_ratio), color="rose")
     ess = Series(name="effective samples", ys=curve(lambda record: record.ess_ratio), color="blue")
     figures = [
         line_chart("Reward", xs, reward_lines),
-        line_chart("Spread of rewards", xs, spread, unit="of samples; share of groups", include=(0,)),
+        line_chart("Spread of rewards", xs, spread, unit="reward; share of groups", include=(0,)),
         line_chart("Completion length", xs, lengths, unit="tokens", include=(0,)),
-        line_chart("Completions cut off", xs, [truncated], unit="share of samples", include=(0, 1)),
+        line_chart("Truncated completions", xs, [truncated], unit="share of samples", include=(0, 1)),
         line_chart("Effective sample size", xs, [ess], unit="share of tokens", include=(0, 1)),
         chart("Loss", "", lambda record: record.loss),
         chart("Entropy", "nats per token", lambda record: record.entropy_nats),
@@ -94,15 +94,15 @@ def learning(steps: Steps, evals: Sequence[EvalRecord]) -> str:
             chart("Critic: loss", "", lambda record: record.diagnostics.get("value_loss")),
         ]
     note = (
-        "Orange: the mean reward of greedy answers to questions kept out of training. A falling effective sample size "
-        "means that samples are too old: lower staleness.max_versions. A group whose rewards are all equal has no "
-        "gradient."
+        "The orange dots are mean rewards of greedy answers to questions that are not used for training. A falling "
+        "effective sample size means that samples are too old: lower staleness.max_versions. A group whose rewards are "
+        "all equal has no gradient."
     )
     return section("Learning", note, chart_grid(figures))
 
 
 def flow(steps: Steps) -> str:
-    """Who waits for whom, and how fast is it?"""
+    """Returns the section on time and speed: which side waits for the other, and how fast is the run?"""
     windows = windows_of(steps, SHARE_POINTS)
     xs = last_steps(windows)
 
@@ -156,24 +156,27 @@ def flow(steps: Steps) -> str:
         ),
     ]
     note = (
-        "Amber on the learner's side is waiting for groups; amber on the generators' side is waiting for the learner. "
-        "Gray: “other” is the learner's work between its stages (rows on their way, records, evaluation); “idle” is "
-        "slots that are free while nothing is asked of them (before the first weights, in evaluations, at the end)."
+        "Amber: the learner waits for groups, or generators wait for the learner's next version. Gray: “other” is the "
+        "learner's work without a state of its own (transfer of rows, records, evaluation); “idle” is the time of "
+        "free generator slots that do not ask for work (before the first weights, in evaluations, at the end)."
     )
-    return section("Flow: who waits for whom", note, chart_grid(figures))
+    return section("Flow: which side waits for the other", note, chart_grid(figures))
 
 
 def bins_of(steps: Steps, most: int) -> list[Steps]:
-    """Consecutive steps in at most `most` chunks whose sizes differ by one step at most: a last chunk of a few steps
-    would stand out of the curve of means."""
+    """Returns consecutive steps in at most `most` chunks, whose sizes differ by at most one step.
+
+    A last chunk with only a few steps would have a noisier mean than the others, and would stand out in a curve.
+    """
     count = min(most, len(steps))
     return [steps[index * len(steps) // count : (index + 1) * len(steps) // count] for index in range(count)]
 
 
 def windows_of(steps: Steps, most: int) -> list[Steps]:
-    """Bins that begin with the record before them, so that totals can be subtracted.
+    """Returns bins that begin with the record before their first step, so that totals can be subtracted.
 
-    The first step is only a beginning: what came before it is start-up. A run of one step is one window.
+    The first step is only the start of the first window, because its time contains the start of the run. A run of one
+    step is one window.
     """
     if len(steps) == 1:
         return [steps]
@@ -186,11 +189,12 @@ def windows_of(steps: Steps, most: int) -> list[Steps]:
 
 
 def last_steps(bins: Sequence[Steps]) -> list[float]:
+    """Returns the number of the last step of each bin, which is the bin's place on the x axis."""
     return [float(chunk[-1].step) for chunk in bins]
 
 
 def smooth(values: Values) -> Values:
-    """Trailing means over a twenty-fifth of the curve."""
+    """Returns trailing means over a 25th of the length of the curve."""
     window = max(1, len(values) // 25)
     return [mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
@@ -200,7 +204,10 @@ def chart_grid(figures: Sequence[str]) -> str:
 
 
 def _at_versions(evals: Sequence[EvalRecord], xs: Sequence[float]) -> Values:
-    """Evaluations over the nearest step that is drawn: they happen between steps. A later one hides an earlier one."""
+    """Returns the rewards of evaluations at the nearest drawn steps, because evaluations are between steps.
+
+    When two evaluations have the same nearest step, the later one is drawn.
+    """
     ys: Values = [None] * len(xs)
     for record in evals:
         nearest = min(range(len(xs)), key=lambda index: abs(xs[index] - record.version))

@@ -1,4 +1,4 @@
-"""The report's section on staleness: how old was what was trained, and does its age hurt?"""
+"""Makes the report's section on staleness: how old the trained data was, and whether its age does harm."""
 
 import math
 import re
@@ -19,18 +19,21 @@ from asyncrl.views.report_panels import (
 )
 
 DRIFT = "abs_log_rho_nats_staleness_"
-"""Begins the names of the loss's diagnostics that say how far the policy has moved from the one that sampled."""
+"""Prefix of the diagnostics that measure, by staleness, how far the policy is from the policy that sampled."""
 
 CLOCKS = ((120.0, 1.0, "seconds"), (3 * 3600.0, 60.0, "minutes"), (math.inf, 3600.0, "hours"))
-"""(longest span, its unit, the unit's name), both in seconds."""
+"""(longest run for this unit in seconds, length of the unit in seconds, name of the unit)."""
 
 
 FAR_VERSIONS = 60
-"""A limit that is further off, and from what was trained as well, would make the charts a thin strip: it is told."""
+"""A staleness limit above this, and above twice the largest trained staleness, is named in the text and not drawn.
+
+A chart that reached to such a limit would show the data as a thin strip.
+"""
 
 
 def staleness(steps: Steps, *, limit: int) -> str:
-    """How old was what was trained?"""
+    """Returns the section on the staleness of trained data and on weights. `limit` is the staleness limit η."""
     oldest = max((age for record in steps for age in (*record.group_staleness, *record.token_staleness)), default=0)
     drawn = limit if limit <= max(FAR_VERSIONS, 2 * oldest) else None
     bins = bins_of(steps, CURVE_POINTS)
@@ -85,16 +88,17 @@ def staleness(steps: Steps, *, limit: int) -> str:
         ),
     ]
     note = (
-        "Age is counted in versions between the weights that produced a token and those that were trained on it. "
-        "Parity compares the engine's log-probs with the learner's under the same weights."
+        "The age of a token is its staleness: the number of versions between the weights that generated it and the "
+        "weights that were trained on it. Parity is the difference between the engine's and the learner's log-probs "
+        "with the same weights."
     )
     if drawn is None:
-        note += f" The limit, {limit:,} versions, lies beyond the charts."
+        note += f" The limit of {limit:,} versions is outside the range of the charts."
     return section("Staleness and weights", note, chart_grid(figures))
 
 
 def _token_ages(steps: Steps, *, oldest: int) -> str:
-    """Which share of each step's tokens had which age, up to `oldest`."""
+    """Returns a chart with the share of each age among the tokens of each step, up to the age `oldest`."""
     bins = bins_of(steps, SHARE_POINTS)
     ages = [added([record.token_staleness for record in chunk]) for chunk in bins]
     bands = age_bands(oldest, most=len(AGE_COLORS))
@@ -105,7 +109,7 @@ def _token_ages(steps: Steps, *, oldest: int) -> str:
 
 
 def age_bands(oldest: int, *, most: int) -> list[tuple[str, int, int]]:
-    """(name, first, last) of at most `most` ranges of as many versions each, from 0 on.
+    """Returns (name, first, last) of at most `most` ranges of versions of equal size, which start at 0.
 
     >>> age_bands(1, most=7)
     [('0 versions', 0, 0), ('1 version', 1, 1)]
@@ -129,7 +133,7 @@ def _share(histogram: Mapping[int, int], first: int, last: int) -> float:
 
 
 def _drift(steps: Steps) -> list[str]:
-    """How far the policy has moved from the one that sampled, by age, where the loss says so."""
+    """Returns a chart with the distance of the policy from the policy that sampled, by age; none if not measured."""
     names = {name for record in steps for name in record.diagnostics if name.startswith(DRIFT)}
     if not names:
         return []
@@ -145,7 +149,8 @@ def _drift(steps: Steps) -> list[str]:
 
 
 def _drift_label(name: str) -> str:
-    """
+    """Returns the label of a diagnostic whose name starts with `DRIFT`.
+
     >>> [_drift_label(DRIFT + ages) for ages in ("1", "2_to_3", "16_to_more")]
     ['1 version', '2 to 3 versions', '16 or more versions']
     """
@@ -159,10 +164,12 @@ def _first_age(name: str) -> int:
 
 
 def largest(values: Sequence[float | None]) -> float | None:
+    """Returns the largest finite value; None when there is none."""
     return max((value for value in values if value is not None and math.isfinite(value)), default=None)
 
 
 def added(histograms: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """Returns the sum of histograms."""
     total: Counter[int] = Counter()
     for histogram in histograms:
         total.update(histogram)
@@ -170,5 +177,6 @@ def added(histograms: Sequence[Mapping[int, int]]) -> dict[int, int]:
 
 
 def histogram_mean(histogram: Mapping[int, int]) -> float | None:
+    """Returns the mean of a histogram {value: count}; None when it is empty."""
     count = sum(histogram.values())
     return sum(value * times for value, times in histogram.items()) / count if count else None

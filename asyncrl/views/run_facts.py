@@ -1,4 +1,4 @@
-"""From a run's records, and from its configuration and machine, to the facts that choose its headline."""
+"""Collects the facts for a run's headline from its records, its configuration and its machine."""
 
 import os
 import socket
@@ -18,13 +18,17 @@ from asyncrl.views.headline import RunFacts
 from asyncrl.weights.parity import parity_tolerance_nats
 
 RECENT_STEPS = 20
-"""A live view is of so many last steps, and so is the share of groups with equal rewards everywhere."""
+"""The live view covers this many last steps. In all views, the share of groups with equal rewards covers them too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What does not change while a run goes on. Without a configuration: a run that compares the samples of a group,
-    on a machine that is not known."""
+    """Facts about a run that do not change.
+
+    `equal_rewards_teach` is whether the algorithm has a gradient when all rewards of a group are equal.
+    `parity_limit_nats` is the tolerance for differences of log-probs. `room` is whether a core is free for another
+    process. The defaults are for a run whose configuration is not known: a group baseline, on an unknown machine.
+    """
 
     equal_rewards_teach: bool = False
     parity_limit_nats: float | None = None
@@ -32,7 +36,7 @@ class Setting:
 
 
 def setting_of(config: Config, *, cores: int | None) -> Setting:
-    """`cores` are those of the run's machines, None when they are not known."""
+    """Returns the setting for a configuration. `cores` is the number of cores of the run's machine; None if unknown."""
     axes = resolve_advantage(advantage_of(config.algorithm))
     compares = config.critic is None and isinstance(axes, Outcome) and axes.baseline in GROUP_BASELINES
     return Setting(
@@ -43,7 +47,10 @@ def setting_of(config: Config, *, cores: int | None) -> Setting:
 
 
 def setting_at(run_dir: Path) -> Setting:
-    """The setting of the run that wrote `run_dir`. Its cores are known when it has a Ray of its own on this host."""
+    """Returns the setting of the run that wrote `run_dir`, or the default when the directory cannot be read.
+
+    The number of cores is known only when the run started its own Ray on this host.
+    """
     try:
         config = load_config([run_dir / "config.yaml"], [])
         info = msgspec.json.decode((run_dir / "run.json").read_bytes(), type=RunInfo)
@@ -54,15 +61,18 @@ def setting_at(run_dir: Path) -> Setting:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def facts_of_steps(
     steps: Sequence[StepRecord], *, setting: Setting, failures: Mapping[str, float], recent: bool
 ) -> RunFacts:
-    """What the records know: of the last `RECENT_STEPS` steps if `recent`, else of the whole run. Equal rewards are
-    always those of the last steps: a run that has learned its task ends with them."""
+    """Returns the facts from the records of the last `RECENT_STEPS` steps if `recent`, else of all steps.
+
+    The share of groups with equal rewards always covers the last steps only. It changes during a run: a run that has
+    learned its task ends with equal rewards.
+    """
     if not steps:
         return RunFacts(failures=failures, room=setting.room)
     last = steps[-RECENT_STEPS:]
@@ -89,7 +99,7 @@ def facts_of_steps(
 
 
 def _room(config: Config, *, cores: int | None) -> bool | None:
-    """Whether a core is free for another rank or replica; None when it is not known, or when the run needs GPUs."""
+    """Returns whether a core is free for another rank or replica; None when `cores` is unknown or the run uses GPUs."""
     if cores is None or config.learner.gpus or config.generator.gpus:
         return None
     processes = config.learner.ranks + config.generator.replicas * config.generator.tensor_parallel_size

@@ -1,4 +1,4 @@
-"""A run's status as text and as JSON: versions, buffer, generators, ledger, who waits for whom."""
+"""Renders the status of a run as text and as JSON: versions, buffer, generators, ledger and headline."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,10 @@ from asyncrl.views.top import equal_rewards, facts_of_scrapes
 
 
 def status_lines(status: RunStatus, *, scraped: Scrape | None = None, setting: Setting | None = None) -> list[str]:
-    """One screen, plain text. With a scrape of the run's endpoints it has the headline of the run since its start."""
+    """Returns the status as lines of plain text.
+
+    With a scrape of the run's endpoints, one line is the headline of the run since its start.
+    """
     counts, account = status.counts, status.account
     lines = [
         f"run {status.run}: {status.state.value}" + (f" ({status.message})" if status.message else ""),
@@ -43,13 +46,13 @@ def status_lines(status: RunStatus, *, scraped: Scrape | None = None, setting: S
             + f": weights of {view.version.words if view.version else 'none'}, "
             + (f"{report.running_groups} of {report.slots} slots busy, " if report is not None else "")
             + f"{view.reserved_groups} groups reserved"
-            + ("" if view.live else ", silent")
+            + ("" if view.live else ", no heartbeats")
             + (f"; {shares}" if shares else "")
         )
     fates = [f"{account.fates[fate].groups} {fate.value}" for fate in Fate if account.fates[fate].groups]
     lines.append(
         f"ledger: {account.issued.groups} groups issued = {' + '.join(fates) or '0'}"
-        + (" (closed)" if account.closed else " (NOT CLOSED: a bug)")
+        + (" (all accounted for)" if account.closed else " (NOT all accounted for: a bug of asyncrl)")
     )
     lines += _failures(status)
     found = since_start(status, scraped, setting=setting) if scraped is not None else None
@@ -63,14 +66,14 @@ def status_lines(status: RunStatus, *, scraped: Scrape | None = None, setting: S
 
 
 def status_json(status: RunStatus, *, scraped: Scrape, setting: Setting | None = None) -> bytes:
-    """All that the buffer knows, and under `since_start` what the run's endpoints say of its time."""
+    """Returns the buffer's status as JSON. The key `since_start` has the numbers from the run's metrics endpoints."""
     since = since_start(status, scraped, setting=setting)
     return msgspec.json.encode(msgspec.to_builtins(status) | {"since_start": since})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinceStart:
-    """Both sides' time by state, as shares, what limits the run, and its headline; None is what is not known."""
+    """Shares of time by state since the start of the run, its bottleneck and its headline. None means not known."""
 
     learner_shares: Mapping[str, float] | None
     generator_shares: Mapping[str, float] | None
@@ -79,7 +82,12 @@ class SinceStart:
 
 
 def since_start(status: RunStatus, scraped: Scrape, *, setting: Setting | None = None) -> SinceStart:
-    """A bottleneck is known only when both sides answered. The buffer knows the fates and the failures itself."""
+    """Returns the facts since the start of the run.
+
+    The bottleneck is None unless the learner and at least one generator answered the scrape. The fates and failures
+    come
+    from the buffer's status, not from the scrape.
+    """
     equal = equal_rewards(scraped)
     facts = replace(
         facts_of_scrapes(scraped, scraped, setting=setting or Setting(), equal=[equal] if equal else []),
@@ -96,7 +104,7 @@ def since_start(status: RunStatus, scraped: Scrape, *, setting: Setting | None =
 
 
 def _failures(status: RunStatus) -> list[str]:
-    """Failed rollouts by reason, and the first one of each."""
+    """Returns lines with the failed rollouts by reason, and with the first failure of each reason."""
     if not status.failures:
         return []
     share = failed_share({fate.value: amount.groups for fate, amount in status.account.fates.items()})
@@ -105,9 +113,9 @@ def _failures(status: RunStatus) -> list[str]:
 
 
 def _learner(status: RunStatus) -> str:
-    """What the learner does, as far as the buffer sees it."""
+    """Returns the learner's activity, as the buffer knows it."""
     if not any(deployment.role is Role.LEARNER for deployment in status.deployments):
-        return "not there"
+        return "not attached"
     if status.state is not RunState.RUNNING:
         return status.state.value
     return f"waits: {status.counts.lease_wait.value.replace('_', ' ')}" if status.counts.lease_wait else "trains"

@@ -1,6 +1,8 @@
-"""A live view of a run from its metrics endpoints alone: two scrapes make one view.
+"""Makes the live view of a run from its metrics endpoints only. Each view is made from two scrapes.
 
-Levels are those of the newer scrape; speeds, shares and ages are what happened between the two.
+Gauges, such as the number of groups in the buffer, come from the newer scrape. Speeds, shares of time and staleness
+come
+from the growth of counters between the two.
 """
 
 import time
@@ -16,14 +18,18 @@ from asyncrl.views.run_facts import RECENT_STEPS, Setting, setting_at
 
 LEARNER_SECONDS, GENERATOR_SECONDS = "asyncrl_learner_state_seconds_total", "asyncrl_generator_state_seconds_total"
 WINDOW_S = 30.0
-"""Speeds and shares are of so many seconds: a step may take some of them, and each look would show another stage."""
+"""Speeds and shares cover this many seconds. A step can take several seconds, so between two scrapes in a row the
+learner may be in one stage only."""
 ANSWER_S = 2.0
-"""Seconds that an endpoint gets to answer."""
+"""Time limit for the answer of an endpoint, seconds."""
 
 
 def watch(run_dir: Path, *, every_s: float, sleep: Callable[[float], None] = time.sleep) -> Iterator[LiveView]:
-    """A view every `every_s` seconds, of the last `WINDOW_S` or since the start. RunEnded when the run lists no
-    endpoint any more, RunError when none answers: the run has died, or is elsewhere."""
+    """Yields a view every `every_s` seconds, which covers the last `WINDOW_S` seconds or the time since the start.
+
+    Raises RunEnded when the run lists no endpoints any more. Raises RunError when no endpoint answers: the run was
+    killed, or its endpoints cannot be reached from this machine.
+    """
     top, looks = TopView(_name(run_dir), setting=setting_at(run_dir)), deque([_look(run_dir)])
     while True:
         sleep(every_s)
@@ -34,27 +40,36 @@ def watch(run_dir: Path, *, every_s: float, sleep: Callable[[float], None] = tim
 
 
 def _look(run_dir: Path) -> Scrape:
+    """Reads the endpoints of the run once. Raises RunEnded or RunError as `watch` does."""
     name, path = _name(run_dir), run_dir / "metrics" / "targets.json"
     targets = read_targets(path)
     if not targets:
-        raise RunEnded(f"run {name} has ended: {path} lists no endpoint any more")
+        raise RunEnded(f"run {name} has ended: {path} lists no endpoints any more")
     found = scrape(targets, run=name, timeout_s=ANSWER_S)
     if len(found.silent) + len(found.foreign) == len(targets):
         strangers = "".join(f"; {line}" for line in found.strangers())
         raise RunError(
-            f"none of the {len(targets)} endpoints in {path} answers for run {name} within {ANSWER_S:g} s: it "
-            f"has ended, or binds them on another machine (metrics.host){strangers}"
+            f"none of the {len(targets)} endpoints in {path} answered for run {name} within {ANSWER_S:g} s: the run "
+            "was killed, or metrics.host binds the endpoints to addresses that this machine cannot reach"
+            f"{strangers}"
         )
     return found
 
 
 def _name(run_dir: Path) -> str:
-    """The run's name is its directory's. No endpoint has that of an ended run's directory that was moved aside."""
+    """Returns the name of the run, which is the name of its directory.
+
+    When the directory of an ended run was renamed, no endpoint has its new name, so the view cannot show another run.
+    """
     return run_dir.resolve().name
 
 
 class TopView:
-    """Views of one run. It remembers rewards and shares of equal rewards by step: an endpoint knows only the last."""
+    """Makes the views of one run.
+
+    It keeps the reward and the share of equal rewards of each step, because an endpoint has only those of the last
+    step.
+    """
 
     def __init__(self, name: str, *, setting: Setting) -> None:
         self._name = name
@@ -64,7 +79,7 @@ class TopView:
         self._heldout: list[float] = []
 
     def view(self, before: Scrape, now: Scrape, *, unix_s: float | None = None) -> LiveView:
-        """The run between two scrapes. `unix_s` is the present moment."""
+        """Returns the view for the time between two scrapes. `unix_s` is the present Unix time."""
         unix_s = time.time() if unix_s is None else unix_s
         grown = now.since(before)
         started_s = now.last("process_start_time_seconds", role="learner")
@@ -105,14 +120,16 @@ class TopView:
 
 
 def equal_rewards(now: Scrape) -> tuple[float, float] | None:
-    """Shares of the last step's groups: with equal rewards, and with equal rewards above 0."""
+    """Returns the share of the last step's groups with equal rewards, and the share with equal rewards above 0."""
     equal, above = (_ratio(now.last(f"asyncrl_learner_{name}_ratio")) for name in ("zero_variance", "all_right"))
     return None if equal is None else (equal, above or 0.0)
 
 
 def facts_of_scrapes(now: Scrape, grown: Scrape, *, setting: Setting, equal: Sequence[tuple[float, float]]) -> RunFacts:
-    """What the endpoints know: levels of `now`, counts and shares of `grown`. `equal` are the answers of
-    `equal_rewards` by step."""
+    """Returns the facts from scrapes: gauges from `now`, counts and shares of time from the growth `grown`.
+
+    `equal` has the results of `equal_rewards` for each step so far.
+    """
     last = equal[-RECENT_STEPS:]
     steps = now.sums("asyncrl_learner_steps_total", by="outcome")
     known = bool(last) and not setting.equal_rewards_teach
@@ -134,7 +151,7 @@ def facts_of_scrapes(now: Scrape, grown: Scrape, *, setting: Setting, equal: Seq
 
 
 def _endpoints(now: Scrape) -> str:
-    """Who answers and who does not.
+    """Returns the number of answering endpoints by role, and the endpoints without an answer, as text.
 
     >>> from asyncrl.metrics.discovery import Target
     >>> learner = frozenset({("role", "learner"), ("replica", "learner")})
@@ -152,21 +169,26 @@ def _endpoints(now: Scrape) -> str:
 
 
 def _rate(grown: Scrape, name: str, **where: str) -> float | None:
-    """How much a counter grew in a second, over all processes; None when nobody has it, or it is below 0."""
+    """Returns the growth of a counter per second, summed over all processes; None when no process has the counter or
+    the growth is negative."""
     by_role = grown.sums(name, by="role", **where)
     total = sum(by_role.values())
     return total / grown.at_s if by_role and total >= 0 and grown.at_s > 0 else None
 
 
 def _largest(grown: Scrape, histogram: str) -> int | None:
-    """The upper bound of the highest bucket that got something; None when none did, or only the one without."""
+    """Returns the upper bound of the highest bucket of a histogram that grew.
+
+    Returns None when no bucket grew, or when only the bucket without an upper bound grew.
+    """
     buckets = sorted((float(le), count) for le, count in grown.sums(f"{histogram}_bucket", by="le").items())
     total = buckets[-1][1] if buckets else 0.0
     return next((_whole(le) for le, count in buckets if count == total), None) if total else None
 
 
 def _whole(value: float | None) -> int | None:
-    """A count or a version; None when it is not known, or is none: below 0, or beyond what a float counts.
+    """Returns a count or version as an int; None when it is missing, negative, or above 2**53, where floats are
+    inexact.
 
     >>> [_whole(value) for value in (3.0, None, -5.0, float("inf"))]
     [3, None, None, None]
@@ -175,10 +197,10 @@ def _whole(value: float | None) -> int | None:
 
 
 def _ratio(value: float | None) -> float | None:
-    """None when it is not known, or reads as less than 0 % or more than 100 %."""
+    """Returns a share; None when it is missing, below 0, or would be shown as more than 100 %."""
     return value if value is not None and 0 <= value < 1.005 else None
 
 
 def _all_whole(values: Mapping[str, float]) -> dict[str, int]:
-    """Those that are counts or versions."""
+    """Returns the values that are counts or versions, as ints."""
     return {label: count for label, value in values.items() if (count := _whole(value)) is not None}

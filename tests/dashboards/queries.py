@@ -1,4 +1,4 @@
-"""What the dashboards and the alert rules ask of Prometheus, read from the files that Grafana and Prometheus read."""
+"""Reads the queries of the dashboards and alert rules from the files that Grafana and Prometheus load."""
 
 import json
 import re
@@ -20,14 +20,14 @@ RULES = {path.name: yaml.safe_load(path.read_text()) for path in sorted((PROMETH
 
 
 class Question(NamedTuple):
-    """A query, and the panel, rule or variable that asks it."""
+    """A query, and the panel, rule or variable that it belongs to."""
 
     asked_by: str
     expr: str
 
 
 def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
-    """All but the rows' headlines."""
+    """Returns the panels of a dashboard without the titles of rows."""
     return [panel for panel in board["panels"] if panel["type"] != "row"]
 
 
@@ -45,7 +45,7 @@ def panel_questions() -> list[Question]:
 
 
 def variable_questions() -> list[Question]:
-    """What a variable takes its values from: the first argument of `label_values`."""
+    """Returns the queries from which variables get their values: the first argument of `label_values`."""
     return [
         Question(f"{name} / ${variable['name']}", variable["query"].removeprefix("label_values(").rpartition(",")[0])
         for name, board in BOARDS.items()
@@ -59,8 +59,10 @@ def rule_questions() -> list[Question]:
 
 
 def concrete(expr: str, *, run: str, interval: str, step_range: str = "") -> str:
-    """The query as Grafana sends it, for one run and all of its generators. Without a range of its own, what moves once
-    a step is looked at over `interval` as well."""
+    """Returns the query as Grafana sends it, for one run and all of its generators.
+
+    `step_range` is the range of metrics that change once per step; the default is `interval`.
+    """
     values = {"$run": run, "$replica": ".*", "$__rate_interval": interval, "$step_range": step_range or interval}
     for name, value in values.items():
         expr = expr.replace(name, value)
@@ -72,7 +74,7 @@ def parsed(expr: str) -> promql.Expr:
 
 
 def selectors(expr: promql.Expr) -> list[promql.VectorSelector]:
-    """Every series that a query selects, those of ranges included."""
+    """Returns every selector of a query, including the selectors of ranges."""
     found: list[promql.VectorSelector] = []
 
     def visit(node: promql.Expr) -> None:
@@ -86,7 +88,7 @@ def selectors(expr: promql.Expr) -> list[promql.VectorSelector]:
 
 
 def ranges(expr: promql.Expr) -> list[tuple[str, timedelta]]:
-    """Each series that is looked at over a range, and the range."""
+    """Returns (metric, range) for each selector of a query that has a range."""
     found: list[tuple[str, timedelta]] = []
 
     def visit(node: promql.Expr) -> None:
@@ -98,7 +100,7 @@ def ranges(expr: promql.Expr) -> list[tuple[str, timedelta]]:
 
 
 def knobs_in(text: str) -> tuple[set[str], set[str]]:
-    """What looks like a config key in a text: those that are, and those that are not."""
+    """Returns the words of a text that look like config keys: those that exist, and those that do not."""
     sections = "|".join(Config.model_fields)
     named = set(re.findall(rf"\b(?:{sections})(?:\.[a-z_]+)+", text))
     keys = set(_keys(Config))

@@ -1,4 +1,5 @@
-"""promtool's word on the rules: they load, and every alert is seen to fire and seen not to."""
+"""Checks the rules with promtool: they load, and each alert has a test in which it fires and one in which it does
+not."""
 
 import shutil
 import subprocess
@@ -43,4 +44,4 @@ def test_every_alert_is_seen_to_fire_for_one_and_not_for_another() -> None:
         fired = [sample["labels"] for query in asked for sample in query["exp_samples"]]
         assert fired, name
         assert all('alertstate="firing"' in labels and "good" not in labels for labels in fired), name
-        assert any('"good"' in series["series"] for series in test["input_series"]), f"{name}: nothing must stay silent"
+        assert any('"good"' in series["series"] for series in test["input_series"]), f"{name} has no quiet series"

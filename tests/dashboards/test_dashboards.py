@@ -1,4 +1,4 @@
-"""Dashboards and rules ask only for what exists: names, labels and label values are the catalogue's."""
+"""Dashboards and rules query only metrics, labels and label values that the catalogue declares."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ BUILT_IN = {"up", "ALERTS"}
 
 
 def series() -> dict[str, Metric]:
-    """Metrics by the names of their series."""
+    """Returns the metrics by the names of their series."""
     named: dict[str, Metric] = {}
     for metric in CATALOGUE:
         suffixes = ("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",)
@@ -88,7 +88,8 @@ def test_every_panel_looks_at_one_run() -> None:
 
 
 def test_what_moves_once_a_step_is_looked_at_over_the_range_of_steps() -> None:
-    """What only the learner counts, but for its seconds, and what comes with its steps: leases, fates, updates."""
+    """Metrics that only the learner records (except its state seconds), leases, fates and weight updates change once
+    per step."""
     with_steps = ("asyncrl_buffer_lease_wait", "asyncrl_ledger_", "asyncrl_weight_")
     for question in panel_questions():
         for name, range_ in ranges(parsed(question.expr)):
@@ -109,7 +110,7 @@ def test_no_comparison_holds_for_what_is_no_number() -> None:
 
 
 def test_no_panel_shows_a_rate_as_a_share() -> None:
-    """A share is a gauge or a quotient."""
+    """A share must be a gauge or a quotient."""
     for board in BOARDS.values():
         for panel in panels(board):
             if panel["fieldConfig"]["defaults"]["unit"] == "percentunit":
@@ -127,7 +128,7 @@ def test_lines_have_names_and_numbers_are_of_this_moment(board: dict[str, Any]) 
 
 
 def test_a_gauge_is_one_line_over_the_processes_that_a_run_has_had() -> None:
-    """Each start of a learner has a port of its own, and so series of its own."""
+    """Each start of a learner has another port, and therefore other series."""
     for question in panel_questions():
         assert not isinstance(parsed(question.expr), promql.VectorSelector), question.asked_by
 
@@ -195,7 +196,7 @@ HAS_LIMIT = {
     "asyncrl_buffer_oldest_group_age_seconds": "asyncrl_stall_timeout_seconds",
     "asyncrl_checkpoint_policy_version": "asyncrl_checkpoint_interval_versions",
 }
-"""Where a run says what is too much, no alert does."""
+"""Metrics whose limit is a gauge of the run. Alerts on them must use this gauge, not a number."""
 
 
 def test_an_alert_holds_no_number_where_the_run_has_a_limit() -> None:

@@ -1,7 +1,7 @@
-"""Every query answered by promtool for two runs with two replicas each: joins that one of each would not try.
+"""Evaluates every query with promtool for two runs with two replicas each, so that ambiguous joins are found.
 
-A comparison drops what it does not hold for before Prometheus sees that the join is ambiguous, so that those of the
-rules are evaluated with `bool`, which drops nothing.
+With one run and one replica, no join is ambiguous. Comparisons in rules are evaluated with `bool`, which keeps all
+series: without it, a comparison can drop the series that make a join ambiguous before Prometheus joins them.
 """
 
 import json
@@ -22,7 +22,7 @@ RUNS = ("one", "two")
 REPLICAS = {Role.LEARNER: ("learner",), Role.BUFFER: ("buffer",), Role.GENERATOR: ("generator-0", "generator-1")}
 OPEN_VALUES = ("x", "y")
 SCRAPES = 300
-"""Every 7 s: more than half an hour."""
+"""Number of scrapes, one every 7 s: more than half an hour."""
 AT = "31m"
 OTHERS = {
     "vllm:num_requests_running": ("engine", ("0",)),
@@ -39,7 +39,7 @@ RAYS = (
 
 
 class Answer(NamedTuple):
-    """What promtool got: an error, or the labels of each series."""
+    """promtool's answer to a query: an error, or the labels of each series."""
 
     error: str
     series: list[dict[str, str]]
@@ -72,7 +72,7 @@ def test_every_rule_answers_for_both_runs_and_all_replicas(tmp_path: Path) -> No
 
 
 def check_replicas(answer: Answer, question: Question) -> None:
-    """Where an answer tells generators apart, there are both; of a run, both of that run's."""
+    """Checks that an answer with a label `replica` has both generators of each run in it."""
     shown = {(labels.get("run", ""), labels["replica"]) for labels in answer.series if "replica" in labels}
     generators = set(REPLICAS[Role.GENERATOR])
     for run in {run for run, replica in shown if replica in generators}:
@@ -80,7 +80,10 @@ def check_replicas(answer: Answer, question: Question) -> None:
 
 
 def answered(folder: Path, queries: list[str]) -> list[Answer]:
-    """The answers to the queries, in their order. Every test case expects nothing, and promtool tells what it got."""
+    """Returns the answers to the queries, in their order.
+
+    Every test case expects an empty answer. promtool then reports the real answer as a failure.
+    """
     path = shutil.which("promtool")
     if path is None:
         pytest.skip("promtool is not installed: `apt-get install prometheus`, as .ci/run does")
@@ -102,13 +105,16 @@ def answered(folder: Path, queries: list[str]) -> list[Answer]:
 
 
 def labels_of(samples: str) -> list[dict[str, str]]:
-    """`{run="one"} 1E+00, {run="two"} 2E+00`, as labels."""
+    """Returns the labels of samples in promtool's format: `{run="one"} 1E+00, {run="two"} 2E+00`."""
     return [dict(re.findall(r'(\w+)="([^"]*)"', found)) for found in re.findall(r"\{([^{}]*)\} \S", samples)]
 
 
 def input_series() -> list[dict[str, str]]:
-    """Everything that processes of two runs export: counters and buckets rise, gauges are 1, targets are down. Two Ray
-    nodes are shared by both runs, and also found by Prometheus itself."""
+    """Returns the series that the processes of two runs export: counters and buckets rise, gauges are 1, targets are
+    down.
+
+    Two Ray nodes are shared by both runs, and Prometheus also finds them without a run.
+    """
     series = []
     for run, metric in product(RUNS, CATALOGUE):
         for role in metric.roles:
@@ -131,13 +137,13 @@ def input_series() -> list[dict[str, str]]:
 
 
 def combinations(metric: Metric) -> list[dict[str, str]]:
-    """Every value of every label. Labels that are open describe a run (`asyncrl_run_info`) or have two values."""
+    """Returns every combination of a metric's label values. Open labels get two values."""
     values = [OPEN_VALUES if found is None else found for found in metric.labels.values()]
     return [dict(zip(metric.labels, chosen, strict=True)) for chosen in product(*values)]
 
 
 def samples_of(metric: Metric, labels: dict[str, str]) -> list[tuple[str, dict[str, str]]]:
-    """The series of one metric with these labels."""
+    """Returns the series of one metric with these labels."""
     if metric.kind is not Kind.HISTOGRAM:
         return [(metric.name, labels)]
     buckets = [(f"{metric.name}_bucket", labels | {"le": le}) for le in (*map(str, metric.buckets), "+Inf")]

@@ -1,4 +1,4 @@
-"""Where the deployment files are, and the checks of configurations that they share."""
+"""Fixtures with the paths of the repository and of the deployment files."""
 
 from pathlib import Path
 

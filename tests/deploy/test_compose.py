@@ -1,4 +1,7 @@
-"""The compose file: valid, on this machine only, and with commands that asyncrl takes. There is no daemon to run it."""
+"""Checks the compose file: it is valid, publishes ports on this machine only, and its commands are valid.
+
+The tests have no Docker daemon, so they do not start the containers.
+"""
 
 import os
 import re
@@ -25,7 +28,7 @@ def file(deploy: Path) -> Path:
 
 
 def services_of(file: Path, given: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """The services with `${NAME:-default}` filled in, as Compose does it from deploy/compose/.env."""
+    """Returns the services with `${NAME:-default}` replaced, as Compose does from deploy/compose/.env."""
     text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: given.get(found[1], found[2]), file.read_text())
     return dict(yaml.safe_load(text)["services"])
 
@@ -72,7 +75,7 @@ def test_what_is_mounted_from_the_repository_is_there_and_where_its_reader_looks
             source, target = volume.split(":")[:2]
             if source.startswith("."):
                 mounts[target] = (file.parent / source).resolve(strict=True)
-    assert (mounts["/etc/prometheus"] / "prometheus.yml").is_file(), "where the image's own command looks"
+    assert (mounts["/etc/prometheus"] / "prometheus.yml").is_file(), "the image's command reads this file"
     assert {path.name for path in mounts["/etc/grafana/provisioning"].iterdir()} == {"dashboards", "datasources"}
     boards = mounts[services["grafana"]["environment"]["ASYNCRL_DASHBOARDS"]]
     assert len(list(boards.glob("*.json"))) == 3
@@ -85,7 +88,7 @@ def test_a_profile_is_one_learner_and_one_generator(profile: str, services: dict
 
 
 def spoken(service: dict[str, Any], folder: Path) -> Iterator[list[str]]:
-    """The commands that a service's shell runs, word for word, as `ray` and `asyncrl` would hear them."""
+    """Yields the commands that a service's shell runs, as lists of the words that `ray` and `asyncrl` would get."""
     for name in ("ray", "asyncrl"):
         (folder / name).write_text(f'#!/bin/sh\nfor word in {name} "$@"; do printf "%s\\0" "$word"; done; echo\n')
         (folder / name).chmod(0o755)
@@ -122,7 +125,7 @@ def test_a_pool_is_a_node_with_its_label_and_a_driver_whose_configuration_can_ru
     section = getattr(config, pool)
     assert section.node_labels == {"pool": pool}
     assert section.gpus == (1 if gpu else 0)
-    # one folder for the model, one for the run: what is mounted
+    # The mounted folders are those of the run, the model and the task.
     mounted = {volume.split(":")[1] for volume in services[name]["volumes"]}
     assert {str(config.run.dir), str(Path(config.model.path).parent), "/tasks"} == mounted
 
@@ -150,7 +153,7 @@ def test_a_task_of_ones_own_is_a_folder_that_the_env_file_names(
         check_config(config)
         check_presence(config, roles={Role(pool)}, origins=config_origins(files, driver[7:]))
         assert (config.run.name, config.model.path) == ("own-task", "/models/tiny-larger")
-        # the image has /tasks on Python's search path
+        # The image has /tasks on Python's search path.
         assert "../../configs:/tasks:ro" in service["volumes"]
         assert (file.parent / OWN_TASK["TASKS"] / "own_task.py").is_file()
 
@@ -168,4 +171,4 @@ def test_the_object_store_fits_into_the_containers_shared_memory(services: dict[
     [head] = re.findall(r"--object-store-memory=(\d+)", services["ray-head"]["command"])
     store_bytes = services["learner"]["environment"]["OBJECT_STORE_BYTES"]
     assert int(head) == store_bytes
-    assert store_bytes < 0.95 * 2 * 2**30, "Ray leaves 5 % of /dev/shm free, or goes to the disk"
+    assert store_bytes < 0.95 * 2 * 2**30, "Ray uses the disk if 5 % of /dev/shm would not be free"

@@ -1,4 +1,7 @@
-"""The image: pinned, non-root, built from what is there; there is no Docker daemon in the tests to build it."""
+"""Checks the Dockerfile: versions are pinned, the user is not root, and the copied files exist.
+
+The tests have no Docker daemon, so they do not build the image.
+"""
 
 import re
 from pathlib import Path
@@ -10,7 +13,7 @@ _PINNED = re.compile(r"\S+:\d+\.\d+\.\d+\S*")
 
 @pytest.fixture
 def instructions(deploy: Path) -> list[tuple[str, str]]:
-    """(instruction, arguments) of the Dockerfile, with continued lines joined and comments left out."""
+    """Returns (instruction, arguments) of the Dockerfile, with continued lines joined and without comments."""
     text = (deploy / "docker" / "Dockerfile").read_text()
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
@@ -18,7 +21,7 @@ def instructions(deploy: Path) -> list[tuple[str, str]]:
 
 
 def stages(instructions: list[tuple[str, str]]) -> dict[str, tuple[str, list[tuple[str, str]]]]:
-    """Name of a stage to what it begins from and what follows."""
+    """Returns for each stage the image that it starts from, and its instructions."""
     found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
     for name, rest in instructions:
         if name == "FROM":
@@ -31,7 +34,7 @@ def stages(instructions: list[tuple[str, str]]) -> dict[str, tuple[str, list[tup
 
 def test_images_from_elsewhere_are_pinned_by_version(instructions: list[tuple[str, str]]) -> None:
     parsed = stages(instructions)
-    assert list(parsed) == ["base", "gpu", "cpu"], "without --target the last one is built: the CPU's"
+    assert list(parsed) == ["base", "gpu", "cpu"], "without --target, Docker builds the last stage, which is for CPUs"
     for image, _ in parsed.values():
         assert image in parsed or _PINNED.fullmatch(image), image
 
@@ -48,7 +51,7 @@ def test_nothing_runs_as_root_and_versions_are_those_of_the_tests(
 
 def test_a_mounted_tasks_folder_is_on_pythons_search_path(instructions: list[tuple[str, str]]) -> None:
     assert [rest for name, rest in instructions if name == "ENV" and "PYTHONPATH=/tasks " in rest]
-    assert [rest for name, rest in instructions if name == "RUN" and " /tasks " in rest], "the folder is there, empty"
+    assert [rest for name, rest in instructions if name == "RUN" and " /tasks " in rest], "the folder exists"
 
 
 def test_what_is_copied_is_there_and_is_all_that_is_sent(

@@ -1,5 +1,8 @@
-"""The Kubernetes files: kinds of Kubernetes itself against its schemas, pods of Ray's kinds as pods, and what must fit
-together. KubeRay's own fields have no schema here; a cluster has seen none of it."""
+"""Checks the Kubernetes files: Kubernetes' own kinds and all pods against its schemas, and whether the parts fit
+together.
+
+KubeRay's own fields are not checked, because its schemas are not available here. The files were not run on a cluster.
+"""
 
 import re
 import shlex
@@ -43,13 +46,13 @@ def one(kind: str, resources: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def groups(cluster: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The groups of a RayCluster by name, the head among them."""
+    """Returns the groups of a RayCluster by name, including the head."""
     workers = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]}
     return {"head": cluster["spec"]["headGroupSpec"]} | workers
 
 
 def pods(resources: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every pod template in Ray's kinds."""
+    """Yields every pod template in Ray's kinds, with its name."""
     for name, group in groups(one("RayCluster", resources)).items():
         yield name, group["template"]
     yield "submitter", one("RayJob", resources)["spec"]["submitterPodTemplate"]
@@ -97,7 +100,7 @@ def test_rays_object_store_fits_into_the_gpu_overlays_shared_memory(group: int, 
 
 
 def check_object_store(memory_bytes: int, shm_bytes: int) -> None:
-    """Ray takes this share of a pod's memory, and goes to the disk when 95 % of /dev/shm are less."""
+    """Checks that Ray's object store fits into /dev/shm: Ray uses the disk if it is larger than 95 % of /dev/shm."""
     from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
 
     assert DEFAULT_OBJECT_STORE_MEMORY_PROPORTION * memory_bytes < 0.95 * shm_bytes < memory_bytes / 2
@@ -108,10 +111,10 @@ def test_a_task_of_ones_own_is_on_the_search_path_of_every_ray_pod(base: list[di
         if name == "submitter":
             continue
         [volume] = [each for each in template["spec"]["volumes"] if each["name"] == "tasks"]
-        # optional: the quickstart has no such ConfigMap
+        # The volume is optional, because the quickstart has no such ConfigMap.
         assert volume["configMap"] == {"name": "asyncrl-tasks", "optional": True}
         [container] = template["spec"]["containers"]
-        # where the image has its search path: PYTHONPATH=/tasks
+        # The image has /tasks on its search path: PYTHONPATH=/tasks.
         assert {"name": "tasks", "mountPath": "/tasks", "readOnly": True} in container["volumeMounts"], name
     assert "PYTHONPATH=/tasks" in (deploy / "docker" / "Dockerfile").read_text()
 
@@ -124,7 +127,7 @@ def test_every_pod_is_unprivileged_and_reachable_by_its_run_only(base: list[dict
         assert template["spec"]["securityContext"]["runAsNonRoot"] is True
         assert template["spec"]["automountServiceAccountToken"] is False
         for container in template["spec"]["containers"]:
-            assert container["image"] == "asyncrl", "kustomize puts the overlay's in its place"
+            assert container["image"] == "asyncrl", "kustomize replaces it by the overlay's image"
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
                 "capabilities": {"drop": ["ALL"]},
@@ -142,7 +145,7 @@ def test_ray_asks_for_a_token_and_is_the_version_that_the_image_installs(
 def test_the_job_runs_where_the_service_for_prometheus_looks(base: list[dict[str, Any]]) -> None:
     job, service = one("RayJob", base)["spec"], one("Service", base)["spec"]
     [place] = [name for name, each in groups(one("RayCluster", base)).items() if "resources" in each["rayStartParams"]]
-    # quoted twice: for the shell that the operator writes it into, and as JSON
+    # The value is quoted twice: for the shell command that the operator makes of it, and as JSON.
     assert shlex.split(groups(one("RayCluster", base))[place]["rayStartParams"]["resources"]) == [
         job["entrypointResources"]
     ]
@@ -207,7 +210,10 @@ def test_an_overlays_patches_point_at_what_is_there(overlay: str, deploy: Path, 
 
 
 def run_config(overlay: str, deploy: Path, repository: Path) -> Config:
-    """What the overlay's job runs: in a pod /work has configs/, /tasks what the task's ConfigMap was made from."""
+    """Returns the configuration that the overlay's job runs.
+
+    In a pod, /work/configs is the folder configs/, and /tasks is the folder that the task's ConfigMap was made from.
+    """
     folder = deploy / "kuberay" / "overlays" / overlay
     entrypoint = (folder / "task.yaml", folder.parents[1] / "base" / "rayjob.yaml")[overlay != "own-task"].read_text()
     [first] = re.findall(r"-c (?:/work/configs|/tasks)/(\S+)", entrypoint)

@@ -1,4 +1,4 @@
-"""The file of Ray's cluster launcher, against the launcher's own schema and rules."""
+"""Checks the file for Ray's cluster launcher with the launcher's own schema and rules."""
 
 import copy
 import re
@@ -53,4 +53,4 @@ def test_the_object_store_fits_into_the_containers_shared_memory(cluster: dict[s
     for role in ("head", "worker"):
         [start] = [line for line in cluster[f"{role}_start_ray_commands"] if "ray start" in line]
         [store_bytes] = [int(word.partition("=")[2]) for word in start.split() if "object-store-memory" in word]
-        assert store_bytes < 0.95 * shm_gib * 2**30, "Ray leaves 5 % of /dev/shm free, or goes to the disk"
+        assert store_bytes < 0.95 * shm_gib * 2**30, "Ray uses the disk if 5 % of /dev/shm would not be free"

@@ -1,4 +1,4 @@
-"""What the deployment README tells its reader to type: few commands, and ones that there are."""
+"""The deployment README has few commands for each target, and all of its commands and files exist."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def text(deploy: Path) -> str:
 
 @pytest.fixture
 def commands(text: str) -> dict[str, list[str]]:
-    """Section to the lines of its shell blocks."""
+    """Returns for each section the lines of its shell blocks."""
     _, *parts = _SECTION.split(text)
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
     return {
@@ -43,7 +43,7 @@ def test_what_is_typed_is_there(commands: dict[str, list[str]], repository: Path
     named = {
         path for line in lines for path in re.findall(r"deploy/(?:docker|compose|kuberay|slurm|ray)/[\w./-]+", line)
     }
-    made = {"deploy/compose/.env"}  # by the command itself
+    made = {"deploy/compose/.env"}  # the command itself creates this file
     assert [path for path in sorted(named - made) if not (repository / path).exists()] == []
     makefile = (repository / "Makefile").read_text()
     for line in lines:

@@ -1,4 +1,4 @@
-"""Shell scripts, by shellcheck."""
+"""Checks the shell scripts with shellcheck."""
 
 import os
 import shutil

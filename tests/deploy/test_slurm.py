@@ -1,5 +1,7 @@
-"""The Slurm script, dry: `srun` and `scontrol` are stand-ins that write down how they were called. What the script
-decides is real: who gets which node, what a restart goes on with, what a signal does."""
+"""A dry run of the Slurm script with stand-ins for `srun` and `scontrol`, which record how they were called.
+
+The decisions of the script are real: the nodes of each pool, the weights of a restart, and the reaction to signals.
+"""
 
 import json
 import os
@@ -23,7 +25,7 @@ ADDRESS = f"10.0.0.1:{20000 + int(JOB) % 20000}"
 pytestmark = pytest.mark.slow
 
 FAR_S = 120.0
-"""A deadline that a test which passes does not wait for."""
+"""Time limit of a failing test. A passing test does not wait that long."""
 
 SRUN = """#!/usr/bin/env -S {python} -S -E
 import json, os, pathlib, signal, stat, sys, time
@@ -69,7 +71,7 @@ exec {python} -m asyncrl "$@"
 
 
 class Job:
-    """The job's working directory, and how it is started there."""
+    """A job with its working directory; it can be started there several times."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,7 +84,7 @@ class Job:
             "PATH": f"{bin_folder}:{os.environ['PATH']}",
             "PYTHONPATH": str(SCRIPT.parents[2]),
             "RECORD": str(folder / "calls"),
-            "RAY_STEPS": "2",  # the head's, and that of all others: no other learners unless a test asks for them
+            "RAY_STEPS": "2",  # one step for the head and one for the generators; a test with more learner nodes sets 3
             "SLURM_JOB_ID": JOB,
             "SLURM_JOB_NODELIST": "n[1-4]",
             "NODES": "n1 n2 n3 n4",
@@ -98,7 +100,7 @@ class Job:
         return self.process
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str]:
-        """Exit code and what the script said."""
+        """Runs the script to its end. Returns its exit code and its messages."""
         process = self.start(*arguments, **environment)
         said = process.communicate(timeout=FAR_S)[1]
         return process.returncode, said
@@ -141,7 +143,7 @@ def wait_for(condition: Callable[[], object]) -> None:
     deadline_s = time.monotonic() + FAR_S
     while not condition():
         assert time.monotonic() < deadline_s
-        time.sleep(0.05)  # polling another process
+        time.sleep(0.05)  # polls another process
 
 
 def test_the_first_nodes_train_and_all_others_generate(job: Job) -> None:
@@ -180,7 +182,7 @@ def test_another_start_has_another_token(job: Job) -> None:
 
 
 def test_the_commands_are_what_asyncrl_takes(job: Job) -> None:
-    """`--help` in the place of nothing: options must exist, and overrides pass as a configuration."""
+    """With `--help` appended, the options must exist. The overrides must be a valid configuration."""
     assert job.run()[0] == 0
     for command in ("learner", "generator"):
         [call] = job.commands("asyncrl", command)
@@ -204,7 +206,7 @@ def test_a_learner_that_fails_fails_the_job_and_does_not_bring_it_back(job: Job)
     code, _ = job.run(LEARNER_EXIT="7")
     assert code == 7
     assert job.requeued is False
-    wait_for(lambda: len([call for call in job.calls() if "ended" in call]) >= 2)  # no Ray is left behind
+    wait_for(lambda: len([call for call in job.calls() if "ended" in call]) >= 2)  # no Ray node is left running
 
 
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
@@ -236,15 +238,15 @@ def test_a_restart_goes_on_with_the_newest_weights_for_the_steps_that_were_left(
     kept = job.folder / ".asyncrl-slurm" / JOB / "weights" / "restart-1"
     assert (kept / "model.safetensors").read_text() == "of step 30"
     [call] = job.commands("asyncrl", "learner")
-    # last, so that nothing of the user's overrides them
+    # These are the last arguments, so that no argument of the user overrides them.
     assert call["command"][-3:] == [f"model.path={kept}", "model.tiny=null", "learner.total_steps=70"]
 
-    # lost before it saved anything: the same weights, and no step counted twice
+    # A restart that is lost before it saves anything uses the same weights, and its steps are not subtracted twice.
     assert job.run("learner.total_steps=100", SLURM_RESTART_COUNT="2")[0] == 0
     assert job.commands("asyncrl", "learner")[-1]["command"][-3:] == call["command"][-3:]
 
     (job.folder / "runs/quickstart").rename(job.folder / "runs/quickstart.1")
-    job.save_weights(30)  # the same number, of the run that went on
+    job.save_weights(30)  # the same step number, but saved by the restarted run
     assert job.run("learner.total_steps=100", SLURM_RESTART_COUNT="3")[0] == 0
     kept = kept.with_name("restart-3")
     assert job.commands("asyncrl", "learner")[-1]["command"][-3:] == [
@@ -308,7 +310,7 @@ def test_a_configuration_that_cannot_run_starts_nothing(job: Job) -> None:
 def test_an_allocation_without_room_for_two_pools_is_refused(job: Job) -> None:
     code, said = job.run(NODES="n1")
     assert code == 2
-    assert "LEARNER_NODES = 1 of 1 nodes leaves none to generate" in said
+    assert "LEARNER_NODES = 1 of 1 nodes leaves no node to generate" in said
     assert job.calls() == []
 
 

@@ -1,6 +1,6 @@
-"""A learner's loop in one process and without Ray: the real buffer, and everything else that the loop asks for faked.
+"""Runs a learner's loop in one process without Ray: with the real buffer and fakes for all other parts of the loop.
 
-One replica, `a`, loads a version as soon as it is delivered and fills the buffer whenever the learner has to wait.
+One replica, `a`, loads a version as soon as it is delivered. It fills the buffer each time the learner has to wait.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ HELDOUT = [Task(question=f"h{index}", prompt=f"h{index}", answer="a") for index 
 
 
 def decoded(ids: Sequence[int], special: bool = False) -> str:
-    """Token ids as text; with special tokens in brackets."""
+    """Returns token ids as text; text with special tokens is in brackets."""
     text = " ".join(map(str, ids))
     return f"[{text}]" if special else text
 
@@ -56,7 +56,7 @@ class Clock:
 
 
 class KeptLog:
-    """A run's log in memory."""
+    """Keeps the records of a run in memory."""
 
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
@@ -74,7 +74,7 @@ class KeptLog:
 
 
 class BufferRows:
-    """The buffer's way to rows: it clears what nobody will train."""
+    """Clears the rows of groups that will not be trained, when the buffer asks for it."""
 
     def __init__(self, client: MemoryClient) -> None:
         self._client = client
@@ -84,7 +84,7 @@ class BufferRows:
 
 
 class LocalBuffer:
-    """`BufferClient` without Ray. A lease never waits: `waiting` is what happens meanwhile."""
+    """`BufferClient` without Ray. A lease never waits: a call without an answer runs `waiting` instead."""
 
     def __init__(self, actor: BufferActor, *, waiting: Callable[[float], Awaitable[None]]) -> None:
         self._actor = actor
@@ -104,7 +104,7 @@ class LocalBuffer:
 
 
 class FakePublisher:
-    """Delivers when it is settled, as a real delivery may take until then."""
+    """Delivers a version only in `settle`, because a real delivery may take that long."""
 
     def __init__(self, delivered: Callable[[Version], Awaitable[None]]) -> None:
         self._delivered = delivered
@@ -133,12 +133,15 @@ Answer = StepReport | Exception | Callable[[KVBatchMeta], StepReport]
 
 
 class FakeTrainer:
-    """Trains as it is told, step after step, and well when it was told nothing. Its rows are real ones."""
+    """Answers each training call with the next of `answers`, or with a good step when none is left. Its rows are real.
+
+    `stages` lists the calls in order.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.client = MemoryClient()
-        self.prepare_step(1)  # as generators do, the scene's may be first
+        self.prepare_step(1)  # a generator registers the partition too, and the scene's may put rows before the learner
         self.answers: list[Answer] = []
         self.asked: list[tuple[int, list[str]]] = []
         self.stages: list[str] = []
@@ -152,7 +155,7 @@ class FakeTrainer:
 
     @property
     def kept(self) -> set[str]:
-        """Groups whose rows are there."""
+        """The groups that have rows in the data plane."""
         return {group_of(sample) for sample in self.client._books._partitions._partitions[TRAIN_PARTITION].rows}
 
     def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
@@ -211,8 +214,10 @@ class FakeTrainer:
 
 
 class FakeCritic:
-    """Gives every sample's tokens its reward as their advantage, and learns well unless it is told otherwise; its
-    stages stand among the trainer's."""
+    """Gives each token the reward of its sample as advantage. Its stages are listed among the trainer's `stages`.
+
+    It answers each training call with the next of `answers`, or with a good step when none is left.
+    """
 
     def __init__(self, trainer: FakeTrainer, clock: Clock) -> None:
         self._trainer, self._clock = trainer, clock
@@ -249,7 +254,7 @@ class FakeCritic:
 
 
 def judged(**changed: Any) -> StepReport:
-    """A critic's good step, whose values explain three quarters of the returns' variance."""
+    """Returns the report of a critic's good step, whose values explain three quarters of the returns' variance."""
     metrics = {
         "return_mean": 0.5,
         "return_square_mean": 0.5,
@@ -261,12 +266,12 @@ def judged(**changed: Any) -> StepReport:
 
 
 def ids_of(keys: Iterable[str]) -> list[str]:
-    """Samples of the groups."""
+    """Returns the sample ids of the groups with these keys."""
     return [sample for key in keys for sample in samples_of(key, count=GROUP_SIZE)]
 
 
 def trained(**changed: Any) -> StepReport:
-    """A good step: 4 samples, 6 tokens, of which 4 are on-policy."""
+    """Returns the report of a good step: 4 samples and 6 tokens, of which 4 are on-policy."""
     fields: dict[str, Any] = {
         "updates_applied": 1,
         "loss": 0.5,
@@ -283,12 +288,12 @@ def trained(**changed: Any) -> StepReport:
 
 
 def skipped() -> StepReport:
-    """What the ranks say of a step whose gradients were not finite: they had planned to train it."""
+    """Returns the ranks' report of a step with non-finite gradients. Its token counts are those of the planned step."""
     return trained(skipped=True, updates_applied=0, updates_nonfinite=1, loss=0.25, grad_norm=float("nan"))
 
 
 class Scene:
-    """A loop with its surroundings; `settings` are sections of the config."""
+    """A learner's loop with all of its parts. `settings` are sections of the configuration."""
 
     def __init__(self, *, log: RunLog | None = None, **settings: Any) -> None:
         defaults: dict[str, Any] = {
@@ -373,20 +378,20 @@ class Scene:
         return self.loaded, [0.25] * len(tasks)
 
     async def generate(self, wait_s: float) -> None:
-        """Fills the buffer as far as it admits."""
+        """Commits one group for each ticket that the buffer grants."""
         await self.publisher.settle()
         for ticket in await self._tickets():
             self.trainer.client.put_samples(ids_of([ticket.key]), TRAIN_PARTITION, fields=_rows(ticket))
             assert await self.actor.commit([_meta(ticket)]) == [CommitOutcome.ACCEPTED]
 
     async def fail(self, wait_s: float) -> None:
-        """Cannot answer a single prompt."""
+        """Reports a failure for each ticket that the buffer grants."""
         for ticket in await self._tickets():
             failure = Failure(failure_class=FailureClass.DATA, reason="too_long", message="the prompt is too long")
             await self.actor.fail([FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
 
     async def hang(self, wait_s: float) -> None:
-        """Does nothing while time goes by."""
+        """Advances the clock by `wait_s` without generating."""
         self.clock.now_s += wait_s
 
     async def _tickets(self) -> tuple[Ticket, ...]:
@@ -409,7 +414,7 @@ class Scene:
 
 
 def _rows(ticket: Ticket) -> BatchedDataDict:
-    """Prompts of 3 tokens; the completion of sample i has i + 1: 10, 11, …"""
+    """Returns the rows of a ticket's group. The prompt has 3 tokens; sample i has i + 1 completion tokens: 10, 11, …"""
     version = Version(ticket.version.incarnation, ticket.version.step)
     completions = [
         Completion(

@@ -1,4 +1,4 @@
-"""Checkpoints on the way and at the end: the newest are kept, one that fails costs nothing but itself."""
+"""Checkpoints during a run and at its end: the newest are kept, and a failed save does not end the run."""
 
 import math
 import shutil
@@ -23,7 +23,7 @@ def left(run: Scene) -> list[str]:
 
 
 def readable(run: Scene, step: str) -> bool:
-    """By those who know no COMPLETE."""
+    """Whether a reader finds the checkpoint of `step` that, like transformers, does not look for the file COMPLETE."""
     return Path(run.folder.name, step, "hf").exists()
 
 
@@ -93,7 +93,7 @@ async def test_a_run_that_is_stopped_saves_what_it_has_trained() -> None:
     await run.run()
     assert run.trainer.saved == ["step-1"]
 
-    run.checkpoints._saved = 0  # another learner's, which has joined the run and trained nothing yet
+    run.checkpoints._saved = 0  # as in a new learner that has joined the run and has trained no step yet
     await run.run()
     assert run.trainer.saved == ["step-1"]
 
@@ -127,7 +127,7 @@ async def test_f27_one_that_cannot_be_written_is_counted_and_training_goes_on(
     assert totals.ledger_closed
     assert run.trainer.saved == ["step-2", "step-5"]
     assert (shown(run, "s_total", outcome="saved"), shown(run, "s_total", outcome="failed")) == (2, 1)
-    assert "no checkpoint of step 4: rank 0: OSError: No space left on device" in caplog.text
+    assert "the checkpoint of step 4 was not written: rank 0: OSError: No space left on device" in caplog.text
 
 
 @pytest.mark.asyncio
@@ -162,7 +162,9 @@ async def test_f27_one_that_cannot_be_written_leaves_no_folder_and_gives_its_roo
     run.checkpoints._save_hf = full
     await run.run()
     assert left(run) == ["step-2"]
-    assert [path.name for path in (Path(run.folder.name) / "step-2").iterdir()] == ["notes"], "it is not the run's"
+    assert [path.name for path in (Path(run.folder.name) / "step-2").iterdir()] == ["notes"], (
+        "a file that is not the run's stays"
+    )
 
 
 @pytest.mark.asyncio
@@ -170,7 +172,7 @@ async def test_f27_the_user_hears_in_time_what_a_full_disk_will_cost(caplog: pyt
     run = scene(every_steps=2)
     run.trainer.save_answers = [DISK_FULL]
     await run.run()
-    assert "its weights will be lost unless they can be written when it ends: free space on the disk" in caplog.text
+    assert "cannot be written at its end either, they are lost: free space on the disk" in caplog.text
 
 
 @pytest.mark.asyncio

@@ -1,4 +1,4 @@
-"""A step with a critic: its stages in order, its warm-up, what becomes of it when rows or numbers are lost."""
+"""A step with a critic: the order of its stages, its warm-up, and its end when rows are lost or numbers not finite."""
 
 from typing import Any
 
@@ -61,12 +61,12 @@ async def test_the_settings_reach_the_estimator() -> None:
 async def test_vapo_has_its_papers_lambdas_where_none_are_set(
     section: dict[str, Any], value_lam: float, length_alpha: float | None
 ) -> None:
-    """2504.05118: λ of the value is 1, that of the policy 1 − 1/(0.05 · length)."""
+    """VAPO (arXiv 2504.05118): λ of the value is 1, and λ of the policy is 1 − 1/(0.05 · length)."""
     vapo = {**PPO, "loss": "vapo"}
     run, critic = scene(critic=section, algorithm=vapo)
     await run.run()
     assert critic.estimators == [GAE(gamma=1.0, lam=0.95, value_lam=value_lam, length_alpha=length_alpha)] * 3
-    # by another estimator it is not VAPO's critic
+    # The published values belong to VAPO's own estimator: with another one they are not used.
     other, _ = scene(critic=section, algorithm={**vapo, "advantage": "vtrace"})
     assert isinstance(other.loop._critic._estimator, VTrace)  # type: ignore[union-attr]
 
@@ -102,7 +102,7 @@ async def test_a_kl_in_the_reward_has_the_reference_and_the_log_probs_before_the
     await run.run()
     assert run.trainer.stages == ["values", "reference", "log-probs", "advantages", "train critic", "train"] * 3
     assert [getattr(estimator, "kl", None) for estimator in critic.estimators] == [RewardKL(beta=0.1, kind="k3")] * 3
-    assert not run.trainer.estimators, "the critic's ranks make them"
+    assert not run.trainer.estimators, "the critic's ranks compute the advantages"
 
 
 @pytest.mark.asyncio
@@ -116,7 +116,7 @@ async def test_in_the_warm_up_only_the_critic_learns_and_the_steps_count() -> No
 
     run.trainer.answers = [looked_at] * 3
     await run.run()
-    alone = "training the critic alone (critic.warmup_steps)"
+    alone = "training only the critic (critic.warmup_steps)"
     assert phases == [alone, alone, "training"]
     waiting = [*STAGES[:3], "evaluate"]
     assert run.trainer.stages == [*waiting, *waiting, *STAGES]
@@ -131,7 +131,7 @@ async def test_updates_are_shared_by_the_critic_s_own_ranks() -> None:
     assert critic.gbs == [2] * 3
     run, critic = scene(critic={"ranks": 3}, learner={"updates_per_step": 1})
     await run.run()
-    assert critic.gbs == [4] * 3, "four rows are one update, whatever the ranks"
+    assert critic.gbs == [4] * 3, "with one update per step it has all four rows, also with three ranks"
 
 
 @pytest.mark.asyncio

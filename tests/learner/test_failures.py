@@ -1,4 +1,4 @@
-"""Failed rollouts on the learner's terminal: the first of each kind at once and in full, then counts now and then."""
+"""Failed rollouts on the learner's terminal: the first of each kind at once and in full, then a line of counts."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,7 +23,10 @@ def counted(reason: str, rollouts: int, *, groups: int | None = None) -> Failure
 
 
 class Scene:
-    """A watch with a clock of its own; `shown` are its lines, `kept` the counts that it handed on."""
+    """A FailureWatch with a fake clock and a fake buffer. `kept` has the counts that the watch passed on.
+
+    `shown` returns the lines that were logged since the last call.
+    """
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self.now_s = 100.0
@@ -110,7 +113,7 @@ async def test_the_buffer_is_asked_for_more_than_is_known_and_may_be_silent_for_
     with pytest.raises(asyncio.CancelledError):
         await scene.watch.run()
     assert scene.asked == [0, 2, 2]
-    assert "the buffer does not answer: no answer" in scene.shown()[-1]
+    assert "cannot be shown until the buffer answers again: no answer" in scene.shown()[-1]
 
 
 def test_groups_by_reason_leave_out_what_was_tried_again() -> None:

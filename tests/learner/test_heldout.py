@@ -1,4 +1,4 @@
-"""Held-out rewards belong to the version that they are recorded for, and the wait for a replica ends."""
+"""Held-out rewards are recorded for the version that produced them, and the wait for a replica has a limit."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,9 @@ async def test_only_a_replica_that_has_loaded_the_version_is_asked() -> None:
         return await scene.actor.status()
 
     scene.buffer.status = status_after_a_while  # type: ignore[method-assign]
-    with pytest.raises(StallError, match=r"loaded the weights of step 1 within.*= 60; .*a at step 0.*silent"):
+    with pytest.raises(
+        StallError, match=r"loaded the weights of step 1 within.*= 60 s; .*a at step 0.*, no heartbeats"
+    ):
         await scene.heldout.replica_at(Version(1, 1))
 
 
@@ -65,7 +67,7 @@ FAILURE = Failure(
 
 
 async def scene_with(*answers: list[float | Failure]) -> Scene:
-    """A scene whose evaluations have these answers, one after the other."""
+    """Returns a scene whose evaluations have these answers, in this order."""
     scene, left = Scene(), list(answers)
     await scene.deliver(Version(1, 0))
 
@@ -97,8 +99,9 @@ async def test_a_run_whose_first_evaluation_got_not_one_reward_ends_before_it_tr
     with pytest.raises(RunError) as raised:
         await scene.run()
     assert str(raised.value) == (
-        "held-out evaluation of step 0: 4 of 4 prompts got no reward, so training did not start: environment.reward = "
-        "tasks:judge raised KeyError: 'KEY' (tasks.py:30) for prompt '0+3=' and completion '4'. Fix it and start again."
+        "held-out evaluation of step 0: 4 of 4 prompts got no reward, so training did not start. The first cause: "
+        "environment.reward = tasks:judge raised KeyError: 'KEY' (tasks.py:30) for prompt '0+3=' and completion '4'. "
+        "Fix the cause and start again."
     )
     assert scene.log.steps == []
     assert scene.log.evals == []

@@ -1,4 +1,4 @@
-"""A lease always ends, what cannot go on stops with the reason, and a run ends with its last version out and judged."""
+"""The learner's loop: every lease ends, errors end the run with their cause, and the last version is published."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ async def test_a_run_trains_its_steps_and_accounts_for_every_group() -> None:
     assert totals.mid_sequence_updates == 3 * GROUPS_PER_STEP
     assert [record.step for record in scene.log.steps if record.trained] == [0, 1, 2]
     status = await scene.status()
-    assert status.state is RunState.CLOSING, "from here on quiet is no stall"
+    assert status.state is RunState.CLOSING, "from this state on, a run without progress is not a stall"
     assert status.account.events[Event.LEASE_GIVEN_BACK] == status.account.events[Event.LEASE_CALL_REFUSED] == 0
 
 
@@ -112,7 +112,7 @@ async def test_time_until_a_lease_is_waiting_for_groups_and_time_after_it_is_not
     seconds = scene.log.steps[-1].learner_state_s
     assert waits
     assert seconds["waiting_for_groups"] == 7.0 * len(waits)
-    assert seconds["other"] == pytest.approx(3 * (3.0 + 0.25)), "a call of 1 s has 0.25 s that no rank accounts for"
+    assert seconds["other"] == pytest.approx(3 * (3.0 + 0.25)), "a call takes 1 s, of which the ranks report 0.75 s"
 
 
 @pytest.mark.asyncio
@@ -121,7 +121,7 @@ async def test_the_last_version_is_published_and_evaluated_before_the_run_ends()
     await scene.run()
     assert scene.publisher.history[0] == Version(1, 0)
     assert scene.publisher.history[-1] == Version(1, 3) == scene.loaded
-    assert scene.publisher.history == sorted(set(scene.publisher.history)), "none twice, none backwards"
+    assert scene.publisher.history == sorted(set(scene.publisher.history)), "no version twice, and in rising order"
     assert [(record.version, record.prompts, record.reward_mean) for record in scene.log.evals] == [
         (0, 4, 0.25),
         (3, 4, 0.25),
@@ -140,7 +140,7 @@ async def test_a_stopped_run_ends_after_its_step_without_another_version() -> No
     scene.trainer.answers = [trained(), stop_now]
     await scene.run()
     fates = await groups_by_fate(scene)
-    assert fates[Fate.TRAINED] == 2 * GROUPS_PER_STEP, "the step under way was finished"
+    assert fates[Fate.TRAINED] == 2 * GROUPS_PER_STEP, "the running step was completed"
     assert Fate.LEASED not in fates
     assert [record.version for record in scene.log.evals] == [0]
 
@@ -207,9 +207,9 @@ async def test_f37_lost_rows_give_the_lease_back_and_the_step_is_trained_with_wh
     await scene.run()
     (first, before), (again, after) = scene.trainer.asked[:2]
     assert (first, again) == (0, 0)
-    assert before[0] not in after, "it is gone"
-    assert before[1] in after, "the other one is not"
-    assert not scene.trainer.kept, "what is left of the lost group's rows is dropped"
+    assert before[0] not in after, "the lost group is replaced"
+    assert before[1] in after, "the other group is leased again"
+    assert not scene.trainer.kept, "the remaining rows of the lost group are dropped"
     fates = await groups_by_fate(scene)
     assert fates[Fate.ROWS_LOST] == 1
     assert fates[Fate.TRAINED] == 3 * GROUPS_PER_STEP
@@ -257,10 +257,12 @@ async def test_token_advantages_are_made_on_the_ranks_after_what_they_are_made_o
     scene = Scene(algorithm={"advantage": section})
     await scene.run()
     assert scene.trainer.stages == [*made_of, "advantages", "train"] * 3
-    assert scene.trainer.outcomes == [outcomes] * 3, "the driver's part: rewards 0 and 1 in every group"
+    assert scene.trainer.outcomes == [outcomes] * 3, "the driver computes these from the rewards 0 and 1 of every group"
     assert scene.trainer.estimators == [resolve_estimators(section)[1]] * 3
     for fields in scene.trainer.fields:
-        assert fields == {*GENERATED_FIELDS, "sample_mask", "advantages"}, "training does not fetch the driver's part"
+        assert fields == {*GENERATED_FIELDS, "sample_mask", "advantages"}, (
+            "training does not fetch `outcome_advantages`"
+        )
     assert not scene.trainer.kept
     logged = {sample.reward: sample.advantage for sample in scene.log.samples[0]}
     assert logged == {0.0: outcomes[0], 1.0: outcomes[1]}

@@ -1,4 +1,4 @@
-"""The summary of a run, by hand-worked numbers, and reading records back."""
+"""The summary of a run, compared with numbers computed by hand, and the reading of records."""
 
 import json
 import math
@@ -22,7 +22,10 @@ from asyncrl.learner.records import (
 
 
 def step(number: int, **changed: Any) -> StepRecord:
-    """A step every 2 s from second 10 on: of each 2 s the learner waits 0.5 and computes 1.4, the rest is `other`."""
+    """Returns step `number`, which ends at second 10 + 2 · number.
+
+    In each 2 s the learner waits for 0.5 s and computes for 1.4 s; the rest is `other`.
+    """
     fields: dict[str, Any] = {
         "wall_s": 10.0 + 2 * number,
         "duration_s": 1.5,
@@ -68,7 +71,7 @@ def test_the_summary_of_a_run_by_hand() -> None:
     assert summary.learner_busy_ratio == pytest.approx(1.4 / 2.0), "start-up, waiting and other are not busy"
     assert summary.generator_busy_ratio == pytest.approx(1.5 / 2.0)
     assert (summary.generated_tokens, summary.trained_tokens) == (TOTALS.generated_tokens, 40 * 600)
-    assert summary.parity_max_nats == TOTALS.probe_parity_max_nats, "the probe was the worst"
+    assert summary.parity_max_nats == TOTALS.probe_parity_max_nats, "the probe has the largest difference"
     assert summary.weight_updates == TOTALS.weight_updates
     assert summary.mid_sequence_updates == TOTALS.mid_sequence_updates
     assert (summary.groups_discarded, summary.ledger_closed) == (0, True)
@@ -115,7 +118,7 @@ def test_a_start_is_neither_busy_nor_waiting_also_in_a_run_of_one_step() -> None
 
 @pytest.mark.parametrize("records", [[], [step(0, trained=False)]], ids=["no record", "skipped steps only"])
 def test_no_trained_step_no_summary(records: list[StepRecord]) -> None:
-    with pytest.raises(RunError, match="no step was trained"):
+    with pytest.raises(RunError, match="the run trained no step"):
         build_summary(records, [], TOTALS, staleness_limit=2)
 
 
@@ -154,7 +157,7 @@ def test_the_torn_last_line_of_a_killed_writer_is_ignored(tmp_path: Path) -> Non
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_bytes(msgspec.json.encode(step(0)) + b'\n{"step": 1}\n' + msgspec.json.encode(step(2)) + b"\n")
-    with pytest.raises(RunError, match=r"steps\.jsonl, line 2 is no StepRecord"):
+    with pytest.raises(RunError, match=r"steps\.jsonl, line 2 is not a StepRecord"):
         read_lines(path, StepRecord)
 
 

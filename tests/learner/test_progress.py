@@ -1,4 +1,4 @@
-"""The errors that end a learner which waits in vain name the number, the limit and the cause."""
+"""The errors that end a waiting learner name the number of failures, the limit and the cause."""
 
 import pytest
 from made_up_run import make_status
@@ -27,18 +27,18 @@ def test_a_reward_that_fails_too_often_is_named_with_its_cause() -> None:
     cause = failed("environment.reward = tasks:judge raised KeyError: 'X' (tasks.py:30)")
     assert ended_by(cause, cause) == (
         "your reward failed 16 times in a row (generator.max_data_failures = 16): environment.reward = tasks:judge "
-        "raised KeyError: 'X' (tasks.py:30) for prompt '0+3='. Fix it and start again."
+        "raised KeyError: 'X' (tasks.py:30) for prompt '0+3='. Fix the cause and start again."
     )
 
 
 def test_a_last_cause_that_is_another_one_is_named_too() -> None:
     words = ended_by(failed("one"), failed("two", reason="prompt_length"))
     assert words.startswith("generating a group failed 16 times in a row")
-    assert "one for prompt '0+3='; the last time: two for prompt '0+3='." in words
+    assert "one for prompt '0+3='; the last failure: two for prompt '0+3='." in words
 
 
 def test_a_run_that_stands_still_names_the_failures_that_came_before() -> None:
     count = FailureCount(rollouts=7, groups=0, first=failed("took longer than 120 s", reason="rollout_timeout"))
     status = make_status(failures=(count,), quiet_s=10_000.0)
-    with pytest.raises(StallError, match=r"; rollouts that failed: rollout_timeout 7, first took longer than 120 s"):
+    with pytest.raises(StallError, match=r"; failed rollouts: rollout_timeout 7; the first cause: took longer than 120 s"):
         check_progress(status, waits=LeaseWait.NOT_ENOUGH_READY, config=CONFIG)

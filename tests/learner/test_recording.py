@@ -1,4 +1,4 @@
-"""What is recorded of trained and of skipped steps, as the report, the summary and the live view read it."""
+"""The records of trained and skipped steps, as the report, the summary and the live view read them."""
 
 import dataclasses
 import math
@@ -60,11 +60,11 @@ NOT_OF_A_STEP = {
     *("checkpoint_interval_versions", "checkpoint_policy_version", "checkpoint_last_success_timestamp_seconds"),
     *("heartbeat_timestamp_seconds", "deadline_seconds"),
 }
-"""Gauges of the learner that something else than the end of a trained step sets."""
+"""Gauges of the learner that are not set at the end of a trained step."""
 
 
 async def an_ended_step() -> EndedStep:
-    """The second step of a scene, as the recorder gets it."""
+    """Returns the second step of a scene, as the recorder gets it."""
     scene = Scene()
     ended: list[EndedStep] = []
     scene.loop._recorder.trained = ended.append  # type: ignore[method-assign]
@@ -75,7 +75,7 @@ async def an_ended_step() -> EndedStep:
 @pytest.mark.asyncio
 async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_name() -> None:
     step = await an_ended_step()
-    numbers = count(1)  # a number of its own for each
+    numbers = count(1)  # each gauge gets a different number, so that a swap of two gauges fails the test
     measured = {name: next(numbers) / 64 for name in MEASURED}
     fields = ("loss", "grad_norm", "entropy_nats", "learning_rate")
     same: dict[str, Any] = {
@@ -111,7 +111,9 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
     read = metrics.registry.get_sample_value
     assert {name: read(name) for name in shown} == pytest.approx(shown)
     gauges = {metric.name for metric in CATALOGUE if metric.kind is Kind.GAUGE and Role.LEARNER in metric.roles}
-    assert gauges - {f"asyncrl_{name}" for name in NOT_OF_A_STEP} == shown.keys(), "each gauge is asked for"
+    assert gauges - {f"asyncrl_{name}" for name in NOT_OF_A_STEP} == shown.keys(), (
+        "the test reads each gauge of the learner that a step sets"
+    )
 
 
 @pytest.mark.asyncio
@@ -185,7 +187,7 @@ async def test_f21_a_skipped_step_is_recorded_without_anything_trained() -> None
     assert (record.trained, record.step, record.version_after) == (False, 1, 1)
     assert (record.trained_samples, record.trained_tokens) == (0, 0)
     assert (record.group_staleness, record.token_staleness) == ({}, {})
-    assert (record.loss, record.grad_norm) == (0.25, None), "what was measured stays, what is not finite is missing"
+    assert (record.loss, record.grad_norm) == (0.25, None), "finite measurements stay, the others are null"
     assert record.ledger_groups["skipped"] == 2
     assert record.published_version == 1
     assert record.duration_s == 1.0

@@ -1,4 +1,5 @@
-"""A step's samples on their way to the ranks: shaped, compared over the whole step, masked, counted; never dropped."""
+"""The samples of a step before training: rewards are shaped, advantages use the whole step, and masks drop no
+sample."""
 
 import dataclasses
 import math
@@ -80,7 +81,10 @@ def test_masked_overlong_samples_still_count_in_their_groups_baseline() -> None:
 
 
 def test_the_length_penalty_is_seen_by_advantages_and_by_the_variance() -> None:
-    """Rewards 1 and 1 of 8 and 10 tokens, a buffer of 4 below 10: 1 − 0.5 and 1 − 1, so that the group does teach."""
+    """Both rewards are 1, with 8 and 10 tokens, and the penalty starts 4 tokens below 10.
+
+    The shaped rewards are 1 − 0.5 and 1 − 1, so the group has a variance and a gradient.
+    """
     group = leased(0, [1.0, 1.0], tokens=[8, 10])
     penalised = judged([group], overlong="penalise", overlong_buffer_tokens=4, zero_variance="mask")
     assert advantages(penalised, 2) == [[0.25, -0.25]]
@@ -90,7 +94,7 @@ def test_the_length_penalty_is_seen_by_advantages_and_by_the_variance() -> None:
 
 
 def test_equal_rewards_are_not_measured_where_a_group_has_one_sample() -> None:
-    """Nothing could differ: a share of 1 would read as rewards that teach nothing."""
+    """With one sample per group, no rewards can differ. A share of 1 would wrongly suggest rewards without signal."""
     alone = judged([leased(0, [1.0]), leased(1, [0.0])])
     assert all(math.isnan(share) for share in (alone.zero_variance_ratio, alone.all_right_ratio, alone.all_wrong_ratio))
     assert judged([leased(0, [1.0, 1.0]), leased(1, [0.0])]).zero_variance_ratio == 1.0
@@ -121,7 +125,7 @@ def test_batch_statistics_are_those_of_the_whole_step() -> None:
 
 
 def test_estimators_have_the_completions_lengths() -> None:
-    """Rewards 1 and 0 of 6 and 2 tokens: the baseline by length is 6/8."""
+    """The rewards 1 and 0 have 6 and 2 tokens, so the baseline weighted by length is 6/8."""
     group = leased(0, [1.0, 0.0], tokens=[6, 2])
     assert advantages(judged([group], estimator="opo"), 2) == [[0.25, -0.75]]
     whitened = judged([group], estimator={"name": "reinforce_pp", "whiten": "tokens", "divisor": "n", "eps": 0.0})

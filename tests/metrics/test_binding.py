@@ -1,4 +1,4 @@
-"""Which address an endpoint binds."""
+"""The address that a metrics endpoint binds."""
 
 import pytest
 import ray

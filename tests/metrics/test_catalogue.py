@@ -1,4 +1,4 @@
-"""The catalogue keeps the naming rules, agrees with the types of other layers, and docs/metrics.md follows it."""
+"""The catalogue follows the naming rules and the types of other layers, and docs/metrics.md is up to date."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_what_a_recipe_lets_last_lies_within_the_buckets(recipe: Path) -> None:
-    """A quantile beyond the last bucket would read as that bucket's edge."""
+    """A quantile beyond the last bucket would be shown as the bound of that bucket."""
     config = load_config([recipe], [])
     longest_s = max(config.run.stall_timeout_s, config.generator.rollout_timeout_s, config.weights.load_timeout_s)
     assert longest_s <= SECONDS[-1]
@@ -86,7 +86,7 @@ def test_docs_name_every_metric() -> None:
 
 
 def test_every_metric_is_one_row_whose_last_cell_has_its_whole_help() -> None:
-    """A bar inside a cell would end it, and the rest of the row is not shown."""
+    """A `|` inside a cell would end the cell, and the page would not show the rest of the row."""
     rows = [line for line in docs.markdown().splitlines() if line.startswith("| `asyncrl_")]
     cells = [re.split(r"(?<!\\)\|", row)[1:-1] for row in rows]
     assert {len(row) for row in cells} == {6}

@@ -1,4 +1,4 @@
-"""targets.json is what Prometheus' file_sd_configs reads, and is replaced whole."""
+"""targets.json has the format of Prometheus' file_sd_configs and is replaced as a whole."""
 
 import json
 from pathlib import Path

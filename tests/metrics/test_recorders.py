@@ -1,4 +1,4 @@
-"""Recording: every declared metric has a method that sets it, and no method ever raises."""
+"""Every declared metric has a recording method that sets it, and no recording method raises."""
 
 import inspect
 import logging

@@ -1,4 +1,4 @@
-"""Reading endpoints: one that is broken costs its own series, within the time it has, and growth is what is known."""
+"""Reading endpoints: a broken endpoint loses only its own series, each has a time limit, and growth of counters."""
 
 import socket
 import threading
@@ -28,7 +28,7 @@ OURS = b'asyncrl_run_info{run_name="r"} 1\n'
 
 @contextmanager
 def endpoint(answer: Callable[[socket.socket], None]) -> Iterator[Target]:
-    """Answers one request by `answer` and hangs up."""
+    """Runs an endpoint that answers one request with `answer` and closes the connection."""
 
     def serve() -> None:
         with listener.accept()[0] as connection:
@@ -38,7 +38,7 @@ def endpoint(answer: Callable[[socket.socket], None]) -> Iterator[Target]:
                 connection.shutdown(socket.SHUT_WR)
                 connection.recv(1)
             except OSError:
-                pass  # the reader has hung up
+                pass  # the reader has closed the connection
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, daemon=True)
@@ -61,13 +61,13 @@ def sends(content: bytes) -> Callable[[socket.socket], None]:
 
 
 def drips(head: bytes, byte: bytes) -> Callable[[socket.socket], None]:
-    """A byte every 50 ms after `head`, for `DRIPS_S`."""
+    """Returns an answer that sends `head`, then one byte every 50 ms for `DRIPS_S` seconds."""
 
     def answer(connection: socket.socket) -> None:
         connection.sendall(head)
         for _ in range(int(DRIPS_S / 0.05)):
             connection.sendall(byte)
-            time.sleep(0.05)  # another process's slowness
+            time.sleep(0.05)  # this is the simulated slow process, so the test must sleep
 
     return answer
 
@@ -116,7 +116,7 @@ def test_what_no_sum_can_be_made_of_costs_itself_and_nothing_else(learner: Targe
 
 
 def test_nothing_is_taken_from_an_endpoint_that_is_another_runs_by_now(learner: Target) -> None:
-    """A port is free when its process has died, and the next process may get it."""
+    """When a process dies, another process may get its port."""
     others = LearnerMetrics()
     others.run_info(Config.model_validate({"run": {"name": "b"}}))
     others.versions(learner=777, published=777)
@@ -129,7 +129,7 @@ def test_nothing_is_taken_from_an_endpoint_that_is_another_runs_by_now(learner: 
         own = scrape([taken], run="b", timeout_s=30.0)
         assert own.last(VERSION) == 777.0
         grown = own.since(found)
-    assert grown.last(VERSION) is None, "how much of it is new nobody knows"
+    assert grown.last(VERSION) is None, "it is unknown how much of the total is new"
 
 
 def test_an_endpoint_that_names_no_run_is_not_ours(learner: Target) -> None:
@@ -167,7 +167,7 @@ def test_what_is_well_said_is_read(learner: Target) -> None:
 
 SLOW = {
     "header": drips(b"HTTP/1.0 200 OK\r\nX-Slow: ", b"#"),
-    "body": drips(HEAD + METRICS, b"\n"),  # whatever it is torn at, it ends like a whole one
+    "body": drips(HEAD + METRICS, b"\n"),  # it ends with a newline wherever it is cut, like a complete answer
 }
 
 
@@ -177,14 +177,17 @@ def test_an_endpoint_that_answers_byte_by_byte_has_its_time_and_no_more(
 ) -> None:
     with endpoint(answer) as slow:
         started_s = time.monotonic()
-        found = scrape([slow, learner], run="r", timeout_s=2.0)  # in which the learner answers on a busy machine too
+        found = scrape(
+            [slow, learner], run="r", timeout_s=2.0
+        )  # long enough for the learner's answer on a busy machine
         assert time.monotonic() - started_s < DRIPS_S
     assert found.silent == (slow,)
     assert found.last(VERSION) == 7.0
 
 
 def test_an_answer_without_an_end_is_not_read_to_it(learner: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    # cut off there, it ends like a whole one; the learner's own answer has also what others put in the default registry
+    # Cut at this length, the answer ends with a newline, like a complete one. The limit is large enough for the
+    # learner's answer, which also has the metrics that other tests put into the default registry.
     monkeypatch.setattr(module, "MAX_BYTES", 100_000 * len(METRICS) - 1)
 
     def goes_on(connection: socket.socket) -> None:
@@ -209,7 +212,7 @@ def test_a_proxy_of_the_environment_is_not_asked(learner: Target, monkeypatch: p
 
 
 def look(at_s: float, *, silent: tuple[str, ...] = (), **tokens: float) -> Scrape:
-    """Tokens by generator."""
+    """Returns a scrape with a counter of tokens by generator."""
     of = {frozenset({"role": "generator", "replica": name}.items()): value for name, value in tokens.items()}
     gone = tuple(Target(role="generator", replica=name, address="127.0.0.1:9") for name in silent)
     return Scrape(at_s=at_s, values={"tokens": of}, silent=gone)

@@ -1,4 +1,4 @@
-"""The endpoint: both registries over real HTTP, and none of F31's troubles reaches the process."""
+"""The metrics endpoint: it serves both registries over HTTP, and the faults of F31 do not affect its process."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from asyncrl.metrics.server import MetricsServer
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 120.0
-"""A test that passes does not wait for it."""
+"""Time limit of a failing test. A passing test does not wait that long."""
 FOR_EVER_S = 10 * DEADLINE_S
 
 
@@ -116,14 +116,15 @@ def test_f31_a_taken_port_becomes_a_free_one_with_a_warning(caplog: pytest.LogCa
             assert "asyncrl_learner_policy_version" in scrape(running.url)
             assert scrape(f"http://{running.address}/sd") == '["here"]'
     (record,) = caplog.records
-    assert f"metrics.learner_port = {port} cannot be had" in record.getMessage()
-    assert f"metrics and /sd are on {running.port} instead" in record.getMessage()
+    assert f"metrics.learner_port = {port} cannot be used" in record.getMessage()
+    assert f"metrics and /sd are on port {running.port} instead" in record.getMessage()
 
 
 def test_f31_scrapers_that_say_nothing_or_do_not_read_hold_up_nobody(
     monkeypatch: pytest.MonkeyPatch, server: MetricsServer
 ) -> None:
-    monkeypatch.setattr(server_module._Handler, "timeout", FOR_EVER_S)  # else they are dropped, and all is well
+    # With the real limit, the server would close these connections, and the test could not fail.
+    monkeypatch.setattr(server_module._Handler, "timeout", FOR_EVER_S)
     address = ("127.0.0.1", server.port)
     with socket.create_connection(address, DEADLINE_S), socket.create_connection(address, DEADLINE_S) as deaf:
         deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
@@ -135,7 +136,7 @@ def test_f31_a_silent_scraper_is_dropped(monkeypatch: pytest.MonkeyPatch, server
     assert server_module._Handler.timeout == server_module.SCRAPE_TIMEOUT_S
     monkeypatch.setattr(server_module._Handler, "timeout", 0.05)
     with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as silent:
-        assert silent.recv(1) == b"", "the server hangs up"
+        assert silent.recv(1) == b"", "the server closes the connection"
 
 
 def test_f31_a_broken_request_leaves_the_server_running(server: MetricsServer) -> None:
@@ -168,11 +169,12 @@ async def test_who_discovers_over_http_is_waited_for_until_the_list_of_the_end_w
     url = f"http://{server.address}/sd"
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.to_thread(scrape, server.url)
-        await server.told(since_s=time.monotonic())  # a scrape is no question for the list
+        # The scrape above is not a discovery request, so there is no client to wait for.
+        await server.told(since_s=time.monotonic())
         await asyncio.to_thread(scrape, url)
         told = asyncio.create_task(server.told(since_s=time.monotonic()))
         await asyncio.to_thread(scrape, server.url)
-        assert not told.done(), "the list that was given is the one from before"
+        assert not told.done(), "the client's list is older than `since_s`"
         await asyncio.to_thread(scrape, url)
         await told
 
@@ -189,7 +191,7 @@ async def test_jobs_that_discover_each_for_itself_are_all_waited_for(
         told = asyncio.create_task(server.told(since_s=time.monotonic()))
         await asyncio.to_thread(scrape, urls[0])
         await asyncio.sleep(2 * server_module.POLL_S)
-        assert not told.done(), "the other job has the list from before"
+        assert not told.done(), "the other job's list is older than `since_s`"
         await asyncio.to_thread(scrape, urls[1])
         await told
 
@@ -207,7 +209,7 @@ async def test_who_does_not_ask_again_is_not_waited_for(
 
 
 def test_an_answer_that_was_being_made_when_the_list_changed_is_none() -> None:
-    """A list is taken after its question came: only a question from after the change has the new one for certain."""
+    """The recorded time of a request is before its list is made: only then is a list from after the change certain."""
     asked_s: list[float] = []
 
     def discovery() -> bytes:

@@ -1,4 +1,4 @@
-"""Seconds split by state add up to wall time, whatever happens in between."""
+"""The seconds by state add up to wall time for every history of state changes."""
 
 import doctest
 import time
@@ -16,7 +16,7 @@ from asyncrl.metrics.states import SlotStates, StateClock, caught_up, monotonic_
 
 NAMES = ("idle", "generating", "blocked")
 
-# Multiples of 1/1024 s: sums of them are exact in floats, so that "adds up" can be asserted with ==.
+# Multiples of 1/1024 s. Their sums are exact in floats, so the tests can compare them with ==.
 ticks = st.integers(min_value=0, max_value=2**20).map(lambda ticks: ticks / 1024)
 
 
@@ -152,7 +152,7 @@ def test_impossible_slots_are_refused(slots: int, initial: str) -> None:
 
 
 def test_doctests() -> None:
-    # The examples advance `now` by assignment, which the lambda sees because they share one namespace.
+    # The examples assign to `now`. The lambda reads the new value because the examples share one namespace.
     assert doctest.testmod(states).failed == 0
 
 
@@ -181,7 +181,7 @@ calls = st.tuples(ticks, ticks, st.floats(min_value=0, max_value=1), st.floats(m
 def test_what_scrapes_show_adds_up_to_wall_time_and_never_falls_while_calls_are_split_at_their_ends(
     history: list[tuple[float, float, float, float]],
 ) -> None:
-    """Scrapes before, during and after each call, of which a part is moved to other states at its end."""
+    """There are scrapes before, during and after each call; at its end, part of the call moves to other states."""
     now = FakeClock()
     clock = StateClock(states=NAMES, initial="idle", clock=now)
     shown = dict.fromkeys(NAMES, 0.0)
@@ -197,11 +197,11 @@ def test_what_scrapes_show_adds_up_to_wall_time_and_never_falls_while_calls_are_
     now.now += 2.0**40
     clock.enter("generating")
     now.now += 2.0**40
-    assert caught_up(shown, clock.seconds()) == pytest.approx(clock.seconds()), "nothing is lost on the way"
+    assert caught_up(shown, clock.seconds()) == pytest.approx(clock.seconds()), "no seconds are lost"
 
 
 def test_a_scraped_learner_with_long_steps_shows_its_wall_time_and_every_stage() -> None:
-    """Two steps of 150 s, of which the ranks give 50 s to the optimizer when they end; a scrape every 10 s."""
+    """Each of two steps takes 150 s, of which 50 s move to `optimizer` at its end. There is a scrape every 10 s."""
     now = FakeClock()
     clock, metrics = StateClock(states=LEARNER_STATES, initial="other", clock=now), LearnerMetrics()
     metrics.states_from(clock.seconds)
@@ -217,12 +217,12 @@ def test_a_scraped_learner_with_long_steps_shows_its_wall_time_and_every_stage()
             now.now += 10.0
             before, shown = shown, scraped()
             assert sum(shown.values()) == pytest.approx(now.now)
-            assert sum(shown.values()) - sum(before.values()) == pytest.approx(10.0), "something grows"
+            assert sum(shown.values()) - sum(before.values()) == pytest.approx(10.0), "the sum grows by the wall time"
             assert all(shown[state] >= before[state] for state in LEARNER_STATES)
         clock.enter("other")
         clock.reattribute("forward_backward", {"optimizer": 50.0})
         assert sum(scraped().values()) == pytest.approx(150.0 * step), "nothing is counted twice"
-    assert shown["optimizer"] == pytest.approx(50.0), "of the first step; the second's follow"
+    assert shown["optimizer"] == pytest.approx(50.0), "the first step's seconds; the second's come later"
     now.now += 1000.0
     clock.enter("forward_backward")
     now.now += 50.0

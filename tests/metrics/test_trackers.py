@@ -1,4 +1,4 @@
-"""Trackers for real, without a network: what was logged is read back with each tracker's own reader."""
+"""The real trackers without a network: each tracker's own reader reads the logged numbers back."""
 
 import doctest
 import json
@@ -21,7 +21,7 @@ REWARDS = {1: 0.25, 2: 0.5}
 
 
 def follow(name: str, folder: Path) -> None:
-    """A run of two steps and an evaluation."""
+    """Logs a run of two steps and an evaluation to the tracker `name`."""
     trackers = Trackers([name], project="tests", run="quick", folder=folder, settings={"staleness.max_versions": 3})
     for step, reward in REWARDS.items():
         trackers.log(
@@ -45,7 +45,7 @@ def test_tensorboard_has_a_scalar_a_step_and_the_settings(tmp_path: Path) -> Non
     assert {event.step: event.value for event in events.Scalars("reward/mean")} == REWARDS
     assert [event.value for event in events.Scalars("reward/heldout_mean")] == [0.75]
     assert not {"staleness/parity_nats", "critic/explained_variance"} & set(events.Tags()["scalars"]), (
-        "what was not measured"
+        "unmeasured numbers are not logged"
     )
     [table] = events.Tensors("samples/text_summary")
     assert table.step == 2
@@ -59,7 +59,7 @@ def test_mlflow_has_the_history_of_every_metric(tmp_path: Path, monkeypatch: pyt
 
     uri = f"file://{tmp_path}/mlruns"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its own default is a server or a database
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow's default store is a server or a database
     follow("mlflow", tmp_path)
     client: Any = mlflow.MlflowClient(tracking_uri=uri)
     (experiment,) = client.search_experiments(filter_string="name = 'tests'")
@@ -87,7 +87,7 @@ def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_trackio_keeps_the_run_in_its_own_database(tmp_path: Path) -> None:
-    """In a process of its own: trackio reads where its database is when it is imported."""
+    """Runs in another process, because trackio reads the path of its database at import."""
     code = f"""
 from pathlib import Path
 from test_trackers import follow
@@ -99,7 +99,8 @@ tables = [log["samples"] for log in logs if "samples" in log]
 print(run, [log["reward/mean"] for log in logs if "reward/mean" in log], "tree>" in str(tables))
 """
     folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")  # of tests that were one
+    # Tests that were a rank leave these variables in the environment.
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     inherited = {name: value for name, value in os.environ.items() if name not in ranks}
     environment = inherited | {"TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": folders}
     done = subprocess.run(
@@ -117,13 +118,13 @@ def test_a_tracker_that_does_not_start_is_said_once_and_the_run_goes_on(
         follow("tensorboard", tmp_path)
     said, logged = caplog.records
     assert "tensorboard did not start" in said.getMessage()
-    assert "Error: " in said.getMessage(), "what the error says"
+    assert "Error: " in said.getMessage(), "the message contains the error"
     assert (said.levelname, said.exc_info, logged.levelname) == ("WARNING", None, "INFO")
     assert logged.exc_info is not None, "the traceback is for the log"
 
 
 class Failing:
-    """A tracker whose second number cannot be sent."""
+    """A tracker that fails at the second step."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -166,13 +167,13 @@ def test_a_tracker_that_hangs_holds_up_neither_the_steps_nor_the_end(
             trackers.log(step, {"reward/mean": 0.5})
         with caplog.at_level(logging.WARNING):
             trackers.close()
-        assert "not done" in caplog.text
+        assert "did not send all numbers" in caplog.text
     finally:
         released.set()
 
 
 def test_a_process_whose_tracker_hangs_for_ever_ends_all_the_same(tmp_path: Path) -> None:
-    """In a process of its own, which has to exit: Python's exit waits for every thread that is no daemon."""
+    """Runs in another process, which has to exit: at exit, Python waits for every thread that is not a daemon."""
     code = f"""
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The parts of a short run, made up: its steps, its totals, its buffer's answer."""
+"""Makes the parts of an invented short run: its steps, its totals and its buffer's status."""
 
 from typing import Any
 
@@ -22,7 +22,10 @@ TOTALS = RunTotals(
 
 
 def make_step(step: int, **changed: Any) -> StepRecord:
-    """Step `step` of a run that trains a step a second from second 10 on; the learner waits a quarter of its time."""
+    """Returns the record of step `step`.
+
+    The run trains one step per second from second 10 on. The learner waits for a quarter of its time.
+    """
     fields: dict[str, Any] = {
         "step": step,
         "wall_s": 10.0 + step,
@@ -68,7 +71,7 @@ def make_step(step: int, **changed: Any) -> StepRecord:
 
 
 def make_status(**changed: Any) -> RunStatus:
-    """A run at step 3 with a learner and one generator deployment of one replica, which is busy."""
+    """Returns the status of a run at step 3, with a learner and a generator deployment of one busy replica."""
     fields: dict[str, Any] = {
         "run": "quick",
         "state": RunState.RUNNING,

@@ -1,5 +1,5 @@
-// What is wrong with the report as it is laid out right now: a sentence each, none when all is well. The viewport must
-// be as high as the page: only what is in it can be asked what lies behind.
+// Returns the problems of the report in its present layout, one sentence each; an empty list when there are none. The
+// viewport must be as high as the page, because elementsFromPoint works only inside the viewport.
 () => {
   const problems = [];
   const rgba = (css) => {
@@ -74,7 +74,7 @@
         problems.push(`${title}: “${swatch.parentElement.textContent}” of the legend is not in the picture`);
       }
     }
-    // A line's box has room above and below its letters.
+    // The box of a line of text has some room above and below its letters, which may overlap another box.
     const labels = texts.filter(({ element }) => figure.contains(element)).flatMap(({ words, boxes }) =>
       boxes.map((box) => ({ words, left: box.left, right: box.right, top: box.top + 2, bottom: box.bottom - 2 })));
     labels.forEach((one, index) => {

@@ -1,4 +1,4 @@
-"""Charts: well-formed, inside their frame, and true to the numbers."""
+"""Charts are well-formed, stay inside their frame, and draw the right numbers."""
 
 import doctest
 import itertools
@@ -36,7 +36,7 @@ def test_doctests(module: object) -> None:
 
 
 def parsed(figure: str) -> ElementTree.Element:
-    """The figure as a tree, which also says that it is well-formed."""
+    """Returns the figure as a tree. Raises an error when it is not well-formed."""
     return ElementTree.fromstring(re.sub(r"<script.*?</script>", "", figure))
 
 
@@ -100,7 +100,7 @@ def test_zeros_of_a_log_axis_lie_at_its_bottom_which_says_so() -> None:
     figure = line_chart("x", [0, 1, 2], [Series(name="y", ys=[0.0, 1e-6, 0.0], color="blue")], log=True)
     ((_, zero), (_, least), (_, again)) = path_points(figure)[0]
     assert zero == again == HEIGHT - BOTTOM
-    assert least < zero, "the least number above 0 is not at the bottom"
+    assert least < zero, "the smallest number above 0 is above the bottom"
     assert "0" in [node.text for node in parsed(figure).iter("text") if node.get("text-anchor") == "end"]
     only_zeros = line_chart("x", [0, 1], [Series(name="y", ys=[0.0, 0.0], color="blue")], log=True)
     assert [y for _, y in path_points(only_zeros)[0]] == [HEIGHT - BOTTOM] * 2
@@ -119,7 +119,7 @@ def test_shares_are_stacked_to_the_top_in_the_order_of_colors() -> None:
     assert [area.get("fill") for area in areas] == ["var(--green)", "var(--amber)"], "a state without time is left out"
     heights = [[float(pair.split(",")[1]) for pair in (area.get("points") or "").split()] for area in areas]
     assert heights[0][2:] == [HEIGHT - BOTTOM] * 2
-    assert heights[1][2:] == heights[0][1::-1], "the second begins where the first ends"
+    assert heights[1][2:] == heights[0][1::-1], "the second area starts where the first ends"
     assert heights[1][:2] == [TOP, TOP]
 
 

@@ -1,5 +1,7 @@
-"""A run's first sentence: the most urgent concern, else what limits it. A limit between the sides is named only when
-both wait."""
+"""The headline of a run is its most urgent problem, else its bottleneck.
+
+A limit between the two sides (staleness, capacity, weights) is named only when both sides wait.
+"""
 
 import doctest
 import re
@@ -23,7 +25,7 @@ def test_doctests() -> None:
     ("waiting", "blocked", "bound", "advice"),
     [
         (0.6, 0.0, Bound.GENERATORS, "add generators"),
-        (0.6, 0.1, Bound.GENERATORS, "the staleness limit holds them back 10 %"),
+        (0.6, 0.1, Bound.GENERATORS, "the staleness limit blocks generators 10 %"),
         (0.4, 0.4, Bound.STALENESS, "raise staleness.max_versions"),
         (0.1, 0.6, Bound.LEARNER, "add learner ranks where cores or GPUs are free."),
         (0.0, 0.6, Bound.LEARNER, "You can lower staleness.max_versions (but not to 0)"),
@@ -70,7 +72,9 @@ def test_waits_behind_the_learner_add_up() -> None:
     both = bottleneck({"optimizer": 1.0}, {"blocked_on_staleness": 0.18, "blocked_on_capacity": 0.18})
     assert both.bound is Bound.LEARNER
     assert "36 %" in both.sentence
-    assert bottleneck({"optimizer": 1.0}, {"paused_for_weights": 0.5}).bound is Bound.NOTHING, "nobody waits for it"
+    assert bottleneck({"optimizer": 1.0}, {"paused_for_weights": 0.5}).bound is Bound.NOTHING, (
+        "neither side waits for the other"
+    )
 
 
 def test_idle_slots_are_no_proof_of_a_throttle() -> None:
@@ -136,8 +140,8 @@ def test_more_processes_are_advised_only_where_they_fit(room: bool | None) -> No
     assert "raise generator.max_starts_per_s" in throttled
     if room is False:
         assert learner == (
-            "Generators wait for the learner 50 % of the time. You can lower staleness.max_versions (but not to 0): "
-            "fresher samples at the same speed."
+            "Generators wait for the learner 50 % of the time. You can lower staleness.max_versions (but not to 0) to "
+            "train on fresher samples at the same speed."
         )
         assert "raise generator.max_concurrent_groups" in generators
 
@@ -196,8 +200,8 @@ def test_equal_rewards_above_zero_ask_for_harder_questions() -> None:
     found = headline(RunFacts(equal_rewards_ratio=0.95, equal_above_zero_ratio=0.9))
     assert found is not None
     assert found.sentence == (
-        "In 95 % of the groups of the last step all rewards are equal, most of them above 0, so there is little left "
-        "to learn: use harder questions."
+        "In 95 % of the groups of the last step all rewards are equal, and most of these rewards are above 0, so there "
+        "is little left to learn: use harder questions."
     )
     mostly = headline(RunFacts(equal_rewards_ratio=0.95, equal_above_zero_ratio=0.1))
     assert mostly is not None

@@ -1,4 +1,5 @@
-"""The live view: complete when everything is known, honest when little is, one line where nobody looks."""
+"""The live view: complete when all values are known, without made-up values else, and plain lines without a
+terminal."""
 
 import doctest
 import io

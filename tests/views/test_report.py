@@ -1,4 +1,4 @@
-"""The report: one self-contained page, whatever the run's state, and nothing of a run is ever markup."""
+"""The report is one self-contained page for every state of a run, and text of a run never becomes markup."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ VOID = {"meta", "img", "br", "hr", "link", "input"}
 
 
 class Page(HTMLParser):
-    """Elements, and a check that they are closed in order."""
+    """Collects the elements of a page and checks that they are closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Pat
     page = Page(target.read_text())
     for words in (
         "Learning", "Reward", "held out", "Effective sample size", "Spread of rewards",
-        "Completion length", "Completions cut off", "Loss", "Entropy", "Gradient norm",
-        "who waits for whom", "Learner", "Generators", "Samples", "Tokens", "Groups in the buffer",
+        "Completion length", "Truncated completions", "Loss", "Entropy", "Gradient norm",
+        "which side waits for the other", "Learner", "Generators", "Samples", "Tokens", "Groups in the buffer",
         "Age when trained", "limit 2", "Log-prob parity",
         "Totals", "fate of issued groups", "640", "Configuration", "max_versions: 2", "0.50 → 0.69",
     ):  # fmt: skip
@@ -149,7 +149,7 @@ def test_a_run_that_was_asked_to_end_is_no_finished_one_and_its_first_evaluation
     page = report_html(dataclasses.replace(run, info=info))
     assert '<span class="badge stopped">stopped</span>' in page
     assert "asked to end by a signal, after step 1 of 9" in page
-    assert "0.25 at first" in page
+    assert "0.25 at the start" in page
 
 
 def test_a_report_shows_the_end_that_it_is_given_in_the_place_of_the_one_that_run_json_has(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
 def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
     text = report_html(read_run(write_run(tmp_path, [make_step(0)])))
     assert HOSTILE not in text
-    assert "onerror" in Page(text).text, "it is there, as text"
+    assert "onerror" in Page(text).text, "the page has it as text"
     assert not [name for name, _ in Page(text).attributes if name and name.startswith("on")]
 
 
@@ -193,7 +193,7 @@ def test_a_run_that_goes_on_or_died_early_has_a_report_of_what_there_is(tmp_path
     one = Page(report_html(read_run(write_run(tmp_path / "one", [make_step(0)], finish=False, evals=False))))
     assert "Learning" in one.text
     assert "Oldest data" in one.text
-    assert "Discarded" not in one.text, "only the end knows"
+    assert "Discarded" not in one.text, "discarded groups are known only at the end"
 
 
 def test_steps_without_numbers_leave_gaps(tmp_path: Path) -> None:
@@ -232,11 +232,11 @@ def test_a_limit_that_is_far_off_is_told_and_does_not_flatten_the_charts(tmp_pat
     run = write_run(tmp_path, [make_step(step) for step in range(4)], limit=1_000_000)
     page = report_html(read_run(run))
     assert len(page) < 200_000
-    assert "The limit, 1,000,000 versions, lies beyond the charts." in page
+    assert "The limit of 1,000,000 versions is outside the range of the charts." in page
     assert "0 versions" in page
     near = report_html(read_run(write_run(tmp_path / "near", [make_step(0)], limit=60)))
     assert "limit 60" in near
-    assert "beyond the charts" not in near
+    assert "outside the range of the charts" not in near
 
 
 def test_numbers_whose_difference_overflows_are_gaps(tmp_path: Path) -> None:
@@ -258,7 +258,9 @@ def test_a_long_run_is_drawn_with_few_points(tmp_path: Path) -> None:
     steps = [make_step(step) for step in range(5000)]
     assert len(bins_of(steps, 300)) <= 300
     assert sum(len(chunk) for chunk in bins_of(steps, 300)) == 5000
-    assert [len(chunk) for chunk in bins_of(steps[:10], 4)] == [2, 3, 2, 3], "no short last one that stands out"
+    assert [len(chunk) for chunk in bins_of(steps[:10], 4)] == [2, 3, 2, 3], (
+        "the last chunk is not shorter than the others"
+    )
     run = read_run(write_run(tmp_path, steps[:2]))
     text = report_html(type(run)(**{name: getattr(run, name) for name in run.__slots__} | {"steps": steps}))
     assert len(text) < 400_000
@@ -313,8 +315,8 @@ def test_the_command_prints_where_the_page_is(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"no run directory.*run\.json"):
+    with pytest.raises(RunError, match=r"not a run directory.*run\.json"):
         write_report(tmp_path)
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(RunError, match=r"not of this version"):
+    with pytest.raises(RunError, match=r"not written by this version"):
         write_report(tmp_path)

@@ -1,8 +1,9 @@
-"""The report in a real browser: Debian's chromium, headless, with the page opened from its file as people open it.
+"""Checks the report in a real browser: Debian's chromium, headless, which opens the page from its file.
 
-On screens wide and narrow, light and dark, and on paper: all of it can be seen and read, and nothing is asked of a
-network. `report_audit.js` says what cannot. The picture in the README is made by `python
-tests/views/test_report_in_chromium.py RUN PNG`.
+All parts of the page must be visible and readable on wide and narrow screens, in light and dark mode, and on paper, and
+the page must make no network request. `report_audit.js` lists what is not readable.
+
+`python tests/views/test_report_in_chromium.py RUN PNG` makes the picture in the README.
 """
 
 import itertools
@@ -26,7 +27,7 @@ PROGRAM = "chromium"
 AUDIT = (Path(__file__).parent / "report_audit.js").read_text()
 
 WIDE, NARROW, SHEET = 1240, 420, 688
-"""A desktop's window, a phone's, and A4 between the margins, in CSS pixels."""
+"""Widths of a desktop's window, of a phone, and of A4 paper between the margins, in CSS pixels."""
 VIEWS: dict[str, tuple[int, Literal["light", "dark"], Literal["screen", "print"]]] = {
     "light": (WIDE, "light", "screen"),
     "dark": (WIDE, "dark", "screen"),
@@ -66,7 +67,11 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[[Path, str], Page]]:
-    """Opens a report in a view. At the end nothing must have been asked for but files opened, nor said or thrown."""
+    """Opens a report in a view.
+
+    At the end of the test, the pages must have requested only the opened files, and there must be no console message,
+    dialog or error.
+    """
     pages: list[Page] = []
     asked: list[str] = []
     said: list[str] = []
@@ -159,7 +164,7 @@ def test_the_pointer_shows_every_state_in_its_color_and_moments_in_their_unit(
 def test_what_a_model_wrote_stays_text(open_page: Callable[[Path, str], Page], reports: dict[str, Path]) -> None:
     page = open_page(reports["failed"], "light")
     assert page.locator("img").count() == 0
-    assert page.get_by_text(HOSTILE).count() == 1 + 3, "the reason of the end, and each completion"
+    assert page.get_by_text(HOSTILE).count() == 1 + 3, "the reason of the run's end, and each completion"
 
 
 @pytest.mark.parametrize("scene", ["finished", "critic", "going on"])
@@ -192,12 +197,12 @@ def test_on_paper_no_chart_is_cut_and_no_sheet_is_blank_or_black(
         assert 0.0005 < ink < 0.5, f"{ink:.2%} of a sheet is dark"
         assert picture.getpixel((2, 2)) == 255
     whole = "".join(sheets)
-    assert "max_versions: 2" in whole, "the configuration, folded up on the screen, is printed"
+    assert "max_versions: 2" in whole, "the configuration, which is folded on the screen, is printed"
     assert "config.yaml" not in whole, "there is nothing to unfold on paper"
 
 
 def test_a_legend_keeps_its_colors_on_paper(open_page: Callable[[Path, str], Page], reports: dict[str, Path]) -> None:
-    """Browsers leave out backgrounds, which is what the swatches are."""
+    """By default, browsers do not print backgrounds, and the swatches of a legend are backgrounds."""
     document = pypdfium2.PdfDocument(open_page(reports["finished"], "light").pdf(format="A4"))
     for sheet in document:
         words = sheet.get_textpage()
@@ -210,14 +215,14 @@ def test_a_legend_keeps_its_colors_on_paper(open_page: Callable[[Path, str], Pag
 
 
 def take_picture(run: Path, png: Path) -> None:
-    """The report from its name to who waits for whom, in as few colours as look the same."""
+    """Writes a picture of the report from its title to the section Flow, with 256 colours to keep the file small."""
     from PIL import Image
 
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=shutil.which(PROGRAM))
         page = chromium.new_page(viewport={"width": WIDE, "height": 900}, color_scheme="light")
         page.goto(write_report(run).absolute().as_uri())
-        flow = page.locator("section", has_text="who waits for whom").locator("figure").nth(3).bounding_box()
+        flow = page.locator("section", has_text="which side waits").locator("figure").nth(3).bounding_box()
         assert flow is not None
         page.screenshot(path=png, full_page=True, clip={"x": 0, "y": 0, "width": WIDE, "height": flow["y"] - 12})
         chromium.close()

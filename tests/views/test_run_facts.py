@@ -1,4 +1,4 @@
-"""The facts of a headline: which steps they are of, and whether this machine has room for another process."""
+"""The facts of a headline: the steps that they cover, and whether this machine has a free core."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def test_equal_rewards_teach_nothing_where_only_the_samples_of_a_group_are_compa
 
 
 def equal_at_the_end(steps: int) -> list[Any]:
-    """`steps` steps, the last 20 with equal rewards in all groups, and with one failed group each."""
+    """Returns `steps` steps. Each of the last 20 has equal rewards in all groups, and one failed group."""
     first_of_last = steps - RECENT_STEPS
     return [
         make_step(
@@ -67,10 +67,10 @@ def test_a_live_view_is_of_the_last_steps_and_a_report_of_all() -> None:
     whole = facts_of_steps(steps, setting=Setting(), failures={}, recent=False)
     assert (live.groups["trained"], live.groups["failed"]) == (60, 20)
     assert (whole.groups["trained"], whole.groups["failed"]) == (180, 20)
-    assert live.equal_rewards_ratio == whole.equal_rewards_ratio == 1.0, "a run may have learned before"
+    assert live.equal_rewards_ratio == whole.equal_rewards_ratio == 1.0, "both cover the last steps only"
     assert live.equal_rewards_steps == RECENT_STEPS
     short = facts_of_steps(steps[-3:], setting=Setting(), failures={}, recent=True)
-    assert short.groups == steps[-1].ledger_groups, "all since the start"
+    assert short.groups == steps[-1].ledger_groups, "with few steps, all groups since the start count"
 
 
 def test_equal_rewards_are_unknown_where_they_teach_and_skipped_steps_are_left_out() -> None:

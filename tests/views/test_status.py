@@ -1,4 +1,4 @@
-"""`asyncrl status`: names are told apart, and the learner is only said to train when it does."""
+"""`asyncrl status`: every line names its subject, and the learner is shown as training only when it trains."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def test_a_learner_that_waits_or_is_not_there_is_said_to() -> None:
     waits = msgspec.structs.replace(status.counts, lease_wait=LeaseWait.NOT_ENOUGH_READY)
     assert learner(make_status(counts=waits)) == "waits: not enough ready"
     generators = tuple(each for each in status.deployments if each.role is Role.GENERATOR)
-    assert learner(make_status(deployments=generators)) == "not there"
+    assert learner(make_status(deployments=generators)) == "not attached"
 
 
 def test_a_replica_names_its_deployment_and_every_line_says_what_it_is_about() -> None:
@@ -130,6 +130,6 @@ def test_failed_rollouts_are_counted_with_the_first_cause_and_warned_of_when_the
 
 
 def told(scraped: Scrape) -> dict[str, Any]:
-    """What `status --json` says of the time since the start."""
+    """Returns the object `since_start` of `status --json`."""
     found: dict[str, Any] = msgspec.json.decode(status_json(make_status(), scraped=scraped))["since_start"]
     return found

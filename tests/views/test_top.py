@@ -1,4 +1,4 @@
-"""`asyncrl top` from real endpoints: levels of now, speeds and shares of what happened since the last look."""
+"""`asyncrl top` with real endpoints: present values of gauges, and speeds and shares since the last scrapes."""
 
 import doctest
 import io
@@ -56,14 +56,15 @@ class Run:
         self.buffer.limits(max_staleness_versions=3, capacity_groups=48, capacity_bytes=2**20)
 
     def serve(self, name: str, metrics: ProcessMetrics) -> None:
-        """A process is there, or another in its place."""
+        """Starts the endpoint of a process, or replaces the endpoint of that name."""
         server = MetricsServer(metrics.registry, host="127.0.0.1", port=0)
         self.servers[name] = self._stack.enter_context(server)
         targets = targets_of({name: server.address for name, server in self.servers.items()})
         write_targets(self.path / "metrics" / "targets.json", run="r", targets=targets)
 
     def train(self, version: int, *, reward: float) -> None:
-        """One step: 3 s of waiting and 1 s of work, two samples of 100 tokens, one of them two versions old."""
+        """Records one step: 3 s of waiting and 1 s of work, and two samples of 100 tokens, one of them two versions
+        old."""
         self.learner_seconds["waiting_for_groups"] += 3.0
         self.learner_seconds["forward_backward"] += 1.0
         self.generator_seconds["generating"] += 4.0
@@ -86,7 +87,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def looks(run: Run, *steps: tuple[int, float]) -> list[LiveView]:
-    """Views with a step trained before each."""
+    """Returns one view after each of the steps (version, reward)."""
     todo = iter(steps)
 
     def sleep(_: float) -> None:
@@ -138,7 +139,7 @@ def test_who_does_not_answer_is_named_and_the_rest_is_shown(run: Run) -> None:
 
 
 def test_a_learner_that_was_replaced_counts_from_zero(run: Run) -> None:
-    """Another process in its place: its counters start anew, and those of its predecessor are history."""
+    """The counters of the new process start at 0, and those of the old process do not count."""
     run.learner_seconds["waiting_for_groups"] = 100.0
     run.learner.step(outcome="trained", duration_s=1.0, tokens=1000)
 
@@ -174,7 +175,7 @@ def test_shares_are_of_a_window_of_looks_and_not_of_the_last_one_alone(
 
 
 def test_the_window_is_half_a_minute_of_looks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of looks 10 s apart, the last three times: what was before them is no longer shown."""
+    """The scrapes are 10 s apart, so a view covers the last three intervals and no earlier ones."""
     look, looked = top._look, iter(range(100))
     monkeypatch.setattr(top, "_look", lambda path: replace(look(path), at_s=10.0 * next(looked)))
     stages = iter(["checkpoint", "waiting_for_groups", "optimizer", "optimizer", "publish"])
@@ -199,7 +200,7 @@ def test_before_the_first_step_there_is_no_reward_and_the_panel_says_who_is_ther
 
 
 class Said:
-    """What an endpoint says, whoever asks; it may say something else the next time."""
+    """The text that an endpoint answers with. A test may change it between two scrapes."""
 
     def __init__(self, run_dir: Path, address: str) -> None:
         self.run_dir = run_dir
@@ -210,7 +211,7 @@ class Said:
 
 @contextmanager
 def speaking(run_dir: Path) -> Iterator[Said]:
-    """A run of one endpoint, whose every word is the test's."""
+    """Runs a run with one endpoint, whose answers the test sets."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -221,7 +222,7 @@ def speaking(run_dir: Path) -> Iterator[Said]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Says nothing of it."""
+            """Logs nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         said = Said(run_dir, f"127.0.0.1:{server.server_port}")
@@ -282,7 +283,7 @@ REWARDS = ("asyncrl_learner_reward_mean", "asyncrl_learner_heldout_reward_mean")
 def test_no_number_of_an_endpoint_makes_the_view_fail_or_say_what_cannot_be(
     tmp_path: Path, name: str, value: str
 ) -> None:
-    """Each alone, beside the others as they should be, which stay."""
+    """Only one value is bad; the other values must still be shown."""
     with speaking(tmp_path / "r") as said:
         good = dict.fromkeys((*SHOWN, *REWARDS), "1") | {"asyncrl_learner_policy_version": "3"}
         watching = top.watch(said.run_dir, every_s=1.0, sleep=tell(said, HEARD, good | {name: value}))
@@ -293,12 +294,12 @@ def test_no_number_of_an_endpoint_makes_the_view_fail_or_say_what_cannot_be(
         assert not re.search(r"-\d|\d{20}|[2-9]\d\d ?%", text), text
     if name != "asyncrl_learner_policy_version":
         assert view.step == 3
-    if name == "process_start_time_seconds" and value != "1e29":  # a moment to come
+    if name == "process_start_time_seconds" and value != "1e29":  # 1e29 is a time in the future
         assert view.elapsed_s is None
 
 
 def tell(said: Said, head: str, values: dict[str, str]) -> Callable[[float], None]:
-    """Between two looks the endpoint goes from nothing but its head to these values."""
+    """Makes the endpoint answer with `head` first, and with `head` and `values` from the second scrape on."""
     said.text = head
 
     def later(_: float) -> None:
@@ -315,7 +316,7 @@ def text_of(view: LiveView) -> str:
 
 
 def test_what_is_not_known_is_not_shown_as_0(tmp_path: Path) -> None:
-    """Of a run whose buffer and whose process say nothing: no limit, no age."""
+    """The limit and the start of the process are unknown, so the view must not show them."""
     with speaking(tmp_path / "r") as said:
         values = {"asyncrl_learner_policy_version": "3", 'asyncrl_token_staleness_versions_bucket{le="2"}': "1"}
         unknown = dict.fromkeys(("asyncrl_staleness_limit_versions", "process_start_time_seconds"), "NaN")
@@ -336,7 +337,7 @@ def learner_of(run: str, *, step: int) -> LearnerMetrics:
 
 
 def test_a_dead_run_does_not_show_the_numbers_of_the_run_that_has_its_port_now(run: Run) -> None:
-    """A whole panel of them would look like its own."""
+    """A panel with the other run's numbers would look like a panel of this run."""
     for name in ("buffer", "generator-0", "generator-1"):
         run.servers[name].close()
     run.serve("learner", learner_of("b", step=777))
@@ -357,7 +358,7 @@ def test_a_port_that_another_run_has_now_is_said_and_the_rest_is_shown(run: Run)
 
 
 def test_a_directory_that_was_moved_aside_is_no_live_run(run: Run) -> None:
-    """Its targets may be those of the next run of its name, which has the same port."""
+    """The next run of its name may use the same ports, so the old targets may reach the new run's endpoints."""
     for name in ("buffer", "generator-0", "generator-1"):
         run.servers[name].close()
     aside = run.path.rename(run.path.with_name("r.1"))
@@ -390,7 +391,7 @@ def test_a_run_that_lists_no_endpoint_any_more_has_ended_which_is_no_error(
     result = CliRunner().invoke(app, ["top", str(run.path), "--every", "0.2", *once])
     assert result.exit_code == 0, result.output
     said = "run r has ended" in result.output.replace("\n", " ")
-    assert said is not bool(once and looks_before == 2), "it had its two looks"
+    assert said is not bool(once and looks_before == 2), "with --once, two scrapes are enough for a view"
 
 
 def test_once_prints_the_panel_also_where_there_is_no_terminal(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Runs as they lie on disk, made up: records that a run directory wrote, an end or none."""
+"""Writes invented runs to disk, as a run directory writes them, with or without an end."""
 
 import math
 import random
@@ -16,7 +16,7 @@ HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
 def lively_step(step: int, **changed: Any) -> StepRecord:
-    """A step of a run in which everything moves."""
+    """Returns the record of a step in which all numbers change from step to step."""
     chance = random.Random(step)
     fields: dict[str, Any] = {
         "reward_mean": 1 - math.exp(-step / 60) + chance.uniform(-0.05, 0.05),
@@ -55,7 +55,7 @@ def critic_step(step: int) -> StepRecord:
 
 
 def far_behind(step: int) -> StepRecord:
-    """Ages up to 20: more than have a colour or a label of their own."""
+    """Returns a step with ages up to 20, which is more ages than the charts have colours."""
     ages = {age: 1 + (age + step) % 5 for age in range(21)}
     return lively_step(step, group_staleness=ages, token_staleness=ages, wall_s=100.0 + 20 * step)
 
@@ -70,7 +70,10 @@ def write_run(
     name: str = "quick",
     limit: int = 2,
 ) -> Path:
-    """A run with these steps, each with a sample. `finish` writes the summary; without an `end` it goes on."""
+    """Writes a run with these steps, each with a sample, and returns its path.
+
+    `finish` writes the summary. With `end=None` the run still goes on.
+    """
     config = Config.model_validate({"run": {"name": name, "dir": str(folder)}, "staleness": {"max_versions": limit}})
     run = RunDir.create(config)
     for record in steps:
