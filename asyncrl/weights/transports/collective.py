@@ -50,7 +50,7 @@ class CollectiveRank(Protocol):
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """The message that rank 0 sends before the bytes. Message and the checksums sent with the bytes form a manifest."""
+    """The message that rank 0 sends before the bytes. With the checksums sent with the bytes it forms a manifest."""
 
     version: Version
     tensors: tuple[TensorEntry, ...]
