@@ -5,8 +5,7 @@ it.
 
 Groups are reserved and committed one by one, as generators do, and are leased and acked step by step. A fixed number of
 groups stays outstanding; η is the same in all measurements. The claim is the ratio: with a thousand times as many
-groups,
-the buffer processes about as many groups per second, because every call takes O(log n) per group.
+groups, the buffer processes about as many groups per second, because every call takes O(log n) per group.
 """
 
 import time

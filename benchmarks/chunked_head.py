@@ -4,10 +4,9 @@
     python benchmarks/chunked_head.py --tokens 512 --chunk-logits 4194304 16777216
 
 It measures the forward and backward passes of next-token log-probs from hidden states, on the CPU. Each measurement
-runs
-in a separate process. The memory is the peak of this process minus the peak of a process that only has the weight, the
-hidden states and the gradients of both. In each round, all paths are measured in turn; the speed is a ratio within one
-round. The best round counts, because other work on the machine can only slow a measurement down. The path "reports
+runs in a separate process. The memory is the peak of this process minus the peak of a process that only has the weight,
+the hidden states and the gradients of both. In each round, all paths are measured in turn; the speed is a ratio within
+one round. The best round counts, because other work on the machine can only slow a measurement down. The path "reports
 entropy" also computes the entropy, but trains only on the log-probs, as the learner does.
 """
 

@@ -4,14 +4,10 @@
     python benchmarks/packing.py --width 512 --layers 8 --rows 256 --longest 2048
 
 It measures forward and backward passes of log-probs. The rows are divided into micro-batches as in the learner, each
-with
-at most the same number of tokens including padding. The way "in order" keeps the caller's order and pads to the longest
-of
-all rows, as a loop without batching would. Lengths are lognormal, like those of completions of reasoning models: most
-rows
-are short, and a few reach the limit. In each round, all ways are measured in turn; a ratio compares the best rounds of
-two
-ways.
+with at most the same number of tokens including padding. The way "in order" keeps the caller's order and pads to the
+longest of all rows, as a loop without batching would. Lengths are lognormal, like those of completions of reasoning
+models: most rows are short, and a few reach the limit. In each round, all ways are measured in turn; a ratio compares
+the best rounds of two ways.
 """
 
 import argparse

@@ -4,14 +4,12 @@
 
 The script starts a quickstart and divides it into windows of `--steps` steps. In half of the windows, it fetches the
 endpoint of every process, except Ray's, `--rate` times per second. The order of windows is with, without, without,
-with,
-so that a slow drift of the throughput affects both in the same way.
+with, so that a slow drift of the throughput affects both in the same way.
 
 The cost of one scrape per second is the measured loss of tokens per second divided by the rate. Ten scrapes per second
 have an effect that is larger than the noise; one scrape per second has not. The claim is a cost of less than 1 %. The
 script also prints the CPU time per token. Run it on a machine without other work. A Prometheus on the same machine
-costs
-more, because it also stores the data.
+costs more, because it also stores the data.
 """
 
 import argparse

@@ -4,8 +4,7 @@
     python benchmarks/staleness_study.py report --results benchmarks/staleness_study.jsonl
 
 `run` makes every run that is not yet in the results, one after the other; each takes some minutes. It can be ended at
-any
-time and started again later. Weights are published every η steps, so that the data are as old as the limit allows.
+any time and started again later. Weights are published every η steps, so that the data are as old as the limit allows.
 `report` writes the table in docs/tuning-staleness.md, between its two marks, and the picture of that page.
 """
 

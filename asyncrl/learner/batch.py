@@ -46,16 +46,16 @@ class StepSamples:
     Tensors have the shape [B], one value per sample. Groups are in the order of the lease, and the samples of a group
     are next to each other.
 
-    `rewards_B`: rewards after the filters, such as the penalty on overlong samples.
-    `advantages_B`: advantages per sample. None when the run has a critic: the critic computes one advantage per token
-    from `rewards_B`. When the policy's ranks compute token-level advantages, they read `advantages_B` as the column
-    `outcome_advantages`.
-    `mask_B`: 1.0 for a sample that is trained, else 0.0.
-    `zero_variance_ratio`: the share of groups whose rewards, as the estimator sees them, are all equal.
-    `all_right_ratio`: the share of groups whose scored rewards (before the filters) are all equal and above 0.
-    `all_wrong_ratio`: the share of groups whose scored rewards are all equal and not above 0.
-    `overlong_ratio`: the share of samples that were truncated at their length limit.
-    `masked_ratio`: the share of samples with a mask of 0, because a filter masks them or because they have no token.
+    - `rewards_B`: rewards after the filters, such as the penalty on overlong samples.
+    - `advantages_B`: advantages per sample. None when the run has a critic: the critic computes one advantage per token
+      from `rewards_B`. When the policy's ranks compute token-level advantages, they read `advantages_B` as the column
+      `outcome_advantages`.
+    - `mask_B`: 1.0 for a sample that is trained, else 0.0.
+    - `zero_variance_ratio`: the share of groups whose rewards, as the estimator sees them, are all equal.
+    - `all_right_ratio`: the share of groups whose scored rewards (before the filters) are all equal and above 0.
+    - `all_wrong_ratio`: the share of groups whose scored rewards are all equal and not above 0.
+    - `overlong_ratio`: the share of samples that were truncated at their length limit.
+    - `masked_ratio`: the share of samples with a mask of 0, because a filter masks them or because they have no token.
 
     The three ratios over groups are NaN when every group has one sample only: its reward has nothing to differ from.
     """

@@ -207,8 +207,7 @@ class LearnerLoop:
 
         Raises RowsLost when rows are lost; the policy is then not trained. The critic is trained before the policy, so
         it may be trained already. The remaining rows are then leased again: the critic trains on them a second time,
-        and
-        their advantages are computed again.
+        and their advantages are computed again.
         """
         policy, critic = self._policy, self._critic
         # A second meta for the same rows. It names the columns that only the estimator and the critic read, so that the

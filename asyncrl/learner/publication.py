@@ -1,8 +1,7 @@
 """Publishes a version from the learner: takes a snapshot of the weights, then delivers it to the weight store.
 
 Training waits for the snapshot only. The delivery runs at the same time as the next step. At most one delivery runs at
-a
-time, so versions reach the weight store in order.
+a time, so versions reach the weight store in order.
 """
 
 import asyncio

@@ -62,8 +62,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     `reward_std` is the population standard deviation over the step's samples. `zero_variance_ratio` is the share of
     groups whose rewards are all equal; with group-relative advantages such groups have no gradient.
     `completion_tokens_mean` and `completion_tokens_max` count the generated tokens of a sample. `truncated_ratio` is
-    the
-    share of samples that were truncated at `generator.max_completion_tokens`.
+    the share of samples that were truncated at `generator.max_completion_tokens`.
     """
 
     step: int
@@ -218,8 +217,7 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
 
     `rows_outstanding` is the number of rows that are still in the data plane; it is 0 unless the run was stopped.
     `probe_parity_max_nats` is the largest difference of log-probs in a weight probe of any replica. `groups_failed`
-    has,
-    by reason, the discarded groups whose rollouts failed.
+    has, by reason, the discarded groups whose rollouts failed.
     """
 
     wall_s: float
@@ -240,13 +238,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     there was only one. `heldout_prompts` and `heldout_failed` count the prompts of the last evaluation with and without
     a reward. `groups_failed` has, by reason, the discarded groups whose rollouts failed. `reward_first` and
     `reward_last` are means over the first and last 5 % of steps, at least 1 and at most 10 steps. `samples_per_s` is
-    the
-    rate of trained samples between the end of the first and the end of the last step. The busy ratios are measured over
-    the same time: the learner's is the share of time in which it neither waited for groups nor was in the state
-    `other`,
-    the generators' is the share of the state `generating`. `parity_max_nats` is the largest difference of log-probs
-    over
-    all probes and all trained on-policy tokens.
+    the rate of trained samples between the end of the first and the end of the last step. The busy ratios are measured
+    over the same time: the learner's is the share of time in which it neither waited for groups nor was in the state
+    `other`, the generators' is the share of the state `generating`. `parity_max_nats` is the largest difference of
+    log-probs over all probes and all trained on-policy tokens.
     """
 
     steps: int

@@ -4,8 +4,7 @@ The endpoint shows the process's asyncrl registry and the default registry, to w
 endpoint also answers `GET /sd`, Prometheus' HTTP service discovery, for the whole run.
 
 The endpoint cannot block training. If the port is taken, it uses a free port and logs a warning (F31). Each scrape has
-a
-thread of its own. A connection that does not read or send is closed after `SCRAPE_TIMEOUT_S`.
+a thread of its own. A connection that does not read or send is closed after `SCRAPE_TIMEOUT_S`.
 """
 
 import asyncio
@@ -37,8 +36,7 @@ POLL_S = 0.1
 
 LINGER_S = 6.0
 """How long the server stays up after the run has removed its targets. Prometheus scrapes a removed target for up to
-five
-seconds more."""
+five seconds more."""
 
 WATCHED_S = 60.0
 """A client that has sent no request for this time does not watch the run any more."""

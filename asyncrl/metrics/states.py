@@ -182,8 +182,7 @@ def caught_up(shown: Mapping[str, float], seconds: Mapping[str, float]) -> dict[
     """Returns the totals to show next, after the totals `shown`, for the measured `seconds`.
 
     A scrape may have shown seconds under one state that were moved to other states since (`reattribute`). The new
-    totals
-    still never fall, because a counter must not fall, and they add up to `seconds`.
+    totals still never fall, because a counter must not fall, and they add up to `seconds`.
 
     A state whose shown total is above its seconds keeps this total. The growth of the sum goes to the states whose
     totals are below their seconds, in proportion to the differences. When no state is above its seconds any more, the

@@ -2,9 +2,8 @@
 
 A tracker only gets copies of records in the run directory, so a failing tracker loses nothing. The trackers run in one
 thread. A tracker that fails is reported once and gets no more numbers. At the end of the run, the trackers get
-`CLOSE_S`
-seconds to send the rest. The thread is a daemon, because Python waits at exit for all other threads, also for a tracker
-that hangs.
+`CLOSE_S` seconds to send the rest. The thread is a daemon, because Python waits at exit for all other threads, also for
+a tracker that hangs.
 """
 
 import logging

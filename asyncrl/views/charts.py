@@ -122,8 +122,7 @@ def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]
     """Returns a chart with bars side by side: the share of each number of versions.
 
     `counts` has (name, colour, {versions: count}) for each kind of bar. `limit` is the staleness limit η, which is
-    drawn
-    as a line; None draws no line.
+    drawn as a line; None draws no line.
     """
     totals = [sum(histogram.values()) for _, _, histogram in counts]
     if not any(totals):

@@ -5,10 +5,9 @@ gradient, rollouts fail, log-probs disagree, the data is too far from the policy
 which side waits for the other (`bottleneck`).
 
 When one side waits, the other side limits the run. When both sides wait, the limit is between them: the staleness
-limit,
-the buffer's capacity, or the publication of weights. A setting of these is therefore recommended only when the learner
-waits and generators are blocked by it. A learner that never waits would gain nothing. The time that processes take to
-start does not count.
+limit, the buffer's capacity, or the publication of weights. A setting of these is therefore recommended only when the
+learner waits and generators are blocked by it. A learner that never waits would gain nothing. The time that processes
+take to start does not count.
 """
 
 from collections.abc import Mapping

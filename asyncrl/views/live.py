@@ -50,8 +50,7 @@ class LiveView:
     `phase` is free text about the run's present activity. `rewards` are the mean rewards of all steps so far, oldest
     first. `oldest_token_versions` is the largest staleness of a token in the last step. `replica_versions` maps each
     replica to the step of its weights. `learner_shares` and `generator_shares` are shares of recent time by state,
-    which
-    add up to 1. `headline` is the sentence below the numbers.
+    which add up to 1. `headline` is the sentence below the numbers.
     """
 
     name: str

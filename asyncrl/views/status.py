@@ -85,8 +85,7 @@ def since_start(status: RunStatus, scraped: Scrape, *, setting: Setting | None =
     """Returns the facts since the start of the run.
 
     The bottleneck is None unless the learner and at least one generator answered the scrape. The fates and failures
-    come
-    from the buffer's status, not from the scrape.
+    come from the buffer's status, not from the scrape.
     """
     equal = equal_rewards(scraped)
     facts = replace(

@@ -1,8 +1,7 @@
 """Makes the live view of a run from its metrics endpoints only. Each view is made from two scrapes.
 
 Gauges, such as the number of groups in the buffer, come from the newer scrape. Speeds, shares of time and staleness
-come
-from the growth of counters between the two.
+come from the growth of counters between the two.
 """
 
 import time
