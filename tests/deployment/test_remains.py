@@ -151,7 +151,7 @@ def test_status_names_what_is_left_and_down_ends_it(
     assert answer.exit_code == 1
     dead, left = answer.stderr.splitlines()
     assert dead.startswith(f"error: {killed.said}")
-    assert f"(pid {engine.pid}); `asyncrl down {killed.path}` ends and removes that" in left
+    assert f"(pid {engine.pid}); run `asyncrl down {killed.path}` to end and remove these" in left
     answer = CliRunner().invoke(app, ["down", str(killed.path)])
     assert answer.exit_code == 0, answer.stderr
     dead, ended = answer.stdout.splitlines()

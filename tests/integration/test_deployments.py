@@ -244,4 +244,4 @@ def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left
     assert not engines(), "an engine outlived its deployment"
     again = run_command("down", name, "--address", ray_head)
     assert again.wait(240) == 0, again.output()
-    assert f"nothing of run {name} was there" in again.output()
+    assert f"run {name} had no processes and no files to remove" in again.output()
