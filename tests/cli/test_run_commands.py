@@ -117,7 +117,7 @@ def test_a_report_of_no_run_names_what_was_asked_for(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     result = runner.invoke(app, ["report", "quik"])
     assert result.exit_code == 1
-    assert "there is no run quik in runs/; there are: none" in result.stderr
+    assert "there is no run quik in runs/; existing runs: none" in result.stderr
 
 
 @pytest.mark.parametrize(("command", "has_config"), [("status", False), ("down", False), ("learner", True)])
