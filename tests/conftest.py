@@ -1,4 +1,4 @@
-"""What makes the unit tests quick: fewer examples, and files that are left out without being imported."""
+"""Settings for quick unit tests: fewer hypothesis examples, and excluded files that are not even imported."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,10 @@ settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file that is marked as a whole with what `-m "not …"` leaves out: libraries that it imports cost seconds."""
+    """Returns True for a file whose `pytestmark` has a mark that `-m "not …"` excludes.
+
+    Such a file need not be collected, and the libraries that it imports take seconds.
+    """
     left_out = re.findall(r"not (\w+)", config.option.markexpr)
     if not left_out or collection_path.suffix != ".py":
         return None
