@@ -289,6 +289,7 @@ class ReplayBuffer:
         return self._failures
 
     def _room(self, version: Version) -> Room:
+        """Returns how many groups a replica at `version` may reserve now, and the reason why not more."""
         if version.incarnation != self._incarnation:
             self._ledger.count(Event.RESERVE_OLD_INCARNATION)
             return Room(0, Refusal.OLD_INCARNATION)
@@ -309,6 +310,7 @@ class ReplayBuffer:
         )
 
     def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
+        """Returns why a commit is refused: its ticket is not reserved, or it is of another incarnation."""
         if meta.incarnation != self._incarnation:
             return CommitOutcome.OLD_INCARNATION
         last = self._groups.last_attempt(meta.group)
@@ -317,6 +319,7 @@ class ReplayBuffer:
         return CommitOutcome.DUPLICATE if last == (meta.attempt, True) else CommitOutcome.LATE
 
     def _check(self, meta: GroupMeta, ticket: Ticket) -> None:
+        """Raises an error if the metadata of a commit contradicts its ticket."""
         if meta.oldest < ticket.version.step:
             raise StalenessViolation(
                 f"group {meta.key} has a token of step {meta.oldest}, which is older than its ticket's version "
@@ -346,6 +349,7 @@ class ReplayBuffer:
         return tuple(slot.ticket.key for slot in slots)
 
     def _start_lease(self) -> Lease | LeaseWait:
+        """Starts a lease, or returns the reason why it cannot start now."""
         groups, size = self._groups, self._limits.groups_per_step
         if self._step >= self._limits.total_steps:
             return LeaseWait.FINISHED

@@ -88,6 +88,7 @@ def _tasks(data: str) -> Sequence[Task]:
 
 
 def _facts(model: str, data: str, tasks: Sequence[Task], *, prompts: int, reward: str, completion: int | None) -> Facts:
+    """Measures `tasks` with the model's tokenizer, and collects the facts for `starter_yaml`."""
     from asyncrl.data.tokenizer import encode_prompts, load_tokenizer
 
     tokenizer = load_tokenizer(model, chat="auto")

@@ -44,8 +44,11 @@ logger = logging.getLogger(__name__)
 BUFFER, WEIGHTS = "buffer", "weights"
 DETACHED_PREFIXES = (BUFFER, WEIGHTS, STORE_PREFIX, PARTITIONS)
 ACTOR_CONCURRENCY = 10_000
+"""Maximum number of concurrent calls of an actor. It is large because calls that wait, e.g. for a ticket, count too."""
 STATUS_TIMEOUT_S = 10.0
+"""Deadline of a call to the buffer from a command such as `status`, seconds."""
 PROBE_TIMEOUT_S = 5.0
+"""Deadline of the connection that tests whether a process listens at an address, seconds."""
 
 
 def start_local(config: Config, *, generators: int = 1) -> str:

@@ -31,9 +31,12 @@ from asyncrl.generation.shared_memory import reap
 logger = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 1.0
+"""Time between two checks of the run and of the replicas, seconds."""
 COUNT_EVERY_S = 300.0
+"""Time between two log lines with the number of generated samples, seconds."""
 ACTOR_CONCURRENCY = 10_000
 EXIT_S = 10.0
+"""Deadline of each call that ends a replica, seconds."""
 
 
 class _Replica:
@@ -222,6 +225,10 @@ class GeneratorDeployment:
         await asyncio.gather(*[self._end_one(replica) for replica in replicas])
 
     async def _end_one(self, replica: _Replica) -> None:
+        """Ends a replica: drains it within the grace, ends its engine, kills its actor, and removes its shared memory.
+
+        Errors are logged and not raised, so that one replica cannot prevent the end of the others.
+        """
         grace_s = self._config.run.shutdown_grace_s
         try:
             if replica.running is not None and not replica.running.done():

@@ -154,7 +154,7 @@ class LearnerDeployment:
             return None
         except BaseException as error:
             failure = f"{type(error).__name__}: {error}"
-            await self._rescue_weights()
+            await self._rescue_weights()  # now, because the ranks that hold the weights are ended below
             raise
         finally:
             state = RunState.FAILED if failure else RunState.FINISHED
@@ -169,6 +169,8 @@ class LearnerDeployment:
                 # in the list: its targets then look dead, and alerts fire.
                 self._publish_targets([])
             ended_s = time.monotonic()
+            # A run that Prometheus scrapes serves some seconds longer, so that Prometheus gets the last values. A
+            # stopped run does not take this time, because it must end within its grace.
             if not failure and not stop.is_set():
                 await asyncio.sleep(server.linger_s)
             await asyncio.to_thread(self._trackers.close)
@@ -179,6 +181,7 @@ class LearnerDeployment:
             for ranks in (critic, policy):
                 if ranks is not None:
                     await asyncio.to_thread(ranks.shutdown)
+            # Serve until the clients of the HTTP discovery have received the empty list, but not beyond the grace.
             if not failure:
                 told = asyncio.create_task(server.told(since_s=ended_s))
                 await asyncio.wait([told, grace], return_when=asyncio.FIRST_COMPLETED)

@@ -33,6 +33,7 @@ def _git_revision() -> str:
     # asyncrl's.
     if not (checkout / ".git").exists():
         return "unknown"
+    # `--exclude=*` leaves tags out, so that the answer is always the full hash of the commit.
     command = ("git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
