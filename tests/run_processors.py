@@ -1,11 +1,11 @@
-"""Runs the tests that compare computed numbers under settings that change the order of sums on a CPU.
+"""Runs the tests that compare computed numbers with settings that change the order of sums on a CPU.
 
     python tests/run_processors.py [part of a setting's name …]
 
-A processor with other vector instructions adds in another order. These settings bring some of those orders to one
-machine: PyTorch's own kernels, MKL's products and oneDNN's kernels without AVX, NumPy without AVX2, and two threads.
-Processes that the tests start inherit the variables. Prints pytest's last line for each setting; exit code 1 when a
-test fails under one. About five minutes a setting on two idle cores.
+Processors with different vector instructions add numbers in different orders. These settings produce some of these
+orders on one machine: PyTorch's own kernels, MKL's products and oneDNN's kernels without AVX, NumPy without AVX2, and
+two threads. Processes that the tests start inherit the variables. The script prints pytest's last line for each
+setting, and exits with status 1 if a test fails with any setting. A setting takes about five minutes on two idle cores.
 """
 
 import os

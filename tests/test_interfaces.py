@@ -1,4 +1,4 @@
-"""The names of the interfaces are where their documents say, and take every call that the documents have."""
+"""The names of the interfaces are at the documented import paths, and accept every call of their documents."""
 
 import inspect
 from importlib import import_module
@@ -141,7 +141,9 @@ def test_every_call_of_the_documents_is_taken(kinds: tuple[type, ...], calls: di
     ids=["policy", "refit", "generation", "value"],
 )
 def test_whoever_implements_the_documents_methods_has_implemented_the_interface(kind: Any, calls: Any) -> None:
-    assert kind.__abstractmethods__ == {*calls} - {"prepare_info_for_collective"}, "which is another name of one"
+    assert kind.__abstractmethods__ == {*calls} - {"prepare_info_for_collective"}, (
+        "this method is an alias, so it is not abstract"
+    )
 
 
 def test_rows_are_named_by_position_or_by_name() -> None:

@@ -1,4 +1,4 @@
-"""The example of docs/library.md runs as it is, and imports neither Ray nor vLLM."""
+"""The example of docs/library.md runs unchanged, and imports neither Ray nor vLLM."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ def test_the_example_differentiates_a_loss_without_ray_or_vllm() -> None:
         [sys.executable, "-c", code + check], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    # advantages ±0.707 of four rows, five tokens each, over twenty tokens
+    # The advantages are ±0.707. There are four rows of five tokens each, that is twenty tokens.
     assert done.stdout.startswith("loss 0.000, gradient 0.707, ")
 
 

@@ -1,4 +1,4 @@
-"""`make` says what takes minutes before it does it."""
+"""`make` announces an installation, which takes minutes, before it begins."""
 
 import subprocess
 from pathlib import Path
@@ -10,4 +10,4 @@ def test_a_first_train_announces_the_installation_before_it_begins() -> None:
         cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     before, _, _ = done.stdout.partition("pip install")
-    assert 'echo "installing into .venv: 5 to 10 minutes' in before
+    assert 'echo "installing into .venv: this takes 5 to 10 minutes' in before

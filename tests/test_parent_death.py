@@ -1,4 +1,5 @@
-"""A process that has called `die_with` ends when its parent is killed, whatever it does, and not before."""
+"""A process that has called `die_with` ends when its parent is killed, and not before. It need not do anything
+itself."""
 
 import os
 import signal
@@ -25,12 +26,13 @@ child.wait()
 
 
 def test_it_ends_when_its_parent_is_killed() -> None:
-    # the parent keeps the other end of the child's stdin only as long as it lives; so do we
+    # The parent holds the other end of the child's stdin, which is closed when the parent dies. The child is suspended,
+    # so that it cannot end by reading the end of stdin.
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         assert child.is_running()
-        child.suspend()  # it does nothing by itself any more
+        child.suspend()
         os.kill(parent.pid, signal.SIGKILL)
         assert psutil.wait_procs([child], timeout=60)[1] == []
 

@@ -1,4 +1,4 @@
-"""The README teaches what is safe, and so does what is said elsewhere of the same commands."""
+"""The commands of the README that start a Ray head are safe, and help texts and errors show the same commands."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,7 @@
-"""What the package never does, read from its syntax trees: run foreign bytes or text as code, or listen to everyone.
+"""Checks the package's syntax trees: it never runs bytes or text from outside as code, and never listens at every
+address.
 
-The patterns stand in `violations`; the snippets below hold the patterns to what they must and must not find.
+`violations` has the patterns. The snippets below test which code the patterns find and which they do not find.
 """
 
 import ast
@@ -12,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "asyncrl"
 
-# Dotted names that may not even be mentioned: each turns bytes or text into running code.
+# Dotted names that the package may not use at all, because each runs bytes or text as code.
 _FORBIDDEN_NAMES = frozenset(
     {
         "pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads", "dill.load",
@@ -29,7 +30,7 @@ _LISTENERS = frozenset({"bind", "create_server", "HTTPServer", "ThreadingHTTPSer
 
 
 def violations(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, what) of everything in `tree` that the package may not contain."""
+    """Yields (line, description) of everything in `tree` that the package may not contain."""
     origins = _imported_names(tree)
     safe_loads = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _loads_weights_only(node)}
     for node in ast.walk(tree):
@@ -51,7 +52,7 @@ def violations(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _imported_names(tree: ast.AST) -> dict[str, str]:
-    """Local name to the dotted name that it was imported from."""
+    """Maps each imported local name to the dotted name that it stands for."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -62,7 +63,7 @@ def _imported_names(tree: ast.AST) -> dict[str, str]:
 
 
 def _dotted(node: ast.expr, origins: dict[str, str]) -> str:
-    """`a.b.c` with `a` resolved through the imports; empty for anything that is not a chain of names."""
+    """Returns the dotted name of `a.b.c` with `a` resolved through the imports; "" if it is not a chain of names."""
     if isinstance(node, ast.Name):
         return origins.get(node.id, node.id)
     if isinstance(node, ast.Attribute):
@@ -79,12 +80,15 @@ def _loads_weights_only(call: ast.Call) -> bool:
 
 
 def _opens_a_door(value: object) -> bool:
-    """A switch of vLLM's that must stay off, or every address of the machine. Prose may speak of both."""
+    """Returns whether `value` is a vLLM variable that must stay unset, or the address of every network.
+
+    Only whole strings match, so that docstrings and messages may mention them.
+    """
     return isinstance(value, str) and (value in _FORBIDDEN_TEXTS or _EVERY_ADDRESS.match(value) is not None)
 
 
 def _listens_to_everyone(call: ast.Call) -> bool:
-    """An address without a host is every address, to sockets and to servers made of them."""
+    """Returns whether a socket or server is created for every address. An empty host means every address."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if name not in _LISTENERS or not call.args or not isinstance(call.args[0], ast.Tuple) or not call.args[0].elts:
         return False
@@ -93,7 +97,7 @@ def _listens_to_everyone(call: ast.Call) -> bool:
 
 
 def _settings(node: ast.AST) -> Iterator[tuple[str | None, ast.expr]]:
-    """Names that `node` gives a value: keyword arguments, dictionary keys, variables, parameters' defaults."""
+    """Yields (name, value) for each name that `node` sets: keyword arguments, dictionary keys, variables, defaults."""
     if isinstance(node, ast.keyword):
         yield node.arg, node.value
     elif isinstance(node, ast.Dict):
@@ -118,7 +122,7 @@ def _settings(node: ast.AST) -> Iterator[tuple[str | None, ast.expr]]:
 @pytest.mark.slow
 def test_the_package_runs_no_foreign_code_and_listens_to_nobody_by_default() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
-    assert files, f"no Python files under {PACKAGE}: the check would check nothing"
+    assert files, f"there are no Python files under {PACKAGE}, so nothing would be checked"
     found = [
         f"{file.relative_to(PACKAGE.parent)}:{line}: {what}"
         for file in files

@@ -1,4 +1,4 @@
-"""How errors of users' code are described: type, text, and the line in the user's file."""
+"""Descriptions of errors in users' code: type, text, and the line in the user's file."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from asyncrl.user_code import MAX_TEXT_CHARS, describe_error
 
 
 def module(path: Path, source: str) -> dict[str, Callable[..., object]]:
-    """The names that a user's file defines; it is run from that file, so that its frames carry the file's name."""
+    """Writes a user's file, runs it, and returns the names that it defines. The frames of its code have its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source)
     names: dict[str, Callable[..., object]] = {}
@@ -21,10 +21,13 @@ def module(path: Path, source: str) -> dict[str, Callable[..., object]]:
 
 
 def description(call: Callable[[], object], *, with_this_file: bool = True) -> str:
-    """Of what `call` raises. The frame in this file counts as one of the user's, unless it is left out."""
+    """Returns the description of the error that `call` raises.
+
+    The frames in this file count as the user's code. Without `with_this_file`, the first of them is left out.
+    """
     with pytest.raises(BaseException) as raised:  # noqa: PT011
         call()
-    # the frame of this function comes first
+    # The first frame of the traceback is that of this function.
     trace = raised.tb.tb_next
     return describe_error(raised.value if with_this_file else raised.value.with_traceback(trace))
 
@@ -69,7 +72,7 @@ def test_an_installed_package_is_named_when_no_file_of_the_user_is_on_the_way(
 
 
 def test_an_error_of_python_alone_has_no_place() -> None:
-    decode = json.JSONDecoder().decode  # the partial has no frame of its own
+    decode = json.JSONDecoder().decode  # a partial has no frame in this file
     described = description(partial(decode, "{"), with_this_file=False)
     assert described.startswith("JSONDecodeError: Expecting property name")
     assert os.sep not in described

@@ -1,1 +1,1 @@
-"""The bounded replay buffer: tickets, leases, the ledger of every group's fate, who is a member of the run."""
+"""The bounded replay buffer: tickets, leases, the ledger of the fates of all groups, and the members of the run."""

@@ -1,8 +1,8 @@
-"""The buffer actor: a thin asyncio shell around `ReplayBuffer`, and the client of its callers.
+"""The buffer actor: a thin asyncio shell around `ReplayBuffer`, and the client with which other processes call it.
 
-The shell adds waiting (deadline-bound and cancellable), the expiry clock, membership and metrics; every decision is
-the state machine's. Between a decision and its return there is no `await`, so a cancelled wait holds no slot; a reply
-that is lost on its way is a ticket that nobody names as held, and expires.
+The shell adds waiting (with deadlines, and cancellable), the expiry clock, membership and metrics. The state machine
+`ReplayBuffer` makes all decisions. There is no `await` between a decision and its return, so a cancelled wait never
+holds a slot. If the reply with a ticket is lost, no heartbeat names the ticket as held, and it expires.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ from asyncrl.metrics.states import StateClock, monotonic_at_process_start
 logger = logging.getLogger(__name__)
 
 _NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
-"""Answers that no wait can change."""
+"""Answers to a lease call that stay the same for the rest of the run, so that waiting is useless."""
 
 _WAITS = {
     (False, False): "nobody_waits",
@@ -55,13 +55,14 @@ _WAITS = {
     (False, True): "generators_wait",
     (True, True): "both_wait",
 }
-"""The state by whether the learner waits and whether any generator does."""
+"""Maps (whether the learner waits, whether any generator waits) to the state in the metrics."""
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica says of itself with every heartbeat. Totals since its start; seconds are slot-seconds ÷ slots.
+    """A replica's report in each heartbeat. Totals count from the start of the replica.
 
-    `running_groups` are rollouts that run now, `slots` how many may.
+    `state_seconds` are slot-seconds divided by the number of slots. `running_groups` is the number of rollouts that run
+    now, `slots` their maximum.
     """
 
     actor: str
@@ -77,7 +78,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailedTicket(msgspec.Struct, frozen=True, kw_only=True):
-    """A ticket that could not be filled, and why."""
+    """A ticket whose rollout failed, and the failure."""
 
     key: str
     incarnation: int
@@ -85,7 +86,10 @@ class FailedTicket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the buffer knows of the run at one moment; what `asyncrl status` and the live view read."""
+    """The state of the run at one moment, as the buffer knows it. `asyncrl status` and the live view read it.
+
+    `quiet_s` is the time since the last progress (a committed group, an acked step, a new state), seconds.
+    """
 
     run: str
     state: RunState
@@ -108,7 +112,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def limits_of(config: Config) -> Limits:
-    """The buffer's limits as the config says them."""
+    """Returns the buffer's limits from the config."""
     learner, staleness = config.learner, config.staleness
     return Limits(
         max_staleness_versions=staleness.max_versions,
@@ -125,8 +129,11 @@ def limits_of(config: Config) -> Limits:
 
 
 class BufferActor:
-    """Body of the buffer actor. `rows` clears what nobody will train. State-seconds begin at `started_s`, with the
-    process when it is left out."""
+    """The class of the buffer actor.
+
+    `rows` clears the rows of groups that will never be trained. The seconds of the states count from `started_s`
+    (monotonic); if it is left out, from the start of the process.
+    """
 
     def __init__(
         self,
@@ -179,7 +186,7 @@ class BufferActor:
         self._expiry: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Starts the expiry clock and the metrics endpoint; the run's nonce. May be called again."""
+        """Starts the expiry clock and the metrics endpoint. Returns the run's nonce. A second call only returns it."""
         if self._expiry is None:
             self._server = MetricsServer(self._metrics.registry, host=self._config.metrics.host, port=0)
             self._targets["buffer"] = self._server.address
@@ -190,34 +197,34 @@ class BufferActor:
     # --- deployments --------------------------------------------------------------------------------------------
 
     async def check(self, deployment: Deployment, shared: dict[str, object]) -> None:
-        """Raises what `attach` would, and changes nothing."""
+        """Raises the errors that `attach` would raise, and changes nothing."""
         self._members.check(deployment, shared=shared)
 
     async def attach(self, deployment: Deployment, shared: dict[str, object]) -> str:
-        """Admits a deployment; the run's nonce."""
+        """Admits a deployment and returns the run's nonce. Raises RunMismatch or RunLocked."""
         self._members.attach(deployment, shared=shared)
         return self._nonce
 
     async def handshake(self, who: str, fingerprint: str) -> None:
-        """Refuses a pool whose tokenizer or vocabulary differs from the first one's."""
+        """Raises HandshakeError if the tokenizer or vocabulary differs from that of the first caller."""
         self._members.handshake(who=who, fingerprint=fingerprint)
 
     async def keep(self, deployment_id: str) -> None:
-        """A deployment lives."""
+        """Receives a heartbeat of a deployment."""
         self._members.keep(deployment_id)
 
     async def detach(self, deployment_id: str) -> int:
-        """A deployment leaves; how many are left."""
+        """Removes a deployment that leaves. Returns how many live ones remain."""
         return self._members.detach(deployment_id)
 
     async def set_state(self, state: RunState, message: str = "") -> None:
-        """The learner says where the run stands."""
+        """Sets the state of the run. The learner calls it."""
         self._state, self._message = state, message
         self._progress_at_s = self._clock()
         await self._notify()
 
     async def add_target(self, name: str, address: str) -> None:
-        """Another process's metrics endpoint."""
+        """Adds the metrics endpoint of another process to the status."""
         self._targets[name] = address
 
     async def status(self) -> RunStatus:
@@ -244,7 +251,10 @@ class BufferActor:
         )
 
     def _replica_targets(self, replicas: Sequence[ReplicaView]) -> dict[str, str]:
-        """Metrics endpoints of the replicas that are there; reports outlive theirs, for the run's totals."""
+        """Returns the metrics endpoints of the current replicas.
+
+        `_reports` also has the reports of replicas that are gone, because the run's totals need them.
+        """
         addresses = {
             view.replica: self._reports[view.replica].metrics_address
             for view in replicas
@@ -269,17 +279,20 @@ class BufferActor:
             await self._notify()
 
     async def leave(self, replica: str) -> None:
-        """A replica departs cleanly."""
+        """Removes a replica that ends cleanly. Its tickets expire at once."""
         self._clear(self._buffer.leave(replica))
         self._loaded.pop(replica, None)
         await self._notify()
 
     async def reserve(self, replica: str, version: Version, count: int, wait_s: float) -> Reservation:
-        """Waits until at least one ticket can be given, or says after `wait_s` why there is none."""
+        """Waits up to `wait_s` seconds until at least one ticket can be issued.
+
+        Returns the tickets, or the reason why there are none.
+        """
         started_s = self._clock()
         async with self._changed:
             while True:
-                # While this call waited the replica may have loaded newer weights, and said so in a heartbeat.
+                # While this call waited, the replica may have loaded newer weights and reported them in a heartbeat.
                 reservation = self._buffer.reserve(
                     replica, version=max(version, self._loaded.get(replica, version)), count=count
                 )
@@ -309,7 +322,8 @@ class BufferActor:
     # --- learner ------------------------------------------------------------------------------------------------
 
     async def lease(self, wait_s: float) -> Lease | LeaseWait:
-        """Waits for one step's groups, or says after `wait_s` what is missing."""
+        """Waits up to `wait_s` seconds for the groups of one step. Returns the lease, or the reason why there is
+        none."""
         started_s = self._clock()
         async with self._changed:
             while True:
@@ -322,7 +336,10 @@ class BufferActor:
                 await self._change_within(left_s, who=Role.LEARNER)
 
     async def failures(self, known_rollouts: int, wait_s: float) -> tuple[FailureCount, ...]:
-        """The failed rollouts so far, as soon as there are more than `known_rollouts`, else after `wait_s`."""
+        """Returns the counts of failed rollouts.
+
+        Waits until there are more than `known_rollouts`, but at most `wait_s` seconds.
+        """
         log = self._buffer.failures
         async with self._changed:
             with contextlib.suppress(TimeoutError):
@@ -331,7 +348,7 @@ class BufferActor:
         return log.counts()
 
     async def ack(self, incarnation: int, step: int) -> RunStatus:
-        """The step is trained; where the run stands now."""
+        """Ends a lease whose step was trained. Returns the state of the run."""
         self._buffer.ack(incarnation, step)
         self._progress_at_s = self._clock()
         await self._notify()
@@ -348,24 +365,27 @@ class BufferActor:
         return given
 
     async def rows_lost(self, keys: Sequence[str]) -> tuple[str, ...]:
-        """Rows died with their node: those groups are given back and their prompts go to the front."""
+        """Removes ready groups whose rows are lost, e.g. with their node. Their prompts go to the front.
+
+        Returns the keys of the groups that were removed.
+        """
         lost = self._buffer.rows_lost(keys)
         await self._notify()
         return lost
 
     async def published(self, version: Version) -> None:
-        """The learner published a version."""
+        """Records that the learner published a version."""
         self._buffer.publish(version)
 
     async def pause(self) -> None:
-        """Admission stops; what is in flight goes on."""
+        """Stops the admission of new groups. Groups in flight continue."""
         self._buffer.pause()
 
     async def resume(self) -> None:
         self._buffer.resume()
         await self._notify()
 
-    # --- inside -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -394,7 +414,8 @@ class BufferActor:
                     await self._notify()
                 self._record()
             except Exception:
-                logger.exception("the expiry clock of the buffer failed once")
+                # Expiry must go on after an error: without it, the tickets of dead replicas would block the run.
+                logger.exception("the buffer failed to expire tickets; it tries again")
 
     def _clear(self, keys: Sequence[str]) -> None:
         if keys:
@@ -405,7 +426,7 @@ class BufferActor:
     def _cleared(self, task: "asyncio.Task[None]") -> None:
         self._clearing.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            logger.warning("rows that nobody will train were not cleared: %s", task.exception())
+            logger.warning("the rows of groups that will not be trained were not cleared: %s", task.exception())
 
     def _record(self) -> None:
         counts, account = self._buffer.counts(), self._buffer.ledger
@@ -435,14 +456,14 @@ def _replica_state(view: ReplicaView) -> str:
 
 
 class BufferClient:
-    """Calls to the buffer actor, each with a deadline."""
+    """Client of the buffer actor. Each call has a deadline of `timeout_s` seconds, plus the time that it may wait."""
 
     def __init__(self, handle: Any, *, timeout_s: float) -> None:
         self._handle = handle
         self._timeout_s = timeout_s
 
     async def call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
-        """Any method of `BufferActor`, by name."""
+        """Calls a method of `BufferActor` by its name and returns the answer."""
         return await finished(
             getattr(self._handle, method).remote(*arguments),
             timeout_s=self._timeout_s + wait_s,

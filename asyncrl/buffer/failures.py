@@ -1,6 +1,7 @@
-"""Counts failed rollouts, keeps the first of each kind, and decides when too many groups failed in a row.
+"""Counts failed rollouts, keeps the first failure of each kind, and detects when too many groups failed in a row.
 
-Memory is bounded: reasons are a bounded set, and texts are cut (`Failure`). Pure; the buffer is the only caller.
+Memory is bounded, because the set of reasons is bounded and texts are cut (`Failure`). This module is pure. Only the
+buffer calls it.
 """
 
 from asyncrl.buffer.records import Failure, FailureCount, FailureStreak
@@ -8,7 +9,7 @@ from asyncrl.errors import FailureClass
 
 
 class FailureLog:
-    """The failures of one run. `max_streak` is `generator.max_data_failures`."""
+    """The failures of a run. `max_streak` is `generator.max_data_failures`."""
 
     def __init__(self, *, max_streak: int) -> None:
         self._max_streak = max_streak
@@ -18,12 +19,15 @@ class FailureLog:
 
     @property
     def too_many(self) -> bool:
-        """Whether `max_streak` groups failed in a row. Once true it stays true: groups that were under way then may
-        still end well or fail, and change neither this nor the streak."""
+        """Whether `max_streak` groups failed in a row. Once it is True, it stays True.
+
+        Groups that are in flight at that moment may still be committed or fail. They change neither this nor the
+        streak.
+        """
         return self.streak is not None and self.streak.groups >= self._max_streak
 
     def failed(self, failure: Failure, *, ended_group: bool) -> None:
-        """A rollout failed; `ended_group` is false when its prompt is tried again."""
+        """Counts a failed rollout. `ended_group` is False if the prompt of the group is tried again."""
         self._count(failure, ended_group=ended_group)
         if failure.failure_class is FailureClass.DATA and not self.too_many:
             streak = self.streak
@@ -32,7 +36,7 @@ class FailureLog:
             )
 
     def heldout_failed(self, failure: Failure) -> None:
-        """A rollout of the held-out evaluation failed. It belongs to no group, and does not count in the streak."""
+        """Counts a failed rollout of a held-out evaluation. It belongs to no group and does not change the streak."""
         self._count(failure, ended_group=False)
 
     def _count(self, failure: Failure, *, ended_group: bool) -> None:
@@ -45,10 +49,10 @@ class FailureLog:
         )
 
     def succeeded(self) -> None:
-        """A group was committed."""
+        """Ends the streak, because a group was committed."""
         if not self.too_many:
             self.streak = None
 
     def counts(self) -> tuple[FailureCount, ...]:
-        """By class and reason, in the order of the first failures."""
+        """Returns one count for each class and reason, in the order of the first failures."""
         return tuple(self._counts.values())

@@ -1,8 +1,8 @@
-"""The life of groups: which state each is in, what it books, and what became of it.
+"""The states of groups: each group's state, the bytes that it books, and its fate.
 
-`ReplayBuffer` decides; this carries out, and keeps four things in step: the containers of the states, the bytes
-booked, the groups outstanding by deadline, and the ledger. A group is in exactly one place: reserved, ready, leased,
-waiting at the front, or ended.
+`ReplayBuffer` makes the decisions and this module applies them. It keeps four things consistent: the containers of the
+states, the booked bytes, the number of unleased groups by deadline, and the ledger. A group is in exactly one place:
+reserved, ready, leased, waiting at the front, or ended.
 """
 
 from collections import Counter
@@ -15,22 +15,22 @@ from asyncrl.buffer.slots import DuePrompt, Front, ReadyQueue, Slot, amount_of
 from asyncrl.buffer.staleness import Limits
 from asyncrl.data.prompts import Task
 
-# vLLM gives child i of a request the seed + i, so a base seed is a multiple of the group size, and the largest leaves
-# room below 2**63.
+# vLLM gives sample i of a request the seed + i. So the seed of a group is a multiple of the group size, which makes all
+# sample seeds different. The range leaves room below 2**63.
 _SEED_RANGE = 2**62
 _GROUPS_A_SEED = 2**20
 
 
 class Prompts(Protocol):
-    """Where new prompts come from, in the order in which they are issued."""
+    """A source of new prompts. It gives them in the order in which they are issued."""
 
     def next(self) -> Task | None:
-        """The next prompt; None once exhausted."""
+        """Returns the next prompt; None when there are no more."""
         ...
 
 
 class Groups:
-    """Every group that was issued. The n-th new prompt is group n; a retry keeps its group, prompt and seed."""
+    """All groups that were issued. The n-th new prompt is group n. A retry keeps the group, the prompt and the seed."""
 
     def __init__(self, *, limits: Limits, prompts: Prompts, ledger: Ledger, seed: int) -> None:
         self._limits = limits
@@ -38,25 +38,29 @@ class Groups:
         self._ledger = ledger
         self._seed = seed
         self._next_group = 0
-        # Last attempt of ended groups and whether it was committed, except the common one: attempt 0, committed.
+        # For ended groups: the last attempt and whether it was committed. The common case (attempt 0, committed) is
+        # left out, so that memory does not grow with every group.
         self._last_attempts: dict[int, tuple[int, bool]] = {}
         self.open: dict[int, Slot] = {}  # every slot by group, in the order of the reserves
-        self.reserved: dict[str, Slot] = {}  # by key, the longest unheard first
+        self.reserved: dict[str, Slot] = {}  # slots by key, the one with the oldest heartbeat first
         self.ready = ReadyQueue()
         self.leased: list[Slot] = []
-        self.unleased_by_deadline: Counter[int] = Counter()  # reserved and ready
+        self.unleased_by_deadline: Counter[int] = Counter()  # number of reserved and ready groups by deadline
         self.front = Front()
         self.booked_bytes = 0
         self.exhausted = False
 
     @property
     def slots(self) -> int:
-        """Slots taken, leased ones included. A short last lease leaves room, but nothing that could take it: it starts
-        only when no prompt is left anywhere."""
+        """Number of slots in use, including leased ones.
+
+        The last lease may be short and leave slots free. No group can use them, because a short lease starts only when
+        no prompt is left.
+        """
         return len(self.reserved) + len(self.ready) + len(self.leased)
 
     def next_prompt(self) -> DuePrompt | None:
-        """The earliest prompt at the front, else a new one; None when both have run out."""
+        """Returns the earliest prompt at the front, else a new prompt; None if there is neither."""
         if due := self.front.pop():
             return due
         task = None if self.exhausted else self._prompts.next()
@@ -69,7 +73,7 @@ class Groups:
         return DuePrompt(group=group, attempt=0, task=task, seed=seed, issued=False)
 
     def admit(self, prompt: DuePrompt, *, replica: str, version: Version, step: int, now_s: float) -> Ticket:
-        """The prompt gets a slot: free to reserved."""
+        """Gives the prompt a slot (free → reserved) and returns the ticket."""
         ticket = Ticket(
             group=prompt.group,
             attempt=prompt.attempt,
@@ -90,14 +94,14 @@ class Groups:
         return ticket
 
     def heard(self, key: str, *, replica: str, now_s: float) -> None:
-        """The replica still works on its ticket."""
+        """Records that the replica named its ticket in a heartbeat. Another replica's ticket is left alone."""
         slot = self.reserved.get(key)
         if slot is not None and slot.ticket.replica == replica:
             slot.heard_at_s = now_s
             self.reserved[key] = self.reserved.pop(key)
 
     def unheard_before(self, cutoff_s: float) -> list[Slot]:
-        """Reserved groups nobody was heard of since; O(their number)."""
+        """Returns the reserved groups whose last heartbeat is before `cutoff_s`. Takes O(their number)."""
         unheard: list[Slot] = []
         for slot in self.reserved.values():
             if slot.heard_at_s >= cutoff_s:
@@ -106,7 +110,7 @@ class Groups:
         return unheard
 
     def commit(self, slot: Slot, meta: GroupMeta, *, step: int) -> None:
-        """Reserved to ready; the bytes that the worst case did not need are refunded."""
+        """Moves a group from reserved to ready. Returns the booked bytes that its rows do not need to the buffer."""
         del self.reserved[meta.key]
         slot.meta, slot.ready_step = meta, step
         self.booked_bytes += meta.row_bytes - slot.booked_bytes
@@ -115,8 +119,10 @@ class Groups:
         self._ledger.generated(meta.generated_tokens)
 
     def retry(self, slot: Slot) -> bool:
-        """A reserved group's attempt is over without a result: its prompt goes to the front. False when it had its last
-        attempt, so that the group has failed."""
+        """Ends an attempt at a reserved group without a result, and puts the prompt at the front.
+
+        Returns False if it was the last attempt; then the group has failed.
+        """
         if slot.ticket.attempt + 1 >= self._limits.max_attempts:
             self.fail(slot)
             return False
@@ -125,12 +131,12 @@ class Groups:
         return True
 
     def fail(self, slot: Slot) -> None:
-        """A reserved group will never be committed. Another prompt may take its slot."""
+        """Ends a reserved group that will never be committed. Another prompt may take its slot."""
         self._leave_reserved(slot)
         self._end(slot, Fate.FAILED)
 
     def lose_rows(self, slots: Collection[Slot]) -> None:
-        """Ready groups' rows are gone: their prompts go to the front and will be issued anew."""
+        """Ends ready groups whose rows are lost. Their prompts go to the front and will be issued as new groups."""
         self.ready.discard(slots)
         for slot in slots:
             self._count_unleased(slot.ticket.deadline, -1)
@@ -139,7 +145,7 @@ class Groups:
             self._to_front(slot, issued=False)
 
     def drop_ready(self) -> tuple[str, ...]:
-        """Every ready group is dropped: no step will ever train it. Their keys."""
+        """Drops all ready groups, because no step will train them. Returns their keys."""
         slots = self.ready.take(self.ready.by_deadline())
         for slot in slots:
             self._count_unleased(slot.ticket.deadline, -1)
@@ -148,21 +154,21 @@ class Groups:
         return tuple(slot.ticket.key for slot in slots)
 
     def lease(self, share: Mapping[int, int]) -> list[Slot]:
-        """Ready to leased: so many groups of each deadline."""
+        """Moves groups from ready to leased. `share` maps a deadline to the number of groups."""
         self.leased = self.ready.take(share)
         for deadline, groups in share.items():
             self._count_unleased(deadline, -groups)
         return self.leased
 
     def return_leased(self) -> None:
-        """Leased to ready again."""
+        """Moves the leased groups back to ready."""
         leased, self.leased = self.leased, []
         for slot in leased:
             self._count_unleased(slot.ticket.deadline, 1)
             self.ready.push(slot)
 
     def end_leased(self, fate: Fate) -> tuple[str, ...]:
-        """Leased to trained or skipped: the slots are free. The groups' keys."""
+        """Ends the leased groups with `fate` (trained or skipped) and frees their slots. Returns their keys."""
         leased, self.leased = self.leased, []
         for slot in leased:
             self._free(slot)
@@ -170,7 +176,7 @@ class Groups:
         return tuple(slot.ticket.key for slot in leased)
 
     def last_attempt(self, group: int) -> tuple[int, bool] | None:
-        """The last attempt that was given out at a group and whether it was committed; None: no such group."""
+        """Returns (last issued attempt at a group, whether it was committed); None if there is no such group."""
         if not 0 <= group < self._next_group:
             return None
         if slot := self.open.get(group):
@@ -180,7 +186,7 @@ class Groups:
         return self._last_attempts.get(group, (0, True))
 
     def account(self) -> Account:
-        """The ledger with what is open now. O(slots)."""
+        """Returns the ledger's account, including the groups that are open now. Takes O(slots)."""
         size = self._limits.group_size
         waiting = Amount(self.front.issued_groups, self.front.issued_groups * size, 0)
         return self._ledger.account(
@@ -192,7 +198,7 @@ class Groups:
     def _count_unleased(self, deadline: int, groups: int) -> None:
         self.unleased_by_deadline[deadline] += groups
         if not self.unleased_by_deadline[deadline]:
-            del self.unleased_by_deadline[deadline]  # deadlines pass: what is kept must not grow with the run
+            del self.unleased_by_deadline[deadline]  # otherwise the dict would grow with every step of the run
 
     def _leave_reserved(self, slot: Slot) -> None:
         del self.reserved[slot.ticket.key]

@@ -1,16 +1,18 @@
-"""The ledger: every group that was issued has one fate, and the account closes.
+"""The ledger: every issued group has exactly one fate, and the sum over all fates equals the issued amount.
 
     issued = trained + leased + ready + reserved + filtered + skipped + dropped + failed + rows_lost
              + returned_on_resume                                       in groups, in samples and in tokens
 
-The ledger itself counts what was issued and the fates that are final; the buffer adds what it holds open, counted
-from its own slots and not from these numbers, so that a leak on either side shows as an account that does not close.
+The account is closed if this equation holds. The ledger itself counts the issued amount and the final fates. The buffer
+adds the open groups. It counts them from its own slots, and not from the ledger's numbers, so that a leak on either
+side shows as an account that is not closed.
 
-Tokens are generated tokens. A group has none until its commit, which adds its tokens to `issued` and to where the
-group stands: a reserved group's tokens are 0, and so are those of a group that failed.
+Tokens are generated tokens. A group has none until its commit, which adds its tokens to `issued` and to its fate. So
+the tokens of a reserved or failed group are 0.
 
-An expired or retried attempt is no fate: its group stays `reserved` while its prompt waits at the front for the next
-attempt. A group whose rows were lost has the fate `rows_lost`, and the prompt's next attempt is issued anew.
+The end of an attempt by expiry or retry is not a fate. The group stays `reserved` while its prompt waits at the front
+for the next attempt. A group whose rows were lost has the fate `rows_lost`, and the next attempt at its prompt counts
+as newly issued.
 """
 
 from collections import Counter
@@ -20,7 +22,7 @@ import msgspec
 
 
 class Fate(StrEnum):
-    """Where an issued group stands. The first three are open, the others final."""
+    """The current or final state of an issued group. The first three are open, the others final."""
 
     RESERVED = "reserved"
     READY = "ready"
@@ -38,7 +40,7 @@ OPEN_FATES = frozenset({Fate.RESERVED, Fate.READY, Fate.LEASED})
 
 
 class Event(StrEnum):
-    """What happened and is no fate; each is counted. Refused calls changed nothing."""
+    """Events that are counted but are not fates of groups. A refused call changed nothing."""
 
     ATTEMPT = "attempt"
     RETRY = "retry"
@@ -58,7 +60,7 @@ class Event(StrEnum):
 
 
 class Amount(msgspec.Struct, frozen=True):
-    """So many groups, samples and generated tokens."""
+    """A number of groups, of their samples, and of their generated tokens."""
 
     groups: int = 0
     samples: int = 0
@@ -69,7 +71,7 @@ class Amount(msgspec.Struct, frozen=True):
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """The ledger at one moment, open groups included: what is exported, shown and checked."""
+    """The state of the ledger at one moment, including open groups. It is exported as metrics, shown, and checked."""
 
     issued: Amount
     fates: dict[Fate, Amount]
@@ -77,12 +79,12 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def closed(self) -> bool:
-        """Whether every issued group, sample and token is accounted for."""
+        """Whether every issued group, sample and token has a fate."""
         return sum(self.fates.values(), start=Amount()) == self.issued
 
 
 class Ledger:
-    """Counts what was issued, what became of it, and events. Nothing ever leaves a final fate."""
+    """Counts the issued amount, the final fates, and events. A final fate never changes."""
 
     def __init__(self) -> None:
         self._issued = Amount()
@@ -90,22 +92,22 @@ class Ledger:
         self._events: Counter[Event] = Counter()
 
     def issue(self, *, samples: int) -> None:
-        """One group was issued; its tokens follow at its commit."""
+        """Counts one issued group. Its tokens are counted at its commit."""
         self._issued += Amount(1, samples, 0)
 
     def generated(self, tokens: int) -> None:
-        """An issued group was committed with so many generated tokens."""
+        """Counts the generated tokens of an issued group that was committed."""
         self._issued += Amount(0, 0, tokens)
 
     def settle(self, fate: Fate, amount: Amount) -> None:
-        """Issued groups met their fate."""
+        """Counts issued groups that reached a final fate."""
         self._final[fate] += amount
 
     def count(self, event: Event, times: int = 1) -> None:
         self._events[event] += times
 
     def account(self, *, reserved: Amount, ready: Amount, leased: Amount) -> Account:
-        """The whole account, with what the buffer holds open."""
+        """Returns the account. The arguments are the open groups of the buffer."""
         open_ = {Fate.RESERVED: reserved, Fate.READY: ready, Fate.LEASED: leased}
         return Account(
             issued=self._issued,

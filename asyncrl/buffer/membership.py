@@ -1,7 +1,8 @@
-"""Who takes part in a run: its deployments, checked when they attach and forgotten when they fall silent.
+"""The members of a run: its deployments, which are checked when they attach and removed when they are silent too long.
 
-Pure: the clock is an argument. The first deployment brings the run's shared config; each later one must agree with it
-key by key, because get-or-create of an actor ignores the second caller's arguments in silence. A run has one learner.
+Pure: the clock is an argument. The first deployment sets the run's shared config. Each later deployment must agree with
+it key by key. The check is needed because Ray's get-or-create of an actor ignores the arguments of the second caller. A
+run has one learner.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,14 +15,14 @@ from asyncrl.errors import HandshakeError, RunLocked, RunMismatch
 
 
 class Role(StrEnum):
-    """What a deployment runs."""
+    """The kind of a deployment."""
 
     LEARNER = "learner"
     GENERATOR = "generator"
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """One attached deployment and where it runs."""
+    """An attached deployment, with the host and the pid of its process."""
 
     id: str
     role: Role
@@ -30,7 +31,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunState(StrEnum):
-    """Where the run as a whole stands."""
+    """The state of the whole run."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -40,7 +41,10 @@ class RunState(StrEnum):
 
 
 class Membership:
-    """The deployments of one run."""
+    """The deployments of one run. `timeout_s` is the time without a heartbeat after which a deployment counts as gone.
+
+    `shared` is the run's shared config by dotted key.
+    """
 
     def __init__(self, *, shared: Mapping[str, object], timeout_s: float, clock: Callable[[], float]) -> None:
         self._shared = dict(shared)
@@ -50,25 +54,32 @@ class Membership:
         self._fingerprint: tuple[str, str] | None = None
 
     def attach(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
-        """Admits a deployment. Raises as `check` does."""
+        """Admits a deployment. Raises the errors of `check`."""
         self.check(deployment, shared=shared)
         self._members[deployment.id] = (deployment, self._clock())
 
     def check(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
-        """Whether it may attach. RunMismatch names the first key that differs, RunLocked the learner that is there."""
+        """Raises an error if the deployment may not attach.
+
+        RunMismatch names the first key whose value differs from the run's. RunLocked names the learner that the run
+        has already.
+        """
         key = first_difference(self._shared, shared)
         if key is not None:
             raise RunMismatch(
-                f"{key} = {shared.get(key)!r}, but the run was started with {self._shared.get(key)!r}: use the same "
-                "config, or another `run.name` for another run"
+                f"{key} = {shared.get(key)!r}, but the run was started with {self._shared.get(key)!r}; use the same "
+                "config, or set another run.name for another run"
             )
         if deployment.role is Role.LEARNER:
             for other in self.live():
                 if other.role is Role.LEARNER and other.id != deployment.id:
-                    raise RunLocked(f"the run has a learner already: pid {other.pid} on {other.host}")
+                    raise RunLocked(
+                        f"the run has a learner already: pid {other.pid} on {other.host}; end that learner, or set "
+                        "another run.name"
+                    )
 
     def keep(self, deployment_id: str) -> bool:
-        """The deployment lives. False when it is not attached (any more)."""
+        """Records a heartbeat of the deployment. Returns False if it is not attached."""
         member = self._members.get(deployment_id)
         if member is None:
             return False
@@ -76,22 +87,25 @@ class Membership:
         return True
 
     def detach(self, deployment_id: str) -> int:
-        """Forgets a deployment; how many live ones are left."""
+        """Removes a deployment. Returns how many live ones remain."""
         self._members.pop(deployment_id, None)
         return len(self.live())
 
     def live(self) -> list[Deployment]:
-        """Deployments that were heard of within the timeout."""
+        """Returns the deployments that sent a heartbeat within the timeout."""
         now_s = self._clock()
         return [member for member, heard_at_s in self._members.values() if now_s - heard_at_s <= self._timeout_s]
 
     def handshake(self, *, who: str, fingerprint: str) -> None:
-        """Tokenizer and vocabulary of the pools must be one (F25): the first sets it, the others must match."""
+        """Checks that all pools have the same tokenizer and vocabulary (F25).
+
+        The first caller sets the fingerprint. Raises HandshakeError if that of a later caller differs.
+        """
         if self._fingerprint is None:
             self._fingerprint = (who, fingerprint)
         elif self._fingerprint[1] != fingerprint:
             first, expected = self._fingerprint
             raise HandshakeError(
-                f"{who} has tokenizer and vocabulary {fingerprint}, {first} has {expected}: do both pools read the "
-                "same `model.path`?"
+                f"{who} has tokenizer and vocabulary {fingerprint}, but {first} has {expected}; make both pools read "
+                "the same files at model.path"
             )

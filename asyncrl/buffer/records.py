@@ -1,7 +1,7 @@
-"""What travels between the buffer and its callers: versions, tickets, group metadata, leases.
+"""Records that the buffer and its callers exchange: versions, tickets, group metadata, leases.
 
-Frozen msgspec structs without tensors; nothing here imports torch, ray or vllm. A group's bulk rows live in the
-row store under its key (`<group>.<attempt>`), a sample's under `<group>.<attempt>_g<i>`.
+They are frozen msgspec structs without tensors. This module imports neither torch nor ray nor vllm. The rows of a group
+are in the data plane under the group's key (`<group>.<attempt>`), the row of a sample under `<group>.<attempt>_g<i>`.
 """
 
 from enum import StrEnum
@@ -12,11 +12,11 @@ from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass, RolloutError
 
 MAX_FAILURE_CHARS = 1000
-"""Longest text of a failure that is kept, each of message, prompt and completion."""
+"""Maximum length of each text of a failure (message, prompt, completion). Longer texts are cut."""
 
 
 class Version(msgspec.Struct, frozen=True, order=True):
-    """Weights' version: (incarnation, step). Written `2.140`; ordered by incarnation, then step."""
+    """A version of the weights: (incarnation, step). Its text form is `2.140`. Ordered by incarnation, then by step."""
 
     incarnation: int
     step: int
@@ -26,15 +26,18 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
     @classmethod
     def parse(cls, label: str) -> "Version":
-        """Inverse of `str`. ValueError on anything else, such as vLLM's initial label `default`."""
+        """Returns the version with the text form `label`. Raises ValueError for any other text.
+
+        vLLM's initial label `default` is such a text.
+        """
         incarnation, dot, step = label.partition(".")
         if not (dot and incarnation.isdecimal() and step.isdecimal()):
-            raise ValueError(f"{label!r} is not a weight version like '1.140'")
+            raise ValueError(f"{label!r} is not a weight version; versions look like '1.140'")
         return cls(int(incarnation), int(step))
 
     @property
     def words(self) -> str:
-        """For people: the step; the incarnation only of a learner that was started again.
+        """The version in words, for logs. The incarnation is left out if the learner was started only once.
 
         >>> Version(1, 140).words, Version(2, 140).words
         ('step 140', 'step 140 of incarnation 2')
@@ -43,9 +46,13 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
 
 class Refusal(StrEnum):
-    """Why a reserve got fewer tickets than it asked for. NO_PROMPTS: the source is exhausted. NO_STEPS: the groups in
-    flight already fill every step up to `total_steps`. TOO_MANY_FAILURES: the run is about to end, because
-    `generator.max_data_failures` groups failed in a row."""
+    """The reason why a reserve got fewer tickets than it requested.
+
+    STALENESS: rule (1) of `staleness.py` admits no more. CAPACITY: the buffer is full. NO_PROMPTS: the prompts have run
+    out. NO_STEPS: the groups in flight already fill every step up to `total_steps`. PAUSED: admission is paused.
+    TOO_MANY_FAILURES: the run is about to end, because `generator.max_data_failures` groups failed in a row.
+    OLD_INCARNATION: the version is of another incarnation of the learner.
+    """
 
     STALENESS = "staleness"
     CAPACITY = "capacity"
@@ -57,10 +64,11 @@ class Refusal(StrEnum):
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to generate one group, held by one replica until commit, fail or expiry.
+    """Permission to generate one group. One replica holds it until commit, failure or expiry.
 
-    `seed` is a multiple of the group size: vLLM gives child i seed + i. `deadline` is the last step that may train
-    the group: reserve's version + `max_staleness_versions` at that time.
+    `version` is the replica's version at the reserve. `seed` is a multiple of the group size, because vLLM gives sample
+    i the seed + i. `deadline` is the last step that may train the group: the step of `version` +
+    `max_staleness_versions` at the time of the reserve.
     """
 
     group: int
@@ -81,17 +89,17 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Tickets, and what stopped the buffer from giving more (None: all that were asked for)."""
+    """The answer to a reserve: the tickets, and the reason why there are not more (None: all requested were issued)."""
 
     tickets: tuple[Ticket, ...]
     refusal: Refusal | None
 
 
 class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What the control plane knows of a finished group: no tokens, no tensors.
+    """Metadata of a finished group for the control plane. It has no tokens and no tensors.
 
-    `oldest` and `newest` are the steps of the smallest and largest version that produced one of its tokens.
-    Tuples have one entry a sample. `row_bytes` is the size of its rows in the data plane.
+    `oldest` and `newest` are the steps of the oldest and newest version that generated a token of the group. Tuples
+    have one entry for each sample. `row_bytes` is the size of the group's rows in the data plane, bytes.
     """
 
     group: int
@@ -117,8 +125,12 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommitOutcome(StrEnum):
-    """What a commit did. Everything but ACCEPTED changed nothing, was counted, and asks the caller to clear its rows
-    (DUPLICATE excepted: those rows are the winner's)."""
+    """The result of a commit. Only ACCEPTED changes the buffer; the other results are counted.
+
+    LATE: the ticket has ended before, for example by expiry. UNKNOWN: there was no such ticket. OLD_INCARNATION: the
+    ticket is of another incarnation of the learner. For these three the caller must clear the rows that it stored.
+    DUPLICATE: this attempt is committed already; its rows must stay.
+    """
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
@@ -128,10 +140,10 @@ class CommitOutcome(StrEnum):
 
 
 class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group in a lease: its metadata and the limits of its ticket.
+    """A group in a lease: its metadata, its task, and the limits of its ticket.
 
-    `reserved_step` and `ready_step` are the learner's steps at reserve and at commit: staleness in flight is
-    `ready_step − meta.oldest`, in the buffer `lease.step − ready_step`.
+    `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit. `ready_step − meta.oldest`
+    is the staleness that the group got in flight, `lease.step − ready_step` the staleness that it got in the buffer.
     """
 
     meta: GroupMeta
@@ -143,7 +155,10 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's groups, earliest deadline first, ties in prompt order. Ends by ack or give-back, never by time."""
+    """The groups of one step, earliest deadline first, ties in prompt order.
+
+    A lease ends by ack, skip or give-back. It never ends by time.
+    """
 
     incarnation: int
     step: int
@@ -151,7 +166,12 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseWait(StrEnum):
-    """Why there is no lease now. TOO_MANY_FAILURES: there will be none any more, as `Refusal` explains."""
+    """The reason why there is no lease now.
+
+    NOT_ENOUGH_READY: fewer groups are ready than a step needs. STRAGGLER: groups with an early deadline are not ready,
+    and rule (2) of `staleness.py` forbids a lease without them. FINISHED: the run has no more steps. TOO_MANY_FAILURES:
+    there will be no more leases, for the reason given in `Refusal`.
+    """
 
     NOT_ENOUGH_READY = "not_enough_ready"
     STRAGGLER = "straggler"
@@ -160,12 +180,11 @@ class LeaseWait(StrEnum):
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """What the buffer knows of one replica. `version` None: it has loaded nothing whole.
+    """The buffer's view of one replica. `version` is None if the replica has not completely loaded any version.
 
-    `reserved_groups` are the tickets that it holds: rollouts that run, wait for their start, or are yet to be
-    committed. `free_slots` are concurrency slots (groups): those without a ticket at its last heartbeat, less what it
-    got since.
-    `refused_for` is the answer to its last reserve at this version.
+    `reserved_groups` is the number of tickets that it holds: rollouts that run, wait for their start, or wait for their
+    commit. `free_slots` is the number of its concurrency slots without a ticket at its last heartbeat, less the tickets
+    that it got since. `refused_for` is the refusal of its last reserve at this version.
     """
 
     replica: str
@@ -178,10 +197,10 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """How full the buffer is now. Groups, except where the name has a unit.
+    """The current contents of the buffer, in groups unless the name has another unit.
 
-    `waiting` prompts stand at the front for their next attempt and hold no slot. `lease_wait` is the answer to the
-    last lease call, None when it got one.
+    `waiting` prompts are at the front for their next attempt and hold no slot. `lease_wait` is the answer to the last
+    lease call; None if that call got a lease.
     """
 
     reserved: int
@@ -194,8 +213,11 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why one rollout failed. Texts have at most `MAX_FAILURE_CHARS` characters. `prompt` and `completion` are empty
-    when the failure is not of one prompt, or not of one completion."""
+    """The failure of one rollout. Texts have at most `MAX_FAILURE_CHARS` characters.
+
+    `prompt` is empty if the failure does not belong to one prompt. `completion` is empty if it does not belong to one
+    completion.
+    """
 
     failure_class: FailureClass
     reason: str
@@ -205,7 +227,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: RolloutError, *, prompt: str = "") -> "Failure":
-        """The failure of a rollout on `prompt` that raised `error`."""
+        """Returns the failure of a rollout of `prompt` that raised `error`."""
         return cls(
             failure_class=error.failure_class,
             reason=error.reason,
@@ -221,12 +243,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_reward(self) -> bool:
-        """Whether the reward failed, and not the generation."""
+        """Whether the reward failed; otherwise the generation failed."""
         return self.reason.startswith("reward_")
 
     @property
     def words(self) -> str:
-        """The cause on one line.
+        """The cause in one line.
 
         >>> Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="reward = tasks:judge raised "
         ...     "KeyError: 'KEY' (tasks.py:30)", prompt="0+3=", completion="4").words
@@ -239,8 +261,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Failed rollouts of one class and reason: their number with those of held-out evaluations, the number of groups
-    that ended with one (an INFRA failure is tried again first), and the first failure."""
+    """Failed rollouts of one class and reason.
+
+    `rollouts` is their number, with those of held-out evaluations. `groups` is the number of groups that ended with
+    such a failure. The two differ because a group is tried again after an INFRA failure, and because rollouts of
+    held-out evaluations belong to no group.
+    """
 
     rollouts: int
     groups: int
@@ -248,7 +274,7 @@ class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureStreak(msgspec.Struct, frozen=True, kw_only=True):
-    """DATA failures since the last group that did not fail: their number, the first and the last one."""
+    """The DATA failures since the last group that was committed: the number of groups, the first and the last one."""
 
     groups: int
     first: Failure
@@ -256,7 +282,9 @@ class FailureStreak(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cut_text(text: str) -> str:
-    """At most `MAX_FAILURE_CHARS` characters and `…`, without lone surrogates, which can be neither written nor sent.
+    """Returns at most `MAX_FAILURE_CHARS` characters of `text`, with `…` if it was cut.
+
+    Lone surrogates are replaced, because they cannot be encoded as UTF-8.
 
     >>> cut_text("x" * 1001) == "x" * 1000 + "…", cut_text("a\\ud800")
     (True, 'a?')

@@ -1,14 +1,19 @@
-"""The replay buffer: a pure state machine that admits, hands out and accounts for every group.
+"""The replay buffer: a pure state machine that admits groups, leases them to the learner, and accounts for each.
 
            reserve           commit           lease            ack
     free ──────────▶ reserved ──────▶ ready ─────────▶ leased ──────▶ trained
       ▲                │ fail, expire   │ rows_lost      │ give_back: ready again; skip: slot freed
       └────────────────┴────────────────┴────────────────┘
 
-What must hold after every call: no slot is admitted beyond rule (1) and no lease starts beyond rule (2) of
-`staleness.py`, so every admitted group can be trained by its deadline; a lease holds its slots until it ends and
-never ends by time; the ledger closes; calls are idempotent by id, and a repeated, late or unknown one is counted and
-changes nothing. No threads, sockets or clock of its own: `actor.py` is its shell.
+These statements are true after every call:
+
+- Every slot was admitted under rule (1), and every lease was started under rule (2) of `staleness.py`. So every
+  admitted group can be trained by its deadline.
+- A lease holds its slots until it ends, and it never ends by time.
+- The ledger's account is closed.
+- Calls are idempotent by id. A repeated, late or unknown call is counted and changes nothing.
+
+The state machine has no threads and no sockets, and the clock is an argument. `actor.py` is its shell.
 """
 
 import math
@@ -48,10 +53,11 @@ _REFUSED_COMMITS = {
 
 
 class ReplayBuffer:
-    """Groups between the pools. `clock` gives monotonic seconds; `step` is the learner's version v at the start.
+    """The groups between the generators and the learner.
 
-    The order of prompts and their seeds depend on nothing but the source and `seed`, so that η = 0 trains the batches
-    of a sequential loop.
+    `clock` returns monotonic seconds. `step` is the learner's version v at the start. The order of the prompts and
+    their seeds depend only on the source and `seed`, so that a run with η = 0 trains the same batches as a sequential
+    loop.
     """
 
     def __init__(
@@ -84,21 +90,25 @@ class ReplayBuffer:
     # For generators.
 
     def heartbeat(self, replica: str, *, version: Version | None, free_slots: int, held: Collection[str]) -> None:
-        """The replica lives, and so do exactly the tickets that it names: one whose reserve reply got lost expires."""
+        """Records a heartbeat of the replica and of the tickets `held`, by key.
+
+        A ticket whose reserve reply was lost is not in `held`, so it expires.
+        """
         now_s = self._clock()
         self._replicas.heard(replica, version=version, free_slots=free_slots, now_s=now_s)
         for key in held:
             self._groups.heard(key, replica=replica, now_s=now_s)
 
     def leave(self, replica: str) -> tuple[str, ...]:
-        """The replica departs: its tickets expire at once. Keys whose rows, if any, may be cleared."""
+        """Removes a replica that ends. Its tickets expire at once. Returns their keys; rows under them may be
+        cleared."""
         self._replicas.forget(replica)
         return self._expire([slot for slot in self._groups.reserved.values() if slot.ticket.replica == replica])
 
     def reserve(self, replica: str, *, version: Version, count: int) -> Reservation:
-        """Tickets for up to `count` groups at the replica's version, and what stopped the buffer from giving more."""
+        """Returns tickets for up to `count` groups at the replica's version, and the reason why there are not more."""
         if count < 1:
-            raise ValueError(f"replica {replica} reserves {count} groups; it must ask for at least 1")
+            raise ValueError(f"replica {replica} reserves {count} groups; the number must be at least 1")
         now_s = self._clock()
         room, refusal = self._room(version)
         tickets: list[Ticket] = []
@@ -113,10 +123,10 @@ class ReplayBuffer:
         return answer
 
     def commit(self, meta: GroupMeta) -> CommitOutcome:
-        """A group is generated and scored, and its rows are stored.
+        """Makes a group ready. The caller has generated and scored the group and has stored its rows.
 
-        Metadata that contradicts its ticket is our own bug: StalenessViolation for a token older than the ticket,
-        ValueError for anything else. The ticket then stays reserved.
+        Raises an error if the metadata contradicts the ticket, which is a bug in asyncrl: StalenessViolation for a
+        token that is older than the ticket, ValueError for anything else. The ticket then stays reserved.
         """
         slot = self._groups.reserved.get(meta.key)
         if slot is None or meta.incarnation != self._incarnation:
@@ -129,11 +139,12 @@ class ReplayBuffer:
         return CommitOutcome.ACCEPTED
 
     def fail(self, key: str, *, incarnation: int, failure: Failure) -> bool:
-        """A rollout failed. INFRA goes to the front until `max_attempts`; DATA, and what exceeds them, ends the group,
-        and another prompt may take its slot. False when the ticket was held no longer.
+        """Ends an attempt whose rollout failed. Returns False if the ticket had ended already.
 
-        The buffer knows the ticket's prompt: it keeps that with the failure. After `max_data_failures` DATA failures
-        in a row there are no more tickets and leases: see `Refusal.TOO_MANY_FAILURES`.
+        After an INFRA failure the prompt goes to the front, until it has had `max_attempts` attempts. A DATA failure,
+        or the last attempt, ends the group, and another prompt may take its slot. The failure is kept with the prompt
+        of the ticket. After `max_data_failures` DATA failures in a row, no more tickets and leases are issued: see
+        `Refusal.TOO_MANY_FAILURES`.
         """
         slot = self._groups.reserved.get(key)
         if slot is None or incarnation != self._incarnation:
@@ -147,8 +158,10 @@ class ReplayBuffer:
         return True
 
     def expire(self) -> tuple[str, ...]:
-        """Ends what was silent for the timeout: replicas, and tickets, whose prompts go to the front. Keys of those
-        tickets, whose rows, if any, may be cleared."""
+        """Removes replicas and ends tickets without a heartbeat within the timeout. The prompts go to the front.
+
+        Returns the keys of these tickets; rows under them may be cleared.
+        """
         now_s = self._clock()
         self._ledger.count(Event.REPLICA_LOST, self._replicas.forget_silent(now_s=now_s))
         return self._expire(self._groups.unheard_before(now_s - self._limits.heartbeat_timeout_s))
@@ -156,10 +169,10 @@ class ReplayBuffer:
     # For the learner.
 
     def lease(self) -> Lease | LeaseWait:
-        """One step's groups, earliest deadline first, ties in prompt order, or why there are none now.
+        """Returns the groups of one step, earliest deadline first, ties in prompt order; or the reason why not now.
 
-        A repeated call returns the lease that is held. When prompts ran out, the last step is short, or with
-        `drop_last` its groups are dropped: see `take_dropped`.
+        A repeated call returns the current lease again. When the prompts have run out, the last lease may be short.
+        With `drop_last`, the groups of a short step are dropped instead: see `take_dropped`.
         """
         if self._lease is not None:
             self._ledger.count(Event.LEASE_REPEATED)
@@ -169,20 +182,27 @@ class ReplayBuffer:
         return answer
 
     def take_dropped(self) -> tuple[str, ...]:
-        """Keys of groups dropped since the last such call, whose rows may be cleared."""
+        """Returns the keys of groups that were dropped since the last call of this method. Their rows may be
+        cleared."""
         dropped, self._dropped = tuple(self._dropped), []
         return dropped
 
     def ack(self, incarnation: int, step: int) -> tuple[str, ...]:
-        """The step was trained: the learner's version grows by one. Keys whose rows may be cleared."""
+        """Ends the lease of a step that was trained. The learner's version increases by one.
+
+        Returns the keys of the groups; their rows may be cleared. A repeated call returns the same keys.
+        """
         return self._end_lease(incarnation, step, fate=Fate.TRAINED)
 
     def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
-        """The step was not trained: the version stays, other prompts replace its groups. Keys to clear."""
+        """Ends the lease of a step that was skipped. The version stays, and other prompts replace its groups.
+
+        Returns the keys of the groups; their rows may be cleared.
+        """
         return self._end_lease(incarnation, step, fate=Fate.SKIPPED)
 
     def give_back(self, incarnation: int, step: int) -> bool:
-        """The lease ends untrained and its groups are ready again. False when no such lease is held."""
+        """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
         if not self._holds_lease(incarnation, step):
             self._ledger.count(Event.LEASE_CALL_REFUSED)
             return False
@@ -192,10 +212,10 @@ class ReplayBuffer:
         return True
 
     def rows_lost(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """Rows of ready groups are gone: the prompts go to the front with the next attempt. Keys of those groups.
+        """Removes ready groups whose rows are lost. Their prompts go to the front for the next attempt.
 
-        Any other key is counted and left alone. The groups of a lease are the learner's, who may have read their rows
-        already: it gives the lease back first.
+        Returns the keys of these groups. Keys of groups that are not ready are counted and ignored. This includes
+        leased groups, because the learner may have read their rows already: it must give the lease back first.
         """
         named = set(keys)
         lost = {slot.ticket.key: slot for slot in self._groups.ready.slots() if slot.ticket.key in named}
@@ -204,29 +224,34 @@ class ReplayBuffer:
         return tuple(lost)
 
     def publish(self, version: Version) -> None:
-        """The learner published `version`. A repeated call is a no-op; another incarnation's is counted."""
+        """Records that the learner published `version`.
+
+        A repeated call does nothing. A version of another incarnation is counted and ignored.
+        """
         if version.incarnation != self._incarnation:
             self._ledger.count(Event.PUBLISH_REFUSED)
             return
         if version.step > self._step:
-            raise ValueError(f"version {version} is published, but the learner has acked only {self._step} steps")
+            raise ValueError(f"version {version} was published, but the learner has acked only {self._step} steps")
         if self._published is not None and version < self._published:
-            raise VersionRegression(f"version {version} is published after {self._published}")
+            raise VersionRegression(
+                f"version {version} was published after {self._published}; versions must not decrease"
+            )
         self._published = version
 
-    # For whoever runs and watches the run.
+    # For supervisors and views of the run.
 
     def pause(self) -> None:
-        """Admit nothing until `resume`; what is admitted goes on."""
+        """Stops the admission of new groups until `resume`. Admitted groups continue."""
         self._paused = True
 
     def resume(self) -> None:
-        """Admit again."""
+        """Starts the admission of new groups again."""
         self._paused = False
 
     @property
     def version(self) -> Version:
-        """The learner's version: the incarnation, and the steps acked."""
+        """The learner's version: the incarnation, and the number of acked steps."""
         return Version(self._incarnation, self._step)
 
     @property
@@ -236,16 +261,16 @@ class ReplayBuffer:
 
     @property
     def ledger(self) -> Account:
-        """The account at this moment, open groups included. O(slots)."""
+        """The account at this moment, including open groups. Takes O(slots)."""
         return self._groups.account()
 
     def replicas(self) -> tuple[ReplicaView, ...]:
-        """What is known of each replica, by name."""
+        """Returns the views of all known replicas, sorted by name."""
         held = Counter(slot.ticket.replica for slot in self._groups.reserved.values())
         return self._replicas.views(reserved_groups=held, now_s=self._clock())
 
     def counts(self) -> Counts:
-        """How full the buffer is now."""
+        """Returns the current contents of the buffer."""
         groups = self._groups
         oldest = next(iter(groups.open.values()), None)
         return Counts(
@@ -264,11 +289,12 @@ class ReplayBuffer:
         return self._failures
 
     def _room(self, version: Version) -> Room:
+        """Returns how many groups a replica at `version` may reserve now, and the reason why not more."""
         if version.incarnation != self._incarnation:
             self._ledger.count(Event.RESERVE_OLD_INCARNATION)
             return Room(0, Refusal.OLD_INCARNATION)
         if version.step > self._step:
-            raise ValueError(f"a replica claims version {version}, but the learner has acked only {self._step} steps")
+            raise ValueError(f"a replica reports version {version}, but the learner has acked only {self._step} steps")
         if self._failures.too_many:
             return Room(0, Refusal.TOO_MANY_FAILURES)
         if self._paused:
@@ -284,6 +310,7 @@ class ReplayBuffer:
         )
 
     def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
+        """Returns why a commit is refused: its ticket is not reserved, or it is of another incarnation."""
         if meta.incarnation != self._incarnation:
             return CommitOutcome.OLD_INCARNATION
         last = self._groups.last_attempt(meta.group)
@@ -292,23 +319,27 @@ class ReplayBuffer:
         return CommitOutcome.DUPLICATE if last == (meta.attempt, True) else CommitOutcome.LATE
 
     def _check(self, meta: GroupMeta, ticket: Ticket) -> None:
+        """Raises an error if the metadata of a commit contradicts its ticket."""
         if meta.oldest < ticket.version.step:
             raise StalenessViolation(
-                f"group {meta.key} has a token of step {meta.oldest}, older than its ticket's version {ticket.version}"
+                f"group {meta.key} has a token of step {meta.oldest}, which is older than its ticket's version "
+                f"{ticket.version}; this is a bug in asyncrl"
             )
         if not meta.oldest <= meta.newest <= self._step:
             raise ValueError(
-                f"group {meta.key} has tokens of steps {meta.oldest} to {meta.newest}; the learner is at {self._step}"
+                f"group {meta.key} has tokens of steps {meta.oldest} to {meta.newest}, but the learner is at step "
+                f"{self._step}"
             )
         size = self._limits.group_size
         lengths = {len(meta.completion_tokens), len(meta.rewards), len(meta.truncated)}
         if lengths != {size}:
-            raise ValueError(f"group {meta.key} has {sorted(lengths)} samples; learner.group_size is {size}")
+            raise ValueError(f"group {meta.key} has {sorted(lengths)} samples, but learner.group_size is {size}")
         if not all(map(math.isfinite, meta.rewards)):
-            raise ValueError(f"group {meta.key} has rewards {meta.rewards}: all must be finite")
+            raise ValueError(f"group {meta.key} has rewards {meta.rewards}; all rewards must be finite")
         if not 0 <= meta.row_bytes <= self._limits.worst_group_bytes:
             raise ValueError(
-                f"group {meta.key} takes {meta.row_bytes} bytes; its reserve booked {self._limits.worst_group_bytes}"
+                f"group {meta.key} takes {meta.row_bytes} bytes, but its reserve booked at most "
+                f"{self._limits.worst_group_bytes}"
             )
 
     def _expire(self, slots: Collection[Slot]) -> tuple[str, ...]:
@@ -318,6 +349,7 @@ class ReplayBuffer:
         return tuple(slot.ticket.key for slot in slots)
 
     def _start_lease(self) -> Lease | LeaseWait:
+        """Starts a lease, or returns the reason why it cannot start now."""
         groups, size = self._groups, self._limits.groups_per_step
         if self._step >= self._limits.total_steps:
             return LeaseWait.FINISHED
@@ -333,8 +365,8 @@ class ReplayBuffer:
         share = earliest(groups.ready.by_deadline(), size)
         if min(share) < self._step:
             raise StalenessViolation(
-                f"a group due at step {min(share)} is still ready at step {self._step}; staleness.max_versions is "
-                f"{self._limits.max_staleness_versions}"
+                f"a group that is due at step {min(share)} is still ready at step {self._step} (staleness.max_versions "
+                f"= {self._limits.max_staleness_versions}); this is a bug in asyncrl"
             )
         remaining = {deadline: n - share.get(deadline, 0) for deadline, n in groups.unleased_by_deadline.items()}
         if lease_violation(step=self._step, groups_per_step=size, remaining=remaining) is not None:
@@ -349,7 +381,8 @@ class ReplayBuffer:
     def _end_lease(self, incarnation: int, step: int, *, fate: Fate) -> tuple[str, ...]:
         if not self._holds_lease(incarnation, step):
             self._ledger.count(Event.LEASE_CALL_REFUSED)
-            # The first reply may have got lost on the way: the caller still has to learn what it may clear.
+            # The reply to the first call may have been lost, and the caller still needs the keys whose rows it may
+            # clear.
             last = self._last_end
             if last is not None and incarnation == self._incarnation and last[:2] == (fate, step):
                 return last[2]

@@ -1,7 +1,7 @@
-"""What the replay buffer keeps its groups in: a slot each, the queue of ready ones, the prompts at the front.
+"""Containers of the replay buffer: the slot of a group, the queue of ready groups, and the prompts at the front.
 
-Pure containers without rules. All orders are total and known: ready groups by (deadline, group), waiting prompts by
-group, which is the order in which the prompts were first issued.
+They are pure and contain no rules. Every order is total: ready groups are ordered by (deadline, group), waiting prompts
+by group, which is the order in which the prompts were first issued.
 """
 
 import heapq
@@ -15,9 +15,9 @@ from asyncrl.data.prompts import Task
 
 @dataclass(slots=True)
 class Slot:
-    """One group from reserve to ack; `meta` is None until its commit.
+    """The slot of one group from reserve to ack. `meta` is None until the commit.
 
-    `reserved_step` and `ready_step` are the learner's steps at reserve and at commit.
+    `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit.
     """
 
     ticket: Ticket
@@ -29,7 +29,7 @@ class Slot:
     ready_step: int = 0
 
     def as_leased(self) -> LeasedGroup:
-        """The committed group as a lease shows it."""
+        """Returns the committed group in the form of a lease."""
         assert self.meta is not None, f"group {self.ticket.key} is leased before its commit"
         return LeasedGroup(
             meta=self.meta,
@@ -42,17 +42,20 @@ class Slot:
 
 
 def amount_of(slots: Iterable[Slot], *, group_size: int) -> Amount:
-    """Groups, samples and generated tokens of slots; a reserved one has no tokens yet."""
+    """Returns the number of groups, samples and generated tokens of slots. A reserved slot has no tokens yet."""
     tokens = [slot.meta.generated_tokens if slot.meta is not None else 0 for slot in slots]
     return Amount(len(tokens), len(tokens) * group_size, sum(tokens))
 
 
 class ReadyQueue:
-    """Ready groups, earliest deadline first, ties in prompt order. O(log n) a group; few deadlines occur at a time."""
+    """Ready groups, earliest deadline first, ties in prompt order.
+
+    Adding or taking a group takes O(log n). There is a heap for each deadline, and only few deadlines occur at a time.
+    """
 
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}
-        self._order: dict[int, list[int]] = {}  # deadline to a heap of groups
+        self._order: dict[int, list[int]] = {}  # maps a deadline to a heap of groups
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -61,7 +64,7 @@ class ReadyQueue:
         return self._slots.values()
 
     def by_deadline(self) -> dict[int, int]:
-        """How many groups are ready for each deadline."""
+        """Returns the number of ready groups for each deadline."""
         return {deadline: len(groups) for deadline, groups in self._order.items()}
 
     def push(self, slot: Slot) -> None:
@@ -69,7 +72,10 @@ class ReadyQueue:
         heapq.heappush(self._order.setdefault(slot.ticket.deadline, []), slot.ticket.group)
 
     def take(self, share: Mapping[int, int]) -> list[Slot]:
-        """Removes so many groups of each deadline; they come earliest deadline first, ties in prompt order."""
+        """Removes and returns groups, earliest deadline first, ties in prompt order.
+
+        `share` maps a deadline to the number of groups.
+        """
         taken: list[Slot] = []
         for deadline in sorted(share):
             groups = self._order[deadline]
@@ -79,7 +85,8 @@ class ReadyQueue:
         return taken
 
     def discard(self, slots: Collection[Slot]) -> None:
-        """Removes ready groups wherever they stand: O(n) a call, for losses, which are rare and come in bulk."""
+        """Removes any ready groups. A call takes O(n). It is for lost rows, which are rare and affect many groups at
+        once."""
         for slot in slots:
             del self._slots[slot.ticket.group]
         for deadline in {slot.ticket.deadline for slot in slots}:
@@ -93,7 +100,7 @@ class ReadyQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DuePrompt:
-    """A prompt that is due for an attempt. `issued`: its group is issued already, and counted as reserved."""
+    """A prompt that waits for an attempt. If `issued` is True, the ledger already counts its group as reserved."""
 
     group: int
     attempt: int
@@ -103,7 +110,7 @@ class DuePrompt:
 
 
 class Front:
-    """Prompts that go out before any new one, in prompt order. They hold no slot."""
+    """Prompts that are issued before any new prompt, in prompt order. They hold no slot."""
 
     def __init__(self) -> None:
         self._order: list[int] = []
@@ -122,7 +129,7 @@ class Front:
         self.issued_groups += prompt.issued
 
     def pop(self) -> DuePrompt | None:
-        """The earliest prompt, None when none waits."""
+        """Removes and returns the earliest prompt; None if no prompt waits."""
         if not self._order:
             return None
         prompt = self._prompts.pop(heapq.heappop(self._order))

@@ -1,17 +1,18 @@
-"""The staleness bound: may a replica start another group, and may the learner take a step?
+"""The staleness bound: decides whether a replica may start another group, and whether the learner may start a step.
 
 A slot holds a group from reserve to ack. With B groups a step, the limit η and the learner at step v, a replica that
 has loaded version r may reserve while
 
     slots + (v − r) · B < (η + 1) · B                                                            (1)
-    v · B + slots < total_steps · B                   (nothing is generated that no step would train)
+    v · B + slots < total_steps · B                   (otherwise the run would end before it trains the group)
 
-and the learner may start step s on the earliest deadlines if what remains still fits the steps that remain:
+The learner may start step s on the groups with the earliest deadlines if the remaining groups fit into the remaining
+steps:
 
     for every d ≥ s:  #{reserved or ready after the lease, deadline ≤ d} ≤ (d − s) · B           (2)
 
-Together they bound every group's staleness by η and discard none: docs/guarantees.md has the argument,
-tests/buffer the histories that try to break it. Pure functions; nothing here holds state.
+Together the rules bound the staleness of every group by η, and no group is discarded. docs/guarantees.md has the proof.
+tests/buffer tests it with random histories. All functions here are pure.
 """
 
 from collections.abc import Mapping
@@ -24,10 +25,10 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a user may set. A version is a step; a group is a prompt with all of its samples.
+    """The limits of the buffer, from the config. A version is a step; a group is a prompt with all of its samples.
 
-    `max_staleness_versions` is η, `groups_per_step` B, `group_size` G. `worst_group_bytes` is what a group's rows
-    take at most: a reserve books it, the commit refunds what was not needed.
+    `max_staleness_versions` is η, `groups_per_step` B, `group_size` G. `worst_group_bytes` is the size of the rows of
+    the largest possible group. A reserve books this size, and the commit returns the difference to the real size.
     """
 
     max_staleness_versions: int
@@ -45,37 +46,40 @@ class Limits:
         for field in fields(self):
             value = getattr(self, field.name)
             if value < 0 or (value == 0 and field.name != "max_staleness_versions"):
-                raise ConfigError(f"limit {field.name} is {value}: it must be positive")
+                raise ConfigError(f"the limit {field.name} is {value}, but it must be positive; raise it")
         if self.capacity_groups < self.groups_per_step:
             raise ConfigError(
-                f"buffer.capacity_groups is {self.capacity_groups}, below learner.groups_per_step "
-                f"{self.groups_per_step}: a step could never fill; raise the first or lower the second",
+                f"buffer.capacity_groups is {self.capacity_groups}, but it must be at least learner.groups_per_step = "
+                f"{self.groups_per_step}, because the buffer must hold the groups of a step; raise the first or lower "
+                "the second",
                 key="buffer.capacity_groups",
             )
         if self.capacity_bytes < self.groups_per_step * self.worst_group_bytes:
             raise ConfigError(
                 f"buffer.capacity_bytes is {self.capacity_bytes}, but one step of {self.groups_per_step} groups may "
-                f"take {self.groups_per_step * self.worst_group_bytes}: a step could never fill; raise it",
+                f"take {self.groups_per_step * self.worst_group_bytes} bytes, and the buffer must hold a step; raise "
+                "buffer.capacity_bytes",
                 key="buffer.capacity_bytes",
             )
 
 
 class Room(NamedTuple):
-    """Groups that may be reserved now, and what stops more."""
+    """The number of groups that may be reserved now, and the reason why there are not more."""
 
     groups: int
     refusal: Refusal
 
 
-# In the order of `bounds` below: of equals, the first is named.
+# One refusal for each entry of `bounds` in `admissible`, in the same order. If several bounds are equal, the first
+# counts.
 _REFUSALS = (Refusal.NO_STEPS, Refusal.STALENESS, Refusal.CAPACITY, Refusal.CAPACITY)
 
 
 def admissible(limits: Limits, *, slots: int, booked_bytes: int, learner_step: int, replica_step: int) -> Room:
-    """Groups that a replica may reserve now: rule (1), the end of the run, and the buffer's capacity.
+    """Returns how many groups a replica may reserve now: rule (1), the end of the run, and the buffer's capacity.
 
-    Where several limits tie, the end of the run is named before staleness (new weights would not help), and staleness
-    before capacity (the default capacity is what staleness allows).
+    If several limits are equally tight, the refusal is the end of the run before staleness, because new weights would
+    not help. It is staleness before capacity, because the default capacity equals what the staleness limit admits.
 
     >>> limits = Limits(max_staleness_versions=1, groups_per_step=4, group_size=2, capacity_groups=8,
     ...     capacity_bytes=800, worst_group_bytes=100, total_steps=9, max_attempts=3,
@@ -101,7 +105,7 @@ def admissible(limits: Limits, *, slots: int, booked_bytes: int, learner_step: i
 
 
 def earliest(ready: Mapping[int, int], count: int) -> dict[int, int]:
-    """How many groups of each deadline make up the `count` earliest; `ready` maps deadline to groups.
+    """Returns how many of the `count` earliest groups have each deadline. `ready` maps a deadline to its groups.
 
     >>> earliest({7: 1, 5: 2, 6: 3}, 4)
     {5: 2, 6: 2}
@@ -124,10 +128,10 @@ class Violation(NamedTuple):
 
 
 def lease_violation(*, step: int, groups_per_step: int, remaining: Mapping[int, int]) -> Violation | None:
-    """Rule (2), for the groups that remain reserved or ready after a lease at `step`; None when it holds.
+    """Checks rule (2) for the groups that remain reserved or ready after a lease at `step`. Returns None if it holds.
 
-    `remaining` maps deadline to groups. Two groups due at step 2 do not fit when the learner takes step 1 without
-    them and a step trains one; they do when a step trains two:
+    `remaining` maps a deadline to its number of groups. In the examples, two groups have the deadline 2, and the
+    learner starts step 1 without them. They do not fit if a step trains one group; they fit if a step trains two:
 
     >>> lease_violation(step=1, groups_per_step=1, remaining={2: 2})
     Violation(deadline=2, excess=1)
@@ -137,7 +141,7 @@ def lease_violation(*, step: int, groups_per_step: int, remaining: Mapping[int, 
     Violation(deadline=2, excess=1)
     """
     due = 0
-    # Between two deadlines that occur, demand is constant and room grows: only those that occur can fail first.
+    # Only deadlines that occur need a check: between two of them, the demand is constant and the room grows.
     for deadline in sorted(remaining):
         due += remaining[deadline]
         room = (deadline - step) * groups_per_step

@@ -1,1 +1,1 @@
-"""The `asyncrl` command, one module a subcommand."""
+"""The `asyncrl` command. Each subcommand has its own module."""

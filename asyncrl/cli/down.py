@@ -1,4 +1,4 @@
-"""`asyncrl down`: end what is left of a run."""
+"""`asyncrl down`: ends a run, or the remaining processes of a run that was killed."""
 
 import typer
 
@@ -10,10 +10,11 @@ app = command_app()
 
 @app.command()
 def down(run: RunningRun, address: RunningAddress = None) -> None:
-    """End a run: its deployments close when they see it, and its shared actors are gone at once.
+    """End a run, or clean up after a run that was killed.
 
-    Of a run that was killed it ends the processes that are left, removes its files from /dev/shm, and writes into
-    run.json and the report how the run ended. A run whose deployments end by themselves needs no `down`.
+    The shared actors of a run end at once. Its deployments notice this and close. If a run was killed, its remaining
+    processes are ended, its files are removed from /dev/shm, and run.json and the report record how it ended. A run
+    that ended by itself needs no `down`.
     """
     from asyncrl.deployment.known_runs import as_it_is, check_there, named_run
     from asyncrl.deployment.launch import use_ray_token
@@ -36,4 +37,4 @@ def down(run: RunningRun, address: RunningAddress = None) -> None:
                 raise
         if named is None and not lines:
             check_there(directory)
-    typer.echo("\n".join(lines) or f"nothing of run {directory.name} was there")
+    typer.echo("\n".join(lines) or f"run {directory.name} had no processes and no files to remove")

@@ -1,6 +1,6 @@
-"""`asyncrl generator`: a generator deployment of a run, on a Ray cluster that is there already.
+"""`asyncrl generator`: starts a generator deployment of a run on a running Ray cluster.
 
-All that it says is logged, on stderr: one format for its own words and for what goes wrong.
+All output goes to the log on stderr, so that progress and errors have one format.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ app = command_app()
 def generator(
     files: ConfigFiles, overrides: Overrides, address: Address = None, allow_public: AllowPublic = False
 ) -> None:
-    """Add generators to a run on a running Ray cluster, before or after its learner starts.
+    """Add generators to a run on a running Ray cluster, before or after the learner starts.
 
-    More generator deployments of the same run may join and leave at any time, each with replicas, memory and GPUs of
-    its own (what has a star in docs/configuration.md). Ends with the run, or cleanly on SIGTERM, on Ctrl-C, or
-    when the terminal is closed:
+    A run may have several generator deployments, which can join and leave at any time. Each may have its own number of
+    replicas, memory and GPUs (the keys with a star in docs/configuration.md). The command ends with the run. It ends
+    cleanly on SIGTERM, on Ctrl-C, or when the terminal is closed.
 
     \b
       ray get-auth-token --generate
@@ -65,6 +65,6 @@ def generator(
 
         name, where = config.run.name, ray_address(config, address)
         join(where, namespace=name)
-        address = ray.get_runtime_context().gcs_address  # what `auto` stands for
+        address = ray.get_runtime_context().gcs_address  # the real address, also if `where` is `auto`
         run_until_done(main)
         logger.info("generators ended")

@@ -1,4 +1,4 @@
-"""`asyncrl init MODEL DATA`: a first configuration for a model and a dataset of one's own."""
+"""`asyncrl init MODEL DATA`: writes a first configuration for the user's model and dataset."""
 
 import json
 import math
@@ -21,49 +21,51 @@ from asyncrl.environments.interfaces import read_tasks
 from asyncrl.errors import ConfigError
 
 LOOKED_AT = 10_000
-"""Prompts whose lengths are measured: enough to know the longest of most datasets, in seconds."""
+"""Number of prompts whose lengths are measured. This takes seconds and finds the longest prompt of most datasets."""
 
 app = command_app()
 
 
 @app.command()
 def init(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, or a model of the hub.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hugging Face Hub id of a model.")],
     data: Annotated[
         str,
         typer.Argument(
             metavar="DATA",
-            help="A JSONL file with `prompt` and `answer` on each line, or package.module:function that returns tasks.",
+            help="JSONL file with `prompt` and `answer` in each line, or package.module:function that returns tasks.",
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")] = Path(
-        "run.yaml"
-    ),
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")] = Path("run.yaml"),
     reward: Annotated[
         str, typer.Option(metavar="REWARD", help="exact_match, math_verify, or package.module:function.")
     ] = "exact_match",
     completion_tokens: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, show_default=False, help="Longest completion; by default four times the longest answer."
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Maximum length of a completion, tokens; default: four times the longest answer.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a YAML for your model and your data, with the numbers that depend on each other.
+    """Write a first configuration, whose numbers fit together and fit your model and your data.
 
-    It measures prompts and answers with the model's tokenizer, looks for GPUs, and checks what it wrote:
+    The command measures prompts and answers with the model's tokenizer, looks for GPUs, and checks the file that it
+    wrote.
 
     \b
       asyncrl init models/my-llama questions.jsonl
       asyncrl up -c run.yaml
     """
     if output.exists() and not force:
-        raise ConfigError(f"{output} is there already; name another file with --output, or add --force")
+        raise ConfigError(f"{output} exists already; name another file with --output, or add --force")
     _check_model(model)
     tasks = _tasks(data)
     if not tasks:
-        raise ConfigError(f"{data}: has no prompts")
+        raise ConfigError(f"{data}: has no prompts; name a dataset with at least one")
     facts = _facts(model, data, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion_tokens)
     warnings = _write_checked(output, starter_yaml(facts))
     typer.echo(
@@ -74,21 +76,23 @@ def init(
 
 
 def _check_model(model: str) -> None:
-    """ConfigError when there is no such model here, and the hub does not give it."""
+    """Raises ConfigError if the model is neither on this machine nor on the Hugging Face Hub."""
     config = Config.model_validate({"model": {"path": model}})
     check_model(config)
     try_hub(config)
 
 
 def _write_checked(output: Path, text: str) -> list[str]:
-    """Writes a configuration that can run; what to warn about. ConfigError, and the file is as it was before, when
-    it cannot be written or cannot run."""
+    """Writes the configuration and checks it. Returns warnings.
+
+    Raises ConfigError if the file cannot be written or the configuration cannot run. The file is then as before.
+    """
     before = output.read_bytes() if output.exists() else None
     try:
         output.write_text(text, encoding="utf-8")
         return checked_config([output], [])[1]
     except OSError as error:
-        raise ConfigError(f"--output {output}: {error.strerror}") from None
+        raise ConfigError(f"--output {output}: {error.strerror}; name a file that can be written") from None
     except ConfigError:
         if before is None:
             output.unlink()
@@ -98,16 +102,17 @@ def _write_checked(output: Path, text: str) -> list[str]:
 
 
 def _places(gpus: int) -> str:
-    return f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU: both pools run on CPUs"
+    return f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU: generators and learner run on CPUs"
 
 
 def _tasks(data: str) -> Sequence[Task]:
-    """The prompts, read as a run reads them."""
+    """Reads the prompts in the same way as a run."""
     section = {"dataset": data} if is_import_path(data) else {"dataset": "jsonl", "path": data}
     return read_tasks(Config.model_validate({"data": section}))
 
 
 def _facts(model: str, data: str, tasks: Sequence[Task], *, prompts: int, reward: str, completion: int | None) -> Facts:
+    """Measures `tasks` with the model's tokenizer, and collects the facts for `starter_yaml`."""
     from asyncrl.data.tokenizer import encode_prompts, load_tokenizer
 
     tokenizer = load_tokenizer(model, chat="auto")
@@ -123,7 +128,7 @@ def _facts(model: str, data: str, tasks: Sequence[Task], *, prompts: int, reward
         reward=reward,
         prompts=prompts,
         longest_prompt=max(map(len, encode_prompts(tokenizer, [task.question for task in tasks]))),
-        longest_answer=1 + max(map(len, answers)),  # with the end-of-sequence token
+        longest_answer=1 + max(map(len, answers)),  # 1 for the end-of-sequence token
         completion_tokens=completion,
         longest_model=longest if isinstance(longest, int) else None,
         parameters=_parameters(model),
@@ -132,7 +137,7 @@ def _facts(model: str, data: str, tasks: Sequence[Task], *, prompts: int, reward
 
 
 def _model_description(model: str) -> dict[str, object]:
-    """config.json: of a directory as it is, of the hub's after one request."""
+    """Returns the contents of the model's config.json, from its directory or from the Hugging Face Hub."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -140,12 +145,19 @@ def _model_description(model: str) -> dict[str, object]:
     try:
         described = json.loads((path if path.is_file() else Path(hf_hub_download(model, "config.json"))).read_text())
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise ConfigError(f"MODEL {model}: its config.json cannot be read ({error})", key="model.path") from None
+        raise ConfigError(
+            f"MODEL {model}: its config.json cannot be read ({error}); name a model's directory, or a model of the "
+            "Hugging Face Hub",
+            key="model.path",
+        ) from None
     return described if isinstance(described, dict) else {}
 
 
 def _parameters(model: str) -> int | None:
-    """From the headers of a directory's safetensors files; None where there are none, as for a model of the hub."""
+    """Returns the number of parameters, read from the headers of the safetensors files in the directory `model`.
+
+    None if there are no such files, for example for a model of the Hugging Face Hub.
+    """
     from safetensors import safe_open
 
     files = sorted(Path(model).glob("*.safetensors"))
@@ -157,7 +169,7 @@ def _parameters(model: str) -> int | None:
 
 
 def _gpus() -> int:
-    """GPUs that this machine's driver lists."""
+    """Returns the number of GPUs that the NVIDIA driver of this machine lists."""
     if shutil.which("nvidia-smi") is None:
         return 0
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=False)

@@ -1,4 +1,4 @@
-"""`asyncrl learner`: the learner deployment of a run, on a Ray cluster that is there already."""
+"""`asyncrl learner`: starts the learner deployment of a run on a running Ray cluster."""
 
 import asyncio
 from functools import partial
@@ -30,10 +30,10 @@ app = command_app()
 def learner(
     files: ConfigFiles, overrides: Overrides, address: Address = None, allow_public: AllowPublic = False
 ) -> None:
-    """Train a run on a running Ray cluster; its generators may be there already or join later.
+    """Start the learner of a run on a running Ray cluster. Generators may have started already, or may join later.
 
-    One learner a run. It alone writes the run's directory. SIGTERM, Ctrl-C, or closing the terminal, ends it
-    cleanly.
+    A run has one learner. Only the learner writes to the run's directory. It ends cleanly on SIGTERM, on Ctrl-C, or
+    when the terminal is closed.
     """
     outlive_terminal()
     config, warnings = checked_config(files, overrides, roles=[Role.LEARNER], allow_public=allow_public)
@@ -53,7 +53,7 @@ def learner(
     loaded = prepare(config, roles=[Role.LEARNER])
     from asyncrl.deployment.cluster import check_admission, join
 
-    # both before an earlier run's directory is moved aside for this one's
+    # These two can fail. They come before the directory of an earlier run is moved aside for this run.
     where = ray_address(config, address)
     join(where, namespace=config.run.name)
     asyncio.run(check_admission(config, role=Role.LEARNER))

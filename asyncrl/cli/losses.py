@@ -1,4 +1,4 @@
-"""`asyncrl losses`: the presets of `algorithm.loss`, or one of them axis by axis. Starts nothing."""
+"""`asyncrl losses`: lists the presets of `algorithm.loss`, or prints the axes of one of them."""
 
 from typing import Annotated
 
@@ -18,17 +18,19 @@ app = command_app()
 
 
 @app.command()
-def losses(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show this one's axes.")] = None) -> None:
-    """List the published objectives, with the paper and the use of each; or spell one out as YAML.
+def losses(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Preset whose axes are printed.")] = None,
+) -> None:
+    """List the published objectives with paper and use, or print one of them as YAML.
 
-    What is printed for a name can be changed and used as it is:
+    You can paste the YAML into a configuration and change it. You can also name a preset and override some axes:
 
     \b
       algorithm:
-        loss: gspo                       # a preset,
-        overrides: {surrogate: {hi: 1.001}}   # with another bound
-    A mapping replaces the fields that it names; gates and penalties are lists and replaced whole, but an entry keeps
-    what it does not name of the preset's of the same stat or kind.
+        loss: gspo                            # a preset
+        overrides: {surrogate: {hi: 1.001}}   # with another upper bound
+    A mapping replaces only the fields that it names. The lists gates and penalties are replaced as a whole. An entry of
+    the new list takes the fields that it does not name from the preset's entry with the same stat or kind.
     """
     if name is None:
         width = max(map(len, PRESETS))
@@ -38,10 +40,17 @@ def losses(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Sh
                 typer.echo(f"  {key:<{width}}  {preset.use}  [{preset.source}]")
         return
     if is_import_path(name):
-        raise ConfigError(f"{name!r} is an import path: only presets have axes to show", key="algorithm.loss")
+        raise ConfigError(
+            f"{name!r} is an import path, and only presets have axes; name a preset of `asyncrl losses`",
+            key="algorithm.loss",
+        )
     objective = resolve_objective(name, {})
     preset = PRESETS[name]
-    published = "its advantages are published with it" if preset.baseline else "published without advantages of its own"
+    published = (
+        "published with the advantages below"
+        if preset.baseline
+        else "published without its own advantages; the default is shown"
+    )
     typer.echo(f"# {name}: {preset.use}\n# {preset.source}; {published}")
     section = {"loss": msgspec.to_builtins(objective), "advantage": preset.baseline or DEFAULT_BASELINE}
     printed: dict[str, object] = {"algorithm": section}
@@ -51,11 +60,12 @@ def losses(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Sh
 
 
 def _sections() -> dict[str, dict[str, Preset]]:
-    """Presets by whether they may train on samples of older weights, and those that were published with a critic."""
+    """Returns the presets in three sections: for samples of older weights, for samples of the current weights only, and
+    published with a critic."""
     older, same, critic = (
         "for samples of older weights",
-        "for samples of the same weights (staleness.max_versions: 0)",
-        "with a critic (`critic`, as in configs/ppo.yaml), or with algorithm.advantage naming a group estimator",
+        "for samples of the current weights only (staleness.max_versions: 0)",
+        "with a critic (`critic`, as in configs/ppo.yaml), or with a group estimator in algorithm.advantage",
     )
     sections: dict[str, dict[str, Preset]] = {older: {}, same: {}, critic: {}}
     for name, preset in PRESETS.items():

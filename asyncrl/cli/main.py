@@ -1,9 +1,9 @@
-"""The `asyncrl` command: a table of subcommands, each imported when it is used and never before.
+"""The `asyncrl` command: a table of subcommands, each of which is imported only when it is used.
 
-`asyncrl --help` and `asyncrl config check` answer within a second because neither torch nor ray nor vllm is imported
-on their way. A command lives in its own module here, which exposes a Typer `app`; its help line stands in the table.
+`asyncrl --help` and `asyncrl config check` answer within a second, because they import neither torch nor ray nor vllm.
+Each command has its own module in this package, which exposes a Typer `app`. The table also has its line in the help.
 
-Exit codes: 0, 1 for an error of the run, 2 for what the user wrote (options and configuration).
+Exit codes: 0 for success, 1 for an error of the run, 2 for an error in options or configuration.
 """
 
 import importlib
@@ -17,40 +17,43 @@ from typer.core import TyperCommand, TyperGroup
 from asyncrl.errors import AsyncRLError, ConfigError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "up": ("asyncrl.cli.up", "Run everything on this machine: Ray, generators, learner, a live view."),
+    "up": ("asyncrl.cli.up", "Run everything on this machine: Ray, generators, learner, live view."),
     "generator": ("asyncrl.cli.generator", "Add generators to a run on a Ray cluster."),
-    "learner": ("asyncrl.cli.learner", "Train a run on a Ray cluster."),
+    "learner": ("asyncrl.cli.learner", "Start the learner of a run on a Ray cluster."),
     "init": ("asyncrl.cli.init", "Write a first configuration for your model and your data."),
-    "status": ("asyncrl.cli.status", "Show where a run stands."),
-    "top": ("asyncrl.cli.top", "Watch a run live, from its metrics endpoints alone."),
-    "down": ("asyncrl.cli.down", "End what is left of a run."),
-    "report": ("asyncrl.cli.report", "Write one HTML page with a run's curves and totals."),
-    "model": ("asyncrl.cli.model", "Build the tiny model that a config describes."),
-    "losses": ("asyncrl.cli.losses", "List the published objectives that algorithm.loss takes."),
-    "config": ("asyncrl.cli.config", "Show, check or describe a configuration, without starting anything."),
-    "doctor": ("asyncrl.cli.doctor", "Check this machine: packages, memory, leftovers of old runs."),
+    "status": ("asyncrl.cli.status", "Show the state of a run."),
+    "top": ("asyncrl.cli.top", "Watch a run live, through its metrics endpoints."),
+    "down": ("asyncrl.cli.down", "End a run, or clean up after a run that was killed."),
+    "report": ("asyncrl.cli.report", "Write an HTML page with the curves and totals of a run."),
+    "model": ("asyncrl.cli.model", "Build the tiny model that a configuration describes."),
+    "losses": ("asyncrl.cli.losses", "List the published objectives for algorithm.loss."),
+    "config": ("asyncrl.cli.config", "Show, check or describe a configuration, without starting a run."),
+    "doctor": ("asyncrl.cli.doctor", "Check this machine: packages, memory, processes of old runs."),
 }
-"""Command to the module that exposes its `app`, and its line in the help."""
+"""Maps each command to the module that exposes its `app`, and to its line in the help."""
 
 _HELP = """\
-Reinforcement learning of language models on two pools that never wait for each other's clock: vLLM generators and an
-FSDP2 learner, with a bound on how old training data may be.
+Asynchronous reinforcement learning of language models. vLLM generators and an FSDP2 learner run at the same time, and
+the age of the training data has a limit.
 
-A run is described by YAML files (-c, several merge left to right) and overrides (section.key=value):
+YAML files and overrides describe a run. -c names a file; several files are merged from left to right. An override is
+section.key=value. Examples:
 
 \b
-  asyncrl doctor                                    is this machine ready?
-  asyncrl config check -c configs/quickstart.yaml   can this run, and what should I know?
+  asyncrl doctor                                    check this machine
+  asyncrl config check -c configs/quickstart.yaml   check a configuration
   asyncrl up -c configs/quickstart.yaml staleness.max_versions=4
-                                                    run it here
-  asyncrl init models/my-llama questions.jsonl      a configuration for your model and data
+                                                    run it on this machine
+  asyncrl init models/my-llama questions.jsonl      write a configuration for your model and data
 """
-_EPILOG = "Every command explains itself: asyncrl COMMAND --help. ASYNCRL_DEBUG=1 shows the traceback of an error."
+_EPILOG = "For help on a command: asyncrl COMMAND --help. Set ASYNCRL_DEBUG=1 to see the traceback of an error."
 
 
 class _LazyGroup(TyperGroup):
-    """Lists commands from the table and imports one when it is invoked. Typer keeps its context type to itself,
-    hence `Any`."""
+    """A group of commands that lists them from the table, and imports a command when it is invoked.
+
+    The type of `ctx` is `Any`, because Typer does not export the type of its context.
+    """
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

@@ -1,4 +1,4 @@
-"""`asyncrl model -c FILE`: build the tiny model that a configuration describes, or find that it is there."""
+"""`asyncrl model -c FILE`: builds the tiny model that a configuration describes, unless it exists already."""
 
 import typer
 
@@ -9,13 +9,15 @@ app = command_app()
 
 @app.command()
 def model(files: ConfigFiles, overrides: Overrides) -> None:
-    """Build `model.tiny` at `model.path` and warm it up on the dataset's training part; `asyncrl up` does so itself.
+    """Build `model.tiny` at `model.path` and warm it up on the training part of the dataset.
 
-    Does nothing when the directory holds a model of the same recipe, or a model of another make.
+    `asyncrl up` and `asyncrl learner` do this too. Nothing is built if the directory holds a tiny model with the same
+    settings and training tasks, or a model that asyncrl did not build.
     """
     config, warnings = checked_config(files, overrides, roles=())
     print_warnings(warnings)
 
-    from asyncrl.policy.tiny_model import ensure_model  # torch and transformers, after all that can be refused
+    # This imports torch and transformers, which takes seconds. It comes after all checks that can refuse the command.
+    from asyncrl.policy.tiny_model import ensure_model
 
     typer.echo(ensure_model(config, report=lambda line: typer.echo(line, err=True)))

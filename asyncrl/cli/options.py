@@ -1,4 +1,4 @@
-"""Options that commands share, and the way from them to a configuration that is known to be runnable."""
+"""Options that several commands share, the checks of their configuration, and the lines that they print at the end."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ ConfigFiles = Annotated[
         metavar="FILE",
         default_factory=list,
         show_default=False,
-        help="YAML file; several merge left to right.",
+        help="YAML file; several are merged from left to right.",
     ),
 ]
 Overrides = Annotated[
@@ -42,7 +42,7 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...",
         default_factory=list,
         show_default=False,
-        help="Overrides, e.g. staleness.max_versions=4; values are YAML.",
+        help="Overrides, e.g. staleness.max_versions=4. Values are YAML.",
     ),
 ]
 
@@ -51,7 +51,7 @@ AllowPublic = Annotated[
     bool,
     typer.Option(
         "--allow-public",
-        help="Metrics may be read from other machines: metrics.host may be an address that they reach.",
+        help="Allow other machines to read metrics: metrics.host may be an address that they can reach.",
     ),
 ]
 
@@ -61,7 +61,7 @@ Address = Annotated[
         "--address",
         metavar="HOST:PORT",
         show_default=False,
-        help="Ray cluster; by default the config's ray.address, else the one that runs on this machine.",
+        help="Ray cluster. Default: the config's ray.address, else the cluster that runs on this machine.",
     ),
 ]
 
@@ -71,40 +71,43 @@ RunningAddress = Annotated[
         "--address",
         metavar="HOST:PORT",
         show_default=False,
-        help="Ray cluster; by default that of RAY_ADDRESS, else the run's as its directory in runs/ has it, else the "
-        "one that runs on this machine.",
+        help="Ray cluster. Default: RAY_ADDRESS, else the address in the run's directory, else the cluster that runs "
+        "on this machine.",
     ),
 ]
-"""For commands that read no config."""
+"""The option --address of commands that do not read a config."""
 
 RunningRun = Annotated[
     Path,
-    typer.Argument(metavar="RUN", help="A run's name, such as quickstart, or its directory."),
+    typer.Argument(metavar="RUN", help="Name of a run, such as quickstart, or its directory."),
 ]
 
 LINE_EVERY_STEPS = 10
-"""Without a terminal, progress is a line every so many steps."""
+"""Steps between two lines of progress, if the output is not a terminal."""
 
 
 def ray_address(config: Config, option: str | None) -> str:
-    """The option, else the config, else whatever cluster runs here."""
+    """Returns the address of the option, else of the config, else `auto`: the cluster that runs on this machine."""
     return option or config.ray.address or "auto"
 
 
 def named_address(option: str | None) -> str | None:
-    """The address of a Ray cluster that the user has named, by the option or in the environment."""
+    """Returns the address of the Ray cluster that the user gave by the option or by RAY_ADDRESS; else None."""
     return option or os.environ.get("RAY_ADDRESS")
 
 
 def running_address(directory: Path, option: str | None) -> str:
-    """The address that the user has named, else the cluster of the run that lives here, else whatever runs."""
+    """Returns the address of the cluster of a running run.
+
+    It is the address that the user gave, else the address in the run's directory, else `auto`.
+    """
     from asyncrl.deployment.known_runs import address_of
 
     return named_address(option) or address_of(directory) or "auto"
 
 
 def command_app(*, help: str | None = None) -> typer.Typer:
-    """A Typer app in the style of the others: plain help text, plain tracebacks for bugs."""
+    """Returns a Typer app with the settings of all commands: plain help text, and plain tracebacks for bugs."""
     return typer.Typer(
         help=help,
         rich_markup_mode=None,
@@ -117,8 +120,11 @@ def command_app(*, help: str | None = None) -> typer.Typer:
 def checked_config(
     files: list[Path], overrides: list[str], *, roles: Collection[Role] = tuple(Role), allow_public: bool = False
 ) -> tuple[Config, list[str]]:
-    """The resolved configuration and what to warn about. ConfigError with all that is wrong: keys and values, else the
-    rules over several of them and what deployments of these `roles` would not find on this machine."""
+    """Returns the merged configuration and warnings about it.
+
+    Raises ConfigError with one line for each problem. If keys or values are wrong, it lists only those. Otherwise it
+    lists the violated rules over several keys, and the parts that deployments of `roles` need and this machine lacks.
+    """
     config = load_config(files, overrides)
     problems: list[str] = []
     warnings: list[str] = []
@@ -138,13 +144,14 @@ def checked_config(
 
 
 def print_warnings(warnings: list[str]) -> None:
-    """Each on stderr, so that what a command prints can be piped."""
+    """Prints each warning on stderr, so that the output of the command on stdout can be piped."""
     for warning in warnings:
         typer.echo(f"{typer.style('note:', fg='yellow', bold=True)} {warning}", err=True)
 
 
 def clear_previous(config: Config) -> None:
-    """Ends what a killed run of this name left, and says so. Names what killed runs of other names left."""
+    """Ends and removes the processes and files that a killed run of this name left, and prints what was removed. Prints
+    also what killed runs of other names left."""
     from asyncrl.deployment.known_runs import dead_runs
     from asyncrl.deployment.remains import clear, remains_of
 
@@ -155,7 +162,7 @@ def clear_previous(config: Config) -> None:
 
 
 def print_previous(run_dir: "RunDir") -> None:
-    """Where the records of the last run of this name are now."""
+    """Prints to which directory the previous run of this name was moved, if there was one."""
     if run_dir.previous is not None:
         print_warnings([f"the previous run is now {run_dir.previous}"])
 
@@ -163,7 +170,7 @@ def print_previous(run_dir: "RunDir") -> None:
 def again(
     command: str, files: list[Path], overrides: list[str], *, address: str | None = None, allow_public: bool = False
 ) -> list[str]:
-    """The words of a command line that starts such a run again."""
+    """Returns the words of the command line that started a run, without `asyncrl`."""
     words = [command, *(word for file in files for word in ("-c", str(file)))]
     words += ["--address", address] if address else []
     return words + (["--allow-public"] if allow_public else []) + overrides
@@ -171,7 +178,7 @@ def again(
 
 @contextlib.contextmanager
 def weights_named(directory: Path) -> Iterator[None]:
-    """Within it an error that ends the run is preceded by where the run's weights are, if it saved any."""
+    """Prints where the run's newest weights are, if it saved any, before an error in the block ends the command."""
     from asyncrl.deployment.known_runs import newest_weights
 
     try:
@@ -183,10 +190,12 @@ def weights_named(directory: Path) -> Iterator[None]:
 
 
 def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, again: Sequence[str]) -> None:
-    """What a run came to, and how to go on from it; exits with 1 when it trained nothing. `again` is the command that
-    started it, without `asyncrl`."""
+    """Prints the last lines of a run: totals, report, weights, and the command that continues the training.
+
+    `again` is the command that started the run, without `asyncrl`. Exits with status 1 if the run trained no step.
+    """
     if summary is None:
-        typer.echo("stopped before the first step", err=True)
+        typer.echo("the run stopped before the first step", err=True)
         raise typer.Exit(1)
     if summary.steps < config.learner.total_steps:
         typer.echo(f"Stopped at step {summary.steps} of {config.learner.total_steps}.")
@@ -195,8 +204,8 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
         got = f" ({summary.heldout_prompts} of {asked} prompts)" if summary.heldout_failed else ""
         typer.echo(f"held-out reward {summary.heldout_first:.3f} → {summary.heldout_last:.3f}{got}")
     typer.echo(
-        f"{summary.steps} steps in {summary.wall_s:.0f} s, staleness at most {summary.max_token_staleness} of "
-        f"{summary.staleness_limit} versions, {dropped_in_words(summary)}"
+        f"{summary.steps} steps in {summary.wall_s:.0f} s, oldest trained token {summary.max_token_staleness} versions "
+        f"(limit {summary.staleness_limit}), {dropped_in_words(summary)}"
     )
     print_headline(run_dir)
     typer.echo(f"report: {run_dir / 'report.html'}")
@@ -204,7 +213,7 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
 
 
 def dropped_in_words(summary: "Summary") -> str:
-    """How many groups were dropped, why, and whether all are accounted for."""
+    """Returns how many groups were dropped, the reasons, and whether the ledger accounts for all groups."""
     failed = sum(summary.groups_failed.values())
     others = summary.groups_discarded - failed
     parts = []
@@ -216,17 +225,21 @@ def dropped_in_words(summary: "Summary") -> str:
     if others:
         parts.append(f"{others} {'other ' if failed else ''}groups were dropped")
     words = " and ".join(parts) or "no group was dropped"
-    closed = "all groups are accounted for" if summary.ledger_closed else "NOT all groups are accounted for: a bug"
+    closed = (
+        "all groups are accounted for"
+        if summary.ledger_closed
+        else "NOT all groups are accounted for, which is a bug in asyncrl"
+    )
     return f"{words}; {closed}"
 
 
 def print_headline(run_dir: Path) -> None:
-    """The report's headline, when it is a warning."""
+    """Prints the report's headline if it is a warning."""
     from asyncrl.views.report import read_run
 
     try:
         found = read_run(run_dir).headline
-    except (AsyncRLError, OSError):  # records that cannot be read must not turn a finished run into a failed one
+    except (AsyncRLError, OSError):  # unreadable records must not turn a finished run into a failed one
         return
     if found is not None and found.warns:
         typer.echo(f"{typer.style('warning:', fg='yellow', bold=True)} {found.sentence}")
@@ -241,12 +254,15 @@ def _print_weights(run_dir: Path, *, config: Config, again: Sequence[str]) -> No
     typer.echo(f"weights: {weights}")
     typer.echo(f"  use them: vllm serve {weights}")
     typer.echo(f'       or   transformers.AutoModelForCausalLM.from_pretrained("{weights}")')
-    typer.echo("  train on from them, as a new run whose optimizer and step count start anew:")
+    typer.echo("  continue training from them in a new run, with a new optimizer and step count:")
     typer.echo(f"    {command_to_go_on(again, config=config, weights=weights)}")
 
 
 def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path) -> str:
-    """The command that trains on from `weights` under a new name, made from the one that started the run.
+    """Returns the command that continues training from `weights` in a new run.
+
+    `again` is the command that started the run, without `asyncrl`. The new command has the same options, and another
+    name of the run.
 
     >>> config = Config.model_validate({"run": {"name": "live"}, "model": {"tiny": {}}})
     >>> again = ["up", "-c", "my tasks.yaml", "run.name=live", "model.tiny.warmup_steps=3", "run.seed=7"]
@@ -261,7 +277,7 @@ def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path) -> 
 
 
 def _next_name(config: Config) -> str:
-    """The run's name with the next number that is free."""
+    """Returns the run's name with the next number for which there is no directory."""
     stem, number = re.fullmatch(r"(.*?)(?:-(\d+))?", config.run.name).groups()  # type: ignore[union-attr]
     following = itertools.count(int(number or 1) + 1)
     return next(name for each in following if not (config.run.dir / (name := f"{stem}-{each}")).exists())

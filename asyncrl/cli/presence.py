@@ -1,7 +1,7 @@
-"""Whether what a configuration names is on this machine: files, models, modules, reasoning-gym's tasks, GPUs, cores.
+"""Checks that the parts a configuration names are on this machine: files, models, modules, tasks, GPUs and cores.
 
-Checks what the roles of a command need, without importing it. `before_start.py` tries the user's own code, the rows of
-datasets and models of the hub.
+Only the parts that the command's roles need are checked, and nothing is imported. `before_start.py` tries the user's
+own code, the rows of datasets, and models of the Hugging Face Hub.
 """
 
 import difflib
@@ -23,19 +23,20 @@ from asyncrl.policy.model_directory import is_tiny, missing_parts, model_problem
 _TASK = "environment.options.task"
 _NVIDIA = "nvidia[0-9]*"
 _GPU_FILES = (_NVIDIA, "dxg", "kfd")
-"""Device files of NVIDIA, of WSL and of AMD."""
+"""Patterns of the device files of GPUs: NVIDIA, WSL, AMD."""
 
 
 def check_presence(config: Config, *, roles: Collection[Role], origins: Mapping[KeyPath, str]) -> list[str]:
-    """Warnings about a configuration whose parts are there for `roles`; ConfigError with every part that is missing.
+    """Returns warnings about a configuration, if all parts that `roles` need are there.
 
-    `origins` are the configuration's, by `config_origins`.
+    Raises ConfigError with one line for each missing part. `origins` says where each key was set (`config_origins`).
     """
     model, warnings = _model(config, roles, origins)
     missing = [*_file(config), *model, *_modules(config, roles), *_trackers(config, roles)]
     if config.environment.name == "reasoning_gym" and builds_environment(config, roles):
         missing += _reasoning_gym_task(config)
-    # only a Ray that `asyncrl up` starts is on this machine for certain
+    # GPUs and cores of this machine matter only for a Ray that `asyncrl up` starts. Other clusters may have other
+    # nodes.
     here = len(roles) == len(Role) and config.ray.address is None
     missing += _gpus(config) if here else []
     if missing:
@@ -44,23 +45,24 @@ def check_presence(config: Config, *, roles: Collection[Role], origins: Mapping[
 
 
 def check_model(config: Config) -> None:
-    """ConfigError when `model.path` names a directory that is not there, or one that does not hold a whole model."""
+    """Raises ConfigError if `model.path` is a directory that does not exist or that lacks a part of a model."""
     problems, _ = _model(config, tuple(Role), {})
     if problems:
         raise ConfigError("\n".join(problems), key="model.path")
 
 
 def builds_environment(config: Config, roles: Collection[Role]) -> bool:
-    """Prompts may come from it, in every process; and rewards, in the generators."""
+    """Returns whether deployments of `roles` build the environment: for its tasks, or in generators for its rewards."""
     scores = Role.GENERATOR in roles and config.environment.reward is None
     return scores or config.data.dataset == "environment"
 
 
 def model_directory(config: Config) -> Path | None:
-    """The directory that `model.path` names, whether it is there or not; None for a model of the hub.
+    """Returns the directory that `model.path` names, whether it exists or not; None for a Hugging Face Hub id.
 
-    A path is a directory if it is one, if it begins with `/`, `./`, `../`, `~` or `models/`, if its first part is a
-    folder here, or if it has more parts than the owner and the name of a model of the hub.
+    A path is a directory if the directory exists, if the path begins with `/`, `./`, `../`, `~` or `models/`, if its
+    first part is a folder in the working directory, or if it has more than the two parts of a Hub id (`owner/name`).
+    With `model.tiny` it is always a directory.
     """
     text = config.model.path
     path = Path(text)
@@ -74,18 +76,19 @@ def model_directory(config: Config) -> Path | None:
 def _file(config: Config) -> Iterator[str]:
     path = config.data.path
     if path is not None and not path.is_file():
-        yield f"data.path = {path}: there is no such file; name one with a JSON object a line"
+        yield f"data.path = {path}: there is no such file; name a file with one JSON object in each line"
 
 
 def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, str]) -> tuple[list[str], list[str]]:
-    """Problems and warnings."""
+    """Returns (problems, warnings) of `model.path`."""
     path, run = model_directory(config), config.run.dir / config.run.name
     named = f"model.path = {config.model.path}"
     if path is None:
         return [], []
     if path.resolve().is_relative_to(run.resolve()):
         return [
-            f"{named}: it is in {run}, which is moved aside for the next run of that name; choose another run.name"
+            f"{named}: is in {run}, and the start of a run with that name moves this directory away; choose another "
+            "run.name"
         ], []
     if config.model.tiny is not None and is_tiny(path):
         return [], []
@@ -95,46 +98,49 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
         return [f"{named}: is a file; name the model's directory"], []
     if missing := missing_parts(path, weights=Role.LEARNER in roles):
         return [
-            f"{named}: the directory is no whole Hugging Face model, it lacks {' and '.join(missing)}; name another one"
+            f"{named}: the directory is not a complete Hugging Face model, it lacks {' and '.join(missing)}; name the "
+            "directory of a complete model"
         ], []
     try:
         found = read_model(path)
-    except (OSError, ValueError) as error:  # msgspec's and json's errors are ValueErrors
+    except (OSError, ValueError) as error:  # the errors of msgspec and json are ValueErrors
         return [f"{named}: its config.json or tokenizer.json cannot be read ({error}); name another directory"], []
     warnings = []
     if config.model.tiny is not None:
-        warnings.append(f"{named} is there and is used as it is: model.tiny is not applied")
+        warnings.append(f"{named} is a model that asyncrl did not build and is used as it is: model.tiny has no effect")
     if found.added:
         warnings.append(
-            f"{named}: its tokenizer has added tokens beyond the model's vocabulary of {found.vocabulary}, such as "
-            f"{found.added[0]!r}; a prompt cannot contain them"
+            f"{named}: the tokenizer has added tokens beyond the model's vocabulary of {found.vocabulary}, such as "
+            f"{found.added[0]!r}; a prompt must not contain them"
         )
     return model_problems(found, config), warnings
 
 
 def _no_directory(path: Path, config: Config, origins: Mapping[KeyPath, str]) -> Iterator[str]:
-    """Why nothing may be built at a path where there is nothing."""
+    """Yields why `path`, which does not exist, is a problem; nothing if a tiny model may be built there."""
     siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, siblings, n=1)
     hint = f" (did you mean {path.parent / close[0]}?)" if close else ""
     if config.model.tiny is None:
-        yield f"there is no such folder here{hint}; name a model's directory, or a model of the hub"
+        yield f"there is no such folder{hint}; name a model's directory, or a model of the Hugging Face Hub"
     elif path.resolve().is_relative_to(config.run.dir.resolve()):
         yield (
-            f"there is no such folder here{hint}, and no tiny model is built in run.dir = {config.run.dir}; name a "
-            "directory that is there, or one elsewhere"
+            f"there is no such folder{hint}, and tiny models are not built in run.dir = {config.run.dir}; name an "
+            "existing directory, or a directory outside run.dir"
         )
     elif not _names_tiny_too(origins):
         yield (
-            f"there is no such folder here{hint}, and no tiny model is built there: model.path is set "
-            f"{origins['model', 'path']}, and model.tiny is not; name a directory that is there, or set "
-            "model.tiny={} beside model.path to build one"
+            f"there is no such folder{hint}, and no tiny model is built there, because model.path is set "
+            f"{origins['model', 'path']} and model.tiny is not; name an existing directory, or set model.tiny={{}} in "
+            "the same place as model.path to build a tiny model"
         )
 
 
 def _names_tiny_too(origins: Mapping[KeyPath, str]) -> bool:
-    """Whether the file or command line that sets `model.path` sets something of `model.tiny` as well. The default path
-    belongs to tiny models."""
+    """Returns whether the file or command line that sets `model.path` also sets a key of `model.tiny`.
+
+    True if `model.path` is not set, because the default path is that of a tiny model.
+    """
     where = origins.get(("model", "path"))
     return where is None or any(key[:2] == ("model", "tiny") and origin == where for key, origin in origins.items())
 
@@ -156,18 +162,18 @@ def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:
 def _trackers(config: Config, roles: Collection[Role]) -> Iterator[str]:
     for name in config.metrics.trackers if Role.LEARNER in roles else ():
         if importlib.util.find_spec(name) is None:
-            yield f"metrics.trackers = {name}: is not installed; run pip install 'asyncrl[{name}]', or leave it out"
+            yield f"metrics.trackers = {name}: is not installed; run pip install 'asyncrl[{name}]', or remove it"
 
 
 def _reasoning_gym_task(config: Config) -> Iterator[str]:
     names = sorted(task_names())
     task = config.environment.options.get("task")
     if not names:
-        return  # another library than the one that we can read: importing it tells
+        return  # the names of this version of reasoning-gym are unknown; its import reports a wrong task
     if task is None:
         yield f"{_TASK}: is missing; name one of reasoning-gym's {len(names)} tasks, e.g. spell_backward"
     elif task not in names:
-        yield f"{_TASK}: reasoning-gym has no {task!r}{suggest(str(task), names)}"
+        yield f"{_TASK}: reasoning-gym has no task {task!r}{suggest(str(task), names)}"
 
 
 def _gpus(config: Config) -> Iterator[str]:
@@ -192,18 +198,21 @@ def _gpus(config: Config) -> Iterator[str]:
         key = f"{pool}.gpus"
         if gpus > 0:
             yield (
-                f"{key} = {gpus:g}: this machine has no GPU, and no other machine can join the Ray that `asyncrl up` "
-                f"starts; set {key} to 0, or ray.address to a cluster with GPUs"
+                f"{key} = {gpus:g}: this machine has no GPU, and no other machine can join the Ray cluster that "
+                f"`asyncrl up` starts; set {key} to 0, or set ray.address to a cluster with GPUs"
             )
 
 
 def _cores(config: Config) -> Iterator[str]:
-    """Of engines in parts alone: what waits by spinning leaves no time to the others."""
+    """Yields a warning if tensor-parallel engines on CPUs have more processes than this machine has cores.
+
+    Only tensor-parallel engines matter: their processes busy-wait for each other, which takes the CPU time of others.
+    """
     generator, cores = config.generator, len(os.sched_getaffinity(0))
     spinning = generator.replicas * generator.tensor_parallel_size
     if generator.gpus == 0 and generator.tensor_parallel_size > 1 and spinning > cores:
         yield (
             f"generator.tensor_parallel_size × generator.replicas = {generator.tensor_parallel_size} × "
-            f"{generator.replicas} on CPUs needs {spinning} cores, and this machine has {cores}: the parts of an "
-            "engine wait for each other by spinning, and all is slow; lower them"
+            f"{generator.replicas} on CPUs needs {spinning} cores, but this machine has {cores}: the processes of an "
+            "engine busy-wait for each other, and the whole run becomes slow; lower one of the two"
         )

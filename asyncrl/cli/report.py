@@ -1,4 +1,4 @@
-"""`asyncrl report RUN`: the run's curves and totals on one page."""
+"""`asyncrl report RUN`: writes an HTML page with the curves and totals of a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,16 +15,17 @@ app = command_app()
 @app.command()
 def command(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run's directory, or the name of one in runs/, such as quickstart.")
+        Path,
+        typer.Argument(metavar="RUN", help="Directory of a run, or the name of a run in runs/, such as quickstart."),
     ],
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="Write it there, not to report.html in the run's directory."
+            "--output", "-o", metavar="FILE", help="File to write. Default: report.html in the run's directory."
         ),
     ] = None,
 ) -> None:
-    """Write one self-contained HTML page with a run's curves, totals and samples, whether it goes on or has ended."""
+    """Write a self-contained HTML page with the curves, totals and samples of a run. The run may still be running."""
     directory = named_run(run)
     check_there(directory)
     info = as_it_is(directory)

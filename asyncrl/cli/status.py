@@ -1,4 +1,4 @@
-"""`asyncrl status`: one screen about a run, from its buffer; of a run that has ended, how."""
+"""`asyncrl status`: shows the state of a run, read from the run's buffer, or how the run ended."""
 
 import sys
 from typing import Annotated
@@ -16,12 +16,12 @@ def status(
     run: RunningRun,
     address: RunningAddress = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Everything that is known, as JSON: one line, unless on a terminal.")
+        bool, typer.Option("--json", help="Print all fields as JSON: indented on a terminal, else in one line.")
     ] = False,
 ) -> None:
-    """Show where a run stands: versions, buffer, generators, ledger, who waits for whom.
+    """Show the state of a run: versions, buffer, generators, ledger, and what limits its speed.
 
-    Of a run that has ended or died it says how, and what is left of it on this machine.
+    If the run has ended or died, the command shows how it ended, and which processes and files it left on this machine.
     """
     import asyncio
 
@@ -34,7 +34,7 @@ def status(
     directory = named_run(run)
     ended = ended_run(directory)
     if ended is not None and (remains := remains_of(directory)):
-        ended += f"\nit left {remains}; `asyncrl down {run}` ends and removes that"
+        ended += f"\nit left {remains}; run `asyncrl down {run}` to end and remove these"
     if ended is not None and named_address(address) is None:
         raise RunError(ended)
     use_ray_token()

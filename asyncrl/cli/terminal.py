@@ -1,4 +1,4 @@
-"""Output of commands that run for long: the terminal, or the process at the other end of a pipe, may go away first."""
+"""Output of long-running commands. The terminal, or the reader of a pipe, may go away before the command ends."""
 
 import contextlib
 import io
@@ -10,17 +10,19 @@ _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class _LastingFile(io.FileIO):
-    """A file that drops what cannot be written to it: its reader is gone, or its disk is full."""
+    """A file that drops data that cannot be written, because the reader is gone or the disk is full."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError:
-            return len(data)  # else Python's buffers would keep it, and raise when the interpreter exits
+            # Pretend that all was written. Otherwise Python's buffers keep the data, and raise when the interpreter
+            # exits.
+            return len(data)
 
 
 def lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """A stream like `stream`, on the same file, that raises no OSError."""
+    """Returns a stream on the same file as `stream` that drops data instead of raising OSError."""
     stream.flush()
     return io.TextIOWrapper(
         io.BufferedWriter(_LastingFile(stream.fileno(), "wb", closefd=False)),
@@ -32,15 +34,15 @@ def lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 def outlive_terminal() -> None:
-    """From now on a terminal that is closed, or a pipe that nothing reads any more, does not end this process."""
+    """Makes this process survive a closed terminal, or a pipe whose reader is gone."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        with contextlib.suppress(OSError, AttributeError):  # no file: a test has put something else there
+        with contextlib.suppress(OSError, AttributeError):  # a test has replaced the stream by one without a file
             setattr(sys, name, lasting(stream))
 
 
 def show_cursor() -> None:
-    """The live view hides it, and a process that ends at once has no time to end the view."""
+    """Shows the terminal's cursor, which the live view hides. For a process that exits without closing the view."""
     with contextlib.suppress(OSError):
         if os.isatty(1):
             os.write(1, _SHOW_CURSOR)

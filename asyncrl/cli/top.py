@@ -1,4 +1,4 @@
-"""`asyncrl top RUN`: a run's live view, read from its metrics endpoints."""
+"""`asyncrl top RUN`: a live view of a run, read from its metrics endpoints."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,20 +15,25 @@ app = command_app()
 def top(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="A run's directory, or the name of one in runs/, such as quickstart."),
+        typer.Argument(metavar="RUN", help="Directory of a run, or the name of a run in runs/, such as quickstart."),
     ],
     every: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", min=0.2, show_default=False, help="Time between two looks; by default 2, with --once 10."
+            metavar="SECONDS",
+            min=0.2,
+            show_default=False,
+            help="Time between two reads of the metrics. Default: 2, with --once 10.",
         ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Look twice, print what happened in between, and end.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Read the metrics twice, print the change between the two, and exit.")
+    ] = False,
 ) -> None:
-    """Watch a run live: pools, speed, staleness, buffer, reward, and who waits for whom, over half a minute.
+    """Watch a run live: pools, speed, staleness, buffer, reward, and what limits the speed, over half a minute.
 
-    It asks the endpoints that the run lists in metrics/targets.json, so it needs neither Ray nor Prometheus, and it
-    can be started and stopped at will: Ctrl-C ends the view and not the run.
+    The command reads the endpoints that the run lists in metrics/targets.json. It needs neither Ray nor Prometheus.
+    You can start and stop it at any time: Ctrl-C ends the view, not the run.
     """
     from rich.console import Console
 

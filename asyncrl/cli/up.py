@@ -1,4 +1,4 @@
-"""`asyncrl up`: the whole system on this machine, from one command."""
+"""`asyncrl up`: starts the whole system on this machine with one command."""
 
 import asyncio
 import time
@@ -27,10 +27,10 @@ app = command_app()
 
 @app.command()
 def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = False) -> None:
-    """Start a local Ray, generators and a learner, show them live, and end them all when the run is done.
+    """Start a local Ray, generators and a learner, show the run live, and end all of them when the run is done.
 
-    Ctrl-C, or closing the terminal, ends it cleanly; its records and weights are in runs/NAME. For several machines,
-    see `asyncrl generator --help`.
+    Ctrl-C, or closing the terminal, ends the run cleanly. Its records and weights are in runs/NAME. For several
+    machines, see `asyncrl generator --help`.
     """
     outlive_terminal()
     config, warnings = checked_config(files, overrides, allow_public=allow_public)
@@ -44,7 +44,7 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
     if config.ray.address is not None:
         from asyncrl.deployment.cluster import check_admission, join
 
-        # both before an earlier run's directory is moved aside for this one's
+        # These two can fail. They come before the directory of an earlier run is moved aside for this run.
         join(config.ray.address, namespace=config.run.name)
         asyncio.run(check_admission(config, role=Role.LEARNER))
     clear_previous(config)

@@ -1,1 +1,1 @@
-"""The configuration: its schema, files and overrides, and the rules over several fields."""
+"""The configuration: the schema, the loading of files and overrides, and the rules over several fields."""

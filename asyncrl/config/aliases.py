@@ -1,9 +1,9 @@
-"""Names that other libraries have for our keys, so that an unknown key can be answered with ours."""
+"""Key names of other libraries. The error for an unknown key suggests the key of asyncrl with the same meaning."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
-_PENALTY = "an objective's penalty, e.g. `algorithm.overrides: {penalties: [{kind: k3, beta: 0.01}]}`"
-_GROUPS = "prompts a step; learner.group_size is the samples a prompt"
+_PENALTY = "a penalty is part of the objective, e.g. `algorithm.overrides: {penalties: [{kind: k3, beta: 0.01}]}`"
+_GROUPS = "the number of prompts in a step; learner.group_size is the number of samples of a prompt"
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "model.path": ("model_name_or_path", "model_name", "model_id", "pretrained_model_name_or_path"),
@@ -48,20 +48,24 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "run.name": ("run_name", "experiment_name"),
     "run.dir": ("output_dir", "default_local_dir"),
 }
-"""By our key, what it is called elsewhere."""
+"""Maps a key of asyncrl to its names in other libraries."""
 
 REMARKS: Mapping[str, str] = {"algorithm.overrides": _PENALTY, "learner.groups_per_step": _GROUPS}
-"""By our key, what has to be known to set it."""
+"""Maps a key of asyncrl to a remark that a user of another library needs to set it."""
 
 NOT_SUPPORTED: Mapping[str, str] = dict.fromkeys(
     ("lora", "qlora", "peft", "peft_config", "use_peft", "lora_config", "lora_rank", "lora_r", "lora_alpha"),
-    "LoRA is not supported yet; all weights are trained",
+    "LoRA is not supported yet, all weights are trained; remove the key",
 )
-"""Names of what asyncrl does not have."""
+"""Maps names of features that asyncrl does not have to the message for them."""
 
 
 def known_elsewhere(path: Sequence[str], value: object) -> str | None:
-    """What the unknown key at `path` is here, also where it or its section has keys of other libraries below it."""
+    """Returns advice for the unknown key at `path` if another library uses its name; else None.
+
+    If `value` is a mapping, the keys inside it are looked up too, so that a section of another library (such as
+    `trainer`) gets advice for each known key in it.
+    """
     found = list(dict.fromkeys(_answers(path, value)))
     return "; ".join(found) or None
 
@@ -76,7 +80,7 @@ def _answers(path: Sequence[str], value: object) -> Iterator[str]:
         beside = [key for key in keys if section and key.startswith(f"{section[0]}.")]
         chosen = beside or keys
         remarks = [f" ({REMARKS[key]})" for key in chosen if key in REMARKS]
-        yield f"{name} is {' or '.join(chosen)} here{''.join(remarks)}"
+        yield f"use {' or '.join(chosen)} instead of {name}{''.join(remarks)}"
     elif isinstance(value, Mapping):
         for below, inner in value.items():
             yield from _answers([*path, str(below)], inner)

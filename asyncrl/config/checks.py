@@ -1,8 +1,8 @@
-"""Rules over several fields: what each field allows alone and the run as a whole could not survive.
+"""Rules that involve several fields: each value is valid by itself, but the run would fail with the combination.
 
-A rule yields violations; all of them are reported at once. Warnings are for what runs, but not as its writer may
-believe. Nothing here imports the packages that the configuration speaks of: whether a loss corrects for old data
-is the caller's to say.
+A rule yields one message for each violation. The violations of all rules are reported in one error. A warning describes
+a configuration that can run, but probably not as the user expects. This module does not import the packages that the
+configuration names (torch, vLLM, Ray). The rules about the objective are in `asyncrl.algorithms.checks`.
 """
 
 import re
@@ -16,24 +16,25 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
 BYTES_PER_TOKEN = 24
-"""Bytes of a row per token: id and weight version int64, behaviour log-prob and mask float32."""
+"""Bytes of a row for each token: token id and weight version (int64), behaviour log-prob and mask (float32)."""
 BYTES_PER_ROW = 8
-"""And once a row: its length, int64."""
+"""Bytes of a row in addition to its tokens: the length, int64."""
 
 BUILT_IN_NAMES = {
     "data.dataset": ("environment", "jsonl"),
     "environment.name": ("reasoning_gym", "math"),
     "environment.reward": ("exact_match", "math_verify"),
 }
-"""Names that a field takes besides an import path `package.module:callable`."""
+"""Built-in names that a field accepts. It also accepts an import path `package.module:callable`."""
 
 _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
-# `name` or `owner/name`, as the hub has them. Nobody there is called `models`, so that what begins so is a folder.
-# Whether it exists does not count: a toy that was once built in the place of a hub's model must not be taken for it.
+# The ids of the Hugging Face Hub: `name` or `owner/name`. No owner on the Hub has the name `models`, so a path that
+# begins with `models/` is a folder. The pattern deliberately does not look at the disk: a tiny model that was once
+# built under the name of a Hub model must not be mistaken for that model.
 _HUB_ID = re.compile(r"(?!models/)\w[\w.-]*(/\w[\w.-]*)?")
 
-# Deadlines within which a healthy run may make no progress: the watchdog must be longer than each.
+# A healthy run may make no progress until one of these deadlines has passed. The watchdog must be longer than each.
 _WATCHED_DEADLINES = (
     "generator.rollout_timeout_s",
     "weights.load_timeout_s",
@@ -46,9 +47,10 @@ _WATCHED_DEADLINES = (
 
 
 def check_config(config: Config) -> list[str]:
-    """Warnings about a configuration that can run; ConfigError with every violation of one that cannot.
+    """Returns warnings about a configuration that can run.
 
-    What the objective adds to these rules is in `asyncrl.algorithms.checks`.
+    Raises ConfigError if the configuration cannot run; its message has one line for each violation. The rules about
+    the objective are in `asyncrl.algorithms.checks`.
     """
     violations = [violation for rule in _RULES for violation in rule(config)]
     if violations:
@@ -57,7 +59,10 @@ def check_config(config: Config) -> list[str]:
 
 
 def worst_case_group_bytes(config: Config) -> int:
-    """Bytes of the largest group's rows: what a reserve books before anyone knows the group's true size."""
+    """Returns the size of the rows of the largest possible group, bytes.
+
+    A reserve books this size, because the real size of the group is known only when it is committed.
+    """
     return config.learner.group_size * (config.model.max_length * BYTES_PER_TOKEN + BYTES_PER_ROW)
 
 
@@ -66,8 +71,8 @@ def _staleness(config: Config) -> Iterator[str]:
     if config.weights.publish_every_steps > most:
         yield (
             f"weights.publish_every_steps = {config.weights.publish_every_steps}: must be at most "
-            f"staleness.max_versions + 1 = {most}, or generators and learner wait for each other; lower it, or raise "
-            "staleness.max_versions"
+            f"staleness.max_versions + 1 = {most}; otherwise generators and learner wait for each other forever; lower "
+            "it, or raise staleness.max_versions"
         )
 
 
@@ -76,13 +81,13 @@ def _buffer(config: Config) -> Iterator[str]:
     groups = config.buffer.capacity_groups
     if groups is not None and groups < step_groups:
         yield (
-            f"buffer.capacity_groups = {groups}: must hold at least one step, learner.groups_per_step = "
-            f"{step_groups}; raise it, or leave it unset"
+            f"buffer.capacity_groups = {groups}: must be at least learner.groups_per_step = {step_groups}, the groups "
+            "of one step; raise it, or leave it unset"
         )
     step_bytes = step_groups * worst_case_group_bytes(config)
     if config.buffer.capacity_bytes < step_bytes:
         yield (
-            f"buffer.capacity_bytes = {config.buffer.capacity_bytes}: must hold the worst case of one step, "
+            f"buffer.capacity_bytes = {config.buffer.capacity_bytes}: must be at least the largest size of one step, "
             f"{step_bytes} = learner.groups_per_step {step_groups} × learner.group_size {config.learner.group_size} × "
             f"(model.max_length {config.model.max_length} × {BYTES_PER_TOKEN} + {BYTES_PER_ROW}) bytes; raise it"
         )
@@ -95,13 +100,14 @@ def _step_shape(config: Config) -> Iterator[str]:
         unit = ranks * updates
         yield (
             f"learner.groups_per_step = {groups}: must be a multiple of learner.ranks × learner.updates_per_step = "
-            f"{ranks} × {updates} = {unit}, so that every rank has an equal share of every update; take "
+            f"{ranks} × {updates} = {unit}, so that every rank has an equal share of every update; set it to "
             f"{-(-groups // unit) * unit}"
         )
     if learner.batching != "padded" and learner.micro_batch_tokens < config.model.max_length:
         yield (
-            f"learner.micro_batch_tokens = {learner.micro_batch_tokens}: must hold a sequence of model.max_length = "
-            f"{config.model.max_length} with learner.batching = {learner.batching}; raise it"
+            f"learner.micro_batch_tokens = {learner.micro_batch_tokens}: must be at least model.max_length = "
+            f"{config.model.max_length} with learner.batching = {learner.batching}, so that the longest sequence fits "
+            "into one pass; raise it"
         )
     if config.learner.optimizer.warmup_steps > learner.total_steps:
         yield (
@@ -116,7 +122,7 @@ def _sharding(config: Config) -> Iterator[str]:
     if learner.ranks % shards or shards == 1 < learner.ranks:
         fits = [n for n in range(2, learner.ranks + 1) if learner.ranks % n == 0] or [1]
         yield (
-            f"learner.shards = {shards}: must divide learner.ranks = {learner.ranks} and be at least 2; take "
+            f"learner.shards = {shards}: must divide learner.ranks = {learner.ranks} and be at least 2; set it to "
             f"{' or '.join(map(str, fits))}, or leave it unset"
         )
     if (
@@ -125,8 +131,9 @@ def _sharding(config: Config) -> Iterator[str]:
         and config.weights.parity_tolerance_nats is None
     ):
         yield (
-            "learner.mixed_precision = bf16: differs from the engine's model.dtype = float32 by more than float32's "
-            "tolerance of log-probs; set model.dtype to bfloat16, or weights.parity_tolerance_nats to what you accept"
+            "learner.mixed_precision = bf16: the engine computes in model.dtype = float32, and its log-probs differ "
+            "from the learner's by more than the tolerance for float32, 1e-4 nats; set model.dtype to bfloat16, or "
+            "set weights.parity_tolerance_nats to a difference that you accept"
         )
 
 
@@ -139,7 +146,7 @@ def _critic(config: Config) -> Iterator[str]:
         yield (
             f"learner.groups_per_step = {groups}: must be a multiple of critic.ranks × learner.updates_per_step = "
             f"{critic.ranks} × {learner.updates_per_step} = {unit}, so that every rank has an equal share of every "
-            f"update; take {-(-groups // unit) * unit}"
+            f"update; set it to {-(-groups // unit) * unit}"
         )
     if critic.optimizer.warmup_steps > learner.total_steps:
         yield (
@@ -148,8 +155,8 @@ def _critic(config: Config) -> Iterator[str]:
         )
     if critic.warmup_steps >= learner.total_steps:
         yield (
-            f"critic.warmup_steps = {critic.warmup_steps}: must be below learner.total_steps = {learner.total_steps}, "
-            "or the policy is never trained; lower it"
+            f"critic.warmup_steps = {critic.warmup_steps}: must be below learner.total_steps = {learner.total_steps}; "
+            "otherwise the policy is never trained; lower it"
         )
 
 
@@ -157,9 +164,9 @@ def _model(config: Config) -> Iterator[str]:
     path = config.model.path
     if config.model.tiny is not None and _HUB_ID.fullmatch(path):
         yield (
-            f"model.path = {path}: may be a model of the hub, and with model.tiny a tiny one would be built in its "
-            f"place; set model.tiny: null to take the hub's, or model.path: ./{path} to build the tiny one in that "
-            "folder"
+            f"model.path = {path}: may be the id of a model on the Hugging Face Hub, but with model.tiny a tiny model "
+            f"would be built in a folder of that name; set model.tiny: null to use the model of the Hub, or set "
+            f"model.path: ./{path} to build the tiny model in that folder"
         )
 
 
@@ -169,8 +176,8 @@ def _lengths(config: Config) -> Iterator[str]:
         tokens = _value(config, key)
         if tokens >= longest:
             yield (
-                f"{key} = {tokens}: must be below model.max_length = {longest}, which holds prompt and completion; "
-                "lower it, or raise model.max_length"
+                f"{key} = {tokens}: must be below model.max_length = {longest}, the limit of prompt and completion "
+                "together; lower it, or raise model.max_length"
             )
 
 
@@ -180,13 +187,14 @@ def _deadlines(config: Config) -> Iterator[str]:
         deadline_s = _value(config, key)
         if watchdog_s <= deadline_s:
             yield (
-                f"run.stall_timeout_s = {watchdog_s:g}: must be above {key} = {deadline_s:g}, or the run ends "
-                f"before that deadline can name the cause; raise it, or lower {key}"
+                f"run.stall_timeout_s = {watchdog_s:g}: must be above {key} = {deadline_s:g}; otherwise the run ends "
+                f"before that deadline passes and its error names the cause; raise it, or lower {key}"
             )
     if config.environment.score_timeout_s >= config.generator.rollout_timeout_s:
         yield (
             f"environment.score_timeout_s = {config.environment.score_timeout_s:g}: must be below "
-            f"generator.rollout_timeout_s = {config.generator.rollout_timeout_s:g}, which includes scoring; lower it"
+            f"generator.rollout_timeout_s = {config.generator.rollout_timeout_s:g}, which includes scoring; lower it, "
+            "or raise generator.rollout_timeout_s"
         )
 
 
@@ -200,30 +208,34 @@ def _generator(config: Config) -> Iterator[str]:
     if generator.tensor_parallel_size > 1 and generator.gpus not in (0, generator.tensor_parallel_size):
         yield (
             f"generator.tensor_parallel_size = {generator.tensor_parallel_size}: must equal generator.gpus = "
-            f"{generator.gpus:g}, one GPU for each part of the engine; set them alike, or generator.gpus to 0 for CPUs"
+            f"{generator.gpus:g}, because each process of the engine needs its own GPU; set both to the same number, "
+            "or generator.gpus to 0 for CPUs"
         )
     tiny, parts = config.model.tiny, generator.tensor_parallel_size
     if tiny is not None and tiny.heads % parts:
         yield (
-            f"generator.tensor_parallel_size = {parts}: must divide model.tiny.heads = {tiny.heads}: each part of the "
-            "engine has whole heads; lower it"
+            f"generator.tensor_parallel_size = {parts}: must divide model.tiny.heads = {tiny.heads}, because each "
+            "process of the engine has whole attention heads; lower it"
         )
 
 
 def _data(config: Config) -> Iterator[str]:
     if config.data.dataset == "jsonl" and config.data.path is None:
-        yield "data.dataset = jsonl: needs data.path, the file to read; set it"
+        yield "data.dataset = jsonl: needs data.path, the file to read; set data.path"
     if config.data.dataset != "jsonl" and config.data.path is not None:
-        yield f"data.path = {config.data.path}: is read only with data.dataset = jsonl; set that, or remove the path"
+        yield (
+            f"data.path = {config.data.path}: is read only with data.dataset = jsonl; set data.dataset: jsonl, or "
+            "remove data.path"
+        )
     if config.data.options and not is_import_path(config.data.dataset):
         yield (
-            "data.options: are arguments of a dataset given by import path; move those of the environment to "
-            "environment.options, or remove them"
+            "data.options: is only for a dataset given by import path; move options of the environment to "
+            "environment.options, or remove data.options"
         )
     if config.eval.prompts > 0 and config.data.heldout_fraction == 0:
         yield (
-            f"eval.prompts = {config.eval.prompts}: needs held-out questions, and data.heldout_fraction = 0 keeps "
-            "none; raise it, or set eval.prompts to 0"
+            f"eval.prompts = {config.eval.prompts}: needs held-out questions, but data.heldout_fraction = 0 holds out "
+            "none; raise data.heldout_fraction, or set eval.prompts to 0"
         )
     yield from _prompt_template(config.data.prompt_template)
 
@@ -233,13 +245,16 @@ def _prompt_template(template: str) -> Iterator[str]:
     try:
         fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
-        yield f"{shown}: is no format string: {error}; write {{{{ and }}}} for braces"
+        yield f"{shown}: is not a valid format string ({error}); write {{{{ and }}}} for literal braces"
         return
     unnamed = [name for name in fields if not name.isidentifier()]
     if unnamed:
-        yield f"{shown}: {{{unnamed[0]}}} names no field of a task, only plain ones do; write e.g. {{question}}"
+        yield (
+            f"{shown}: {{{unnamed[0]}}} is not the name of a field of a task; write a plain name without dots and "
+            "brackets, e.g. {question}"
+        )
     elif not fields:
-        yield f"{shown}: names no field, so that every prompt would be the same; write e.g. {{question}}"
+        yield f"{shown}: has no field, so every prompt would be the same; add a field, e.g. {{question}}"
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -247,7 +262,7 @@ def _names(config: Config) -> Iterator[str]:
         name = _value(config, key)
         if name is not None and name not in options and not _IMPORT_PATH.fullmatch(name):
             yield (
-                f"{key} = {name}: is neither one of {', '.join(options)} nor an import path like "
+                f"{key} = {name}: must be one of {', '.join(options)}, or an import path like "
                 f"package.module:callable{suggest(name, list(options))}"
             )
 
@@ -273,25 +288,26 @@ def _warnings(config: Config) -> Iterator[str]:
     capacity = min(config.buffer.capacity_groups or admissible, admissible)
     if config.buffer.capacity_bytes < capacity * worst_case_group_bytes(config):
         yield (
-            f"buffer.capacity_bytes = {config.buffer.capacity_bytes} holds fewer groups of the worst size than the "
-            f"staleness limit admits ({capacity} × {worst_case_group_bytes(config)} bytes): generators may wait for "
-            "room before they reach that limit"
+            f"buffer.capacity_bytes = {config.buffer.capacity_bytes} is less than the largest size of all groups that "
+            f"the staleness limit admits ({capacity} × {worst_case_group_bytes(config)} bytes): generators may wait "
+            "for room in the buffer before they reach that limit"
         )
     slots = config.generator.max_concurrent_groups
     if slots > admissible:
         yield (
             f"generator.max_concurrent_groups = {slots} is more than (staleness.max_versions + 1) × "
-            f"learner.groups_per_step = {admissible}: the rest of the slots always waits"
+            f"learner.groups_per_step = {admissible}, the most groups that the staleness limit admits: a replica can "
+            "never use the rest"
         )
     if config.data.max_prompt_tokens + config.generator.max_completion_tokens > config.model.max_length:
         yield (
             f"data.max_prompt_tokens {config.data.max_prompt_tokens} + generator.max_completion_tokens "
             f"{config.generator.max_completion_tokens} exceed model.max_length {config.model.max_length}: completions "
-            "of the longest prompts are cut earlier"
+            "of the longest prompts are cut before generator.max_completion_tokens"
         )
     if config.model.dtype == "bfloat16" and config.generator.gpus == 0:
         yield (
-            "model.dtype = bfloat16 on CPUs is slow, and engine and learner agree less well on log-probs than in "
+            "model.dtype = bfloat16 on CPUs is slow, and the log-probs of engine and learner differ more than in "
             "float32"
         )
     yield from share_warnings(config)

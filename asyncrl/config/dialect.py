@@ -1,7 +1,7 @@
-"""The YAML that configurations are written in: plain data only, no key twice, numbers as people write them.
+"""The YAML dialect of configurations. It has plain data only, and a key that stands twice in a mapping is an error.
 
-Two things differ from PyYAML's safe loader, which reads YAML 1.1: `1e-3` is a number (there it is text), and
-`2026-01-31` is text (there it is a date). What `dump_yaml` writes, `parse_yaml` reads back as the same data.
+Two things differ from PyYAML's safe loader, which reads YAML 1.1: `1e-3` is a number (PyYAML reads text), and
+`2026-01-31` is text (PyYAML reads a date). `parse_yaml` reads the output of `dump_yaml` back as the same data.
 """
 
 import re
@@ -29,16 +29,17 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, str):
                 raise _refusal(key_node, f"the key {key!r} is not text; put it in quotes")
             if key in seen:
-                raise _refusal(key_node, f"the key {key!r} is there twice; keep one of them")
+                raise _refusal(key_node, f"the key {key!r} stands twice in this mapping; remove one of the two")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe dumper that quotes exactly the text that the loader would read as something else."""
+    """Safe dumper that puts text in quotes only if the loader would otherwise read it as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        # PyYAML writes Unicode's line breaks raw between single quotes, and folds them into spaces when it reads them.
+        # PyYAML writes these Unicode line breaks unescaped in single quotes, and reads them back as spaces. Double
+        # quotes make it write escapes.
         style = '"' if any(line_break in text for line_break in "\x85\u2028\u2029") else None
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -51,6 +52,10 @@ def _refusal(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 
 
 def _adopt_resolvers(cls: type[yaml.SafeLoader] | type[yaml.SafeDumper]) -> None:
+    """Makes `cls` read dates as text and numbers with an exponent as numbers.
+
+    Loader and dumper need the same rules, because the dumper uses them to decide which text needs quotes.
+    """
     cls.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP_TAG]
         for first, resolvers in cls.yaml_implicit_resolvers.items()
@@ -63,9 +68,10 @@ _adopt_resolvers(_Dumper)
 
 
 def parse_yaml(text: str, *, source: str, mend: str = "") -> object:
-    """Data of one YAML document; None for an empty one. ConfigError names `source`, line and column.
+    """Returns the data of one YAML document; None for an empty document.
 
-    `mend` is what a writer may do whose text is no YAML at all.
+    Raises ConfigError with `source`, line and column. `mend` is appended to the error if the text is not valid YAML;
+    it says what the user can do.
     """
     loader = None
     try:
@@ -86,5 +92,5 @@ def parse_yaml(text: str, *, source: str, mend: str = "") -> object:
 
 
 def dump_yaml(data: object) -> str:
-    """YAML text of plain data, keys in their own order."""
+    """Returns plain data as YAML text. Keys keep their order."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True))

@@ -1,6 +1,7 @@
-"""What a validation error means to the person who wrote the key: key, value, origin, limit, mend, on one line.
+"""Turns pydantic's validation errors into one line each: key, value, origin of the value, limit, and what to do.
 
-Unknown keys get a "did you mean", also when the right key lives in another section or the section was renamed.
+An unknown key gets a suggestion ("did you mean ...?"). The suggested key may be in another section, or in a section
+with another name.
 """
 
 import difflib
@@ -26,14 +27,14 @@ _CHANGE_THE_DISTRIBUTION = frozenset(
     {"top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
 )
 
-# pydantic's error type to what the field takes.
+# Maps a type of pydantic error to the kind of value that the field takes.
 _WANTED = {
     "bool_type": "true or false",
     "dict_type": "a mapping of keys",
     "float_type": "a number",
     "int_type": "a whole number",
     "list_type": "a list",
-    "model_type": "a section, that is a mapping of keys",
+    "model_type": "a section (a mapping of keys)",
     "string_type": "text",
     "tuple_type": "a list",
 }
@@ -46,23 +47,27 @@ _BOUNDS = {
 
 
 def explain(violation: ErrorDetails, *, origins: Mapping[KeyPath, str]) -> str:
-    """One line for one violation; `origins` says who set a key: `in FILE` or ON_COMMAND_LINE."""
+    """Returns one line about one violation. `origins` says where each key was set: `in FILE` or ON_COMMAND_LINE."""
     path = tuple(str(part) for part in violation["loc"])
     origin = _origin(path, origins)
     if violation["type"] == "extra_forbidden" and path[-1] in _CHANGE_THE_DISTRIBUTION:
         return (
-            f"{_dotted(path)}{origin}: is not offered: the sampler would draw from another distribution than the one "
-            "whose log-probs the learner computes, and every importance weight would be wrong"
+            f"{_dotted(path)}{origin}: is not supported; remove it. With it, the engine would sample from a "
+            "distribution that differs from the one whose log-probs the learner computes, and every importance weight "
+            "would be wrong"
         )
     if violation["type"] == "extra_forbidden":
         return f"unknown key {_dotted(path)}{origin}: {suggest_key(path, value=violation['input'])}"
     if violation["type"] == "missing":
-        return f"{_dotted(path)}{origin}: is missing; set it"
+        return f"{_dotted(path)}{origin}: is missing; add it"
     return f"{_dotted(path)} = {_shown(violation['input'])}{origin}: {_limit_and_mend(violation, origin=origin)}"
 
 
 def suggest_key(path: KeyPath, *, value: object = None) -> str:
-    """What the writer of an unknown key probably meant, else the keys that its section has."""
+    """Returns advice for an unknown key: the key that the user probably meant, else the keys of the section.
+
+    `value` is the value of the unknown key. If it is a mapping, its keys help to find a section with another name.
+    """
     if answer := known_elsewhere(path, value):
         return answer
     *section, name = path
@@ -79,7 +84,7 @@ def suggest_key(path: KeyPath, *, value: object = None) -> str:
     close = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.75)
     if close:
         return _did_you_mean([everywhere[close[0]]])
-    home = f"`{_dotted(section)}` has" if section else "sections are"
+    home = f"the keys of `{_dotted(section)}` are" if section else "the sections are"
     return f"{home} {', '.join(siblings)}"
 
 
@@ -109,7 +114,10 @@ def _type_mend(kind: str, value: object, *, origin: str) -> str:
     if kind == "string_type" and isinstance(value, bool | int | float):
         return f"; write {_quoted(_shown(value), origin=origin)}, with the quotes"
     if kind == "string_type" and isinstance(value, Mapping) and list(value.values()) == [None]:
-        return f"; write {_quoted(f'{{{next(iter(value))}}}', origin=origin)}, with the quotes: YAML reads a mapping"
+        return (
+            f"; write {_quoted(f'{{{next(iter(value))}}}', origin=origin)}, with the quotes: without them YAML reads "
+            "a mapping"
+        )
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
     if isinstance(value, str) and _reads_as(kind, value):
@@ -117,17 +125,17 @@ def _type_mend(kind: str, value: object, *, origin: str) -> str:
     if kind == "list_type" and isinstance(value, str):
         return f"; write [{_shown(value)}]"
     if kind == "model_type" and value is None:
-        return "; set a key below it, or remove the line"
+        return "; set a key of the section, or remove the line"
     return ""
 
 
 def _quoted(text: str, *, origin: str) -> str:
-    """Text for YAML; on the command line in a second pair of quotes, for the shell takes one away."""
+    """Returns `text` in quotes for YAML. On the command line it gets a second pair, because the shell removes one."""
     return f"""'"{text}"'""" if ON_COMMAND_LINE in origin else f'"{text}"'
 
 
 def _reads_as(kind: str, text: str) -> bool:
-    """Whether `text`, without the quotes that make it text, is what a field of this kind takes."""
+    """Returns whether `text`, written in YAML without quotes, would have the type that `kind` asks for."""
     try:
         value = parse_yaml(text, source="")
     except ConfigError:
@@ -145,7 +153,7 @@ def _reads_as(kind: str, text: str) -> bool:
 
 
 def _origin(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
-    """` (in FILE)`: whoever set the key, or the nearest key above it."""
+    """Returns where the key, or the nearest key above it, was set, as ` (in FILE)`; "" if it was not set."""
     for end in range(len(path), 0, -1):
         if path[:end] in origins:
             return f" ({origins[path[:end]]})"
@@ -153,7 +161,7 @@ def _origin(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
 
 
 def _sections() -> Iterator[tuple[KeyPath, type[BaseModel]]]:
-    """Every section of the schema with its path, the root first."""
+    """Yields each section of the schema with its path, breadth first, beginning with the root."""
     queue: list[tuple[KeyPath, type[BaseModel]]] = [((), Config)]
     while queue:
         path, model = queue.pop(0)
@@ -165,7 +173,10 @@ def _sections() -> Iterator[tuple[KeyPath, type[BaseModel]]]:
 
 
 def _sections_sharing_keys(value: object, sections: Mapping[KeyPath, type[BaseModel]]) -> list[KeyPath]:
-    """The section that knows the most of an unknown section's keys: the name that it was renamed to."""
+    """Returns the section that has the most keys in common with an unknown section, which is probably a renamed one.
+
+    The list is empty if no section has a key in common.
+    """
     if not isinstance(value, Mapping):
         return []
     shared = {path: len(value.keys() & model.model_fields.keys()) for path, model in sections.items() if path}

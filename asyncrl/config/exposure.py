@@ -1,4 +1,7 @@
-"""To whom the metrics endpoints answer: this machine, one network that the user has agreed to, never every network."""
+"""Checks the address of the metrics endpoints. They may bind this machine or, if the user allows it, one network.
+
+They may never bind every network.
+"""
 
 import ipaddress
 import socket
@@ -7,22 +10,24 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
 NODE = "node"
-"""`metrics.host` for "each process's own Ray address": the one that other nodes of its cluster reach it by."""
+"""Value of `metrics.host` for the Ray address of each process, by which other nodes of the cluster reach it."""
 
 
 def check_exposure(config: Config, *, allow_public: bool) -> None:
-    """ConfigError when `metrics.host` is every address, or one that other machines reach and nobody allowed that."""
+    """Raises ConfigError if `metrics.host` binds every address, or if other machines can reach it without
+    `allow_public`."""
     host = config.metrics.host.strip()
     if _is_every_address(host):
         raise ConfigError(
-            f"metrics.host = {config.metrics.host!r}: would answer to every network, and names no address to scrape; "
-            f"bind one: 127.0.0.1, or with --allow-public that of a network, or {NODE} for each process's Ray address",
+            f"metrics.host = {config.metrics.host!r}: would answer to every network, and is not an address that "
+            "Prometheus can scrape; set it to 127.0.0.1, or with --allow-public to an address of one network, or to "
+            f"{NODE} for the Ray address of each process",
             key="metrics.host",
         )
     if not allow_public and not _is_loopback(host):
         raise ConfigError(
-            f"metrics.host = {config.metrics.host!r}: other machines reach it, and metrics ask nobody for a password; "
-            "say --allow-public if that network may read them, or bind 127.0.0.1",
+            f"metrics.host = {config.metrics.host!r}: other machines can reach it, and the endpoints have no password; "
+            "add --allow-public if that network may read the metrics, or set it to 127.0.0.1",
             key="metrics.host",
         )
 
@@ -44,6 +49,7 @@ def _is_every_address(host: str) -> bool:
     except ValueError:
         pass
     try:
-        return not any(socket.inet_aton(host))  # what sockets take and ipaddress does not: 0, 0.0, 0x0
+        # Sockets accept forms of 0.0.0.0 that ipaddress does not: 0, 0.0, 0x0.
+        return not any(socket.inet_aton(host))
     except OSError:
-        return False  # a name
+        return False  # a host name

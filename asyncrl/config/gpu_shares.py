@@ -1,8 +1,9 @@
-"""Rules over what shares a GPU.
+"""Rules for processes that share a GPU.
 
-A pool's `gpus` below 1 is a share in Ray's books and nothing more: Ray fills one GPU with shares before it takes the
-next, and looks neither at memory nor at NCCL, which has one rank of a group on a GPU and no more. So these rules take
-all for neighbours that Ray may make neighbours, but pools that a node label keeps apart.
+If a pool's `gpus` is below 1, Ray counts a share of a GPU for each process and does nothing else. Ray fills one GPU
+with shares before it uses the next. It does not look at memory, and it does not know that NCCL refuses two ranks of one
+group on the same GPU. So these rules assume that processes share a GPU whenever Ray may place them on the same GPU.
+The exception is two pools whose node labels keep them on different nodes.
 """
 
 import math
@@ -12,13 +13,17 @@ from itertools import combinations
 
 from asyncrl.config.schema import Config, CriticSection, LearnerSection
 
-# As floats, 1 - 0.8 is less than 0.2; Ray counts in ten-thousandths.
+# In floating point 1 - 0.8 is less than 0.2, so comparisons need a margin. Ray counts GPUs in steps of 1e-4, so that
+# 1e-6 never hides a real difference.
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Neighbours:
-    """Engines that Ray may put on one GPU, beside a rank of each of `sections`, and the share that those leave them."""
+    """A set of processes that Ray may place on one GPU: some engines, and one rank of each section in `sections`.
+
+    `left` is the share of the GPU, in Ray's counting, that the ranks leave to the engines.
+    """
 
     engines: int
     sections: tuple[str, ...]
@@ -30,11 +35,11 @@ class _Neighbours:
         return " and ".join([f"{replicas} of generator.gpus = {config.generator.gpus:g}", *ranks])
 
     def taken(self, config: Config) -> float:
-        """The engines' part of the GPU's memory."""
+        """Returns the share of the GPU's memory that the engines take together."""
         return self.engines * config.generator.gpu_memory_utilization
 
     def most(self) -> float:
-        """Of the memory, for each engine, if the engines take no more than their share of the GPU."""
+        """Returns the share of memory that each engine may take if the engines keep to their share of the GPU."""
         return self.left / self.engines
 
     def mend(self) -> str:
@@ -42,42 +47,42 @@ class _Neighbours:
 
 
 def share_violations(config: Config) -> Iterator[str]:
-    """What Ray does not place, what NCCL refuses, and what no GPU's memory holds."""
+    """Yields violations: shares that Ray cannot place, that NCCL refuses, or that need more memory than a GPU has."""
     ranks = _ranks(config)
     for name, gpus in [("generator", config.generator.gpus), *[(name, ranks[name].gpus) for name in ranks]]:
         if gpus > 1 and not gpus.is_integer():
             yield (
-                f"{name}.gpus = {gpus}: Ray shares one GPU, and of more it has whole ones only; take {int(gpus)} or "
-                f"{int(gpus) + 1}"
+                f"{name}.gpus = {gpus}: Ray can share one GPU, but above 1 it takes whole GPUs only; set it to "
+                f"{int(gpus)} or {int(gpus) + 1}"
             )
     for name, section in ranks.items():
         if (together := min(section.ranks, _fit(1.0, section.gpus))) > 1:
             yield (
-                f"{name}.gpus = {section.gpus:g}: lets Ray put {together} of {name}.ranks = {section.ranks} on one "
-                "GPU, and NCCL refuses two ranks of a group there; take 1, or more than 0.5 to share it with engines, "
-                f"or {name}.ranks = 1"
+                f"{name}.gpus = {section.gpus:g}: lets Ray place {together} of {name}.ranks = {section.ranks} on one "
+                "GPU, but NCCL refuses two ranks of one group on the same GPU; set it to 1, or above 0.5 to share the "
+                f"GPU with engines, or set {name}.ranks to 1"
             )
     worst = _narrowest(each for each in _neighbours(config) if _overfull(each, config))
     if worst is not None:
         yield (
             f"generator.gpu_memory_utilization = {config.generator.gpu_memory_utilization:g}: {worst.words(config)} "
-            f"may share one GPU, of whose memory the engines would take {worst.taken(config):g}; {worst.mend()}"
+            f"may share one GPU, and the engines would take {worst.taken(config):g} of its memory; {worst.mend()}"
         )
 
 
 def share_warnings(config: Config) -> Iterator[str]:
-    """Engines that leave the ranks beside them a smaller part of the memory than of the GPU."""
+    """Yields a warning if engines take more of a GPU's memory than the share that the ranks on it leave to them."""
     worst = _narrowest(each for each in _neighbours(config) if each.taken(config) > each.left + _ROUNDING)
     if worst is not None:
         yield (
             f"generator.gpu_memory_utilization = {config.generator.gpu_memory_utilization:g}: {worst.words(config)} "
-            f"may share one GPU, of whose memory the engines take {worst.taken(config):g}: whoever comes second may "
-            f"not find enough; {worst.mend()}"
+            f"may share one GPU, and the engines take {worst.taken(config):g} of its memory: the process that starts "
+            f"last may not find enough; {worst.mend()}"
         )
 
 
 def _overfull(each: _Neighbours, config: Config) -> bool:
-    """Whether the engines take more than there is, or leave ranks nothing."""
+    """Returns whether the engines take more memory than the GPU has, or leave none to the ranks on it."""
     taken = each.taken(config)
     return taken > 1 + _ROUNDING or (bool(each.sections) and taken > 1 - _ROUNDING)
 
@@ -91,7 +96,7 @@ def _ranks(config: Config) -> dict[str, LearnerSection | CriticSection]:
 
 
 def _neighbours(config: Config) -> Iterator[_Neighbours]:
-    """Engines by themselves first, then with ranks beside them."""
+    """Yields the sets of processes that may share a GPU: first engines only, then engines with ranks."""
     generator = config.generator
     beside = {
         name: section.gpus
@@ -107,11 +112,14 @@ def _neighbours(config: Config) -> Iterator[_Neighbours]:
 
 
 def _fit(left: float, gpus: float) -> int:
-    """How many processes of `gpus` each have room in what is left of one GPU; none for those on CPUs."""
+    """Returns how many processes with `gpus` each fit into `left`, a share of one GPU; 0 for processes on CPUs."""
     return int(max(0.0, left) / gpus + _ROUNDING) if gpus > 0 else 0
 
 
 def _apart(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
-    """Whether labels send two pools to different nodes. Of Ray's words (`in(a,b)`, `!c`) two that differ count as such:
-    what they allow in common is not looked for, so that nothing is refused that could run."""
+    """Returns whether node labels place two pools on different nodes.
+
+    Values of Ray's label syntax (`in(a,b)`, `!c`) count as different nodes if their texts differ, even if both allow
+    a common node. This errs towards accepting, so that no configuration that could run is refused.
+    """
     return any(name in theirs and theirs[name] != value for name, value in ours.items())

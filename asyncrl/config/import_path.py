@@ -1,6 +1,6 @@
-"""Import paths: `package.module:callable`, wherever the config takes a reward, an environment, a loss or a dataset.
+"""Import paths: `package.module:callable`, with which the config names a reward, an environment, a loss or a dataset.
 
-Nothing is imported until a path is resolved; every failure is a ConfigError that names the key and the value.
+A module is imported only when its path is resolved. Every failure is a ConfigError that names the key and the value.
 """
 
 import difflib
@@ -17,19 +17,19 @@ from asyncrl.user_code import describe_error
 
 
 def is_import_path(value: str) -> bool:
-    """Whether `value` is an import path and not the name of something built in."""
+    """Returns whether `value` is an import path; otherwise it is a built-in name."""
     return ":" in value
 
 
 def resolve(value: str, *, key: str) -> Callable[..., Any]:
-    """The callable behind `package.module:callable`; dots after the colon reach into classes.
+    """Imports the module and returns the callable of `package.module:callable`.
 
-    `key` is the config key that held the value. ConfigError when there is no such module or attribute, when it is
-    not callable, or when importing the module raises.
+    The part after the colon may have dots, e.g. `module:Class.method`. `key` is the config key that has the value, for
+    errors. Raises ConfigError if there is no such module or attribute, if it is not callable, or if the import raises.
     """
     module_name, colon, attributes = value.partition(":")
     if not (colon and module_name and attributes and not module_name.startswith(".")):
-        raise ConfigError(f"{key}: {value!r} is not an import path like 'package.module:callable'", key=key)
+        raise ConfigError(f"{key}: {value!r} is not an import path; write it like 'package.module:callable'", key=key)
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
@@ -37,7 +37,8 @@ def resolve(value: str, *, key: str) -> Callable[..., Any]:
         if missing and f"{module_name}.".startswith(f"{missing}."):
             raise ConfigError(_not_found(value, key=key, module=missing), key=key) from error
         raise ConfigError(
-            f"{key}: {value!r} cannot be imported, the module raised {describe_error(error)}", key=key
+            f"{key}: {value!r} cannot be imported, because the module raised {describe_error(error)}; fix the module",
+            key=key,
         ) from error
     for name in attributes.split("."):
         try:
@@ -46,14 +47,17 @@ def resolve(value: str, *, key: str) -> Callable[..., Any]:
             hint = suggest(name, dir(found))
             raise ConfigError(f"{key}: {value!r} names {name!r}, which {module_name} lacks{hint}", key=key) from None
     if not callable(found):
-        raise ConfigError(f"{key}: {value!r} is a {type(found).__name__}, not a callable", key=key)
+        raise ConfigError(
+            f"{key}: {value!r} is a {type(found).__name__}, not a callable; name a function or a class", key=key
+        )
     return found  # type: ignore[no-any-return]
 
 
 def missing_module(value: str, *, key: str) -> str | None:
-    """What `resolve` would say of a module that is not there, found out without importing anything.
+    """Returns the error of `resolve` for a module that does not exist; None if the module may exist. Imports nothing.
 
-    None is no promise: what a package makes while it is imported cannot be seen from here, and is believed.
+    None does not prove that the module exists: a package may create modules while it is imported, and this function
+    cannot see those.
     """
     parts = value.partition(":")[0].split(".")
     if not all(part.isidentifier() for part in parts):
@@ -66,23 +70,27 @@ def missing_module(value: str, *, key: str) -> str | None:
                 break
             name = f"{name}.{part}"
             spec = PathFinder.find_spec(name, list(spec.submodule_search_locations or ()))
-    except (ValueError, KeyError):  # a module that was made by hand; a namespace within a namespace
+    # ValueError: a module in sys.modules without a spec. KeyError: a namespace package inside a namespace package.
+    except (ValueError, KeyError):
         return None
     return _not_found(value, key=key, module=name) if spec is None else None
 
 
 def _not_found(value: str, *, key: str, module: str) -> str:
     return (
-        f"{key}: {value!r} cannot be imported, there is no module {module!r}; install it or put its folder on "
+        f"{key}: {value!r} cannot be imported, there is no module {module!r}; install it, or put its folder on "
         "PYTHONPATH"
     )
 
 
 def call_with_options(function: Callable[..., Any], options: Mapping[str, Any], *, key: str) -> Any:
-    """`function(**options)`; ConfigError naming `key` when the options do not fit the function's signature."""
+    """Returns `function(**options)`. Raises ConfigError with `key` if the options do not fit the function's signature.
+
+    Errors that the function raises itself pass through unchanged.
+    """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some callables written in C tell nothing
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return function(**options)
     try:
         signature.bind(**options)
@@ -90,11 +98,11 @@ def call_with_options(function: Callable[..., Any], options: Mapping[str, Any], 
         known = [name for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         unknown = [name for name in options if name not in known]
         hint = suggest(unknown[0], known) if unknown else ""
-        raise ConfigError(f"{key}: {error}{hint}; there are {known}", key=key) from None
+        raise ConfigError(f"{key}: {error}{hint}; its options are {known}", key=key) from None
     return function(**options)
 
 
 def suggest(name: str, candidates: list[str]) -> str:
-    """`; did you mean 'x'?` for the nearest candidate, or nothing."""
+    """Returns `; did you mean 'x'?` with the candidate that is most similar to `name`; "" if none is similar."""
     close = difflib.get_close_matches(name, candidates, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,8 +1,9 @@
-"""From files and command line to a validated `Config`, and back to YAML.
+"""Loads a validated `Config` from files and the command line, and writes a `Config` as YAML.
 
-Files are merged left to right, then the overrides in their order: mappings merge key by key, everything else is
-replaced. Validation is strict about types (`true` is no number, `"8"` no integer) and reports every violation at
-once, with the file or override that set it. Rules over several fields are `checks.check_config`'s.
+Files are merged from left to right, then the overrides are applied in their order. Mappings are merged key by key; any
+other value replaces the earlier value. Validation is strict about types: `true` is not accepted as a number, nor `"8"`
+as an integer. All violations are reported in one error, each with the file or override that set the value.
+`checks.check_config` checks the rules that involve several fields.
 """
 
 import json
@@ -19,7 +20,8 @@ from asyncrl.errors import ConfigError
 
 KeyPath = tuple[str, ...]
 
-# What may differ between the deployments of one run: places, sizes of pools and hardware. All else must agree.
+# Sections and keys that may differ between the deployments of one run: places, sizes of pools, and hardware. All other
+# keys must agree.
 _OWN_SECTIONS = ("metrics", "ray")
 _OWN_KEYS = frozenset(
     {
@@ -48,16 +50,16 @@ _OWN_KEYS = frozenset(
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
-    """The configuration of `files`, merged left to right, with `a.b=c` overrides on top.
+    """Returns the configuration of `files`, merged from left to right, with the overrides `a.b=c` applied last.
 
-    An override's value is YAML: `staleness.max_versions=2`, `generator.stop=["\\n"]`, `data.path=null`.
+    The value of an override is YAML: `staleness.max_versions=2`, `generator.stop=["\\n"]`, `data.path=null`.
 
-    Raises ConfigError with a line for everything that is wrong: first of files and overrides that cannot be read,
-    then of keys and values.
+    Raises ConfigError with one line for each problem. If any file or override cannot be read, it lists only those.
+    Otherwise it lists the wrong keys and values.
     """
     merged, origins = _merged(files, overrides)
     try:
-        # JSON is the mode in which strict validation still takes text for paths and lists for tuples.
+        # The detour over JSON is needed: in JSON mode, strict validation accepts text for paths and lists for tuples.
         return Config.model_validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
         violations = error.errors(include_url=False)
@@ -67,12 +69,12 @@ def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
 
 
 def config_origins(files: Sequence[Path], overrides: Sequence[str]) -> dict[KeyPath, str]:
-    """What set each key last, `in FILE` or `on the command line`; keys that are left at their default are not there."""
+    """Returns where each key was set last: `in FILE` or `on the command line`. Keys with their default are left out."""
     return _merged(files, overrides)[1]
 
 
 def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, object], dict[KeyPath, str]]:
-    """The layers as one tree, and what set each key."""
+    """Returns all files and overrides merged into one tree, and where each key was set last."""
     merged: dict[str, object] = {}
     origins: dict[KeyPath, str] = {}
     problems: list[str] = []
@@ -92,24 +94,27 @@ def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, 
 
 
 def dump_config(config: Config) -> str:
-    """YAML of the resolved configuration, defaults included; `load_config` reads it back as an equal `Config`."""
+    """Returns the configuration with all defaults as YAML. `load_config` reads it back as an equal `Config`."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
 def shared_config(config: Config) -> dict[str, object]:
-    """What every deployment of one run must agree on, by dotted key: the run's meaning, without its machines."""
+    """Returns the settings that must be equal in all deployments of a run, by dotted key.
+
+    These are the settings that decide what the run computes. Settings of single machines are left out.
+    """
     return {key: value for key, value in flat_config(config).items() if not is_own(key)}
 
 
 def flat_config(config: Config) -> dict[str, object]:
-    """Every setting by dotted key."""
+    """Returns every setting by dotted key."""
     return _flatten(config.model_dump(mode="json"))
 
 
 def first_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
-    """The first dotted key that two shared configs disagree on, in schema order; None when they agree.
+    """Returns the first dotted key, in the order of the schema, in which two shared configs differ; None if they agree.
 
-    A key that only one of them has counts as a difference.
+    A key that only one of the two has counts as a difference.
     """
     missing = object()
     for key in [*ours, *theirs]:
@@ -119,7 +124,7 @@ def first_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -
 
 
 def is_own(key: str) -> bool:
-    """Whether deployments of one run may have different values of a dotted key: it speaks of their machines."""
+    """Returns whether the deployments of one run may have different values for a dotted key."""
     section, _, name = key.partition(".")
     return section in _OWN_SECTIONS or f"{section}.{name.partition('.')[0]}" in _OWN_KEYS
 
@@ -139,16 +144,18 @@ def _read_mapping(file: Path) -> dict[str, object]:
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; give an existing one with -c") from None
+        raise ConfigError(f"{file}: no such file; name an existing file with -c") from None
     except IsADirectoryError:
         raise ConfigError(f"{file}: is a directory; name a file with -c") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
-    data = parse_yaml(text, source=str(file), mend="; mend it there, or name a YAML config with -c")
+    data = parse_yaml(text, source=str(file), mend="; fix the file, or name a YAML config with -c")
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{file}: holds {type(data).__name__}; a config is a mapping of sections such as `run:`")
+        raise ConfigError(
+            f"{file}: holds a {type(data).__name__}; a config must be a mapping of sections such as `run:`"
+        )
     return _plain(data, source=str(file))
 
 
@@ -158,7 +165,7 @@ def _parse_override(override: str) -> dict[str, object]:
     if not equals or not all(names):
         raise ConfigError(f"{override!r} is not an override; write section.key=value, e.g. staleness.max_versions=2")
     quoted = shlex.quote(json.dumps(text, ensure_ascii=False))
-    mend = f"; values are YAML, in which text like this needs quotes: {key}={quoted}"
+    mend = f"; the value is read as YAML, and text like this needs quotes: {key}={quoted}"
     tree: object = parse_yaml(text, source=f"override {override!r}", mend=mend)
     for name in reversed(names):
         tree = {name: tree}
@@ -167,11 +174,16 @@ def _parse_override(override: str) -> dict[str, object]:
 
 
 def _plain(data: dict[str, object], *, source: str) -> dict[str, object]:
-    """A copy that shares nothing, or ConfigError for what YAML can say and JSON cannot (sets, bytes, cycles)."""
+    """Returns a deep copy of `data`. Raises ConfigError for data that JSON cannot express (sets, bytes, cycles).
+
+    The deep copy is needed because YAML aliases make several keys share one object, and `_merge` changes objects.
+    """
     try:
         copy = json.loads(json.dumps(data))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: only text, numbers, lists and mappings are allowed: {error}") from None
+        raise ConfigError(
+            f"{source}: a config may hold only text, numbers, lists and mappings ({error}); replace the value"
+        ) from None
     assert isinstance(copy, dict)
     return copy
 
@@ -184,7 +196,7 @@ def _merge(
     origins: dict[KeyPath, str],
     path: KeyPath = (),
 ) -> None:
-    """Merge `layer` into `into` in place, and note in `origins` who set each key last."""
+    """Merges `layer` into `into` in place, and writes into `origins` where each key was set last."""
     for name, value in layer.items():
         origins[(*path, name)] = origin
         if not isinstance(value, Mapping):

@@ -1,6 +1,8 @@
-"""What a user may set. Every field has its unit in its name or docstring; unknown keys are refused.
+"""The schema of the configuration: every key that a user may set, its type, its bounds and its default.
 
-`docs/configuration.md` is generated from these classes. Rules over several fields live in `checks.py`.
+Each field gives its unit in its name or in its docstring. A key that is not in the schema is refused.
+`python -m asyncrl.config.docs` generates `docs/configuration.md` from these classes and docstrings. Rules that involve
+several fields are in `checks.py`.
 """
 
 from pathlib import Path
@@ -19,17 +21,17 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 def _in_home(path: str) -> str:
-    """The user's home directory in the place of a leading `~`, which a shell replaces only at the begin of a word."""
+    """Replaces a leading `~` with the home directory. A shell does that only at the start of a word."""
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def _off(value: object) -> object:
-    """YAML 1.1 reads the word `off` as false."""
+    """Returns "off" for False, because PyYAML reads the word `off` as false (YAML 1.1)."""
     return "off" if value is False else value
 
 
 class Section(BaseModel):
-    """Base of every section: immutable, strict about keys, documented by its fields' docstrings."""
+    """Base class of every section: immutable, refuses unknown keys, takes descriptions from the fields' docstrings."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -37,7 +39,8 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
-        ser_json_inf_nan="constants",  # else an infinite bound in free options is dumped as null
+        # Without this, an infinite bound in a free mapping (such as algorithm.overrides) would be dumped as null.
+        ser_json_inf_nan="constants",
     )
 
 
@@ -45,432 +48,464 @@ class RunSection(Section):
     """The run as a whole."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}$")] = "quickstart"
-    """Name of the run: its Ray namespace and its folder under `run.dir`."""
-    # Strict validation of JSON takes text for a path, but not the Path that is the default: that one is left alone.
+    """Name of the run. It is also the name of the run's Ray namespace and of its folder below `run.dir`."""
+    # Strict validation of JSON accepts text for a path, but it would refuse the default, which is a Path object.
     dir: Annotated[Path, Field(validate_default=False), AfterValidator(Path.expanduser)] = Path("runs")
-    """Folder that holds the run's directory; only the learner writes there."""
+    """Folder in which the run's directory is created. Only the learner writes there."""
     seed: NonNegativeInt = 0
-    """Seed of prompts' order, of sampling and of everything else that is random."""
+    """Seed of the order of the prompts, of sampling and of all other randomness."""
     stall_timeout_s: PositiveFloat = 300.0
-    """Seconds without any progress (no group committed, no step trained) after which the run ends with an error."""
+    """Seconds without progress after which the run ends with an error. Progress is a committed group or a trained
+    step."""
     shutdown_grace_s: PositiveFloat = 20.0
-    """Seconds that a deployment gets to end cleanly after SIGTERM."""
+    """Seconds that a deployment may take to end cleanly after SIGTERM."""
 
 
 class TinyModelSection(Section):
-    """A tiny Qwen3 with a character tokenizer, built and warmed up when `model.path` does not exist yet."""
+    """A tiny Qwen3 model with a character tokenizer. It is built and warmed up if `model.path` does not exist yet.
+    The warm-up is supervised training on solved examples of the environment, before reinforcement learning starts."""
 
     seed: NonNegativeInt = 0
     """Seed of the initial weights and of the warm-up batches."""
     hidden_size: PositiveInt = 128
-    """Width of the model."""
+    """Hidden size of the model."""
     layers: PositiveInt = 3
     """Number of decoder layers."""
     heads: PositiveInt = 4
-    """Number of attention heads; also of key-value heads."""
+    """Number of attention heads and of key-value heads."""
     head_dim: Annotated[int, Field(ge=32)] = 32
-    """Width of an attention head; vLLM on the CPU needs at least 32."""
+    """Size of an attention head. vLLM on the CPU needs at least 32."""
     warmup_steps: NonNegativeInt = 150
-    """Supervised steps, at most, on the environment's own solved examples before reinforcement learning starts."""
+    """Maximum number of warm-up steps. 0 turns the warm-up off."""
     warmup_accuracy: Fraction = 0.13
-    """Once this share of the last 128 or more examples was answered exactly, `warmup_decay_steps` are left: the rest
-    is left to reinforcement learning."""
+    """Accuracy at which the warm-up begins its last `warmup_decay_steps` steps: the share of the last 128 or more
+    examples that were answered exactly. The rest of the task is left to reinforcement learning."""
     warmup_decay_steps: PositiveInt = 20
-    """Last supervised steps, while the learning rate falls to 0; the accuracy still rises meanwhile."""
+    """Number of last warm-up steps, over which the learning rate falls to 0. The accuracy still rises in these
+    steps."""
     warmup_wrong_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the supervised examples whose answer is shown back to front, the wrong way. A base model has read right
-    and wrong answers alike and imitates both; which of them is wanted, only the reward tells it."""
+    """Share of the warm-up examples whose answer is reversed, that is wrong. This imitates a base model, which has read
+    right and wrong answers and produces both. Only the reward then tells the model which of the two is wanted."""
     warmup_batch_size: PositiveInt = 64
-    """Examples in a supervised step."""
+    """Examples in a warm-up step."""
     warmup_learning_rate: PositiveFloat = 2e-3
-    """AdamW learning rate of the supervised steps, after ten steps of warm-up and before the decay."""
+    """Peak AdamW learning rate of the warm-up. It rises over the first ten steps and falls over the last
+    `warmup_decay_steps`."""
 
 
 class ModelSection(Section):
-    """The policy's model."""
+    """The model of the policy."""
 
     path: Annotated[str, AfterValidator(_in_home)] = "models/tiny-speller"
-    """Local Hugging Face directory or hub id. A path below `models/` or below another folder that is here, or one that
-    begins with `/`, `./` or `../`, is a directory. With `model.tiny` only a directory."""
+    """A local directory with a Hugging Face model, or the id of a model on the Hugging Face Hub (`owner/name`). The
+    value is a directory if the directory exists, if the value begins with `/`, `./`, `../`, `~` or `models/`, if its
+    first part is a folder in the working directory, or if it has more than two parts. With `model.tiny` it must be a
+    directory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of weights in the engine and of computation in the learner; float32 on CPUs."""
+    """Precision of the weights in the engine and of the computation in the learner. Use float32 on CPUs."""
     max_length: PositiveInt = 64
-    """Longest sequence, prompt and completion together, tokens."""
+    """Maximum length of a sequence (prompt and completion together), tokens."""
     tiny: TinyModelSection | None = None
-    """A tiny model, built at `model.path` when nothing is there (`asyncrl model`). It is built only where the file, or
-    the command line, that names `model.path` sets something of `model.tiny` too (`model.tiny={}` will do), and never
-    in the directory of a run. A directory with another model is used as it is."""
+    """A tiny model, which is built at `model.path` if that directory does not exist (`asyncrl model`). It is built only
+    if the file or the command line that sets `model.path` also sets a key of `model.tiny` (`model.tiny={}` is enough).
+    It is never built in the directory of a run. A directory that holds another model is used as it is."""
 
 
 class DataSection(Section):
-    """Where prompts come from."""
+    """The dataset of prompts."""
 
     dataset: str = "environment"
-    """`environment` (its own tasks), `jsonl`, or an import path `package.module:callable` that returns or yields tasks,
-    or dicts with the texts `prompt` and `answer`; their other keys become metadata."""
+    """`environment` (the tasks of the environment), `jsonl` (the file `data.path`), or an import path
+    `package.module:callable`. The callable returns or yields tasks, or dicts with the strings `prompt` and `answer`;
+    other keys of a dict become the task's metadata."""
     path: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
-    """File of the `jsonl` dataset: one object a line with `prompt` and `answer`."""
+    """File of the `jsonl` dataset. Each line is a JSON object with `prompt` and `answer`."""
     options: dict[str, Any] = {}
-    """Keyword arguments of a dataset given by import path."""
+    """Keyword arguments of the callable, for a dataset given by import path."""
     prompt_template: str = "{question}"
-    """Python format string that makes the prompt; it sees `question` and the task's metadata."""
+    """Python format string that makes the prompt. Its fields are `question` and the keys of the task's metadata."""
     chat: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = "auto"
-    """`auto`: a model whose tokenizer has a chat template gets the prompt as a user's message in it, followed by the
-    start of the answer. `off`: every model gets the prompt as it is, to be continued. Many base models have a chat
-    template too. The run prints its first prompt as the model gets it."""
+    """`auto`: if the tokenizer has a chat template, the prompt is put into the template as a user message, and the
+    model writes the answer that follows. `off`: the model gets the prompt unchanged and continues it. Many base models
+    have a chat template too. The run prints its first prompt exactly as the model gets it."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """What a blank, malformed, huge or duplicate row, or one of too many tokens does: refuse the dataset, or be
-    skipped and counted."""
+    """`refuse`: a bad row stops the start of the run. `skip`: bad rows are skipped and counted. A row is bad if it is
+    blank, malformed, larger than 1 MiB, a duplicate, or has too many tokens."""
     max_prompt_tokens: PositiveInt = 48
-    """Longest prompt, tokens. A longer or empty one is a bad row; where `data.on_bad_row` skips those, it is a DATA
-    failure when its turn comes, and replaced."""
+    """Maximum length of a prompt, tokens. A row with a longer or an empty prompt is a bad row. With `data.on_bad_row:
+    skip`, such a prompt fails as DATA when it is issued, and another prompt takes its place."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of questions, chosen by a hash, that are never issued and serve held-out evaluation."""
+    """Share of the questions that are held out for evaluation and never trained. A hash of the question selects
+    them."""
     epochs: PositiveInt | None = None
-    """How often each prompt may be issued; unset: as often as the run needs."""
+    """How often each prompt may be issued. Unset: as often as the run needs."""
     shuffle: bool = True
-    """Shuffle the prompts anew each epoch, by `run.seed`."""
+    """Shuffle the prompts again in each epoch, with `run.seed`."""
     drop_last: bool = False
-    """When prompts run out: drop the groups that do not fill a step, counted, instead of training a short step."""
+    """When the prompts run out: drop and count the groups that do not fill a step, instead of training a short
+    step."""
 
 
 class EnvironmentSection(Section):
-    """What turns completions into rewards."""
+    """The environment, which scores completions and may provide the tasks."""
 
     name: str = "reasoning_gym"
-    """`reasoning_gym`, `math`, or an import path `package.module:callable` that makes an environment."""
+    """`reasoning_gym`, `math`, or an import path `package.module:callable` that returns an environment."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment, e.g. `task: spell_backward`."""
     reward: str | None = None
-    """Replaces the environment's own scoring: `exact_match`, `math_verify`, or an import path `package.module:callable`
-    that takes (task, completion), or (task, completions) for a whole group, and may be async (docs/rewards.md)."""
+    """Reward function that replaces the scoring of the environment: `exact_match`, `math_verify`, or an import path
+    `package.module:callable`. The function takes (task, completion), or (task, completions) for a whole group, and may
+    be async (docs/rewards.md)."""
     secrets: list[VariableName] = []
-    """Names of environment variables that reward code needs, such as the key of a judge. The command that starts the
-    generators must have them. Only their names are in the configuration; their values are in no file or log."""
+    """Names of environment variables that reward code needs, such as the key of a judge. They must be set for the
+    command that starts the generators. Only their names are in the configuration. Their values are not written to any
+    file or log."""
     score_timeout_s: PositiveFloat = 10.0
-    """Seconds that scoring one completion may take, or a scoring process is killed and replaced. A reward that takes a
-    whole group has this time for each completion of it."""
+    """Maximum time to score one completion, seconds. A scoring process that takes longer is killed and replaced. A
+    reward function that takes a whole group has this time for each completion of the group."""
     score_workers: PositiveInt = 1
-    """Scoring processes of a replica. Each scores one group at a time, or for an async reward all groups that wait, up
-    to 64 completions. The completions of a group are shared among them when the reward takes one completion, is not
-    async, and takes longer than a few milliseconds."""
+    """Scoring processes of a replica. A process scores one group at a time; with an async reward it scores all waiting
+    groups together, up to 64 completions. The processes share the completions of a group if the reward takes one
+    completion, is not async, and needs longer than a few milliseconds."""
     score_memory_mib: PositiveInt = 2048
-    """Memory that reward code may take in a scoring process beyond what its imports took, MiB."""
+    """Maximum memory of reward code in a scoring process, in addition to the memory that its imports took, MiB."""
 
 
 class GeneratorSection(Section):
-    """The generator pool: vLLM engines and their rollout loops."""
+    """The generator pool. Each replica is a vLLM engine with its rollout loop."""
 
     replicas: PositiveInt = 1
     """Engines that one generator deployment starts."""
     min_replicas: PositiveInt = 1
-    """The deployment ends with an error when fewer of its engines live."""
+    """Minimum number of live engines. With fewer, the deployment ends with an error."""
     max_concurrent_groups: PositiveInt = 16
-    """Concurrency slots of a replica: groups that it generates at the same time."""
+    """Maximum number of groups that a replica generates at the same time."""
     max_starts_per_s: PositiveFloat = 200.0
-    """Pace of rollout starts of a replica, groups a second, by asyncio-throttle."""
+    """Maximum rate at which a replica starts rollouts, groups per second (enforced by asyncio-throttle)."""
     max_completion_tokens: PositiveInt = 16
-    """Longest completion, tokens."""
+    """Maximum length of a completion, tokens."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; the learner divides its logits by the same."""
+    """Sampling temperature. The learner divides its logits by the same value."""
     stop: list[str] = []
-    """Strings that end a completion, besides the end-of-sequence token."""
+    """Strings that end a completion, in addition to the end-of-sequence token."""
     rollout_timeout_s: PositiveFloat = 120.0
-    """Seconds that generating and scoring one group may take; then it fails as INFRA."""
+    """Maximum time to generate and score one group, seconds. A group that takes longer fails as INFRA."""
     max_data_failures: PositiveInt = 16
-    """DATA failures in a row, over the pool, that stop the run."""
+    """Number of consecutive DATA failures, counted over the whole pool, that stops the run."""
     startup_timeout_s: PositiveFloat = 300.0
-    """Seconds that an engine may take to start."""
+    """Maximum time for the start of an engine, seconds."""
     kv_cache_gib: PositiveFloat = 0.5
     """Size of the key-value cache on CPUs, GiB."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Share of a GPU's memory that the engine takes."""
     tensor_parallel_size: PositiveInt = 1
-    """Processes that share one engine, each on a GPU of its own; on CPUs (`gpus: 0`) each on a core of its own, for
-    they wait for each other by spinning, and take the time of whatever else runs there."""
+    """Processes that share one engine. Each needs its own GPU. On CPUs (`gpus: 0`) each needs its own core, because the
+    processes busy-wait for each other and take CPU time from everything else on that core."""
     cpus: PositiveFloat = 0.5
     """Logical Ray CPUs of a replica."""
     gpus: NonNegativeFloat = 0.0
-    """Ray GPUs of a replica, whole above 1; 0 runs vLLM on the CPU, and a part of one shares it with other replicas and
-    with ranks. That divides nothing by itself: `gpu_memory_utilization` is what leaves room to the others."""
+    """Ray GPUs of a replica; a whole number if above 1. 0 runs vLLM on the CPU. Below 1, other replicas and ranks may
+    run on the same GPU. The number does not divide the GPU's memory: lower `gpu_memory_utilization` to leave room for
+    them."""
     node_labels: dict[str, str] = {}
-    """Labels that the Ray node of a replica must have, e.g. `{pool: gen}` where `ray start --labels pool=gen`
-    ran; values in Ray's own words, such as `in(a,b)` or `!c`."""
+    """Labels that the Ray node of a replica must have, e.g. `{pool: gen}` for nodes started with `ray start --labels
+    pool=gen`. Values use the syntax of Ray's label selectors, such as `in(a,b)` or `!c`."""
     enforce_eager: bool = True
     """Run the engine without graph capture."""
 
 
 class OptimizerSection(Section):
-    """AdamW and its schedule."""
+    """The AdamW optimizer and its learning-rate schedule."""
 
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
+    """Decay rates of AdamW's first and second moment."""
     eps: PositiveFloat = 1e-8
-    """AdamW's ε."""
+    """ε of AdamW."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """Shape of the learning rate after warm-up, over `learner.total_steps`."""
+    """Shape of the learning rate after the warm-up, up to `learner.total_steps`."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up."""
+    """Steps over which the learning rate rises linearly to its peak."""
     final_fraction: Fraction = 0.1
-    """Learning rate at the last step as a share of the peak; for `linear` and `cosine`."""
+    """Learning rate at the last step, as a share of the peak. For `linear` and `cosine`."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are clipped to this global norm."""
+    """Global norm to which gradients are clipped."""
 
 
 class LearnerSection(Section):
-    """The learner pool: one FSDP2 policy over `ranks` processes."""
+    """The learner pool: one policy, which FSDP2 shards over `ranks` processes."""
 
     ranks: PositiveInt = 1
-    """Processes that share the policy (FSDP2)."""
+    """Processes that train the policy together (FSDP2)."""
     shards: PositiveInt | None = None
-    """Ranks that share one copy of the policy (HSDP): a divisor of `ranks`, at least 2. `ranks` ÷ `shards` copies cost
-    memory; parameters are then gathered among `shards` ranks only, such as those of one node. Unset: one copy."""
+    """Ranks that share one copy of the policy (HSDP). It must divide `ranks` and be at least 2. The pool then holds
+    `ranks` ÷ `shards` copies, which costs memory. In return, parameters are gathered among `shards` ranks only, for
+    example the ranks of one node. Unset: one copy."""
     mixed_precision: Literal["no", "bf16"] | None = None
-    """Precision of forward and backward passes, `no` being float32; weights, optimizer and sums of gradients stay
-    float32. Unset: that of `model.dtype`."""
+    """Precision of forward and backward passes; `no` is float32. Weights, optimizer state and gradient sums are always
+    float32. Unset: the precision of `model.dtype`."""
     activation_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass and compute the layer again there: less memory, more time."""
+    """Keep only the input of each layer for the backward pass, and compute the layer again there. This takes less
+    memory and more time."""
     total_steps: PositiveInt = 200
     """Steps of the run."""
     groups_per_step: PositiveInt = 16
-    """B: groups that make one step; a multiple of `ranks`."""
+    """B: groups in a step. It must be a multiple of `ranks` × `updates_per_step`."""
     group_size: PositiveInt = 8
     """G: samples of one prompt."""
     updates_per_step: PositiveInt = 1
-    """Optimizer updates within a step; each takes an equal share of the step's groups."""
+    """Optimizer updates in a step. Each update takes an equal share of the step's groups."""
     batching: Literal["padded", "dynamic", "packed"] = "padded"
-    """What goes through a rank's model in one pass: `padded`, `micro_batch_size` sequences, as wide as the longest;
-    `dynamic`, as many of like length as `micro_batch_tokens` hold, padding included; `packed`, as many as
-    `micro_batch_tokens` hold, end to end without padding. Results are the same."""
+    """How a rank fills one forward and backward pass. `padded`: `micro_batch_size` sequences, padded to the longest.
+    `dynamic`: sequences of similar length, up to `micro_batch_tokens` tokens with padding. `packed`: sequences end to
+    end without padding, up to `micro_batch_tokens` tokens. The results are the same."""
     micro_batch_size: PositiveInt = 64
     """Sequences in one forward and backward pass of a rank, for `batching: padded`."""
     micro_batch_tokens: PositiveInt = 16384
     """Tokens in one forward and backward pass of a rank, for `batching: dynamic` and `packed`."""
     optimizer: OptimizerSection = OptimizerSection()
-    """AdamW and its schedule."""
+    """The AdamW optimizer and its learning-rate schedule."""
     max_nonfinite_steps: PositiveInt = 3
-    """Steps in a row with a non-finite loss or gradient that stop the run."""
+    """Number of consecutive steps with a non-finite loss or gradient that stops the run."""
     collective_timeout_s: PositiveFloat = 120.0
-    """Seconds that a collective among the ranks may take."""
+    """Maximum time for a collective operation among the ranks, seconds."""
     startup_timeout_s: PositiveFloat = 300.0
-    """Seconds that the ranks may take to load the model."""
+    """Maximum time for the ranks to load the model, seconds."""
     cpus: PositiveFloat = 0.5
     """Logical Ray CPUs of a rank."""
     gpus: NonNegativeFloat = 0.0
-    """Ray GPUs of a rank, whole above 1; 0 trains on the CPU over gloo, and a part of one shares it with engines, but
-    not with another rank of the same pool: NCCL refuses that."""
+    """Ray GPUs of a rank; a whole number if above 1. 0 trains on the CPU with gloo. Below 1, engines may run on the
+    same GPU. Two ranks of one pool cannot share a GPU, because NCCL refuses it."""
     node_labels: dict[str, str] = {}
-    """Labels that the Ray node of a rank must have, e.g. `{pool: learners}` where `ray start --labels pool=learners`
-    ran; values in Ray's own words, such as `in(a,b)` or `!c`."""
+    """Labels that the Ray node of a rank must have, e.g. `{pool: learners}` for nodes started with `ray start --labels
+    pool=learners`. Values use the syntax of Ray's label selectors, such as `in(a,b)` or `!c`."""
     threads: PositiveInt = 1
     """Torch threads of a rank on the CPU."""
     groups_logged: NonNegativeInt = 1
-    """Groups a step whose samples are all written to `samples/step-N.jsonl`, and shown by trackers."""
+    """Groups of each step whose samples are written to `samples/step-N.jsonl` and sent to trackers."""
     logprobs_logged: bool = False
-    """Write the log-probs of each completion token with the samples: the engine's, and the policy's where the objective
-    reads them."""
+    """Write the log-prob of each completion token with the samples: the log-prob from the engine, and the log-prob
+    from the policy if the objective reads it."""
 
 
 class CriticSection(Section):
-    """A critic: a second model, of the policy's own backbone, on ranks of its own. It is for `algorithm.advantage: gae`
-    or `vtrace`, and the presets that were published with one. Unless `algorithm.advantage` says otherwise, a token's
-    advantage is whitened over the whole step. `learner` sets how rows share passes."""
+    """The critic: a second model with the backbone of the policy, on its own ranks. It is needed for
+    `algorithm.advantage: gae` or `vtrace` and for the presets that were published with a critic. The advantages of
+    tokens are whitened over the whole step unless `algorithm.advantage` sets another `whiten`. The batching keys of
+    `learner` also apply to the critic."""
 
     ranks: PositiveInt = 1
-    """Processes that share the critic (FSDP2)."""
+    """Processes that train the critic together (FSDP2)."""
     optimizer: OptimizerSection = OptimizerSection()
-    """AdamW and its schedule, over `learner.total_steps`."""
+    """The AdamW optimizer and its learning-rate schedule, up to `learner.total_steps`."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """γ: what a reward is worth one trained token earlier."""
+    """γ: discount of a reward for each trained token before it."""
     lam: Fraction = 0.95
-    """λ of the policy's advantages, for `gae`: 1 is unbiased, less has less variance and trusts the critic more."""
+    """λ of the policy's advantages, for `gae`. 1 is unbiased; a lower value has less variance and relies more on the
+    critic."""
     value_lam: Fraction | None = None
     """λ of the critic's returns, for `gae`. Unset: 1 with `algorithm.loss: vapo`, else `lam`."""
     length_alpha: NonNegativeFloat | None = None
-    """α of VAPO, for `gae`: the policy's λ is 1 − 1 / (α · tokens) for each completion, instead of `lam`. 0: λ is
-    `lam`. Unset: 0.05 with `algorithm.loss: vapo`, else 0."""
+    """α of VAPO, for `gae`: each completion has λ = 1 − 1 / (α · tokens) instead of `lam` in the policy's advantages.
+    0: λ is `lam`. Unset: 0.05 with `algorithm.loss: vapo`, else 0."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """The critic's loss is a mean over all trained tokens, or over sequences, each with the mean of its tokens."""
+    """How the critic's loss is averaged: over all trained tokens, or first over the tokens of each sequence and then
+    over the sequences."""
     value_clip: PositiveFloat | None = 0.2
-    """A value that moved further than this from the step's start, towards its return, has no gradient. Unset: no
-    clip."""
+    """Clip of the value loss: a value has no gradient once it has moved towards its return by more than this, measured
+    from its value at the start of the step. Unset: no clip."""
     warmup_steps: NonNegativeInt = 0
-    """First steps of the run in which only the critic learns: they count, and the policy stays as it is. Its learning
-    rate waits as well, so that at the run's end its schedule is as many steps short."""
+    """Number of first steps in which only the critic is trained. They count as steps of the run. The weights and the
+    learning-rate schedule of the policy do not advance in them, so that the schedule of the policy ends this many
+    steps short."""
     cpus: PositiveFloat = 0.5
     """Logical Ray CPUs of a rank."""
     gpus: NonNegativeFloat = 0.0
-    """Ray GPUs of a rank, whole above 1; 0 trains on the CPU over gloo, and a part of one shares it with engines, but
-    not with another rank of the same pool: NCCL refuses that."""
+    """Ray GPUs of a rank; a whole number if above 1. 0 trains on the CPU with gloo. Below 1, engines may run on the
+    same GPU. Two ranks of one pool cannot share a GPU, because NCCL refuses it."""
     node_labels: dict[str, str] = {}
-    """Labels that the Ray node of a rank must have, e.g. `{pool: critics}` where `ray start --labels pool=critics`
-    ran; values in Ray's own words, such as `in(a,b)` or `!c`."""
+    """Labels that the Ray node of a rank must have, e.g. `{pool: critics}` for nodes started with `ray start --labels
+    pool=critics`. Values use the syntax of Ray's label selectors, such as `in(a,b)` or `!c`."""
 
 
 class AlgorithmSection(Section):
-    """The objective: a preset, its axes or an import path; and the advantage estimator."""
+    """The objective (the loss) and the advantage estimator."""
 
     loss: str | dict[str, Any] = "decoupled_icepop"
-    """Name of a preset (`asyncrl losses` lists them), an objective spelled out axis by axis, as
-    `{surrogate: {kind: linear}, anchor: behaviour}`, or an import path `package.module:callable` of a LossFunction."""
+    """The objective, in one of three forms: the name of a preset (`asyncrl losses` lists them); a mapping that gives
+    the axes of an objective, such as `{surrogate: {kind: linear}, anchor: behaviour}`; or an import path
+    `package.module:callable` of a LossFunction."""
     overrides: dict[str, Any] = {}
-    """Axes of the preset that are replaced, e.g. `surrogate: {lo: 0.8, hi: 1.2}`. A mapping replaces the fields that it
-    names; the lists `gates` and `penalties` are replaced whole, an entry keeping what it does not name of the preset's
-    of the same stat or kind. Bounds are ratios, a gate's in the unit of its stat; infinity is `.inf`."""
+    """Replacements for axes of the preset, e.g. `surrogate: {lo: 0.8, hi: 1.2}`. A mapping replaces only the fields
+    that it names. The lists `gates` and `penalties` are replaced as a whole. An entry of the new list takes the fields
+    that it does not name from the preset's entry with the same stat or kind. Bounds are ratios; the bounds of a gate
+    have the unit of its stat. Infinity is written `.inf`."""
     advantage: str | dict[str, Any] | None = None
     """The advantage estimator: `group_norm`, `group_mean`, `leave_one_out`, `leave_one_out_std`, `batch_std`,
     `reinforce_pp`, `reinforce_pp_baseline`, `maxrl`, `gpg`, `opo`, `oapl`, `gr3`; with `critic` `gae` or `vtrace`; or
-    an import path `package.module:callable`. With options a mapping: `{name: group_norm, eps: 1e-4, eps_in: variance,
+    an import path `package.module:callable`. A mapping sets options: `{name: group_norm, eps: 1e-4, eps_in: variance,
     divisor: n, single: raw, whiten: tokens, keep_mean: true}`; docs/advantages.md lists them. `reinforce_pp`,
-    `reinforce_pp_baseline`, `gae` and `vtrace` take a KL to the reference inside the reward, and the first two a
-    discount: `{name: reinforce_pp, kl: {beta: 0.01, kind: k1}, gamma: 1.0}`. Unset: the one that the preset was
-    published with, else `group_norm`."""
+    `reinforce_pp_baseline`, `gae` and `vtrace` can put a KL to the reference inside the reward. The first two also have
+    a discount: `{name: reinforce_pp, kl: {beta: 0.01, kind: k1}, gamma: 1.0}`. Unset: the estimator that the preset
+    was published with, else `group_norm`."""
     zero_variance: Literal["keep", "mask"] = "keep"
-    """Groups whose rewards are all equal: kept (with a group baseline their advantage is 0, and they still count in
-    the loss's denominators), or masked out of the loss."""
+    """Groups whose rewards are all equal. `keep`: they are trained. With a group baseline their advantage is 0, and
+    they count in the denominators of the loss. `mask`: they are masked out of the loss."""
     overlong: Literal["keep", "mask", "penalise"] = "keep"
-    """Samples that were cut at their length limit: kept, masked out of the loss, or penalised: 1 is taken off their
-    reward, and less off the rewards of completions that end within `overlong_buffer_tokens` of the limit."""
+    """Samples that were cut at their length limit. `keep`: they are trained. `mask`: they are masked out of the loss.
+    `penalise`: 1 is subtracted from their reward, and a part of 1 from the reward of every completion that ends in the
+    last `overlong_buffer_tokens` tokens before the limit."""
     overlong_buffer_tokens: PositiveInt = 4
-    """Last tokens of `generator.max_completion_tokens` over which the penalty grows linearly from 0 to 1; for
-    `algorithm.overlong: penalise`."""
+    """Number of last tokens before `generator.max_completion_tokens` over which the penalty rises linearly from 0 to 1.
+    For `algorithm.overlong: penalise`."""
 
 
 class StalenessSection(Section):
-    """How old training data may be."""
+    """The staleness limit: how old training data may be."""
 
     max_versions: NonNegativeInt = 2
-    """η: no token trained at step s is from weights older than version s − η. 0 is synchronous and on-policy."""
+    """η: a token that is trained at step s was generated with the weights of version s − η or newer. 0 is synchronous
+    and on-policy."""
     on_deadline: Literal["wait"] = "wait"
-    """What the learner does when a straggler blocks the lease rule: `wait` until it arrives."""
+    """What the learner does when a group that is due for the next step is not finished: `wait` for the group."""
 
 
 class BufferSection(Section):
-    """The replay buffer between the pools."""
+    """The replay buffer between the generators and the learner."""
 
     capacity_groups: PositiveInt | None = None
-    """Groups that it holds at most; unset: (η + 1) · B, which admission never exceeds."""
+    """Maximum number of groups in the buffer. Unset: (η + 1) · B, which the staleness rule never exceeds."""
     capacity_bytes: PositiveInt = 2**30
-    """Bytes of rows that it holds at most; a reserve books the worst case, the commit refunds the rest."""
+    """Maximum size of the rows of all groups in the buffer, bytes. Reserving a group books the size of the largest
+    possible group. Committing the group returns the difference to its real size."""
     heartbeat_timeout_s: PositiveFloat = 15.0
-    """Seconds without a generator's word after which its tickets expire and their prompts go elsewhere."""
+    """Seconds without a message from a generator after which its tickets expire. Other generators then get the
+    prompts of these tickets."""
     max_attempts: PositiveInt = 5
-    """Attempts at one prompt before it counts as failed and another takes its place."""
+    """Maximum number of attempts at one prompt. After that the prompt counts as failed and another prompt takes its
+    place."""
     call_timeout_s: PositiveFloat = 30.0
-    """Seconds that one call to the buffer may wait."""
+    """Maximum time that one call to the buffer may wait, seconds."""
 
 
 class DataPlaneSection(Section):
-    """What carries the rows of finished groups from the generators to the learner's ranks."""
+    """The data plane. It carries the rows of finished groups from the generators to the learner's ranks."""
 
     backend: Literal["object_store", "transfer_queue"] = "object_store"
-    """`object_store`: Ray's, nothing to install; `transfer_queue`: the TransferQueue package (the extra
-    `transfer-queue`), for those who operate it already."""
+    """`object_store`: Ray's object store, which needs no installation. `transfer_queue`: the TransferQueue package
+    (the extra `transfer-queue`), for sites that operate it already."""
     transfer_queue_storage_units: PositiveInt = 2
-    """Storage processes of TransferQueue, one logical Ray CPU each, and one more for its controller."""
+    """Storage processes of TransferQueue. Each takes one logical Ray CPU. The controller of TransferQueue takes one
+    more."""
 
 
 class WeightsSection(Section):
     """Publication of weights to the generators."""
 
     transport: Literal["object_store"] = "object_store"
-    """How the bytes travel."""
+    """How the weights are transferred: through Ray's object store."""
     publish_every_steps: PositiveInt = 1
-    """Steps between two published versions; at most η + 1. Earlier when every generator waits for it."""
+    """Steps between two published versions, at most η + 1. A version is published earlier if every generator waits for
+    it."""
     max_lag_publications: NonNegativeInt = 1
-    """Publications that a replica may be behind before it starts nothing until it has loaded."""
+    """Number of publications by which a replica may lag. A replica that lags more starts no new group until it has
+    loaded the newest version."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """Running sequences after an update: recomputed on the new weights, or going on with the old cache."""
+    """What happens to running sequences after a weight update. `recompute`: their KV cache is computed again with the
+    new weights. `keep`: they continue with the old KV cache."""
     probe_every_updates: PositiveInt = 1
-    """Every n-th update of a replica is verified by the parity probe; 1 on CPUs."""
+    """The parity probe verifies every n-th weight update of a replica. Use 1 on CPUs."""
     parity_tolerance_nats: PositiveFloat | None = None
-    """Largest difference of a token's log-prob between engine and learner; unset: 1e-4 in float32, 5e-2 in
-    bfloat16."""
+    """Largest accepted difference between the engine's and the learner's log-prob of a token, nats. Unset: 1e-4 in
+    float32, 5e-2 in bfloat16."""
     on_parity_failure: Literal["alarm", "stop"] = "stop"
-    """What tokens beyond the tolerance at consumption do: raise the alarm metric, or stop the run."""
+    """What happens when on-policy tokens of a training step exceed the tolerance. `alarm`: an error is logged and the
+    parity metric shows the difference. `stop`: the run ends."""
     bucket_bytes: PositiveInt = 64 * 2**20
-    """Bytes of weights that travel in one piece."""
+    """Size of the pieces in which weights are transferred, bytes."""
     load_timeout_s: PositiveFloat = 60.0
-    """Seconds that a replica may take to load a version before its engine is ended."""
+    """Maximum time for a replica to load a version, seconds. A replica that takes longer ends its engine."""
 
 
 class CheckpointSection(Section):
-    """What a run keeps of its weights: `checkpoints/step-N/hf/` in its directory, for vLLM and transformers.
+    """Checkpoints of the policy: `checkpoints/step-N/hf/` in the run's directory, which vLLM and transformers can load.
 
-    Nothing is trained while one is written, which may take `run.stall_timeout_s` at most."""
+    Training pauses while a checkpoint is written. Writing may take at most `run.stall_timeout_s`."""
 
     every_steps: NonNegativeInt = 100
-    """Steps from one checkpoint to the next; 0 writes one at the run's end only, which is always written."""
+    """Steps between two checkpoints. The end of the run always writes one. 0 writes only that one."""
     keep: PositiveInt = 2
-    """Newest checkpoints that stay; older ones are removed when a newer one is whole."""
+    """Number of checkpoints to keep. When a newer checkpoint is complete, older ones are deleted."""
 
 
 class EvalSection(Section):
-    """Held-out evaluation: greedy, on prompts that are never issued, with admission paused, outside the ledger."""
+    """Held-out evaluation: greedy completions of prompts that are never trained. No new groups are admitted while it
+    runs, and its completions are not in the ledger."""
 
     prompts: NonNegativeInt = 128
-    """Held-out prompts to answer at the first and at the last version; 0 turns it off."""
+    """Number of held-out prompts that are evaluated with the first and with the last version. 0 turns it off."""
     timeout_s: PositiveFloat = 120.0
-    """Seconds that one evaluation may take."""
+    """Maximum time for one evaluation, seconds."""
 
 
 class MetricsSection(Section):
-    """Prometheus endpoints, one a long-lived process; and experiment trackers, which follow the learner."""
+    """Prometheus endpoints, one in each long-lived process, and experiment trackers, which run in the learner."""
 
     host: str = "127.0.0.1"
-    """Address that the endpoints bind: `127.0.0.1`; with `--allow-public` another one of this machine, or `node`, each
-    process's own Ray address, for pools on several machines."""
+    """Address that the endpoints bind. With `--allow-public` it may be another address of this machine, or `node`: the
+    Ray address of each process, for pools on several machines."""
     learner_port: Port = 0
-    """Port of the learner's endpoint and its `/sd`; 0: any free one. Where it is taken, any free one as well, with a
-    warning: `metrics/targets.json` and `asyncrl status` say which."""
+    """Port of the learner's endpoint, which also serves the service discovery `/sd`. 0: any free port. If the port is
+    taken, the learner warns and uses any free port; `metrics/targets.json` and `asyncrl status` show the port in
+    use."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
-    """Experiment trackers that get every step's numbers, each installed as an extra of its name. Where they write is
-    theirs to say (`WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`); TensorBoard's files are in the run's
-    directory."""
+    """Experiment trackers that get the numbers of every step. Each is installed by the extra of the same name. Their
+    own settings decide where they write (`WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`). The files of
+    TensorBoard are in the run's directory."""
     project: str = "asyncrl"
-    """What the trackers file the run under."""
+    """Project name that the trackers use for the run."""
 
 
 class RaySection(Section):
     """The Ray cluster."""
 
     address: str | None = None
-    """Address of a running cluster; unset: `asyncrl up` starts a local one."""
+    """Address of a running cluster. Unset: `asyncrl up` starts a local cluster."""
     placement_timeout_s: PositiveFloat = 120.0
-    """Seconds that Ray may take to place a process before the start fails with what is missing."""
+    """Maximum time for Ray to place a process, seconds. After that the start fails and names the missing resources."""
     object_store_mb: PositiveInt = 512
-    """Object store of a local Ray, MiB."""
+    """Size of the object store of a local Ray, MiB."""
 
 
 class Config(Section):
-    """A whole run."""
+    """The configuration of a run."""
 
     run: RunSection = RunSection()
     """The run as a whole."""
     model: ModelSection = ModelSection()
-    """The policy's model."""
+    """The model of the policy."""
     data: DataSection = DataSection()
-    """Where prompts come from."""
+    """The dataset of prompts."""
     environment: EnvironmentSection = EnvironmentSection()
-    """What turns completions into rewards."""
+    """The environment, which scores completions."""
     generator: GeneratorSection = GeneratorSection()
     """The generator pool."""
     learner: LearnerSection = LearnerSection()
     """The learner pool."""
     critic: CriticSection | None = None
-    """The critic, where the advantages need one."""
+    """The critic, for advantage estimators that need one."""
     algorithm: AlgorithmSection = AlgorithmSection()
-    """The objective."""
+    """The objective and the advantage estimator."""
     staleness: StalenessSection = StalenessSection()
-    """How old training data may be."""
+    """The staleness limit."""
     buffer: BufferSection = BufferSection()
     """The replay buffer."""
     data_plane: DataPlaneSection = DataPlaneSection()
-    """The carrier of rows."""
+    """The data plane, which carries rows from the generators to the learner."""
     weights: WeightsSection = WeightsSection()
     """Publication of weights."""
     checkpoint: CheckpointSection = CheckpointSection()
@@ -478,6 +513,6 @@ class Config(Section):
     eval: EvalSection = EvalSection()
     """Held-out evaluation."""
     metrics: MetricsSection = MetricsSection()
-    """Prometheus endpoints."""
+    """Prometheus endpoints and experiment trackers."""
     ray: RaySection = RaySection()
     """The Ray cluster."""

@@ -1,6 +1,7 @@
-"""Writes a first configuration for a model and a dataset: the numbers that depend on each other, each with its reason.
+"""Writes a first configuration for a model and a dataset, with a comment that explains each number.
 
-`asyncrl init` measures the facts and calls `starter_yaml`. Nothing here imports torch or transformers.
+`asyncrl init` measures the facts about model and dataset and calls `starter_yaml`. This module imports neither torch
+nor transformers.
 """
 
 import math
@@ -13,21 +14,25 @@ from asyncrl.errors import ConfigError
 
 GROUP_SIZE = 8
 TOKENS_PER_PASS_CPU = 8192
-"""Tokens of one padded pass on a CPU: some hundred MB of activations for a model of a few million parameters."""
+"""Tokens in one padded pass on a CPU. It takes some hundred MB of activations for a few million parameters."""
 TOKENS_PER_PASS_GPU = 16384
+"""Tokens in one packed pass on a GPU."""
 ROWS_MIB = 256
-"""Room for samples in Ray's object store beside the weights."""
+"""Room for rows in Ray's object store, in addition to the weights, MiB."""
 ANSWER_FACTOR = 4
-"""A completion may be this many times as long as the longest reference answer, unless the user says otherwise."""
+"""Ratio of the longest completion to the longest reference answer, unless the user gives --completion-tokens."""
 SHORTEST_COMPLETION = 16
+"""Smallest limit for completions that is chosen without --completion-tokens, tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What `asyncrl init` found. Lengths are in tokens of the model's tokenizer, prompts as the model gets them.
+    """The facts that `asyncrl init` found about the model and the dataset.
 
-    `data_path` is set for a JSONL file, `dataset` for an import path. `completion_tokens` is what the user asked for.
-    `longest_model` is the model's own limit in tokens, `parameters` its size; None where it does not tell.
+    Lengths are in tokens of the model's tokenizer. Prompts are measured with the chat template, if it is applied.
+    `data_path` is set for a JSONL file, `dataset` for an import path. `completion_tokens` is the user's option
+    --completion-tokens. `longest_model` is the model's maximum sequence length in tokens, `parameters` its number of
+    parameters; both are None if the model's files do not give them.
     """
 
     name: str
@@ -45,7 +50,10 @@ class Facts:
 
 
 def starter_yaml(facts: Facts) -> str:
-    """A configuration as YAML text with comments. ConfigError when prompts and completions do not fit the model."""
+    """Returns a configuration as YAML text with comments.
+
+    Raises ConfigError if prompts and completions together are longer than the model's maximum sequence length.
+    """
     prompt = _up_to_multiple(facts.longest_prompt, 8)
     wanted = facts.completion_tokens or max(SHORTEST_COMPLETION, ANSWER_FACTOR * facts.longest_answer)
     completion = _up_to_multiple(wanted, 8) if facts.completion_tokens is None else wanted
@@ -54,8 +62,8 @@ def starter_yaml(facts: Facts) -> str:
         left = facts.longest_model - facts.longest_prompt
         if facts.completion_tokens is not None or left < SHORTEST_COMPLETION:
             raise ConfigError(
-                f"the longest prompt has {facts.longest_prompt} tokens, and a completion may have {wanted}: together "
-                f"more than the {facts.longest_model} tokens that {facts.model} takes; "
+                f"the longest prompt has {facts.longest_prompt} tokens and a completion may have {wanted}: together "
+                f"this is more than {facts.longest_model}, the maximum sequence length of {facts.model}; "
                 + (f"set --completion-tokens to at most {left}" if left > 0 else "shorten the prompts"),
                 key="model.max_length",
             )
@@ -66,8 +74,8 @@ def starter_yaml(facts: Facts) -> str:
     versions = 1 if shared else 2
     per_pass = min(groups * GROUP_SIZE, max(1, TOKENS_PER_PASS_CPU // length))
     lines = [
-        f"# Written by `asyncrl init` for {facts.model} and {facts.prompts} prompts. Every number may be changed:",
-        "# `asyncrl config check` says which of them do not fit together, docs/configuration.md what each means.",
+        f"# Written by `asyncrl init` for {facts.model} and {facts.prompts} prompts. You may change every number.",
+        "# `asyncrl config check` finds numbers that do not fit together. docs/configuration.md explains each key.",
         "run:",
         f"  name: {_text(facts.name)}",
         "model:",
@@ -77,16 +85,16 @@ def starter_yaml(facts: Facts) -> str:
         "data:",
         f"  dataset: {_text(facts.dataset or 'jsonl')}",
         *([f"  path: {_text(str(facts.data_path))}"] if facts.data_path is not None else []),
-        '  prompt_template: "{question}" # the text that the model gets; a JSONL row\'s other keys are fields, too',
-        f"  max_prompt_tokens: {prompt} # the longest of the prompts has {facts.longest_prompt}",
+        '  prompt_template: "{question}" # makes the prompt; the other keys of a JSONL row are fields too',
+        f"  max_prompt_tokens: {prompt} # the longest prompt has {facts.longest_prompt}",
         "environment:",
-        f"  reward: {_text(facts.reward)} # or package.module:function, which takes (task, completion)",
+        f"  reward: {_text(facts.reward)} # or your own package.module:function of (task, completion)",
         "generator:",
         *(
             [
                 f"  gpus: {0.5 if shared else 1}",
-                *(["  gpu_memory_utilization: 0.35 # both pools see the same GPU"] if shared else []),
-                *([f"  replicas: {facts.gpus - 1} # the learner has the last GPU"] if facts.gpus > 2 else []),
+                *(["  gpu_memory_utilization: 0.35 # engine and learner share one GPU"] if shared else []),
+                *([f"  replicas: {facts.gpus - 1} # one GPU is left for the learner"] if facts.gpus > 2 else []),
                 "  enforce_eager: false",
             ]
             if on_gpu
@@ -94,38 +102,41 @@ def starter_yaml(facts: Facts) -> str:
         ),
         f"  max_completion_tokens: {completion} # "
         + (
-            "as you asked"
+            "set by --completion-tokens"
             if facts.completion_tokens is not None
-            else f"the longest answer has {facts.longest_answer}; a model that reasons needs more"
+            else f"the longest answer has {facts.longest_answer}; a reasoning model needs more"
         ),
-        f"  max_concurrent_groups: {groups} # × group_size sequences at once; at most (max_versions + 1) × "
-        "groups_per_step are useful",
+        f"  max_concurrent_groups: {groups} # × group_size sequences at once; more than (max_versions + 1) × "
+        "groups_per_step have no effect",
         "learner:",
         *([f"  gpus: {0.5 if shared else 1}"] if on_gpu else []),
         "  total_steps: 200",
-        f"  groups_per_step: {groups} # prompts a step",
-        f"  group_size: {GROUP_SIZE} # samples a prompt; with rewards that are all equal a group teaches nothing",
+        f"  groups_per_step: {groups} # prompts in a step",
+        f"  group_size: {GROUP_SIZE} # samples of a prompt; a group whose rewards are all equal has no gradient",
         *(
             [
                 "  batching: packed",
-                f"  micro_batch_tokens: {max(TOKENS_PER_PASS_GPU, length)} # of one pass; lower it if memory runs out",
+                f"  micro_batch_tokens: {max(TOKENS_PER_PASS_GPU, length)} # in one pass; lower it if memory runs out",
             ]
             if on_gpu
-            else [f"  micro_batch_size: {per_pass} # sequences of one pass; lower it if memory runs out"]
+            else [f"  micro_batch_size: {per_pass} # sequences in one pass; lower it if memory runs out"]
         ),
         "  optimizer:",
-        f"    learning_rate: {'2.0e-6' if on_gpu else '1.0e-5'} # raise it if the reward does not move",
+        f"    learning_rate: {'2.0e-6' if on_gpu else '1.0e-5'} # raise it if the reward does not change",
         "    warmup_steps: 10",
         "    schedule: constant",
         "staleness:",
-        f"  max_versions: {versions} # samples may be this many steps old; 0 is on-policy and slower",
+        f"  max_versions: {versions} # maximum age of training data in versions; 0 is on-policy and slower",
         *_ray(facts, bytes_per_parameter=2 if on_gpu else 4),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _ray(facts: Facts, *, bytes_per_parameter: int) -> list[str]:
-    """Room for weights: Ray's object store holds three versions while the next one is published."""
+    """Returns the lines of the section `ray`, or none if the default object store is large enough.
+
+    The object store holds up to three versions of the weights while a version is published.
+    """
     if facts.parameters is None:
         return []
     version_mib = math.ceil(facts.parameters * bytes_per_parameter / 2**20)
@@ -133,7 +144,7 @@ def _ray(facts: Facts, *, bytes_per_parameter: int) -> list[str]:
         return []
     return [
         "ray:",
-        f"  object_store_mb: {3 * version_mib + ROWS_MIB} # three versions of {version_mib} MiB, and rows",
+        f"  object_store_mb: {3 * version_mib + ROWS_MIB} # three versions of {version_mib} MiB each, and the rows",
     ]
 
 
@@ -142,5 +153,5 @@ def _up_to_multiple(number: int, unit: int) -> int:
 
 
 def _text(value: str) -> str:
-    """A scalar as YAML, quoted where it needs quotes."""
+    """Returns a string as a YAML scalar, in quotes if YAML needs them."""
     return dump_yaml({"_": value}).partition(": ")[2].strip()

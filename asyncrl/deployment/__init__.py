@@ -1,1 +1,1 @@
-"""A run from outside: Ray, the pools, the run's directory; how they start and end."""
+"""Deployments: how Ray, the pools and the run's directory start and end."""

@@ -1,7 +1,8 @@
-"""A run that is asked to end: run.json says so at once, and before its first step it ends within its grace.
+"""Ending a run on a signal. run.json records the request at once.
 
-What may hang then is start-up: a model that is being built in a thread, calls of Ray that know no deadline. A run that
-has trained gets the time that its step and its weights need; each of their waits has a deadline of its own.
+If the run has not finished its first step, it ends within `run.shutdown_grace_s`. The start may hang, because a model
+may be built in a thread and some calls of Ray have no deadline. If the run has trained a step, it gets the time to
+finish the current step and save the weights, because each of these waits has its own deadline.
 """
 
 import asyncio
@@ -20,11 +21,11 @@ Result = TypeVar("Result")
 
 
 class Stopped(Exception):
-    """The run was asked to end while it started."""
+    """A signal asked the run to end during its start."""
 
 
 async def unless_stopped(stop: asyncio.Event, work: Awaitable[Result]) -> Result:
-    """Result of `work`; cancels it and raises Stopped when `stop` is set first."""
+    """Returns the result of `work`. If `stop` is set first, cancels `work` and raises Stopped."""
     working, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait(), name="stopping")
     try:
         await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -38,26 +39,26 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[Result]) -> Result
 
 
 def asked_to_end(run_dir: RunDir, grace_s: float) -> None:
-    """Call it at the first signal."""
+    """Records the request to end, and starts the timer of the grace. For the first signal."""
     run_dir.asked_to_end()
-    # A thread, because what hangs may hold the event loop.
+    # The timer is a thread, because the start may hang in a call that blocks the event loop.
     timer = threading.Timer(grace_s, give_up, [run_dir, grace_s])
     timer.daemon = True
     timer.start()
 
 
 def ended_at_once(run_dir: RunDir) -> None:
-    """Call it at the second signal, before the process ends."""
+    """Records that a second signal ended the run. For the second signal, before the process exits."""
     if not run_dir.closed:
         run_dir.close(state="stopped", reason=f"ended at once by a second signal, after {run_dir.steps_written} steps")
 
 
 def give_up(run_dir: RunDir, grace_s: float, *, leave: Callable[[int], object] = os._exit) -> None:
-    """Ends the process if the run is still closing and has trained nothing; Ray's daemons end with it."""
+    """Exits the process if the run has not closed and has trained no step. Ray's daemons end with the process."""
     if run_dir.closed or run_dir.steps_written:
         return
     reason = f"asked to end before the first step, and not closed within run.shutdown_grace_s = {grace_s:g} s"
-    logger.error("%s: ending at once", reason)
+    logger.error("%s: the process exits now", reason)
     try:
         run_dir.close(state="failed", reason=reason)
     finally:

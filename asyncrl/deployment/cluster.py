@@ -1,7 +1,7 @@
 """Ray: joining or starting a cluster, and the run's detached actors that every deployment shares.
 
-Buffer and weight store are made by whichever deployment comes first and ended by the last that leaves. Every
-placement has a deadline: on a cluster without room Ray would wait for ever without a word.
+The first deployment of a run creates the buffer and the weight store. The last deployment that leaves ends them. Every
+placement has a deadline, because on a cluster without room Ray waits forever and reports nothing.
 """
 
 import asyncio
@@ -45,18 +45,24 @@ logger = logging.getLogger(__name__)
 BUFFER, WEIGHTS = "buffer", "weights"
 DETACHED_PREFIXES = (BUFFER, WEIGHTS, STORE_PREFIX, PARTITIONS)
 ACTOR_CONCURRENCY = 10_000
+"""Maximum number of concurrent calls of an actor. It is large because calls that wait, e.g. for a ticket, count too."""
 STATUS_TIMEOUT_S = 10.0
+"""Deadline of a call to the buffer from a command such as `status`, seconds."""
 STARTS = 3
+"""Number of attempts to start a local Ray cluster."""
 WORKER_NICENESS = 0
-"""A Ray of our own adds this to the niceness of its workers. Ray's default is 15: beside two busy programs on two
-cores, ranks and engines then get less than a tenth of the CPU."""
+"""Niceness that a local Ray cluster adds to its workers. With Ray's default of 15, ranks and engines get less than a
+tenth of the CPU if two other programs are busy on two cores."""
 PROBE_TIMEOUT_S = 5.0
+"""Deadline of the connection that tests whether a process listens at an address, seconds."""
 
 
 def start_local(config: Config, *, generators: int = 1) -> str:
-    """Starts a Ray of our own in this process's care, sized for the config; its address. Ends with the process, and
-    with nothing else: a signal to this process's group, such as `timeout` sends, does not reach it. Only this machine
-    reaches it, with a token."""
+    """Starts a local Ray cluster that is large enough for the config. Returns its address.
+
+    The cluster ends only with this process. A signal to the process group, such as `timeout` sends, does not reach
+    it. Only processes on this machine that have the token can connect to it.
+    """
     require_token()
     logical_cpus = generators * config.generator.replicas * config.generator.cpus
     logical_cpus += config.learner.ranks * config.learner.cpus
@@ -74,16 +80,16 @@ def start_local(config: Config, *, generators: int = 1) -> str:
 
 
 def _started(**options: Any) -> Any:
-    """What `ray.init` returns for a Ray of our own. RunError when it does not start in `STARTS` attempts.
+    """Starts a local Ray cluster and returns the result of `ray.init`. Raises RunError after `STARTS` failed attempts.
 
-    Ray gives its node manager 30 s to register, and has no setting for it. On a busy machine the first attempt may take
-    longer; the next one finds its files in memory.
+    Ray's node manager must register within 30 s, and Ray has no setting for this limit. On a busy machine the first
+    attempt may take longer. The next attempt is faster, because its files are in the page cache.
     """
     for left in reversed(range(STARTS)):
         before = psutil.Process().children(recursive=True)
         try:
             return ray.init(
-                address="local",  # never whatever cluster happens to run here
+                address="local",  # start a new cluster, even if another one runs on this machine
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.WARNING,
@@ -92,31 +98,32 @@ def _started(**options: Any) -> Any:
                 _system_config={"worker_niceness": WORKER_NICENESS},
                 **options,
             )
-        except Exception as error:  # Ray's own class for it is Exception
+        except Exception as error:  # Ray raises a plain Exception
             if "timed out during startup" not in str(error):
                 raise
-            # nothing else starts processes meanwhile; Ray itself ends these only with this process
+            # Ray ends its processes only when this process ends. No other thread starts processes at this time.
             for process in set(psutil.Process().children(recursive=True)) - set(before):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            logger.warning("Ray did not start within its own limit of 30 s; attempts left: %d", left)
+            logger.warning("Ray did not start within its limit of 30 s; attempts left: %d", left)
     raise RunError(
-        f"Ray did not start in {STARTS} attempts of 30 s each: this machine is too busy; end other programs, or name a "
-        "running cluster in ray.address"
+        f"Ray did not start in {STARTS} attempts of 30 s each, because this machine is too busy; end other programs, "
+        "or set ray.address to a running cluster"
     )
 
 
 def session_folder() -> str:
-    """The folder of the Ray that this process has started: its daemons and workers write their output there."""
+    """Returns the session folder of the Ray that this process started. Its daemons and workers write their output
+    there."""
     node: Any = ray._private.worker._global_node
     return str(node.get_session_dir_path())
 
 
 def join(address: str, *, namespace: str) -> None:
-    """Joins a running cluster. RunError says how to start one.
+    """Joins a running cluster. Raises RunError, which says how to start one, if no cluster answers.
 
-    At an address where nobody listens, `ray.init` goes on trying for minutes, deaf to signals: a connection of our own
-    tells at once.
+    If no process listens at the address, `ray.init` tries for minutes and ignores signals. So this function first opens
+    a connection itself, which fails at once.
     """
     try:
         _knock(address)
@@ -131,22 +138,26 @@ def join(address: str, *, namespace: str) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         if is_token_refused(error):
             raise RunError(
-                f"the Ray cluster at ray.address = {address!r} refuses our token; set RAY_AUTH_TOKEN to the cluster's, "
-                "or RAY_AUTH_TOKEN_PATH to a file that holds it (on its head: `ray get-auth-token`)"
+                f"the Ray cluster at ray.address = {address!r} refuses our token; set RAY_AUTH_TOKEN to the token of "
+                "the cluster, or RAY_AUTH_TOKEN_PATH to a file that holds it (`ray get-auth-token` prints it on the "
+                "cluster's head)"
             ) from error
         raise RunError(
             f"no Ray cluster answers at ray.address = {address!r} ({str(error).splitlines()[0]}); start one with "
-            "`RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 ray start --head --num-cpus=4`, which this machine alone "
-            "reaches, or use `asyncrl up`"
+            "`RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 ray start --head --num-cpus=4` (only this machine can reach it), or "
+            "use `asyncrl up`"
         ) from error
     warn_of_open_cluster(address)
 
 
 def _knock(address: str) -> None:
-    """ConnectionError when nobody listens at a HOST:PORT, or at the one that Ray takes for `auto`, which may be that of
-    a cluster that has died; what else Ray takes for an address is for Ray to judge."""
+    """Raises ConnectionError if no process listens at `address`.
+
+    `address` is HOST:PORT, or `auto`, for which Ray may find the address of a cluster that has died. Any other form is
+    left to Ray.
+    """
     if address == "auto":
-        with contextlib.suppress(ConnectionError):  # there is none: Ray says so at once
+        with contextlib.suppress(ConnectionError):  # no cluster was found; `ray.init` then reports this at once
             address = services.get_ray_address_from_environment(address, None)
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or "/" in host:
@@ -159,12 +170,15 @@ def _knock(address: str) -> None:
 
 @contextlib.contextmanager
 def _sigterm_stays_ours() -> Iterator[None]:
-    """`ray.init` installs a SIGTERM handler of its own, which ends all of Ray and then the process: no clean end."""
+    """Keeps this process's SIGTERM handler while the block calls `ray.init`.
+
+    `ray.init` installs its own handler, which ends all of Ray and then the process, so a clean end is not possible.
+    """
     ours = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        if callable(ours):  # whoever asked for none keeps Ray's
+        if callable(ours):  # a process without its own handler keeps Ray's
             signal.signal(signal.SIGTERM, ours)
             signal.siginterrupt(signal.SIGTERM, False)
 
@@ -177,14 +191,19 @@ def _leave_session() -> None:
         os.setsid()
 
 
-os.register_at_fork(after_in_child=_leave_session)  # cannot be taken back, hence the switch
+# A function that is registered at fork cannot be removed again. So it is always registered, and `_own_session` switches
+# it on.
+os.register_at_fork(after_in_child=_leave_session)
 
 
 @contextlib.contextmanager
 def _children_in_sessions_of_their_own() -> Iterator[None]:
-    """Ray has no option for it: its daemons would take a signal to our process group for themselves, and without them
-    no clean end is possible. They are started with a `preexec_fn`, so that Python runs what is registered at fork, and
-    die with this process by Ray's own care (PR_SET_PDEATHSIG)."""
+    """Starts the child processes of the block in their own sessions.
+
+    A signal to our process group would otherwise end Ray's daemons, and without them a clean end is not possible. Ray
+    has no option for this. Ray starts its daemons with a `preexec_fn`, so Python runs the function that is registered
+    at fork. The daemons still die with this process, because Ray sets PR_SET_PDEATHSIG.
+    """
     global _own_session
     _own_session = True
     try:
@@ -195,7 +214,7 @@ def _children_in_sessions_of_their_own() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunHandles:
-    """The run's shared actors, and this deployment's membership in the run."""
+    """Handles of the run's shared actors, and this deployment's entry in the run."""
 
     deployment: Deployment
     buffer: BufferClient
@@ -204,13 +223,15 @@ class RunHandles:
 
 
 def deployment_id(role: Role) -> str:
-    """A name of its own for a deployment."""
+    """Returns a new, unique id for a deployment."""
     return f"{role.value}-{secrets.token_hex(3)}"
 
 
 async def check_admission(config: Config, *, role: Role) -> None:
-    """Raises what `enter_run` would raise if the run is there already, before anything is started for a deployment that
-    the run would not take."""
+    """Raises the error of `enter_run` if the run exists and would refuse this deployment.
+
+    The commands call it first, so that nothing is started for a deployment that the run refuses.
+    """
     try:
         buffer: Any = ray.get_actor(BUFFER, namespace=config.run.name)
     except ValueError:
@@ -220,9 +241,10 @@ async def check_admission(config: Config, *, role: Role) -> None:
 
 
 async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Sequence[Task]) -> RunHandles:
-    """Makes or finds the run's actors and attaches to it.
+    """Creates or finds the run's actors, and attaches this deployment to the run.
 
-    RunMismatch names the config key that differs from the run's; RunLocked the learner that is there already.
+    Raises RunMismatch, which names a config key whose value differs from the run's. Raises RunLocked, which names the
+    learner that the run has already.
     """
     namespace, timeout_s = config.run.name, config.buffer.call_timeout_s
     options = {"namespace": namespace, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
@@ -250,7 +272,7 @@ def _member(deployment: str, role: Role) -> Deployment:
 
 
 async def ray_nodes(*, timeout_s: float) -> list[dict[str, Any]]:
-    """The cluster's nodes as Ray lists them, dead ones among them. RunError or TimeoutError when it does not."""
+    """Returns Ray's list of the cluster's nodes, which includes dead nodes. Raises RunError or TimeoutError."""
     try:
         return await asyncio.wait_for(asyncio.to_thread(ray.nodes), timeout_s)
     except (RayError, RuntimeError) as error:
@@ -258,34 +280,39 @@ async def ray_nodes(*, timeout_s: float) -> list[dict[str, Any]]:
 
 
 def find_run(name: str) -> BufferClient:
-    """The buffer of a run on the cluster that was joined. RunError when there is no such run."""
+    """Returns the buffer of a run on the joined cluster. Raises RunError if the cluster has no such run."""
     try:
         return BufferClient(ray.get_actor(BUFFER, namespace=name), timeout_s=STATUS_TIMEOUT_S)
     except ValueError:
         runs = sorted(e["namespace"] for e in ray.util.list_named_actors(all_namespaces=True) if e["name"] == BUFFER)
-        raise RunError(f"no run {name!r} on this cluster; there is {', '.join(runs) or 'none'}") from None
+        raise RunError(
+            f"there is no run {name!r} on this cluster; existing runs: {', '.join(runs) or 'none'}"
+        ) from None
 
 
 async def leave_run(handles: RunHandles, *, namespace: str) -> None:
-    """Detaches; the last deployment that leaves ends the run's detached actors."""
+    """Detaches this deployment from the run. The last deployment that leaves ends the run's detached actors."""
     left = await handles.buffer.call("detach", handles.deployment.id)
     if left == 0:
         end_actors(namespace)
 
 
 async def keep_attached(handles: RunHandles, *, every_s: float) -> None:
-    """Tells the buffer that this deployment lives, until cancelled. A call that fails is logged and made again: what a
-    dead buffer means is for those to say who need an answer of it."""
+    """Sends the buffer a heartbeat of this deployment every `every_s` seconds, until it is cancelled.
+
+    A failed heartbeat is logged and sent again. It raises nothing: if the buffer is dead, the calls that need an answer
+    from it raise the error.
+    """
     while True:
         try:
             await handles.buffer.call("keep", handles.deployment.id)
         except (RunError, TimeoutError) as error:
-            logger.warning("the buffer did not hear that %s lives: %s", handles.deployment.id, error)
+            logger.warning("the heartbeat of %s did not reach the buffer: %s", handles.deployment.id, error)
         await asyncio.sleep(every_s)
 
 
 def end_actors(namespace: str) -> list[str]:
-    """Kills the run's detached actors; their names."""
+    """Kills the run's detached actors and returns their names."""
     names = [
         entry["name"]
         for entry in ray.util.list_named_actors(all_namespaces=True)
@@ -295,14 +322,17 @@ def end_actors(namespace: str) -> list[str]:
         try:
             ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
         except ValueError:
-            logger.debug("actor %s was gone already", name)
+            logger.debug("actor %s had already ended", name)
     return names
 
 
 async def placed(
     ref: Any, *, config: Config, what: str, cpus: float, gpus: float = 0.0, node_labels: Mapping[str, str] = {}
 ) -> Any:
-    """First answer of a new actor. PlacementError says what it needs when Ray does not place it in time."""
+    """Returns the first answer of a new actor.
+
+    Raises PlacementError, which says what the actor needs, if Ray does not place it within `ray.placement_timeout_s`.
+    """
     timeout_s = config.ray.placement_timeout_s
     try:
         return await finished(ref, timeout_s=timeout_s, what=what)

@@ -1,7 +1,8 @@
-"""A generator deployment: M replicas, watched until the run is finished, told to stop, or too few are left.
+"""A generator deployment: starts the replicas and supervises them until the run ends, a signal asks it to stop, or
+fewer than `generator.min_replicas` live.
 
-Ends cleanly on a stop: admission ends, what is in flight is committed within the grace, engines end, and what a
-killed engine left in /dev/shm is swept. It never outlives the run.
+A stop is clean: replicas start no new groups, groups in flight are committed within the grace, and engines end. Files
+that a killed engine left in /dev/shm are removed. A generator deployment never outlives the run.
 """
 
 import asyncio
@@ -30,25 +31,28 @@ from asyncrl.generation.shared_memory import reap
 logger = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 1.0
+"""Time between two checks of the run and of the replicas, seconds."""
 COUNT_EVERY_S = 300.0
+"""Time between two log lines with the number of generated samples, seconds."""
 ACTOR_CONCURRENCY = 10_000
 EXIT_S = 10.0
+"""Deadline of each call that ends a replica, seconds."""
 
 
 class _Replica:
-    """One replica's actor and what its supervisor knows of it."""
+    """The actor of one replica, and the supervisor's state of it."""
 
     def __init__(self, name: str, handle: Any) -> None:
         self.name = name
         self.handle = handle
         self.begun = False
-        """Whether it was told to start: before, it only imports vLLM."""
+        """Whether the call that starts the engine was sent. Before that call, the actor only imports vLLM."""
         self.processes: ReplicaProcesses | None = None
         self.running: asyncio.Task[None] | None = None
 
 
 class Progress:
-    """What there is to say of the replicas `names`: when they begin to generate, then a count every `COUNT_EVERY_S`."""
+    """Makes log lines about the replicas `names`: one when they begin to generate, then one every `COUNT_EVERY_S`."""
 
     def __init__(self, names: Collection[str], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._names = frozenset(names)
@@ -56,7 +60,7 @@ class Progress:
         self._due_s: float | None = None
 
     def line(self, status: RunStatus) -> str | None:
-        """None while there is nothing new."""
+        """Returns the next log line; None if none is due."""
         busy = [view for view in status.replicas if view.replica in self._names and view.reserved_groups]
         if self._due_s is None and busy:
             self._due_s = self._clock() + COUNT_EVERY_S
@@ -68,14 +72,16 @@ class Progress:
         samples = sum(report.samples for name, report in status.reports.items() if name in self._names)
         running = sum(status.reports[view.replica].running_groups for view in busy if view.replica in status.reports)
         return (
-            f"{samples:,} samples generated, {running} groups under way; the learner is at {status.version.words} of "
+            f"{samples:,} samples generated, {running} groups in flight; the learner is at {status.version.words} of "
             f"{status.total_steps}"
         )
 
 
 class GeneratorDeployment:
-    """`run` starts the replicas and returns when the run is finished or `stop` is set. `started` is called with the
-    processes of each replica whose engine has started."""
+    """`run` starts the replicas and returns when the run has ended or `stop` is set.
+
+    `started` is called once for each replica whose engine has started, with the processes of the replica.
+    """
 
     def __init__(
         self,
@@ -94,14 +100,16 @@ class GeneratorDeployment:
         self.phase = "starting"
 
     async def run(self, stop: asyncio.Event) -> None:
-        # Replicas import vLLM, the longest part of a start, while prompts and the run's actors come to be.
+        # Replicas come first: they import vLLM, the longest part of a start, while the prompts are loaded and the run's
+        # actors are created.
         replicas = [self._make() for _ in range(self._config.generator.replicas)]
         handles: RunHandles | None = None
         keeping: asyncio.Task[None] | None = None
         try:
             tasks = (await self._prompts).train
             handles = await enter_run(self._config, role=Role.GENERATOR, deployment=self._id, tasks=tasks)
-            # From the first moment on, also while engines start or drain: the last *live* deployment ends the run.
+            # Heartbeats begin now and continue while engines start and drain. Without them the run would count this
+            # deployment as gone, and the last live deployment that leaves ends the run's actors.
             every_s = self._config.buffer.heartbeat_timeout_s / 5
             keeping = asyncio.create_task(keep_attached(handles, every_s=every_s), name="keep attached")
             self.phase = "starting engines"
@@ -121,7 +129,7 @@ class GeneratorDeployment:
                     await leave_run(handles, namespace=self._config.run.name)
 
     async def _started(self, replicas: Sequence[_Replica], stop: asyncio.Event) -> bool:
-        """Whether all replicas started before `stop`."""
+        """Starts all replicas. Returns False if `stop` was set before all had started."""
         starting = asyncio.create_task(self._start_all(replicas))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -165,7 +173,7 @@ class GeneratorDeployment:
         )
         model_path = await self._model_path
         replica.begun = True
-        # Arguments of a method, unlike those of the actor's constructor, are not kept by Ray's head.
+        # Secrets are arguments of a method call, because Ray's head keeps the arguments of an actor's constructor.
         started = replica.handle.start.remote(
             model_path, secrets=self._secrets, reward_log=RunDir.reward_log(self._config)
         )
@@ -176,7 +184,8 @@ class GeneratorDeployment:
         except TimeoutError:
             raise RunError(
                 f"replica {replica.name} was not ready within generator.startup_timeout_s = "
-                f"{generator.startup_timeout_s:g} s: its engine still loads the model or compiles; raise the limit"
+                f"{generator.startup_timeout_s:g} s: its engine is still loading or compiling the model; "
+                "raise the limit"
             ) from None
         self._on_started(replica.processes)
 
@@ -184,7 +193,11 @@ class GeneratorDeployment:
         await replica.handle.run.remote()
 
     async def _watch(self, replicas: list[_Replica], handles: RunHandles, stop: asyncio.Event) -> None:
-        """Until the run ends, `stop` is set, or fewer than `min_replicas` live."""
+        """Returns when the run has ended or `stop` is set.
+
+        Removes and ends replicas that died. Raises GeneratorPoolExhausted if fewer than `generator.min_replicas` live,
+        and StallError if the run made no progress for `run.stall_timeout_s`.
+        """
         lost: list[str] = []
         progress = Progress({replica.name for replica in replicas})
         while not stop.is_set():
@@ -196,9 +209,11 @@ class GeneratorDeployment:
                 return
             if status.state is RunState.RUNNING and status.quiet_s > self._config.run.stall_timeout_s:
                 raise StallError(
-                    f"nothing was committed or trained for {status.quiet_s:.0f} s (run.stall_timeout_s = "
-                    f"{self._config.run.stall_timeout_s:g}): {status.counts.ready} groups are ready for the learner "
-                    f"({'attached' if any(d.role is Role.LEARNER for d in status.deployments) else 'gone'})"
+                    f"no group was committed and no step was trained for {status.quiet_s:.0f} s "
+                    f"(run.stall_timeout_s = {self._config.run.stall_timeout_s:g}); {status.counts.ready} groups are "
+                    "ready for the learner, which is "
+                    f"{'attached' if any(d.role is Role.LEARNER for d in status.deployments) else 'gone'}; see the "
+                    "learner's log for the cause"
                 )
             for replica in [r for r in replicas if r.running is not None and r.running.done()]:
                 replicas.remove(replica)
@@ -207,8 +222,8 @@ class GeneratorDeployment:
                 await self._end([replica])
             if len(replicas) < self._config.generator.min_replicas:
                 raise GeneratorPoolExhausted(
-                    f"{len(replicas)} replicas live, generator.min_replicas is "
-                    f"{self._config.generator.min_replicas}; {'; '.join(lost)}"
+                    f"only {len(replicas)} replicas live, but generator.min_replicas is "
+                    f"{self._config.generator.min_replicas}; lost replicas: {'; '.join(lost)}"
                 )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_EVERY_S):
@@ -218,6 +233,10 @@ class GeneratorDeployment:
         await asyncio.gather(*[self._end_one(replica) for replica in replicas])
 
     async def _end_one(self, replica: _Replica) -> None:
+        """Ends a replica: drains it within the grace, ends its engine, kills its actor, and removes its shared memory.
+
+        Errors are logged and not raised, so that one replica cannot prevent the end of the others.
+        """
         grace_s = self._config.run.shutdown_grace_s
         try:
             if replica.running is not None and not replica.running.done():
@@ -240,4 +259,4 @@ class GeneratorDeployment:
 def _cause(replica: _Replica) -> str:
     assert replica.running is not None
     error = None if replica.running.cancelled() else replica.running.exception()
-    return f"{type(error).__name__}: {error}" if error is not None else "it stopped generating"
+    return f"{type(error).__name__}: {error}" if error is not None else "its rollout loop returned without an error"

@@ -1,8 +1,8 @@
-"""What run directories say about runs: which runs live on this machine, which have ended and how, which have died.
+"""Reads run directories: which runs live on this machine, which have ended and how, and which have died.
 
-A run has died when its run.json says "running" and its process is gone: nothing wrote down how it ended. The process
-holds the directory's `lock` as long as it lives, so that another process with the same pid is not taken for it. Of
-runs of other hosts nothing is known but what run.json says.
+A run has died if its run.json has the state "running" but its process is gone, so that the end was not recorded. The
+process holds the directory's `lock` while it lives. So another process that got the same pid is not mistaken for the
+run. For a run on another host, only the contents of run.json are known.
 """
 
 import contextlib
@@ -24,48 +24,54 @@ from asyncrl.policy.complete_directory import COMPLETE
 from asyncrl.views.quantities import moment
 
 RUNS = Path("runs")
-"""Where `run.dir` is unless a config says otherwise."""
+"""Default of `run.dir`."""
 CHECKPOINTS = "checkpoints"
 """Folder of a run's directory that holds `step-N/hf`, the weights after N steps."""
 _NAMES_SHOWN = 12
 
 
 def live_runs(folder: Path = RUNS) -> list[RunInfo]:
-    """Runs that say that they are running, and whose process on this host is there."""
+    """Returns the runs whose run.json has the state "running", and whose process on this host lives."""
     return [info for directory, info in _runs(folder) if _lives(directory, info)]
 
 
 def dead_runs(folder: Path = RUNS) -> list[Path]:
-    """Directories of runs that say that they are running, and whose process on this host is gone."""
+    """Returns the directories of runs whose run.json has the state "running", and whose process on this host is
+    gone."""
     return [directory for directory, info in _runs(folder) if _says_running_here(info) and _is_gone(directory, info)]
 
 
 def address_of(directory: Path) -> str | None:
-    """The Ray address of a run that lives on this host; None when it does not, or its address is not known yet."""
+    """Returns the Ray address of a run that lives on this host.
+
+    None if the run does not live here, or if it has not recorded its address yet.
+    """
     info = read_info(directory)
     return info.ray_address if info is not None and _lives(directory, info) else None
 
 
 def named_run(run: Path, folder: Path = RUNS) -> Path:
-    """The run's directory: `run` when it is one, else the one of that name in `folder`."""
+    """Returns the directory of a run: `run` if it is a run's directory or has several parts, else `folder`/`run`."""
     return run if (run / "run.json").exists() or len(run.parts) > 1 else folder / run
 
 
 def check_there(directory: Path) -> None:
-    """RunError with the names of the runs that are there, when there is no `directory`."""
+    """Raises RunError with the names of the existing runs, if `directory` does not exist."""
     if directory.is_dir():
         return
     folder = directory.parent
     names = sorted(path.parent.name for path in folder.glob("*/run.json"))
     close = difflib.get_close_matches(directory.name, names, n=1)
     shown = ", ".join(names[:_NAMES_SHOWN]) + (f" and {len(names) - _NAMES_SHOWN} more" if names[_NAMES_SHOWN:] else "")
-    there_are = f"did you mean {close[0]}? There are: {shown}" if close else f"there are: {shown or 'none'}"
+    there_are = f"did you mean {close[0]}? Existing runs: {shown}" if close else f"existing runs: {shown or 'none'}"
     raise RunError(f"there is no run {directory.name} in {folder}/; {there_are}")
 
 
 def ended_run(directory: Path) -> str | None:
-    """How the run in `directory` ended, or died, and where its report or its weights are. None when there is no run,
-    or when it may live."""
+    """Returns how the run in `directory` ended or died, and where its report or its weights are.
+
+    None if there is no run, or if the run may still live.
+    """
     info = as_it_is(directory)
     if info is None or info.finished is None:
         return None
@@ -79,7 +85,7 @@ def ended_run(directory: Path) -> str | None:
 
 
 def as_it_is(directory: Path) -> RunInfo | None:
-    """run.json of the run, with the state `died` when its process is gone; None when there is no run."""
+    """Returns run.json of the run, with the state `died` if its process is gone; None if there is no run."""
     info = read_info(directory)
     if info is None or not _says_running_here(info) or not _is_gone(directory, info):
         return info
@@ -87,12 +93,12 @@ def as_it_is(directory: Path) -> RunInfo | None:
         info,
         state="died",
         finished=_last_sign_of_life(directory, info),
-        exit_reason=f"ended without a word (process {info.pid} is gone) {_trained(directory)}",
+        exit_reason=f"died without recording a reason (process {info.pid} is gone) {_trained(directory)}",
     )
 
 
 def newest_weights(directory: Path) -> Path | None:
-    """The folder with the weights of the run's newest complete checkpoint; None when there is none."""
+    """Returns the folder with the weights of the run's newest complete checkpoint; None if there is none."""
     found = {
         int(match[1]): path.parent
         for path in directory.glob(f"{CHECKPOINTS}/*/hf/{COMPLETE}")
@@ -102,7 +108,7 @@ def newest_weights(directory: Path) -> Path | None:
 
 
 def read_info(directory: Path) -> RunInfo | None:
-    """run.json. None when there is none, when another version of asyncrl wrote it, or when it just goes away."""
+    """Returns run.json. None if it does not exist or disappears now, or if another version of asyncrl wrote it."""
     try:
         return msgspec.json.decode((directory / "run.json").read_bytes(), type=RunInfo)
     except (OSError, msgspec.MsgspecError):
@@ -124,7 +130,7 @@ def _lives(directory: Path, info: RunInfo) -> bool:
 
 
 def _is_gone(directory: Path, info: RunInfo) -> bool:
-    """Whether the run's process is gone. A process with its pid is another one if `lock` is free."""
+    """Returns whether the run's process is gone. If `lock` is free, a process with its pid is another process."""
     if not psutil.pid_exists(info.pid):
         return True
     with contextlib.suppress(OSError), (directory / "lock").open("rb") as lock:
@@ -137,7 +143,7 @@ def _is_gone(directory: Path, info: RunInfo) -> bool:
 
 
 def _trained(directory: Path) -> str:
-    """How far the run came, as far as its records can be read."""
+    """Returns after which step the run ended, as far as its records can be read."""
     try:
         steps = [record.version_after for record in read_lines(directory / "steps.jsonl", StepRecord)]
     except (OSError, AsyncRLError):
@@ -151,7 +157,7 @@ def _trained(directory: Path) -> str:
 
 
 def _last_sign_of_life(directory: Path, info: RunInfo) -> str:
-    """When the run last wrote into its directory."""
+    """Returns the time (ISO 8601) at which the run last wrote to its directory."""
     written = [directory / "run.json", directory / "steps.jsonl", *(directory / "logs").glob("*.log")]
     with contextlib.suppress(OSError):
         newest_s = max(path.stat().st_mtime for path in written if path.exists())

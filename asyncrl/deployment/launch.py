@@ -1,6 +1,6 @@
-"""What the commands `up`, `learner` and `generator` share: preparing a run, signals, and running deployments.
+"""Code that the commands `up`, `learner` and `generator` share: preparing a run, its log, and signals.
 
-The first SIGTERM, SIGINT or SIGHUP asks for a clean end; a second SIGTERM or SIGINT ends at once.
+The first SIGTERM, SIGINT or SIGHUP asks for a clean end. A second SIGTERM or SIGINT ends the process at once.
 """
 
 import asyncio
@@ -25,21 +25,26 @@ logger = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 INTERRUPTED = 130
+"""Exit code of a process that a second signal ends (128 + SIGINT)."""
 AT_ONCE_S = 2.0
+"""Time that a second signal leaves for the last actions before the process exits, seconds."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """The run's tasks, by use."""
+    """The tasks of a run: for training, and held out for evaluation."""
 
     train: Sequence[Task]
     heldout: Sequence[Task]
 
 
 async def load_prompts(config: Config, loaded: Prompts | None = None) -> Prompts:
-    """Tasks as the config says, made in a thread unless they are `loaded`; the same in every deployment of a run."""
+    """Returns the tasks of the config, which are the same in every deployment of a run.
+
+    They are `loaded`, or they are built in a thread.
+    """
 
     def build() -> Prompts:
         from asyncrl.environments.interfaces import build_tasks
@@ -51,7 +56,10 @@ async def load_prompts(config: Config, loaded: Prompts | None = None) -> Prompts
 
 
 async def fitting_prompts(config: Config, prompts: Prompts, *, tokenizer: Any) -> Prompts:
-    """The prompts that the model can take, looked at in a thread. DatasetError as `data.on_bad_row` says."""
+    """Returns the prompts that fit `data.max_prompt_tokens`. They are measured in a thread.
+
+    Raises DatasetError for a prompt that does not fit, unless `data.on_bad_row` is `skip`.
+    """
 
     def look() -> Prompts:
         train = fitting(prompts.train, config=config, tokenizer=tokenizer)
@@ -61,15 +69,24 @@ async def fitting_prompts(config: Config, prompts: Prompts, *, tokenizer: Any) -
 
 
 def _for_workers(model: str) -> str:
-    """A folder by its whole path: the processes of a Ray cluster work where that was started, not where we were."""
+    """Returns the absolute path if `model` is a folder, else `model`.
+
+    The processes of a Ray cluster run in the folder in which the cluster was started, so a relative path is wrong
+    there.
+    """
     return os.path.abspath(model) if os.path.isdir(model) else model
 
 
 async def described_model(config: Config, prompts: "asyncio.Task[Prompts]") -> str:
-    """Path of the model as engines need it: of a tiny one config and tokenizer, the weights come from the learner."""
+    """Returns the path of the model for the engines.
+
+    For a tiny model, config and tokenizer are enough and are written first. Engines get the weights from the learner.
+    """
     if config.model.tiny is None:
         return _for_workers(config.model.path)
-    await prompts  # threads that import at the same time see modules that are half made
+    # Wait for the thread that builds the prompts: two threads that import at the same time may see half-initialised
+    # modules.
+    await prompts
 
     def describe() -> str:
         from asyncrl.policy.tiny_model import ensure_description
@@ -82,7 +99,7 @@ async def described_model(config: Config, prompts: "asyncio.Task[Prompts]") -> s
 async def ready_model(
     config: Config, prompts: "asyncio.Task[Prompts]", described: "asyncio.Task[str]", *, report: Callable[[str], None]
 ) -> str:
-    """Path of the model, built first when the config describes a tiny one that is missing."""
+    """Returns the path of the model. Builds the tiny model first if the config describes one that does not exist."""
     path, tasks = await described, await prompts
     if config.model.tiny is None:
         return path
@@ -96,7 +113,7 @@ async def ready_model(
 
 
 class _Stderr(logging.Handler):
-    """Writes to what `sys.stderr` is at that moment: a live view replaces it, to show lines above itself."""
+    """Writes to the current `sys.stderr`. The live view replaces `sys.stderr`, so that lines appear above the view."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -107,9 +124,9 @@ class _Stderr(logging.Handler):
 
 @contextlib.contextmanager
 def log_to(path: Path | None) -> Iterator[None]:
-    """Everything that is logged goes to `path`, warnings to stderr as well; without a path, all of it to stderr.
+    """Writes all log records of the block to `path`, and warnings also to stderr. Without a path, all go to stderr.
 
-    An error that ends what is logged goes to `path` with its traceback: on stderr it is the command's to say.
+    An error that leaves the block is written to `path` with its traceback. The command prints it on stderr.
     """
     handlers: list[logging.Handler] = [_Stderr()]
     if path is not None:
@@ -132,15 +149,15 @@ def log_to(path: Path | None) -> Iterator[None]:
             root.removeHandler(handler)
             try:
                 handler.close()
-            except OSError as error:  # the disk is full: what ended the run is not to be hidden by it
-                logger.error("the log %s is not whole: %s", path, error)
+            except OSError as error:  # the disk is full; this must not hide the error that ended the run
+                logger.error("the log %s is incomplete: %s", path, error)
 
 
 @contextlib.contextmanager
 def recorded_run(config: Config, *, role: str) -> Iterator[RunDir]:
-    """The directory of `config.run` and a log in it, for this process; its report when the run ends, however it ends.
+    """Takes the run's directory for this process and logs to it. Writes the report when the block ends in any way.
 
-    Raises RunLocked when another process has the directory.
+    Raises RunLocked if another process holds the directory.
     """
     run_dir = RunDir.create(config)
     try:
@@ -148,17 +165,18 @@ def recorded_run(config: Config, *, role: str) -> Iterator[RunDir]:
             yield run_dir
     finally:
         try:
-            write_report(run_dir.path)  # once run.json says how the run ended
-        except Exception as error:  # whatever it is, the run's own outcome is not to be hidden by it
-            logger.error("no report of %s: %s: %s", run_dir.path, type(error).__name__, error)
-            logger.info("no report of %s", run_dir.path, exc_info=error)
+            write_report(run_dir.path)  # after the block, so that run.json records how the run ended
+        except Exception as error:  # an error in the report must not hide the outcome of the run
+            logger.error("the report of %s was not written: %s: %s", run_dir.path, type(error).__name__, error)
+            logger.info("the report of %s was not written", run_dir.path, exc_info=error)
 
 
 def use_ray_token(*, own: bool = False) -> None:
-    """Joins clusters with the user's Ray token, where there is one; call it before ray is imported.
+    """Makes Ray use the user's token, if there is one. Call it before ray is imported.
 
-    Ray does so by itself for `auto`, but not for an address. For one of our `own`, whose token is made when there is
-    none, it would, and greet everyone with how to switch it off.
+    Ray uses the token by itself for the address `auto`, but not for other addresses. `own` is for a cluster that this
+    process starts. Its token is created if there is none. Ray would use it without this function too, but would print
+    a hint on how to turn tokens off.
     """
     default = Path.home() / ".ray" / "auth_token"
     known = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
@@ -172,11 +190,11 @@ def run_until_done(
     asked: Callable[[], None] = lambda: None,
     at_once: Sequence[Callable[[], None]] = (),
 ) -> Result:
-    """Runs `main(stop)` with `stop` set by the first SIGTERM, SIGINT or SIGHUP, right after `asked` is called.
+    """Runs `main(stop)` and returns its result. The first SIGTERM, SIGINT or SIGHUP calls `asked` and sets `stop`.
 
-    A second SIGTERM or SIGINT ends the process right after each of `at_once` is called. SIGHUP comes when the terminal
-    is closed. It never counts as the second signal, because the kernel and the shell may both send one. A process
-    that was started with SIGHUP ignored (`nohup`) goes on ignoring it.
+    A second SIGTERM or SIGINT calls each function of `at_once` and then exits the process. A closed terminal sends
+    SIGHUP. It never counts as the second signal, because the kernel and the shell may both send one. If the process was
+    started with SIGHUP ignored (`nohup`), SIGHUP stays ignored.
     """
 
     async def supervised() -> Result:
@@ -190,7 +208,7 @@ def run_until_done(
             if len(seen) > 1:
                 _end_at_once(at_once)
             if not stop.is_set():
-                logger.warning("ending cleanly; a second signal ends at once")
+                logger.warning("ending cleanly; a second signal ends the process at once")
                 asked()
                 stop.set()
 
@@ -203,12 +221,12 @@ def run_until_done(
 
 
 def _end_at_once(at_once: Sequence[Callable[[], None]]) -> None:
-    # A disk or a terminal that does not answer must not keep the process.
+    # The process must also exit if a disk or a terminal blocks the functions below.
     timer = threading.Timer(AT_ONCE_S, os._exit, [INTERRUPTED])
     timer.daemon = True
     timer.start()
     try:
-        logger.warning("second signal: ending at once")
+        logger.warning("second signal: the process exits now")
         for last_move in at_once:
             last_move()
     finally:

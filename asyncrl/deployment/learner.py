@@ -1,4 +1,4 @@
-"""The learner deployment: takes the run's directory and the run, starts the ranks, trains, and closes the books."""
+"""The learner deployment: enters the run, starts the ranks, trains, and writes the run's records and summary."""
 
 import asyncio
 import contextlib
@@ -42,18 +42,22 @@ from asyncrl.weights.transports.object_store import ObjectStoreTransport
 logger = logging.getLogger(__name__)
 
 PROBE_TASKS = 4
+"""Number of tasks whose prompts and answers are the sequences of the parity probe."""
 TARGETS_EVERY_S = 2.0
 SHOW_EVERY_S = 0.5
 SAMPLES_TRACKED_EVERY = 10
-"""Steps between two tables of samples for trackers, which keep every one: all of them are in samples/."""
+"""Steps between two tables of samples for trackers. Trackers keep every table, and samples/ has all samples anyway."""
 TRACKED_COLUMNS = ("group", "prompt", "completion", "answer", "reward", "advantage", "staleness")
 LEAVE_S = 3.0
-"""What a run that was asked to end keeps of its grace for its last moves."""
+"""Part of `run.shutdown_grace_s` that stays reserved for the last actions of a run, after its waits have ended."""
 
 
 class LearnerDeployment:
-    """`run` returns the run's summary, or None when it was stopped before its first step. `started_s` is the process's
-    start on the monotonic clock. `report` prints a line that stays, `show` what changes."""
+    """`run` trains the run and returns its summary, or None if the run was stopped before its first step.
+
+    `started_s` is the start of the process on the monotonic clock. `report` prints a permanent line, `show` updates the
+    live view.
+    """
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class LearnerDeployment:
 
     @property
     def phase(self) -> str:
-        """What the learner is doing, in a few words."""
+        """The learner's current activity, in a few words."""
         return self._loop.phase if self._loop is not None else self._phase
 
     async def run(self, stop: asyncio.Event) -> Summary | None:
@@ -150,7 +154,7 @@ class LearnerDeployment:
             return None
         except BaseException as error:
             failure = f"{type(error).__name__}: {error}"
-            await self._rescue_weights()
+            await self._rescue_weights()  # now, because the ranks that hold the weights are ended below
             raise
         finally:
             state = RunState.FAILED if failure else RunState.FINISHED
@@ -161,8 +165,12 @@ class LearnerDeployment:
                 await failures.finish()
             self._show_now()
             if not failure:
-                self._publish_targets([])  # what has ended must not look like what has died; what failed must
+                # A run that ended in order leaves Prometheus' target list, so that no alert fires. A failed run stays
+                # in the list: its targets then look dead, and alerts fire.
+                self._publish_targets([])
             ended_s = time.monotonic()
+            # A run that Prometheus scrapes serves some seconds longer, so that Prometheus gets the last values. A
+            # stopped run does not take this time, because it must end within its grace.
             if not failure and not stop.is_set():
                 await asyncio.sleep(server.linger_s)
             await asyncio.to_thread(self._trackers.close)
@@ -173,6 +181,7 @@ class LearnerDeployment:
             for ranks in (critic, policy):
                 if ranks is not None:
                     await asyncio.to_thread(ranks.shutdown)
+            # Serve until the clients of the HTTP discovery have received the empty list, but not beyond the grace.
             if not failure:
                 told = asyncio.create_task(server.told(since_s=ended_s))
                 await asyncio.wait([told, grace], return_when=asyncio.FIRST_COMPLETED)
@@ -191,10 +200,11 @@ class LearnerDeployment:
         stop: asyncio.Event,
     ) -> RunTotals:
         config = self._config
-        self._enter("looking at the prompts")
+        self._enter("checking the prompts")
         tokenizer = load_tokenizer(model_path, chat=config.data.chat)
         await handles.buffer.call("handshake", "the learner", tokenizer_fingerprint(tokenizer))
-        # The buffer has all the prompts already; what does not fit may still come up there, and fails as DATA.
+        # The buffer already has all prompts, also those that this call drops. If such a prompt is issued, it fails as
+        # DATA.
         prompts = await fitting_prompts(config, prompts, tokenizer=tokenizer)
         for task in prompts.train[:1]:
             self._report(shown_prompt(tokenizer, task.prompt))
@@ -245,14 +255,14 @@ class LearnerDeployment:
         return await self._loop.run(stop)
 
     async def _check_trained(self, failures: FailureWatch) -> None:
-        """RunError when the prompts ran out before a step was trained."""
+        """Raises RunError if the prompts ran out before a step was trained."""
         if self._steps:
             return
         await failures.finish()
         if failures.counts:
             raise RunError(
                 f"no step was trained: the prompts ran out, and rollouts failed ({in_words(failures.counts)}). "
-                f"The first cause: {failures.counts[0].first.words}. Fix it and start again."
+                f"The first cause: {failures.counts[0].first.words}. Fix it and start the run again."
             )
         raise RunError(
             "no step was trained: the prompts ran out before there were learner.groups_per_step = "
@@ -260,7 +270,7 @@ class LearnerDeployment:
         )
 
     def _check_saved(self) -> None:
-        """CheckpointError when the weights of the run's end could not be saved."""
+        """Raises CheckpointError if the last weights of the run could not be saved."""
         if self._checkpoints is None or (error := self._checkpoints.unsaved) is None:
             return
         raise CheckpointError(
@@ -269,7 +279,7 @@ class LearnerDeployment:
         ) from error
 
     async def _rescue_weights(self) -> None:
-        """A run that fails keeps what it has trained, if its ranks still can."""
+        """Saves the newest weights of a run that failed, if its ranks can still do it. Raises nothing."""
         if self._checkpoints is None or not self._steps or self._checkpoints.unsaved is not None:
             return
         try:
@@ -284,11 +294,11 @@ class LearnerDeployment:
         try:
             self._run_dir.write_summary(summary)
         except OSError as error:
-            logger.error("no summary.json: %s", error)
+            logger.error("summary.json was not written: %s", error)
         return summary
 
     async def _discover(self, handles: RunHandles) -> None:
-        """Keeps what Prometheus discovers up to date while replicas and Ray's nodes come and go."""
+        """Updates Prometheus' targets every `TARGETS_EVERY_S`, because replicas and Ray's nodes come and go."""
         while True:
             try:
                 status: RunStatus = await handles.buffer.status()
@@ -297,13 +307,17 @@ class LearnerDeployment:
                 logger.warning("Prometheus' targets are not up to date: %s", error)
             else:
                 self._publish_targets([*targets_of(status.targets), *ray_targets(nodes)])
-                # a Ray of our own has the CPUs that the run asked for, a cluster those of all of its machines
+                # Ray on one machine reports only the logical CPUs that the run asked for, so the machine's cores count.
+                # A cluster reports the CPUs of all its machines.
                 cores = sum(int(node["Resources"].get("CPU", 0)) for node in nodes if node["Alive"])
                 self._setting = setting_of(self._config, cores=max(self._cores, cores))
             await asyncio.sleep(TARGETS_EVERY_S)
 
     def _publish_targets(self, targets: list[Target]) -> None:
-        """Over HTTP at once; the file again and again until it can be written, for a full disk is mended one day."""
+        """Publishes `targets` over HTTP and in the file metrics/targets.json.
+
+        If the file cannot be written, the next call tries again, because the disk may have space then.
+        """
         self._targets = targets
         if targets == self._targets_written:
             return
@@ -314,7 +328,7 @@ class LearnerDeployment:
             logger.warning("%s is not up to date: %s", self._run_dir.targets_path, error)
 
     async def _grace(self, stop: asyncio.Event) -> None:
-        """Over when a run that was asked to end must wait for nobody any more."""
+        """Returns `LEAVE_S` before the end of the grace, once `stop` is set. After that the run waits for nothing."""
         await stop.wait()
         await asyncio.sleep(max(0.0, self._config.run.shutdown_grace_s - LEAVE_S))
 
@@ -324,7 +338,7 @@ class LearnerDeployment:
             await asyncio.sleep(SHOW_EVERY_S)
 
     def _enter(self, phase: str) -> None:
-        """At once: what comes next may keep the event loop from showing it."""
+        """Sets the phase and shows it at once, because the next call may block the event loop for long."""
         self._phase = phase
         self._show_now()
 
@@ -342,7 +356,7 @@ class LearnerDeployment:
             )
         )
 
-    # --- the loop's log -----------------------------------------------------------------------------------------
+    # --- the methods of the learner loop's log -------------------------------------------------------------------
 
     def append_step(self, record: StepRecord) -> None:
         before = self._steps[-1] if self._steps else None
@@ -366,15 +380,16 @@ class LearnerDeployment:
 
 
 def tracked_settings(config: Config) -> dict[str, str | int | float]:
-    """The configuration as trackers take it: lists and what is unset become text."""
+    """Returns the configuration in the form that trackers accept: lists and unset values become text."""
     flat = flat_config(config)
     return {key: value if isinstance(value, str | int | float) else str(value) for key, value in flat.items()}
 
 
 def probe_sequences(tokenizer: object, tasks: Sequence[Task], *, max_length: int) -> list[list[int]]:
-    """Fixed sequences for the parity probe: the first prompts, each with its answer.
+    """Returns the token ids of the fixed sequences of the parity probe: the first prompts, each with its answer.
 
-    Below `max_length`: an engine that scores a sequence generates one token more, and refuses what leaves no room.
+    A sequence has fewer than `max_length` tokens, because an engine that scores a sequence generates one more token,
+    and refuses a sequence that leaves no room for it.
     """
     sequences = [encode_prompt(tokenizer, task.prompt + task.answer)[: max_length - 1] for task in tasks[:PROBE_TASKS]]
     return [sequence for sequence in sequences if len(sequence) > 1]

@@ -1,4 +1,4 @@
-"""Which code a run ran: versions of the packages that decide its numbers, and the git revision of asyncrl itself."""
+"""Records which code a run used: versions of the packages that affect its numbers, and asyncrl's git revision."""
 
 import platform
 import subprocess
@@ -13,7 +13,10 @@ GIT_TIMEOUT_S = 5.0
 
 
 def provenance() -> dict[str, str]:
-    """Package (and python) to version, only what is installed; `git` is `unknown` outside a checkout."""
+    """Returns the version of Python and of each installed package, and asyncrl's git revision under the key `git`.
+
+    `git` is `unknown` if asyncrl is not imported from a git checkout.
+    """
     versions = {"git": _git_revision(), "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -24,10 +27,13 @@ def provenance() -> dict[str, str]:
 
 
 def _git_revision() -> str:
-    """The commit of the checkout that asyncrl is imported from, `-dirty` when it has changes."""
+    """Returns the commit of the checkout from which asyncrl is imported, with `-dirty` if the checkout has changes."""
     checkout = Path(asyncrl.__file__).parents[1]
-    if not (checkout / ".git").exists():  # an installed package inside somebody else's repository is not its commit
+    # Git would also find a repository above the package, e.g. one that holds a virtual environment. Its commit is not
+    # asyncrl's.
+    if not (checkout / ".git").exists():
         return "unknown"
+    # `--exclude=*` leaves tags out, so that the answer is always the full hash of the commit.
     command = ("git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)

@@ -1,5 +1,7 @@
-"""Who can reach a Ray: whoever can, can run code on it. A Ray of our own listens on this machine alone, and asks
-everyone for a token."""
+"""Restricts access to Ray, because every process that can connect to a Ray cluster can run code on it.
+
+A Ray cluster that this process starts listens only on this machine and requires a token.
+"""
 
 import contextlib
 import logging
@@ -18,47 +20,53 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 TOKEN = Path(".ray") / "auth_token"
-"""Below the home directory: where Ray looks for its token when no variable names one."""
+"""Path below the home directory where Ray looks for its token if no environment variable gives one."""
 
 
 def require_token() -> None:
-    """Sees to it that the Ray that this process starts asks for a token, one that only this user can read.
+    """Makes sure that a Ray cluster that this process starts requires a token that only this user can read.
 
-    Ray switches its token on by itself for a Ray that `ray.init` starts, unless `RAY_AUTH_MODE` says otherwise, and
-    writes a new one readable for everybody: so the file is made here. RunError when the environment forbids tokens, or
-    when there is no place for one.
+    `ray.init` turns tokens on by itself unless `RAY_AUTH_MODE` forbids it. But it writes a new token file that all
+    users can read, so this function creates the file. Raises RunError if the environment forbids tokens, or if the
+    token cannot be stored.
     """
-    # Ray prints how to switch its token off, which a Ray of our own never does
+    # Ray prints a hint on how to turn tokens off. It is hidden, because our clusters always require a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode != "token":
         raise RunError(
-            f"RAY_AUTH_MODE = {mode!r}: a Ray of our own asks for a token, for whoever reaches a Ray without one runs "
-            "code on it; unset it, or set ray.address to a cluster that you answer for"
+            f"RAY_AUTH_MODE = {mode!r}: asyncrl starts Ray only with a token, because every process that can connect "
+            "to a Ray without one can run code on it; unset RAY_AUTH_MODE, or set ray.address to a cluster for whose "
+            "security you are responsible"
         )
     token, named = os.environ.get("RAY_AUTH_TOKEN"), os.environ.get("RAY_AUTH_TOKEN_PATH")
     if token:
         if not token.strip():
-            raise RunError("RAY_AUTH_TOKEN is blank: set it to a token (openssl rand -hex 32), or unset it")
+            raise RunError("RAY_AUTH_TOKEN is blank; set it to a token (openssl rand -hex 32), or unset it")
         return
     path = Path(named) if named else Path.home() / TOKEN
     if named and not path.is_file():
-        raise RunError(f"RAY_AUTH_TOKEN_PATH = {named!r}: there is no such file; put a token into it, or unset it")
+        raise RunError(
+            f"RAY_AUTH_TOKEN_PATH = {named!r}: there is no such file; write a token to it, or unset the variable"
+        )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             _write_new(path)
         elif path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            logger.warning("others on this machine may read Ray's token: chmod 600 %s", path)
+            logger.warning("other users of this machine can read Ray's token; run: chmod 600 %s", path)
     except OSError as error:
         raise RunError(
-            f"Ray's token cannot be kept in {path} ({error.strerror}); set RAY_AUTH_TOKEN to one of your own "
-            "(openssl rand -hex 32), or RAY_AUTH_TOKEN_PATH to a file that holds it"
+            f"Ray's token cannot be stored in {path} ({error.strerror}); set RAY_AUTH_TOKEN to a token (openssl rand "
+            "-hex 32), or set RAY_AUTH_TOKEN_PATH to a file with a token"
         ) from error
 
 
 def _write_new(path: Path) -> None:
-    """Whole or not at all, and whoever comes second takes the first one's: two runs may start at once."""
+    """Writes a new token to `path` atomically. If another process has written one meanwhile, that token stays.
+
+    Two runs may start at the same time, and both must use the same token.
+    """
     unnamed = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -72,11 +80,12 @@ def _write_new(path: Path) -> None:
 
 @contextlib.contextmanager
 def loopback_stays_loopback() -> Iterator[None]:
-    """Within it, 127.0.0.1 means just that to `ray.init`.
+    """Makes `ray.init` use the address 127.0.0.1 unchanged within the block.
 
-    Otherwise Ray puts the machine's outward address in its place, where clusters of several machines are possible: its
-    daemons would listen on every network, and a Ray that does not could not be joined. It has no option for it on
-    Linux, hence its own switch for the other systems.
+    On systems where Ray supports clusters of several machines, Ray replaces 127.0.0.1 by the machine's external
+    address. Its daemons would then listen on every network, and a Ray at 127.0.0.1 could not be joined. Ray has no
+    option for this on Linux. So this function changes the constant with which Ray turns multi-machine clusters off on
+    other systems.
     """
     several_machines = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -87,17 +96,20 @@ def loopback_stays_loopback() -> Iterator[None]:
 
 
 def check_own_address(address: str) -> None:
-    """Ends the Ray that was just started, with RunError, if it took another address than this machine's own."""
+    """Checks that the Ray that was just started listens at 127.0.0.1. If not, ends it and raises RunError."""
     if address.rpartition(":")[0] != LOOPBACK:
         ray.shutdown()
         raise RunError(
-            f"Ray was asked to listen at {LOOPBACK} and listens at {address}: this release of Ray ({ray.__version__}) "
-            "cannot be kept from the network; install the one that constraints.txt names"
+            f"Ray was asked to listen at {LOOPBACK} but listens at {address}: this release of Ray ({ray.__version__}) "
+            "is open to the network; install the release that constraints.txt names"
         )
 
 
 def is_token_refused(error: BaseException) -> bool:
-    """Whether Ray could not be joined for want of the right token: it says so only in the text of a cause."""
+    """Returns whether Ray refused the connection because the token is missing or wrong.
+
+    Ray reports this only in the text of an error in the chain of causes.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ray.exceptions.AuthenticationError) or "InvalidAuthToken" in str(cause):
@@ -107,10 +119,10 @@ def is_token_refused(error: BaseException) -> bool:
 
 
 def warn_of_open_cluster(address: str) -> None:
-    """Once it is joined: if we had no token to show, it asks nobody for one."""
+    """Warns that the cluster requires no token. Call it after joining: the cluster accepted us without a token."""
     if os.environ.get("RAY_AUTH_MODE") != "token":
         logger.warning(
-            "the Ray cluster at %s asks for no token: whoever reaches it runs code on it. Make one "
-            "(`ray get-auth-token --generate`), then start the cluster again",
+            "the Ray cluster at %s requires no token, so every process that can connect to it can run code on it. "
+            "Create a token (`ray get-auth-token --generate`), then start the cluster again",
             address,
         )

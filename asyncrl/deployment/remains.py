@@ -1,10 +1,10 @@
-"""What is left on this machine of a run whose process is gone: processes, shared memory, and a run.json that says
-"running".
+"""Cleans up after a run whose process is gone: its processes, its shared memory, and a run.json with state "running".
 
-Only processes of the run are ended. A process is the run's when its stdout or stderr is a file of the Ray that the run
-started: each Ray has a folder of its own, and its daemons, its workers and what they start (vLLM's engine) write their
-output there. Environment variables do not tell, because processes that give themselves a name (Ray's and vLLM's do)
-write over them. Files in /dev/shm are the run's when run.json names them, or when one of its processes has them mapped.
+Only processes of the run are ended. A process belongs to the run if its stdout or stderr is a file in the session
+folder of the Ray that the run started. Each Ray has its own folder, and its daemons, its workers and their child
+processes (vLLM's engine) write their output there. Environment variables cannot identify these processes, because Ray
+and vLLM overwrite the environment of a process when they set its name. A file in /dev/shm belongs to the run if
+run.json names it, or if a process of the run has mapped it.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 EXIT_S = 10.0
 RAY_DAEMONS = ("raylet", "gcs_server")
 ENGINE = "VLLM::"
-"""Begin of the names that vLLM gives its processes."""
+"""Prefix of the names that vLLM gives its processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remains:
-    """What a run left behind. `shared_memory` are names of files in /dev/shm."""
+    """Processes and files that a run left on this machine. `shared_memory` has names of files in /dev/shm."""
 
     processes: list[psutil.Process]
     shared_memory: list[str]
@@ -55,11 +55,14 @@ NOTHING = Remains(processes=[], shared_memory=[])
 
 
 def remains_of(directory: Path) -> Remains:
-    """What the run in `directory` left; nothing while its process lives, or may live on another host."""
+    """Returns the processes and files that the run in `directory` left on this machine.
+
+    Returns none if the run's process lives, or if the run is of another host, where it may live.
+    """
     info = as_it_is(directory)
     if info is None or info.state == "running" or info.host != socket.gethostname():
         return NOTHING
-    if info.state != "died" and psutil.pid_exists(info.pid):  # it may still be ending its own processes
+    if info.state != "died" and psutil.pid_exists(info.pid):  # the run has ended, but may still end its own processes
         return NOTHING
     processes = list(_processes_of(info))
     mapped: set[str] = set(info.shared_memory)
@@ -72,14 +75,17 @@ def remains_of(directory: Path) -> Remains:
 
 
 def clear(directory: Path) -> list[str]:
-    """Ends and removes what a run left whose process is gone, and writes its end into run.json and its report; a line
-    about each. No line when there was nothing to do."""
+    """Ends the processes and removes the files of a run whose process is gone, and records its end in run.json and in
+    the report.
+
+    Returns a line for each action; none if there was nothing to do.
+    """
     with _held(directory) as held:
         if not held:
             return []
         lines, info = [], as_it_is(directory)
         if remains := remains_of(directory):
-            lines.append(f"ended what it left: {remains}")
+            lines.append(f"ended and removed: {remains}")
             for process in remains.processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -92,13 +98,13 @@ def clear(directory: Path) -> list[str]:
                     directory / "run.json", msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n"
                 )
                 write_report(directory)
-            except Exception as error:  # an unreadable record must not keep what the run left
-                logger.warning("%s does not say how the run ended: %s", directory, error)
+            except Exception as error:  # an unreadable record must not prevent the cleanup
+                logger.warning("%s does not record how the run ended: %s", directory, error)
         return lines
 
 
 def stray_processes() -> tuple[list[int], list[int]]:
-    """Pids of this user's Ray daemons, and of vLLM engines whose parent is gone, of whatever run."""
+    """Returns the pids of this user's Ray daemons, and of vLLM engines whose parent process is gone, of any run."""
     ray_pids, engine_pids = [], []
     for process in _own_processes():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -126,7 +132,7 @@ def _own_processes() -> Iterator[psutil.Process]:
 
 
 def _outputs(process: psutil.Process) -> list[str]:
-    """The files that are the process's stdout and stderr."""
+    """Returns the paths of the process's stdout and stderr."""
     found = []
     for number in (1, 2):
         with contextlib.suppress(OSError):
@@ -136,7 +142,10 @@ def _outputs(process: psutil.Process) -> list[str]:
 
 @contextlib.contextmanager
 def _held(directory: Path) -> Iterator[bool]:
-    """Holds the lock of the run's directory, so that no run starts or lives there meanwhile; whether it was free."""
+    """Holds the lock of the run's directory, so that no run can start there within the block.
+
+    Yields False if a process holds the lock, or if there is no lock.
+    """
     try:
         lock = (directory / "lock").open("rb")
     except OSError:

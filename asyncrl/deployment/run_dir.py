@@ -1,18 +1,18 @@
-"""The run directory `runs/<name>/`: who runs here, with what, and what it wrote down.
+"""The run directory `runs/<name>/`: which process runs here, its configuration, and its records.
 
-    config.yaml          resolved, under comments with the versions of the packages and the git revision
-    run.json  lock       who runs here; a second run is refused (F35)
-    logs/<role>-<n>.log  one file a process
-    logs/reward.log      what reward code prints, on the learner's machine
+    config.yaml          the merged configuration, with the versions of the packages and the git revision as comments
+    run.json  lock       the process that runs here; a second run is refused (F35)
+    logs/<role>-<n>.log  one file for each process
+    logs/reward.log      output of reward code in replicas on the learner's machine
     metrics/             targets.json for Prometheus
-    samples/step-N.jsonl whole groups of each step
+    samples/step-N.jsonl some groups of each step with all of their samples
     steps.jsonl  evals.jsonl  failures.json  summary.json  report.html
 
-Only the learner writes here, while it holds `lock` by flock, and replicas on its machine to `logs/reward.log`. The
-kernel releases the lock when the process dies, so that a dead holder needs no clean-up. An earlier run of the same name
-is moved aside to `<name>.1`, `<name>.2`, …, never overwritten. If a start failed before it recorded anything, there is
-only its log to keep, and the next run goes on in its directory. A log that cannot be written (F27) is reported and does
-not end training.
+Only the learner writes here while it holds `lock` (flock). The exception is `logs/reward.log`, to which replicas on the
+learner's machine write. The kernel releases the lock when the process dies, so a dead holder needs no cleanup. The
+directory of an earlier run with the same name is moved to `<name>.1`, `<name>.2`, …, and never overwritten. If a start
+failed before it recorded anything, only its log is worth keeping, and the next run uses the same directory. If a record
+cannot be written (F27), the error is reported and training continues.
 """
 
 import fcntl
@@ -40,19 +40,19 @@ from asyncrl.learner.records import EvalRecord, RunInfo, SampleRecord, StepRecor
 logger = logging.getLogger(__name__)
 
 State = Literal["finished", "stopped", "failed"]
-"""How a run ends that says so itself."""
+"""State of a run that recorded its own end."""
 
 OF_EVERY_START = {"config.yaml", "run.json", "lock", "logs", "metrics", "samples", "failures.json", "report.html"}
-"""What a directory holds before its run has recorded anything."""
+"""Entries that every start creates. A directory with only these entries has no records of a run."""
 
 
 class RunDir:
-    """The directory of the run that this process is, from `create` to `close`."""
+    """The directory of this process's run, from `create` to `close`."""
 
     def __init__(self, path: Path, *, taken: "_Taken", info: RunInfo) -> None:
         self.path = path
         self.previous = taken.previous
-        """Where the directory of the last run of this name went, if there was one."""
+        """New path of the directory of the previous run with this name; None if there was none."""
         self._lock = taken.lock
         self._info = info
         self._failing: set[Path] = set()
@@ -61,9 +61,9 @@ class RunDir:
 
     @classmethod
     def create(cls, config: Config) -> "RunDir":
-        """Take the directory of `config.run` for this process.
+        """Takes the directory of `config.run` for this process.
 
-        Raises RunLocked when another process holds it, ConfigError when it cannot be made.
+        Raises RunLocked if another process holds the directory, and ConfigError if it cannot be created.
         """
         path = config.run.dir / config.run.name
         info = RunInfo(
@@ -83,7 +83,7 @@ class RunDir:
                 raise
         except OSError as error:
             raise ConfigError(
-                f"run.dir: cannot write the run's directory {path} ({error.strerror}); name a folder that is writable",
+                f"run.dir: cannot write the run's directory {path} ({error.strerror}); set it to a writable folder",
                 key="run.dir",
             ) from error
         return run
@@ -98,7 +98,7 @@ class RunDir:
 
     @property
     def closed(self) -> bool:
-        """Whether run.json says how the run ended."""
+        """Whether `close` was called, so that run.json records how the run ended."""
         return self._lock.closed
 
     @property
@@ -111,41 +111,53 @@ class RunDir:
 
     @staticmethod
     def reward_log(config: Config) -> Path:
-        """Where replicas write what reward code prints; absolute, for they work in another folder than the command."""
+        """Returns the absolute path of the file for the output of reward code.
+
+        It is absolute because replicas run in another working directory than the command.
+        """
         return (config.run.dir / config.run.name / "logs" / "reward.log").absolute()
 
     def log_path(self, role: str, number: int) -> Path:
-        """Where process `number` of a role logs."""
+        """Returns the path of the log of process `number` of a role."""
         return self.path / "logs" / f"{role}-{number}.log"
 
     def started_ray(self, address: str, *, session: str | None = None) -> None:
-        """Say in run.json where the run's Ray cluster is, and the folder of one that the run has started itself."""
+        """Records the address of the run's Ray cluster in run.json.
+
+        `session` is the session folder of the cluster if the run started the cluster itself.
+        """
         self._info = msgspec.structs.replace(self._info, ray_address=address, ray_session=session)
         self._write_info()
 
     def uses_shared_memory(self, names: Sequence[str]) -> None:
-        """Say in run.json which files of /dev/shm an engine of the run uses: a killed engine leaves them there."""
+        """Records in run.json which files in /dev/shm an engine uses, because a killed engine does not remove them."""
         if self._lock.closed:
             return
         self._info = msgspec.structs.replace(self._info, shared_memory=sorted({*self._info.shared_memory, *names}))
         try:
             self._write_info()
         except OSError as error:
-            logger.error("run.json does not name the run's files in /dev/shm: %s", error)
+            logger.error("run.json was not updated with the run's files in /dev/shm: %s", error)
 
     def stopped(self, reason: str) -> None:
-        """The run was asked to end before its last step: what `__exit__` writes unless there is an error."""
+        """Sets the end to "stopped": the run was asked to end before its last step.
+
+        `__exit__` writes this end unless there is an error.
+        """
         self._end = ("stopped", reason)
 
     def asked_to_end(self) -> None:
-        """Say so in run.json while the run closes: whatever kills it on the way, this is why it ended."""
+        """Records in run.json that a signal asked the run to end.
+
+        The run is closing then. If something kills it before it has closed, run.json still has the reason of the end.
+        """
         if self._lock.closed:
             return
         self._info = msgspec.structs.replace(self._info, exit_reason="asked to end by a signal")
         try:
             self._write_info()
         except OSError as error:
-            logger.error("run.json does not say that the run was asked to end: %s", error)
+            logger.error("run.json was not updated with the request to end: %s", error)
 
     def append_step(self, record: StepRecord) -> None:
         self.steps_written += 1
@@ -155,12 +167,12 @@ class RunDir:
         self._append(self.path / "evals.jsonl", [record])
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """`samples/step-N.jsonl`; nothing when there are none."""
+        """Appends samples to `samples/step-N.jsonl`; writes no file if there are none."""
         if samples:
             self._append(self.path / "samples" / f"step-{step}.jsonl", samples)
 
     def write_failures(self, failures: Sequence[FailureCount]) -> None:
-        """`failures.json`: failed rollouts by class and reason, with the first failure of each."""
+        """Writes `failures.json`: the number of failed rollouts by class and reason, with the first failure of each."""
         try:
             write_atomically(self.failures_path, _pretty(failures))
         except OSError as error:
@@ -170,7 +182,7 @@ class RunDir:
         write_atomically(self.path / "summary.json", _pretty(summary))
 
     def close(self, *, state: State, reason: str) -> None:
-        """Say how the run ended and let go of the lock. A second call changes nothing."""
+        """Records how the run ended and releases the lock. A second call does nothing."""
         if self._lock.closed:
             return
         self._info = msgspec.structs.replace(self._info, state=state, finished=_now(), exit_reason=reason)
@@ -190,17 +202,20 @@ class RunDir:
             self.close(state=state, reason=reason)
             return
         try:
-            if isinstance(error, KeyboardInterrupt):  # before `run_until_done` takes signals
+            if isinstance(error, KeyboardInterrupt):  # SIGINT came before `run_until_done` handled signals
                 self.close(state="stopped", reason="asked to end by a signal, before the first step")
             self.close(state="failed", reason=f"{type(error).__name__}: {error}")
         except OSError as unwritten:
-            logger.error("run.json does not say how the run ended: %s", unwritten)
+            logger.error("run.json was not updated with the end of the run: %s", unwritten)
 
     def _lay_out(self, config: Config) -> None:
-        """run.json comes last: it is what makes the directory a run that a later one must not overwrite."""
+        """Creates the folders, config.yaml and run.json.
+
+        run.json is written last, because it marks the directory as a run that a later run must not overwrite.
+        """
         for folder in ("logs", "metrics", "samples"):
             (self.path / folder).mkdir(exist_ok=True)
-        # these are of a start that failed, and not of this one
+        # These files were left by an earlier start that failed. They do not describe this run.
         for left in (self.path / "report.html", self.failures_path, self.targets_path):
             left.unlink(missing_ok=True)
         comments = "".join(f"# {key}: {value}\n" for key, value in provenance().items())
@@ -211,7 +226,10 @@ class RunDir:
         write_atomically(self.path / "run.json", _pretty(self._info))
 
     def _append(self, path: Path, records: Sequence[msgspec.Struct]) -> None:
-        """All of `records` or none: a torn line would swallow the next one. Reported once until it works again."""
+        """Appends all of `records` or none, because a partial line would corrupt the next line.
+
+        A failure is reported once for each folder, and again only after a write there has succeeded.
+        """
         lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
         try:
             with path.open("ab", buffering=0) as file:
@@ -225,21 +243,24 @@ class RunDir:
         except OSError as error:
             if path.parent not in self._failing:
                 self._failing.add(path.parent)
-                logger.error("cannot write %s (%s): records are lost until it can be written again", path, error)
+                logger.error("cannot write %s (%s); records are lost until the file can be written again", path, error)
         else:
             self._failing.discard(path.parent)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Taken:
-    """The lock on a run's directory, and where an ended run's was moved."""
+    """The lock on a run's directory, and the new path of the previous run's directory if it was moved."""
 
     lock: BinaryIO
     previous: Path | None
 
 
 def _take(path: Path, info: RunInfo) -> _Taken:
-    """Lock `path`, moving the directory of an ended run with records aside first. RunLocked when its run is alive."""
+    """Locks `path`. If an ended run has records there, first moves its directory aside.
+
+    Raises RunLocked if the run in `path` is alive.
+    """
     previous: Path | None = None
     while True:
         path.mkdir(parents=True, exist_ok=True)
@@ -248,13 +269,13 @@ def _take(path: Path, info: RunInfo) -> _Taken:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            holder = lock.read().decode(errors="replace").strip() or "a process that has not said who it is yet"
+            holder = lock.read().decode(errors="replace").strip() or "a process that has not written its pid yet"
             lock.close()
             raise RunLocked(
-                f"run.name: {path} is held by {holder}; wait for it, end it, or choose another run.name"
+                f"run.name: {path} is in use by {holder}; wait until that run ends, end it, or choose another run.name"
             ) from None
-        # Between open and flock the directory may have been moved aside by another process: our lock is then on the
-        # moved one, and worth nothing.
+        # Another process may have moved the directory aside between our open and our flock. Our lock is then on a file
+        # in the moved directory and does not protect `path`, so try again.
         try:
             current = os.path.samestat(os.fstat(lock.fileno()), (path / "lock").stat())
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""`asyncrl up`: a Ray of its own where none is named, both pools and a live view, supervised by one process."""
+"""`asyncrl up`: one process that starts Ray (unless `ray.address` is set), supervises both pools, and shows them."""
 
 import asyncio
 import time
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 
 class Up:
-    """Both deployments of one run, on a Ray of its own unless the process has joined the one at `ray.address`.
+    """Runs both deployments of a run, on a local Ray, or on the cluster at `ray.address`, which the process has joined.
 
-    `prompts`: those that are loaded already. `report` prints a line that stays, `show` what changes."""
+    `prompts` are the prompts if they are loaded already. `report` prints a permanent line, `show` updates the live
+    view.
+    """
 
     def __init__(
         self,
@@ -40,10 +42,10 @@ class Up:
         self._prompts = prompts
 
     async def run(self, stop: asyncio.Event) -> Summary | None:
-        """The run's summary. Whichever pool fails first ends the other; its error is raised."""
+        """Returns the run's summary. If one pool fails, the other is ended and the error is raised."""
         config = self._config
-        # Ray first: its own start is three times as long beside a busy interpreter, and replicas, whose import of vLLM
-        # is the longest part of a start, need it. Prompts, torch and the model come while they import.
+        # Ray starts first. Its start takes three times as long while the interpreter is busy. Replicas need Ray, and
+        # their import of vLLM is the longest part of a start. Prompts, torch and the model are loaded meanwhile.
         if config.ray.address is None:
             self._say("starting Ray")
             address = start_local(config)
@@ -61,7 +63,7 @@ class Up:
         )
         end = asyncio.Event()
         generators = asyncio.create_task(generator_deployment.run(end), name="generators")
-        await asyncio.sleep(0)  # the replicas are on their way
+        await asyncio.sleep(0)  # lets the task create the replicas before the import below blocks the event loop
         self._say("importing the learner")
         learner_deployment = self._learner(model, prompts)
         learner = asyncio.create_task(learner_deployment.run(stop), name="learner")

@@ -108,9 +108,9 @@ def split_tasks(config: Config, tasks: Sequence[Task]) -> tuple[list[Task], list
     if data.drop_last and data.epochs is not None and len(train) * data.epochs < groups:
         raise DatasetError(
             f"data.dataset = {data.dataset}: {len(train)} tasks remain for training, and data.epochs = {data.epochs} "
-            f"uses each {data.epochs} times. A step needs learner.groups_per_step = {groups} groups, and data.drop_last "
-            "drops a smaller rest, so no step would be trained; lower learner.groups_per_step, raise data.epochs, or "
-            "set data.drop_last to false"
+            f"uses each {data.epochs} times. A step needs learner.groups_per_step = {groups} groups, and "
+            "data.drop_last drops a smaller rest, so no step would be trained; lower learner.groups_per_step, raise "
+            "data.epochs, or set data.drop_last to false"
         )
     return train, heldout
 

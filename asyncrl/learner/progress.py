@@ -23,8 +23,8 @@ def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config) -> No
         raise StallError(
             f"no group was committed and no step was trained for {status.quiet_s:.0f} s (run.stall_timeout_s = "
             f"{limit_s:g}). The learner waits ({waits.value}); {replicas_in_words(status)}"
-            f"{_failures_in_words(status)}. Look at the generators' logs, or raise run.stall_timeout_s if a group needs "
-            "longer than that"
+            f"{_failures_in_words(status)}. Look at the generators' logs, or raise run.stall_timeout_s if a group "
+            "needs longer than that"
         )
 
 

@@ -1,8 +1,8 @@
-"""A model of the replay buffer, and every call with what it must answer.
+"""A model of the replay buffer. Each method makes a call to the real buffer and checks the answer.
 
-The model is a plain dictionary from ticket to state, kept from the answers alone. Each call is made to the real buffer
-and checked against it; `check_*` compare the whole, write the rules out from their definitions, and let a copy of the
-buffer run on to see that it can.
+The model is a plain dictionary from ticket to state, which is updated only from the buffer's answers. The methods
+`check_*` compare the whole state, check the rules as they are defined, and continue with a copy of the buffer to show
+that it can train another step.
 """
 
 import copy
@@ -46,18 +46,18 @@ class BufferModel:
         self.v = 0
         self.published = 0
         self.loaded = {"a": 0, "b": 0, "c": 0}
-        self.tickets: dict[str, Ticket] = {}  # every ticket that was ever given out
+        self.tickets: dict[str, Ticket] = {}  # every ticket that was ever issued
         self.state: dict[str, str] = {}  # reserved, ready, leased, over
         self.committed: set[str] = set()
         self.lost: set[str] = set()
         self.booked_bytes: dict[str, int] = {}
-        self.waiting: set[int] = set()  # groups whose prompt stands at the front
+        self.waiting: set[int] = set()  # groups whose prompt is at the front
         self.heard_at_s: dict[str, float] = {}
-        self.known: dict[str, set[str]] = {"a": set(), "b": set(), "c": set()}  # what each replica works on
+        self.known: dict[str, set[str]] = {"a": set(), "b": set(), "c": set()}  # keys on which each replica works
         self.lease: Lease | None = None
         self.fates = dict.fromkeys(Fate, 0)
 
-    # What the model says.
+    # The state of the model.
 
     def having(self, *states: str) -> list[str]:
         return [key for key, state in self.state.items() if state in states]
@@ -74,7 +74,7 @@ class BufferModel:
             self.fates[fate] += 1
 
     def attempt_over(self, key: str) -> None:
-        """Without a result: the prompt waits for its next attempt, unless this was its last."""
+        """Ends an attempt without a result. The prompt waits for its next attempt, unless this was the last one."""
         last = self.tickets[key].attempt + 1 >= MAX_ATTEMPTS
         self.over(key, Fate.FAILED if last else None)
         if not last:
@@ -89,7 +89,9 @@ class BufferModel:
         for n, ticket in enumerate(answer.tickets):
             assert before + n + (self.v - r) * per_step < (self.limits.max_staleness_versions + 1) * per_step  # (1)
             assert self.v * per_step + before + n < self.limits.total_steps * per_step
-            assert ticket.group == fronts[n] if n < len(fronts) else ticket.attempt == 0, "the front goes first"
+            assert ticket.group == fronts[n] if n < len(fronts) else ticket.attempt == 0, (
+                "prompts at the front are issued first"
+            )
             self.waiting.discard(ticket.group)
             assert ticket.seed == ticket.group * self.limits.group_size
             assert ticket.key not in self.tickets
@@ -110,19 +112,19 @@ class BufferModel:
             self.heard_at_s[key] = self.clock.now_s
 
     def crash(self, replica: str) -> None:
-        """Nobody is told, and it comes back at once without what it had."""
+        """The replica restarts at once without its tickets, and the buffer gets no message about it."""
         self.known[replica].clear()
 
     def load(self, replica: str) -> None:
         self.loaded[replica] = self.published
 
     def commit(self, pick: int) -> None:
-        """One that is held, in any order."""
+        """Commits one reserved group; `pick` selects which."""
         if held := self.having("reserved"):
             self.commit_one(held[pick % len(held)], row_bytes=pick % 101)
 
     def commit_anything(self, pick: int) -> None:
-        """Any ticket that was ever given out: delayed, repeated, or by a zombie."""
+        """Commits any ticket that was ever issued: the commit may be late, repeated, or of a replica declared dead."""
         if self.tickets:
             self.commit_one(sorted(self.tickets)[pick % len(self.tickets)], row_bytes=10)
 
@@ -197,7 +199,7 @@ class BufferModel:
             assert len(ready) < self.limits.groups_per_step
         elif answer is LeaseWait.STRAGGLER:
             assert len(ready) >= self.limits.groups_per_step
-            assert self.having("reserved"), "only a straggler blocks a step"
+            assert self.having("reserved"), "only a reserved group can block a step"
 
     def end_step(self, end: str) -> None:
         if self.lease is None:
@@ -214,7 +216,7 @@ class BufferModel:
         self.lease = None
 
     def end_another_step(self, pick: int) -> None:
-        """A repeated, late or foreign call: the checks see whether anything moved."""
+        """Makes calls that are repeated, too early, or of another incarnation. The checks show that nothing changed."""
         end = ("ack", "skip", "give_back")[pick % 3]
         for incarnation, step in ((1, self.v - 1), (1, self.v + 1), (0, self.v)):
             getattr(self.buffer, end)(incarnation, step)
@@ -224,7 +226,7 @@ class BufferModel:
         self.published = self.v
 
     def lose_rows(self, pick: int) -> None:
-        """Of one group in whatever state, and of one that is ready."""
+        """Loses the rows of one group in any state, and of one ready group."""
         if not self.tickets:
             return
         keys = {sorted(self.tickets)[pick % len(self.tickets)], *self.having("ready")[:1]}
@@ -241,7 +243,7 @@ class BufferModel:
         assert (answer.tickets, answer.refusal) == ((), Refusal.PAUSED)
         self.buffer.resume()
 
-    # What must hold after every call, written out from the definitions.
+    # Checks after every call, written from the definitions of the rules.
 
     def check_slots(self) -> None:
         counts = self.buffer.counts()
@@ -256,7 +258,8 @@ class BufferModel:
         assert self.buffer.version == Version(1, self.v)
 
     def check_deadlines(self) -> None:
-        """The claim's invariant, and with a lease rule (2): what remains fits the steps that remain."""
+        """Checks the invariant of docs/guarantees.md: the groups that are due fit into the remaining steps. With a
+        lease, also checks rule (2)."""
         per_step = self.limits.groups_per_step
         for deadline in range(self.v - 1, self.v + self.limits.max_staleness_versions + 1):
             assert self.due(deadline, "reserved", "ready", "leased") <= max(0, deadline - self.v + 1) * per_step
@@ -274,7 +277,8 @@ class BufferModel:
             assert account.fates[fate] == Amount(self.fates[fate], 2 * self.fates[fate], tokens)
 
     def check_progress(self, *, holders_survive: bool) -> None:
-        """From here, a fair continuation trains another step: with those who hold tickets, or when they are gone."""
+        """Checks that a fair continuation from here trains another step: with the replicas that hold tickets, or after
+        these replicas have died."""
         buffer, clock, lease = copy.deepcopy((self.buffer, self.clock, self.lease))
         held = [self.tickets[key] for key in self.having("reserved")]
         if not holders_survive:
@@ -284,7 +288,7 @@ class BufferModel:
         self.continue_fairly(buffer, lease=lease, held=held)
 
     def continue_fairly(self, buffer: ReplayBuffer, *, lease: Lease | None, held: list[Ticket]) -> None:
-        """Somebody publishes, loads, generates what is admitted and trains what is leased."""
+        """Continues with the copy: publishes, loads, generates admitted groups, and trains a lease."""
         for _ in range(60):
             answer = lease or buffer.lease()
             if isinstance(answer, Lease):
@@ -297,9 +301,9 @@ class BufferModel:
             if not held:
                 asked = buffer.reserve("fresh", version=buffer.version, count=2)
                 held = list(asked.tickets)
-                # The buffer learns only by asking that prompts have run out: then the last step may start.
+                # The buffer knows that prompts have run out only after it asked for one. Then the last step may start.
                 assert held or asked.refusal in (Refusal.NO_PROMPTS, Refusal.NO_STEPS), (
-                    f"nobody can start, and the learner waits: {answer}"
+                    f"no replica can start a group, and the learner waits: {answer}"
                 )
                 if not held:
                     continue

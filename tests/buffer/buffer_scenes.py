@@ -1,4 +1,4 @@
-"""What the buffer's tests share: a hand-driven clock, a numbered prompt source, and short ways to a buffer's states."""
+"""Helpers of the buffer's tests: a manual clock, a source of numbered prompts, and short ways to a buffer's states."""
 
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Ticket, Version
 from asyncrl.buffer.replay_buffer import ReplayBuffer
@@ -7,7 +7,7 @@ from asyncrl.data.prompts import Task
 
 
 class Clock:
-    """Monotonic seconds that move only when told."""
+    """A monotonic clock that the test moves by setting `now_s`."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -17,7 +17,7 @@ class Clock:
 
 
 class NumberedPrompts:
-    """Prompts "0", "1", … up to `limit`, and how many were taken."""
+    """A source of `limit` prompts "0", "1", …. `taken` is the number of prompts that were taken."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -32,7 +32,7 @@ class NumberedPrompts:
 
 
 def limits(*, eta: int = 1, per_step: int = 2, group_size: int = 2, **changes: float) -> Limits:
-    """Small limits whose capacity is what staleness allows, unless changed."""
+    """Returns small limits. The capacity is what the staleness limit admits, unless `changes` replace it."""
     values: dict[str, float] = {
         "max_staleness_versions": eta,
         "groups_per_step": per_step,
@@ -49,7 +49,7 @@ def limits(*, eta: int = 1, per_step: int = 2, group_size: int = 2, **changes: f
 
 
 def finished(ticket: Ticket, *, group_size: int = 2, newest: int | None = None, row_bytes: int = 10) -> GroupMeta:
-    """Metadata of a group that its replica generated without a problem; sample i has i + 1 tokens."""
+    """Returns the metadata of a group that was generated without a failure. Sample i has i + 1 tokens."""
     return GroupMeta(
         group=ticket.group,
         attempt=ticket.attempt,
@@ -66,7 +66,7 @@ def finished(ticket: Ticket, *, group_size: int = 2, newest: int | None = None, 
 
 
 class Scene:
-    """A buffer, its clock and its prompts, with the shortest way to reserved, ready, leased and trained groups."""
+    """A buffer with its clock and its prompts, and short methods to reserve, commit, lease and train groups."""
 
     def __init__(self, *, prompts: int | None = None, drop_last: bool = False, seed: int = 0, **changes: int) -> None:
         self.clock = Clock()

@@ -1,8 +1,8 @@
-"""A whole run under a virtual clock: the real buffer and the real gate between simulated generators and a learner.
+"""A simulation of a whole run under a virtual clock: the real buffer and gate, simulated generators and learner.
 
-One tick is one second. Replicas generate groups of random, heavy-tailed length, load weights late, crash in silence and
-come back; the learner takes random time a step, sometimes skips one. A run is dead when nothing is committed or
-trained for `PATIENCE_TICKS`, or when a group is met beyond its deadline.
+One tick is one second. Replicas generate groups of random, heavy-tailed length. They load weights late, crash without a
+message, and come back. The learner takes a random time for each step, and sometimes skips one. A run is dead if nothing
+is committed or trained for `PATIENCE_TICKS`, or if a group is leased after its deadline.
 """
 
 import random
@@ -23,7 +23,7 @@ HEARTBEAT_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """One random set-up."""
+    """The random parameters of one simulated run."""
 
     eta: int
     per_step: int
@@ -67,7 +67,7 @@ class Pool:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """How a simulated run ended. Staleness in versions, of every trained group's oldest token."""
+    """The end of a simulated run. `staleness` is that of the oldest token of each trained group, in versions."""
 
     end: Literal["finished", "stuck", "beyond deadline"]
     staleness: list[int] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Simulation:
             replica.down_left -= 1
             return
         if self.rng.random() < self.pool.crash_rate:
-            replica.running.clear()  # nobody is told
+            replica.running.clear()  # the buffer gets no message about the crash
             replica.version, replica.load_left = None, None
             replica.down_left = self.rng.randint(1, 6)
             return
@@ -199,5 +199,6 @@ class Simulation:
 
 
 def discarded_groups(account: Account) -> int:
-    """Groups that were generated or begun for nothing, beyond the steps that the learner itself skipped."""
+    """Returns the number of groups that were issued but never trained, without those of steps that the learner
+    skipped."""
     return sum(account.fates[fate].groups for fate in (Fate.DROPPED, Fate.FILTERED, Fate.FAILED, Fate.ROWS_LOST))

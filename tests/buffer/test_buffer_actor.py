@@ -1,4 +1,4 @@
-"""The buffer actor's shell: waits that are given up hold nothing, and rows of tickets that are over are cleared."""
+"""The shell of the buffer actor: cancelled waits hold no slot, and rows of ended tickets are cleared."""
 
 import asyncio
 import time
@@ -21,11 +21,11 @@ from asyncrl.metrics.catalogue import BUFFER_WAITS, REPLICA_STATES
 FAR_S = 60.0
 NOW = Version(1, 0)
 CONFIG = {"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max_versions": 0}}
-"""Room for two groups: η = 0, two groups a step."""
+"""A buffer with room for two groups: η = 0 and two groups in a step."""
 
 
 class ClearedRows:
-    """A row client that only notes what it is asked to clear."""
+    """A row client that only records the keys that it should clear."""
 
     def __init__(self) -> None:
         self.cleared: list[list[str]] = []
@@ -72,7 +72,7 @@ async def a_waiting_reserve(buffer: BufferActor) -> asyncio.Task[Reservation]:
     waiting = asyncio.create_task(buffer.reserve("b", NOW, 2, FAR_S))
     for _ in range(5):
         await asyncio.sleep(0)
-    assert not waiting.done(), "a full buffer gave tickets"
+    assert not waiting.done(), "a full buffer issued tickets"
     return waiting
 
 
@@ -96,11 +96,11 @@ async def test_f16_a_wait_cancelled_in_the_moment_of_its_ticket_leaks_no_slot() 
     buffer = actor(ClearedRows())
     held = await buffer.reserve("a", NOW, 2, 0.0)
     waiting = await a_waiting_reserve(buffer)
-    await free_a_slot(buffer, held.tickets[0].key)  # wakes the wait, which has not run yet
+    await free_a_slot(buffer, held.tickets[0].key)  # wakes the waiting task, which has not run yet
     waiting.cancel()
     assert isinstance((await asyncio.gather(waiting, return_exceptions=True))[0], asyncio.CancelledError)
     assert buffer._buffer.counts().reserved == 1
-    assert len((await buffer.reserve("c", NOW, 9, 0.0)).tickets) == 1, "the slot went to whoever gave up"
+    assert len((await buffer.reserve("c", NOW, 9, 0.0)).tickets) == 1, "the cancelled wait kept the slot"
 
 
 @pytest.mark.asyncio
@@ -121,7 +121,7 @@ async def test_f40_rows_of_a_generator_that_was_declared_dead_are_cleared_and_it
     assert rows.cleared == [[ticket.key, other.key]]
     (winner, _) = (await buffer.reserve("b", NOW, 2, 0.0)).tickets
     assert (winner.group, winner.seed) == (ticket.group, ticket.seed)
-    assert winner.key != ticket.key, "rows of two attempts would meet under one key"
+    assert winner.key != ticket.key, "rows of two attempts must not have the same key"
     assert await buffer.commit([finished(winner), finished(ticket)]) == [CommitOutcome.ACCEPTED, CommitOutcome.LATE]
 
 
@@ -133,7 +133,7 @@ async def test_state_seconds_say_who_waits_and_add_up() -> None:
     tasks: list[asyncio.Task[Any]] = []
     try:
         now_s = 8.0
-        tickets = (await buffer.reserve("a", NOW, 2, FAR_S)).tickets  # all that there are: without a wait
+        tickets = (await buffer.reserve("a", NOW, 2, FAR_S)).tickets  # takes all tickets, without a wait
         tasks.append(await a_waiting_reserve(buffer))
         now_s = 10.0
         tasks.append(asyncio.create_task(buffer.lease(FAR_S)))
@@ -181,7 +181,7 @@ async def test_f5_only_a_commit_that_is_accepted_is_progress() -> None:
     now_s = 9.0
     assert await buffer.commit([finished(ticket)]) == [CommitOutcome.DUPLICATE]
     await buffer.commit([])
-    assert (await buffer.status()).quiet_s == 4.0, "a watchdog that this resets would never bark"
+    assert (await buffer.status()).quiet_s == 4.0, "a repeated commit must not reset the stall watchdog"
 
 
 @pytest.mark.asyncio
@@ -218,7 +218,7 @@ async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() 
         await buffer.heartbeat(name, NOW, 2, [], report)
     assert (await buffer.status()).targets == {"a": "127.0.0.1:1", "b": "127.0.0.1:2"}
     await buffer.leave("a")
-    assert (await buffer.status()).targets == {"b": "127.0.0.1:2"}, "it reported once, and is gone"
+    assert (await buffer.status()).targets == {"b": "127.0.0.1:2"}, "the replica has left, although its report is kept"
 
 
 @pytest.mark.asyncio
@@ -243,7 +243,7 @@ async def test_failures_are_answered_as_soon_as_there_are_more_than_the_caller_k
     async with asyncio.timeout(FAR_S / 2):
         [count] = await waiting
     assert (count.first.reason, count.rollouts) == ("x", 1)
-    assert await buffer.failures(1, 0.0) == (count,), "nothing new: the answer comes when the wait is over"
+    assert await buffer.failures(1, 0.0) == (count,), "without new failures the answer comes at the end of the wait"
 
 
 @pytest.mark.asyncio

@@ -1,8 +1,8 @@
-"""Random histories against the model of `buffer_model.py`, found and shrunk by hypothesis.
+"""Random histories of calls, checked against the model of `buffer_model.py`. Hypothesis finds and shrinks failures.
 
-Generators crash, commit late or twice, load weights late and lose replies; the learner skips, gives back, repeats
-itself; rows are lost; the buffer is small and fills. After every call buffer and model must agree
-and the rules hold, and a fair continuation must train another step.
+Generators crash, commit late or twice, load weights late, and lose replies. The learner skips steps, gives leases back,
+and repeats calls. Rows are lost. The buffer is small and fills up. After every call, buffer and model must agree, the
+rules must hold, and a fair continuation must train another step.
 """
 
 import random
@@ -36,8 +36,11 @@ class BufferHistories(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 2**32), rare_percent=st.sampled_from([5, 30]))
     def some_calls(self, seed: int, rare_percent: int) -> None:
-        """Weighted calls in a row. Rules of one call each made histories that hardly ever reached a second step:
-        hypothesis switches rules off for whole histories, and prefers few and equal ones."""
+        """Makes several weighted random calls.
+
+        With one hypothesis rule for each call, histories hardly ever reached a second step, because hypothesis turns
+        rules off for whole histories and prefers few and equal rules.
+        """
         rng = random.Random(seed)
         for _ in range(CALLS_A_RULE):
             name = rng.choice(RARE if rng.random() * 100 < rare_percent else COMMON)
@@ -82,7 +85,12 @@ class BufferHistories(RuleBasedStateMachine):
 BufferHistories.TestCase.settings = settings(
     stateful_step_count=10,
     suppress_health_check=[HealthCheck.too_slow],
-    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],  # explaining costs minutes here
+    phases=[
+        Phase.explicit,
+        Phase.reuse,
+        Phase.generate,
+        Phase.shrink,
+    ],  # without Phase.explain, which takes minutes here
     report_multiple_bugs=False,
 )
 TestBufferHistories = BufferHistories.TestCase

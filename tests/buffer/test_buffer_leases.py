@@ -1,4 +1,4 @@
-"""The replay buffer on the learner's side, call by call: leases, how each of them ends, and the end of the run."""
+"""The replay buffer on the learner's side: leases, the ways in which a lease ends, and the end of the run."""
 
 import pytest
 from buffer_scenes import Scene, finished
@@ -9,7 +9,8 @@ from asyncrl.errors import FailureClass, StalenessViolation
 
 
 def test_the_stragglers_of_the_design_are_waited_for() -> None:
-    """η = 2, B = 1: k0, k1, k2 are due at step 2. Were a fresh k3 trained at step 1, k1 and k2 would both be left."""
+    """η = 2, B = 1: k0, k1 and k2 are due at step 2. If step 1 trained the new group k3, both k1 and k2 would be left
+    for step 2, which trains only one group."""
     scene = Scene(eta=2, per_step=1)
     k0, k1, k2 = scene.reserve(3, step=0)
     scene.commit(k0)
@@ -36,7 +37,7 @@ def test_without_rule_2_the_same_history_meets_a_group_beyond_its_deadline(monke
     scene.train()
     scene.commit(k1, k2)
     scene.train()
-    with pytest.raises(StalenessViolation, match=r"due at step 2 is still ready at step 3.*max_versions is 2"):
+    with pytest.raises(StalenessViolation, match=r"due at step 2 is still ready at step 3.*max_versions = 2"):
         scene.buffer.lease()
 
 
@@ -165,7 +166,7 @@ def test_when_prompts_run_out_the_last_step_is_short() -> None:
     g0, g1, g2 = scene.reserve(4)
     scene.commit(g1, g2)
     scene.train()
-    assert scene.buffer.lease() is LeaseWait.NOT_ENOUGH_READY  # g0 is still out
+    assert scene.buffer.lease() is LeaseWait.NOT_ENOUGH_READY  # g0 is still reserved
     scene.commit(g0)
     assert scene.groups(scene.train()) == [0]
     assert scene.buffer.lease() is LeaseWait.FINISHED
@@ -191,7 +192,9 @@ def test_a_short_last_step_that_is_given_back_and_loses_its_rows_is_generated_an
 def test_an_exhausted_source_is_the_reason_given_even_where_the_bound_refuses_as_well() -> None:
     scene = Scene(eta=0, per_step=2, prompts=2)
     assert len(scene.reserve(2)) == 2
-    assert scene.buffer.reserve("a", version=Version(1, 0), count=1).refusal is Refusal.STALENESS  # not known yet
+    assert (
+        scene.buffer.reserve("a", version=Version(1, 0), count=1).refusal is Refusal.STALENESS
+    )  # the end of the prompts is not known yet
     scene.commit(*[slot.ticket for slot in list(scene.buffer._groups.reserved.values())])
     scene.train()
     assert scene.buffer.reserve("a", version=Version(1, 1), count=1).refusal is Refusal.NO_PROMPTS

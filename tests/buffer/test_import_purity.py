@@ -1,4 +1,4 @@
-"""The state machines, the config and `import asyncrl` itself come without torch, ray and vllm."""
+"""The state machines, the config and `import asyncrl` itself import neither torch nor ray nor vllm."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ import asyncrl.config
 
 
 def modules_of(package: ModuleType) -> list[str]:
-    """Every module of a package; the buffer's actor.py is its Ray shell and no state machine."""
+    """Returns the modules of a package. The buffer's actor.py is left out, because it is the shell for Ray."""
     assert package.__file__
     stems = sorted(path.stem for path in Path(package.__file__).parent.glob("*.py"))
     return [package.__name__] + [f"{package.__name__}.{stem}" for stem in stems if stem not in ("__init__", "actor")]

@@ -1,4 +1,4 @@
-"""The ledger: it closes when every issued group has one fate, and only then."""
+"""The ledger: its account is closed if and only if every issued group has exactly one fate."""
 
 import msgspec
 from buffer_scenes import Scene

@@ -1,4 +1,4 @@
-"""Who may take part in a run, and who is forgotten."""
+"""The members of a run: which deployments are admitted, and which are removed."""
 
 import pytest
 

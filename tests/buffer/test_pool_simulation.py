@@ -1,6 +1,6 @@
-"""Whole runs of random pools: the bound holds, nothing dies, nothing is discarded; and each way known to break it does.
+"""Simulated runs of random pools: the staleness bound holds, every run finishes, and no group is discarded.
 
-The broken variants prove that the simulation can tell: the same pools die under them.
+Broken variants of the buffer show that the simulation can find errors: with them, the same pools die.
 """
 
 import random
@@ -26,7 +26,7 @@ def simulate(seed: int, *, buffer_class: type[ReplayBuffer] = ReplayBuffer, **fi
 
 
 def dead(*, buffer_class: type[ReplayBuffer] = ReplayBuffer, **fixed: float) -> int:
-    """How many of the pools do not finish."""
+    """Returns the number of pools that do not finish."""
     return sum(simulate(seed, buffer_class=buffer_class, **fixed)[1].end != "finished" for seed in range(BROKEN_POOLS))
 
 
@@ -43,11 +43,11 @@ def test_random_pools_finish_within_the_bound_and_discard_nothing() -> None:
         wanted = pool.total_steps * pool.per_step
         assert len(outcome.trained) == (wanted if pool.prompts is None else min(wanted, pool.prompts - skipped))
         stalest[pool.eta] = max(stalest.get(pool.eta, 0), *outcome.staleness, 0)
-    assert stalest == {0: 0, 1: 1, 2: 2, 3: 3}, "the bound is reached, so the pools do press against it"
+    assert stalest == {0: 0, 1: 1, 2: 2, 3: 3}, "some pools must reach the bound, otherwise they do not test it"
 
 
 class CountsAdmissions(ReplayBuffer):
-    """Counts what was admitted since the start instead of the slots that are taken."""
+    """A broken buffer: counts all groups admitted since the start, instead of the slots in use."""
 
     def _room(self, version: Version) -> Room:
         admitted = self._ledger._events[Event.ATTEMPT]
@@ -61,7 +61,7 @@ class CountsAdmissions(ReplayBuffer):
 
 
 class FreesAtLease(ReplayBuffer):
-    """Frees a group's slot when it is leased instead of when it is acked."""
+    """A broken buffer: frees a group's slot at the lease instead of at the ack."""
 
     def _room(self, version: Version) -> Room:
         return admissible(
@@ -74,7 +74,7 @@ class FreesAtLease(ReplayBuffer):
 
 
 class SkipAdvances(ReplayBuffer):
-    """A skipped step counts as one and its groups stay."""
+    """A broken buffer: a skipped step increases the version, and its groups stay ready."""
 
     def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
         self.give_back(incarnation, step)

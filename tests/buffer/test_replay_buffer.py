@@ -1,4 +1,4 @@
-"""The replay buffer on the generators' side, call by call: tickets, failures, commits, capacity, and what is seen."""
+"""The replay buffer on the generators' side: tickets, failures, commits, capacity, and the views for other parts."""
 
 import msgspec
 import pytest
@@ -79,7 +79,7 @@ def test_a_replica_ahead_of_the_learner_is_our_bug_and_takes_nothing() -> None:
 
 
 def test_a_heartbeat_keeps_exactly_the_tickets_that_it_names() -> None:
-    """The reply that carried the second ticket got lost: its replica lives but does not know it."""
+    """The reply with the second ticket was lost: the replica lives but does not know the ticket."""
     scene = Scene()
     kept, lost = scene.reserve(2)
     for _ in range(3):
@@ -108,7 +108,8 @@ def test_a_replica_that_leaves_frees_its_tickets_at_once_and_only_its_own() -> N
 
 
 def test_a_freed_slot_is_admitted_again_under_the_bound_of_the_replica_that_takes_it() -> None:
-    """η = 1, B = 1: at v = 1 a replica still at 0 may hold nothing beside one slot; the fresh one may."""
+    """η = 1, B = 1: at v = 1 and with one slot in use, a replica at version 0 may not reserve, and one at version 1
+    may."""
     scene = Scene(eta=1, per_step=1)
     first, second = scene.reserve(2)
     scene.commit(first)
@@ -180,7 +181,7 @@ def test_the_first_failure_of_each_kind_is_kept_with_its_prompt_and_all_are_coun
         ("one", "0", 2, 2),
         ("late", "2", 1, 1),
         ("engine", "3", 1, 0),
-    ], "an INFRA failure is tried again and has cost no group yet"
+    ], "after an INFRA failure the group is tried again, so it has not failed yet"
     assert scene.buffer.failures.rollouts == 4
 
 
@@ -203,7 +204,9 @@ def test_too_many_data_failures_in_a_row_end_tickets_and_leases_at_that_number()
     scene.buffer.fail(second.key, incarnation=1, failure=failed("two"))
     refused = scene.buffer.reserve("a", version=scene.buffer.version, count=1)
     assert (refused.tickets, refused.refusal) == ((), Refusal.TOO_MANY_FAILURES)
-    assert scene.buffer.lease() is LeaseWait.TOO_MANY_FAILURES, "although a step's groups are ready"
+    assert scene.buffer.lease() is LeaseWait.TOO_MANY_FAILURES, (
+        "no lease is issued, although the groups of a step are ready"
+    )
     scene.buffer.fail(again[0].key, incarnation=1, failure=failed("under way"))
     streak = scene.buffer.failures.streak
     assert streak is not None
@@ -260,13 +263,13 @@ def test_f40_a_generator_that_comes_back_from_the_dead_is_refused_by_its_attempt
     assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # while the prompt waits
     (winner,) = scene.reserve(1, replica="b")
     assert winner.key != zombie.key
-    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # while another holds it
+    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # while another replica holds the prompt
     scene.commit(winner)
-    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # while it is ready
+    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # while the group is ready
     scene.commit(*scene.reserve(1, replica="b"))
     (trained, _) = scene.train().groups
     assert (trained.meta.attempt, trained.meta.replica) == (1, "b")
-    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # when it is trained
+    assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # after the group was trained
     assert scene.buffer.commit(finished(winner)) is CommitOutcome.DUPLICATE
     assert scene.buffer.ledger.events[Event.COMMIT_LATE] == 4
     assert scene.buffer.ledger.closed
@@ -301,7 +304,7 @@ def test_f18_a_commit_twice_late_unknown_or_after_a_restore_is_counted_and_chang
     assert events[Event.COMMIT_DUPLICATE] == events[Event.COMMIT_LATE] == events[Event.COMMIT_OLD_INCARNATION] == 1
     assert events[Event.COMMIT_UNKNOWN] == 3
     scene.train()
-    assert scene.buffer.commit(finished(first)) is CommitOutcome.DUPLICATE  # also once it is trained
+    assert scene.buffer.commit(finished(first)) is CommitOutcome.DUPLICATE  # also after the group was trained
 
 
 def test_f18_a_ticket_of_an_older_incarnation_never_meets_the_same_key_of_this_one() -> None:
@@ -355,7 +358,7 @@ def test_f15_a_group_may_be_newer_than_its_ticket_but_keeps_the_deadline_of_its_
 def test_f16_a_full_buffer_refuses_and_a_wait_that_is_given_up_leaks_no_slot() -> None:
     scene = Scene(eta=3, per_step=2, capacity_groups=3)
     tickets = scene.reserve(3)
-    for _ in range(5):  # a generator asks, is refused, and gives up each time
+    for _ in range(5):  # each time, a generator reserves, is refused, and gives up
         answer = scene.buffer.reserve("b", version=Version(1, 0), count=2)
         assert (answer.tickets, answer.refusal) == ((), Refusal.CAPACITY)
     assert scene.prompts.taken == 3
@@ -378,7 +381,7 @@ def test_f16_bytes_are_booked_at_their_worst_and_refunded_at_commit() -> None:
     assert scene.buffer.counts().booked_bytes == 0
 
 
-# What others see.
+# The views for other parts.
 
 
 def test_replicas_are_seen_with_their_slots_what_they_were_refused_for_and_whether_they_live() -> None:
@@ -389,7 +392,10 @@ def test_replicas_are_seen_with_their_slots_what_they_were_refused_for_and_wheth
     scene.reserve(3, replica="a")
     scene.clock.now_s += 2.0
     scene.clock.now_s -= 1.0
-    assert [view.live for view in scene.buffer.replicas()] == [True, True]  # the timeout itself is still in time
+    assert [view.live for view in scene.buffer.replicas()] == [
+        True,
+        True,
+    ]  # silence of exactly the timeout still counts as live
     scene.clock.now_s += 1.0
     asking, loading = scene.buffer.replicas()
     assert (asking.replica, asking.free_slots, asking.reserved_groups) == ("a", 1, 2)

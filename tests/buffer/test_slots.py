@@ -1,4 +1,4 @@
-"""The containers: whatever goes in and is discarded, what comes out is in order, and nothing is left behind."""
+"""The containers: after any pushes and discards, entries come out in order, and the container is empty at the end."""
 
 from buffer_scenes import Scene
 from hypothesis import given

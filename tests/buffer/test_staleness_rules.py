@@ -1,4 +1,4 @@
-"""The rules as pure functions: doctests, and properties against the definitions written out."""
+"""The rules as pure functions: doctests, and properties that are checked against the definitions."""
 
 import doctest
 import importlib
@@ -97,7 +97,7 @@ def test_rule_2_is_checked_at_every_deadline_and_names_the_first_that_fails(
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"capacity_groups": 3}, "buffer.capacity_groups is 3, below learner.groups_per_step 4"),
+        ({"capacity_groups": 3}, "buffer.capacity_groups is 3, but it must be at least learner.groups_per_step = 4"),
         ({"capacity_bytes": 399}, "buffer.capacity_bytes is 399"),
         ({"total_steps": 0}, "total_steps is 0"),
         ({"max_staleness_versions": -1}, "max_staleness_versions is -1"),

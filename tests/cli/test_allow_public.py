@@ -1,4 +1,4 @@
-"""--allow-public: the one way to an endpoint that other machines reach; without it commands refuse."""
+"""--allow-public: commands refuse a metrics host that other machines can reach, unless this option is given."""
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +13,7 @@ runner = CliRunner()
 def test_a_host_that_other_machines_reach_is_refused_without_it(command: list[str], host: str) -> None:
     result = runner.invoke(app, [*command, f"metrics.host={host}"])
     assert result.exit_code == 2
-    assert f"metrics.host = '{host}': other machines reach it" in result.stderr
+    assert f"metrics.host = '{host}': other machines can reach it" in result.stderr
     assert "--allow-public" in result.stderr
 
 

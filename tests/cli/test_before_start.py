@@ -1,4 +1,4 @@
-"""What a run tries before it starts Ray: the user's code, the first rows, the hub."""
+"""Trials before Ray starts: the user's code, the first rows of a dataset, the Hugging Face Hub."""
 
 import json
 import os
@@ -60,14 +60,14 @@ def advantage(rewards):
 
 @pytest.fixture(autouse=True)
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's modules: `before_start_tasks`, and `before_start_broken`, which raises."""
+    """Creates two modules of a user: `before_start_tasks`, and `before_start_broken`, whose import raises."""
     (tmp_path / "before_start_tasks.py").write_text(TASKS)
     (tmp_path / "before_start_broken.py").write_text('import os\n\nKEY = os.environ["JUDGE_API_KEY"]\n')
     for name in (OWN, "before_start_broken"):
-        monkeypatch.delitem(sys.modules, name, raising=False)  # another test's
+        monkeypatch.delitem(sys.modules, name, raising=False)  # the module that another test imported
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JUDGE_API_KEY", "here, but not in a scoring process")
+    monkeypatch.setenv("JUDGE_API_KEY", "set here, but not in a scoring process")
 
 
 def settings(*overrides: str) -> Config:
@@ -194,7 +194,7 @@ def test_f33_a_prompt_that_is_too_long_is_refused_before_the_start_with_the_temp
 def test_f25_a_first_prompt_beyond_the_models_vocabulary_is_refused_with_the_token(tmp_path: Path) -> None:
     model = model_in(tmp_path / "model", vocabulary=97)
     overrides = ("model.tiny=null", f"model.path={model}")
-    assert "token '~' with the id 97, and the model's vocabulary has 97 tokens" in said(
+    assert "token '~' with the id 97, but the model's vocabulary has 97 tokens" in said(
         settings(*overrides, *rows_of(tmp_path, "1~2"))
     )
     assert look(settings(*overrides, *rows_of(tmp_path, "1+2"))) != []
@@ -203,8 +203,8 @@ def test_f25_a_first_prompt_beyond_the_models_vocabulary_is_refused_with_the_tok
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (ConnectionError("no route"), "the hub does not answer (ConnectionError)"),
-        (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "the hub has no such model"),
+        (ConnectionError("no route"), "the Hugging Face Hub does not answer (ConnectionError)"),
+        (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "the Hugging Face Hub has no such model"),
     ],
 )
 def test_f28_a_model_that_the_hub_does_not_give_is_refused_after_one_try(
@@ -220,7 +220,7 @@ def test_f28_a_model_that_the_hub_does_not_give_is_refused_after_one_try(
     monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
     config = settings("model.tiny=null", "model.path=owner/no-such-model-of-ours")
     look(config)
-    assert tries == [], "config check does not ask the hub"
+    assert tries == [], "config check sends no request to the Hub"
     with pytest.raises(ConfigError) as caught:
         prepare(config)
     assert f"there is no folder owner/no-such-model-of-ours here, and {reason}" in str(caught.value)
@@ -234,7 +234,8 @@ def test_f28_a_model_that_the_hub_does_not_give_is_refused_after_one_try(
 def test_f28_the_commands_that_run_refuse_the_users_mistakes_before_ray_and_before_a_directory_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # the commands would leave it in our environment
+    # The commands set this variable in this process. monkeypatch removes it after the test.
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     for command in ("up", "learner", "generator"):
         result = CliRunner().invoke(
             app, [command, "-c", str(QUICKSTART), f"run.dir={tmp_path}/runs", f"data.dataset={OWN}:fails", *ROWS]
@@ -285,5 +286,8 @@ def test_f28_a_cached_model_that_is_too_short_is_refused_by_check(cached: Path) 
 def test_f28_check_refuses_rows_that_are_all_held_out(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     overrides = ("data.dataset=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", "data.heldout_fraction=0.999999", *ROWS)
-    with pytest.raises(ConfigError, match=r"none of its 1 tasks remains for training, because data\.heldout_fraction = 0\.999999 holds out 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"none of its 1 tasks remains for training, because data\.heldout_fraction = 0\.999999 holds out 1",
+    ):
         look(settings(*overrides))

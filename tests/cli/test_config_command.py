@@ -37,9 +37,9 @@ def test_several_files_merge_left_to_right(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", sorted(QUICKSTART.parent.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_config_is_ok_on_stdout_with_notes_on_stderr(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(file.parent))  # own_task.yaml names functions in a file beside it
-    monkeypatch.chdir(file.parents[1])  # as the files' own paths are meant
-    monkeypatch.setattr(presence, "_gpus", lambda config: [])  # some recipes are for machines with GPUs
+    monkeypatch.syspath_prepend(str(file.parent))  # own_task.yaml names functions of own_task.py in the same folder
+    monkeypatch.chdir(file.parents[1])  # paths in the files are relative to the repository
+    monkeypatch.setattr(presence, "_gpus", lambda config: [])  # some configurations need machines with GPUs
     result = runner.invoke(app, ["config", "check", "-c", str(file)])
     assert result.exit_code == 0
     assert result.stdout == "ok\n"

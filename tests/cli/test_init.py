@@ -1,4 +1,4 @@
-"""`asyncrl init`: measures prompts with the model's tokenizer and writes a configuration that can run."""
+"""`asyncrl init` measures prompts with the model's tokenizer and writes a configuration that can run."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ runner = CliRunner()
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A directory with a character tokenizer, a configuration and weights of 3 × 5 numbers."""
+    """A model directory with a character tokenizer, a config.json, and a weight of shape (3, 5)."""
     import torch
     from safetensors.torch import save_file
 
@@ -72,7 +72,7 @@ def test_a_file_that_is_there_is_written_over_only_when_that_is_asked_for(
     Path("run.yaml").write_text("mine")
     refused = runner.invoke(app, ["init", "models/small", "sums.jsonl"])
     assert refused.exit_code == 2
-    assert "run.yaml is there already" in refused.stderr
+    assert "run.yaml exists already" in refused.stderr
     assert Path("run.yaml").read_text() == "mine"
     assert runner.invoke(app, ["init", "models/small", "sums.jsonl", "--force"]).exit_code == 0
     assert Path("run.yaml").read_text() != "mine"

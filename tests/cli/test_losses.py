@@ -1,4 +1,4 @@
-"""`asyncrl losses`: what it prints for a name is that algorithm, and the list says what cannot run."""
+"""`asyncrl losses`: the YAML that it prints for a preset is that algorithm, and the list has three sections."""
 
 import pytest
 from typer.testing import CliRunner

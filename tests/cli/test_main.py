@@ -1,4 +1,4 @@
-"""The command line's frame: light, lazy, and clean about errors."""
+"""The command line: light commands import no framework, commands are imported on use, and errors are single lines."""
 
 import subprocess
 import sys
@@ -91,7 +91,7 @@ def test_a_misspelt_command_says_what_was_meant() -> None:
 
 @pytest.fixture
 def raising(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """Name of a command that raises the parameter."""
+    """Makes a command raise the parameter, and returns the name of the command."""
     from asyncrl.cli import config
 
     fake = typer.Typer()

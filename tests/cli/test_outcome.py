@@ -1,4 +1,4 @@
-"""The last lines of a run: what was dropped and why, and what is wrong although the run ended well."""
+"""The last lines of a run: dropped groups with the reasons, and a warning if the run ended well but could not learn."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def summary(**totals: Any) -> Summary:
         (
             {"groups_discarded": 6, "groups_failed": {"reward_raised": 1, "expired": 1}, "ledger_closed": False},
             "2 groups were dropped because their rollouts failed (reward_raised 1, expired 1) and 4 other groups were "
-            "dropped; NOT all groups are accounted for: a bug",
+            "dropped; NOT all groups are accounted for, which is a bug in asyncrl",
         ),
         ({"groups_discarded": 4}, "4 groups were dropped; all groups are accounted for"),
     ],
@@ -45,7 +45,7 @@ def test_a_run_that_could_not_learn_ends_with_a_warning(tmp_path: Path, capsys: 
     print_outcome(summary(), write_run(tmp_path / "healthy", [make_step(0)]), config=Config(), again=["up"])
     assert "warning" not in capsys.readouterr().out
     print_outcome(summary(), tmp_path / "gone", config=Config(), again=["up"])
-    assert "warning" not in capsys.readouterr().out, "a run whose records cannot be read has ended all the same"
+    assert "warning" not in capsys.readouterr().out, "unreadable records must not fail a finished run"
 
 
 def test_held_out_prompts_that_got_no_reward_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

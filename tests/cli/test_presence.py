@@ -1,4 +1,5 @@
-"""What a configuration names and this machine lacks: missed before anything starts, only where it is needed."""
+"""Parts that a configuration names and this machine lacks are reported before the start, for the roles that need
+them."""
 
 import json
 import os
@@ -36,7 +37,7 @@ def missing(*overrides: str, roles: Collection[Role] = tuple(Role)) -> list[str]
 
 
 def write_model(path: Path, *, vocabulary: int = 8, tokens: int = 8, added: int = 0, positions: int = 64) -> Path:
-    """What is read of a model's directory before a run starts."""
+    """Writes the files of a model's directory that are read before a run starts."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({"vocab_size": vocabulary, "max_position_embeddings": positions}))
     vocab = {f"t{number}": number for number in range(tokens)}
@@ -53,19 +54,21 @@ def test_the_quickstart_lacks_nothing() -> None:
 def test_f28_a_dataset_file_that_does_not_exist_is_missed(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     overrides = ("data.dataset=jsonl", f"data.path={file}")
-    assert missing(*overrides) == [f"data.path = {file}: there is no such file; name one with a JSON object a line"]
+    assert missing(*overrides) == [
+        f"data.path = {file}: there is no such file; name a file with one JSON object in each line"
+    ]
     file.touch()
     assert missing(*overrides) == []
-    assert missing("data.dataset=jsonl", f"data.path={tmp_path}") != [], "a folder is no file"
+    assert missing("data.dataset=jsonl", f"data.path={tmp_path}") != [], "a folder is not a file"
 
 
 def test_f28_a_model_s_directory_that_does_not_exist_is_missed(tmp_path: Path) -> None:
     model = tmp_path / "model"
     [line] = missing("model.tiny=null", f"model.path={model}")
-    assert line.startswith(f"model.path = {model}: there is no such folder here")
+    assert line.startswith(f"model.path = {model}: there is no such folder")
     write_model(model)
     assert missing("model.tiny=null", f"model.path={model}") == []
-    assert missing("model.tiny=null", "model.path=Qwen/Qwen3-0.6B") == [], "the hub's, as far as can be told"
+    assert missing("model.tiny=null", "model.path=Qwen/Qwen3-0.6B") == [], "this may be a model of the Hub"
 
 
 @pytest.mark.parametrize("path", ["models/llama-cat", "mine/llama-cat", "a/b/llama-cat"])
@@ -76,7 +79,7 @@ def test_f28_a_typo_in_a_relative_path_is_a_folder_that_is_missed_and_the_neares
     near = Path(path).with_name("llama-chat")
     near.mkdir(parents=True)
     [line] = missing("model.tiny=null", f"model.path={path}")
-    assert f"there is no such folder here (did you mean {near}?)" in line
+    assert f"there is no such folder (did you mean {near}?)" in line
 
 
 def test_a_tiny_model_is_built_only_where_path_and_tiny_are_set_together(
@@ -86,12 +89,12 @@ def test_a_tiny_model_is_built_only_where_path_and_tiny_are_set_together(
     assert missing() == [], "the quickstart's file sets both"
     for path in ("models/llama-cat", str(tmp_path / "other")):
         [line] = missing(f"model.path={path}")
-        assert "no tiny model is built there: model.path is set on the command line, and model.tiny is not" in line
+        assert "no tiny model is built there, because model.path is set on the command line and model.tiny is" in line
         assert missing(f"model.path={path}", "model.tiny={}") == []
         assert missing(f"model.path={path}", "model.tiny.seed=3") == []
         (Path(path) / TINY_RECIPE).parent.mkdir(parents=True)
         (Path(path) / TINY_RECIPE).touch()
-        assert missing(f"model.path={path}") == [], "a tiny model of ours is there already"
+        assert missing(f"model.path={path}") == [], "asyncrl has built a tiny model there already"
 
 
 @pytest.mark.parametrize("tiny", [[], ["model.tiny={}"], ["model.tiny=null"]], ids=["file's", "set again", "none"])
@@ -105,15 +108,17 @@ def test_f28_a_run_does_not_begin_with_what_its_own_start_moves_aside(
     monkeypatch.chdir(tmp_path)
     for path in (model, model.relative_to(tmp_path)):
         [line] = missing(*tiny, f"model.path={path}")
-        assert line.startswith(f"model.path = {path}: it is in runs/quickstart, which is moved aside")
+        assert line.startswith(f"model.path = {path}: is in runs/quickstart, and the start of a run with that name mov")
         other = missing(*tiny, f"model.path={path}", "run.name=second")
-        assert (other == []) is there, "nothing is built in the directory of any run"
+        assert (other == []) is there, "tiny models are not built in the directory of any run"
 
 
 def test_a_model_that_is_there_is_used_as_it_is_and_a_note_says_so(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     [line] = warnings(f"model.path={model}")
-    assert line == f"model.path = {model} is there and is used as it is: model.tiny is not applied"
+    assert line == (
+        f"model.path = {model} is a model that asyncrl did not build and is used as it is: model.tiny has no effect"
+    )
     assert warnings(f"model.path={model}", "model.tiny=null") == []
 
 
@@ -127,9 +132,9 @@ def test_f28_a_directory_without_a_part_of_a_model_is_refused_with_the_part(
     model = write_model(tmp_path / "model")
     (model / file).unlink()
     [line] = missing("model.tiny=null", f"model.path={model}")
-    assert f"is no whole Hugging Face model, it lacks {named}" in line
+    assert f"is not a complete Hugging Face model, it lacks {named}" in line
     needs_no_weights = missing("model.tiny=null", f"model.path={model}", roles=[Role.GENERATOR]) == []
-    assert needs_no_weights is (file == "model.safetensors"), "generators get theirs from the learner"
+    assert needs_no_weights is (file == "model.safetensors"), "generators get the weights from the learner"
 
 
 def test_f28_weights_that_their_index_names_and_that_are_not_there_are_missed(tmp_path: Path) -> None:
@@ -161,7 +166,7 @@ def test_f28_a_max_length_above_the_models_positions_is_refused_with_both_number
     (model / "config.json").write_text(
         json.dumps({"max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 4}})
     )
-    assert missing(*overrides, "model.max_length=33") == [], "scaled positions reach further"
+    assert missing(*overrides, "model.max_length=33") == [], "rope scaling extends max_position_embeddings"
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
@@ -201,7 +206,7 @@ def test_an_environment_that_nobody_builds_is_not_missed(override: str) -> None:
     elsewhere = (override, "data.dataset=pathlib:Path")
     assert missing(*elsewhere) != []
     assert missing(*elsewhere, roles=[Role.LEARNER]) == [], (
-        "prompts come from elsewhere, rewards are the generators' to give"
+        "the prompts come from another dataset, and only generators score"
     )
     assert missing(*elsewhere, "environment.reward=exact_match") == []
 
@@ -209,9 +214,9 @@ def test_an_environment_that_nobody_builds_is_not_missed(override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("environment.options.task=spell_backwards", "has no 'spell_backwards'; did you mean 'spell_backward'?"),
+        ("environment.options.task=spell_backwards", "has no task 'spell_backwards'; did you mean 'spell_backward'?"),
         ("environment.options.task=null", "is missing; name one of reasoning-gym's"),
-        ("environment.options.task=[3]", "has no [3]"),
+        ("environment.options.task=[3]", "has no task [3]"),
     ],
 )
 def test_f28_a_task_that_reasoning_gym_lacks_is_missed(override: str, says: str) -> None:
@@ -228,7 +233,7 @@ def test_f28_gpus_that_cannot_come_are_refused_where_ray_is_to_run_here(monkeypa
     refused = ["generator.gpus = 1", "learner.gpus = 0.5", "critic.gpus = 1"]
     assert [line.partition(":")[0] for line in missing(*wanted)] == refused
     assert missing(*wanted, "ray.address='10.0.0.7:6379'") == []
-    assert missing(*wanted, roles=[Role.LEARNER]) == [], "it joins a cluster, whose machines have their own"
+    assert missing(*wanted, roles=[Role.LEARNER]) == [], "a learner joins a cluster, whose machines may have GPUs"
     monkeypatch.setattr(presence, "_GPU_FILES", ("null",))
     assert missing(*wanted) == [], "a container may have the device without nvidia-smi"
     monkeypatch.setattr(presence, "_GPU_FILES", ("no-such-device",))
@@ -248,8 +253,8 @@ def test_parts_of_engines_without_a_core_each_are_a_warning(monkeypatch: pytest.
     two_parts = "generator.tensor_parallel_size=2"
     assert warnings(two_parts, "generator.replicas=2") == []
     [warning] = warnings(two_parts, "generator.replicas=3")
-    assert "2 × 3 on CPUs needs 6 cores, and this machine has 4" in warning
-    assert warnings("generator.replicas=6") == [], "whole engines take turns"
+    assert "2 × 3 on CPUs needs 6 cores, but this machine has 4" in warning
+    assert warnings("generator.replicas=6") == [], "engines of one process do not busy-wait"
     assert warnings(two_parts, "generator.replicas=3", "ray.address='10.0.0.7:6379'") == []
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert warnings(two_parts, "generator.replicas=3", "generator.gpus=2") == []

@@ -1,4 +1,4 @@
-"""What the commands about runs say of them."""
+"""The output of the commands about runs: report, status, and the last lines of a run."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def test_a_run_says_where_the_one_before_it_went(tmp_path: Path, capsys: pytest.
 
 
 def ended(folder: Path, *, steps: int, saved: bool = True) -> tuple[Config, Path, Summary]:
-    """A run of 9 steps that ended after some of them, and its directory."""
+    """Returns the config, the directory and the summary of a run of 9 steps that ended after `steps` steps."""
     config = Config.model_validate(
         {
             "run": {"name": "quick", "dir": str(folder)},
@@ -67,7 +67,7 @@ def test_the_last_lines_of_a_stopped_run_say_where_its_weights_are_and_how_to_go
     assert lines[0] == "Stopped at step 4 of 9."
     assert f"weights: {weights}" in lines
     assert f"  use them: vllm serve {weights}" in lines
-    assert "  train on from them, as a new run whose optimizer and step count start anew:" in lines
+    assert "  continue training from them in a new run, with a new optimizer and step count:" in lines
     assert lines[-1].split() == [
         "asyncrl", "up", "-c", "a.yaml", "--allow-public", "run.seed=7", "run.name=quick-3", f"model.path={weights}",
         "model.tiny=null",
@@ -117,7 +117,7 @@ def test_a_report_of_no_run_names_what_was_asked_for(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     result = runner.invoke(app, ["report", "quik"])
     assert result.exit_code == 1
-    assert "there is no run quik in runs/; there are: none" in result.stderr
+    assert "there is no run quik in runs/; existing runs: none" in result.stderr
 
 
 @pytest.mark.parametrize(("command", "has_config"), [("status", False), ("down", False), ("learner", True)])
@@ -155,7 +155,7 @@ def test_status_says_what_limits_the_run_by_its_endpoints_and_json_says_the_same
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunStatus]:
-    """A run of which its buffer answers this, and whose learner and generator serve their metrics."""
+    """The status of a run, which its fake buffer returns. Its learner and its generator serve their metrics."""
     learner, generator = LearnerMetrics(), GeneratorMetrics(environment="math")
     for metrics in (learner, generator):
         metrics.run_info(Config.model_validate({"run": {"name": "quick"}}))
@@ -170,7 +170,8 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunStatus]:
         async def answer() -> RunStatus:
             return found
 
-        monkeypatch.setenv("RAY_AUTH_MODE", "token")  # the command would leave it in our environment
+        # The command sets this variable in this process. monkeypatch removes it after the test.
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
         monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
         monkeypatch.setattr(cluster, "find_run", lambda _: SimpleNamespace(status=answer))
         yield found

@@ -1,4 +1,4 @@
-"""A command whose terminal is closed, or whose output nothing reads any more, goes on and ends as it should."""
+"""A command goes on and ends normally after its terminal is closed or the reader of its output is gone."""
 
 import os
 import pty
@@ -18,7 +18,7 @@ from rich.console import Console
 import typer
 from asyncrl.cli.terminal import outlive_terminal
 from asyncrl.views.live import LiveDisplay, LiveView
-signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a disowned process gets none, and meets the closed terminal unprepared
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a disowned process gets no SIGHUP when its terminal is closed
 outlive_terminal()
 display = LiveDisplay(Console(), every_steps=1)
 with display:

@@ -1,4 +1,4 @@
-"""Keys of other libraries are answered with ours, wherever they are written."""
+"""The error for a key of another library suggests the key of asyncrl, in whichever section the key is written."""
 
 import pytest
 
@@ -29,26 +29,32 @@ def test_no_key_of_ours_is_answered_with_another() -> None:
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
-        ("lr=1e-5", "lr is learner.optimizer.learning_rate here"),
-        ("learner.optimizer.lr=1e-5", "lr is learner.optimizer.learning_rate here"),
-        ("trainer.optim.lr=1e-5", "lr is learner.optimizer.learning_rate here"),
-        ("data.train_batch_size=8", "train_batch_size is learner.groups_per_step here (prompts a step; "),
-        ("batch_size=8", "batch_size is learner.groups_per_step here"),
-        ("num_generations=8", "num_generations is learner.group_size here"),
-        ("actor.rollout_n=8", "rollout_n is learner.group_size here"),
-        ("generator.n=8", "n is learner.group_size here"),
-        ("max_new_tokens=8", "max_new_tokens is generator.max_completion_tokens here"),
-        ("generator.max_tokens=8", "max_tokens is generator.max_completion_tokens here"),
-        ("algorithm.beta=0.1", "beta is algorithm.overrides here (an objective's penalty, e.g. `algorithm.overrides: "),
-        ("kl_coef=0.1", "kl_coef is algorithm.overrides here"),
+        ("lr=1e-5", "use learner.optimizer.learning_rate instead of lr"),
+        ("learner.optimizer.lr=1e-5", "use learner.optimizer.learning_rate instead of lr"),
+        ("trainer.optim.lr=1e-5", "use learner.optimizer.learning_rate instead of lr"),
+        ("data.train_batch_size=8", "use learner.groups_per_step instead of train_batch_size (the number of prompts "),
+        ("batch_size=8", "use learner.groups_per_step instead of batch_size"),
+        ("num_generations=8", "use learner.group_size instead of num_generations"),
+        ("actor.rollout_n=8", "use learner.group_size instead of rollout_n"),
+        ("generator.n=8", "use learner.group_size instead of n"),
+        ("max_new_tokens=8", "use generator.max_completion_tokens instead of max_new_tokens"),
+        ("generator.max_tokens=8", "use generator.max_completion_tokens instead of max_tokens"),
+        (
+            "algorithm.beta=0.1",
+            "use algorithm.overrides instead of beta (a penalty is part of the objective, e.g. `alg",
+        ),
+        ("kl_coef=0.1", "use algorithm.overrides instead of kl_coef"),
         ("learner.epochs=3", "did you mean data.epochs?"),
-        ("max_steps=3", "max_steps is learner.total_steps here"),
-        ("num_gpus=2", "num_gpus is generator.gpus or learner.gpus here"),
-        ("learner.num_gpus=2", "num_gpus is learner.gpus here"),
-        ("model.model_name_or_path=gpt2", "model_name_or_path is model.path here"),
+        ("max_steps=3", "use learner.total_steps instead of max_steps"),
+        ("num_gpus=2", "use generator.gpus or learner.gpus instead of num_gpus"),
+        ("learner.num_gpus=2", "use learner.gpus instead of num_gpus"),
+        ("model.model_name_or_path=gpt2", "use model.path instead of model_name_or_path"),
         ("learner.lora.rank=8", "LoRA is not supported yet"),
         ("peft={lora_rank: 8}", "LoRA is not supported yet"),
-        ("trainer={lr: 1e-5, max_steps: 3}", "lr is learner.optimizer.learning_rate here; max_steps is learner.total"),
+        (
+            "trainer={lr: 1e-5, max_steps: 3}",
+            "use learner.optimizer.learning_rate instead of lr; use learner.total_ste",
+        ),
     ],
 )
 def test_a_key_of_another_library_is_answered_with_ours(override: str, answer: str) -> None:

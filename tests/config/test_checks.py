@@ -1,4 +1,4 @@
-"""Rules over several fields: each refuses its own mistake, names key, value, limit and mend, and nothing else."""
+"""Rules over several fields: each rule refuses only its own mistake, and names key, value, limit and what to do."""
 
 from pathlib import Path
 
@@ -32,7 +32,8 @@ def test_every_shipped_config_passes(file: Path) -> None:
     check_config(load_config([file], []))
 
 
-# The smallest step over each limit; the second list is just within it.
+# First list: overrides with the smallest value beyond a limit. Second list: overrides just within the limit. Text: a
+# part of the message.
 _LIMITS = [
     (["weights.publish_every_steps=4"], ["weights.publish_every_steps=3"], "staleness.max_versions + 1 = 3"),
     (["staleness.max_versions=0", "weights.publish_every_steps=2"], ["staleness.max_versions=0"], "at most"),
@@ -49,9 +50,9 @@ _LIMITS = [
     (
         ["learner.ranks=4", "learner.updates_per_step=8"],
         ["learner.ranks=2", "learner.updates_per_step=8"],
-        "take 32",
+        "set it to 32",
     ),
-    (["learner.shards=3", "learner.ranks=4"], ["learner.shards=2", "learner.ranks=4"], "take 2 or 4"),
+    (["learner.shards=3", "learner.ranks=4"], ["learner.shards=2", "learner.ranks=4"], "set it to 2 or 4"),
     (["learner.shards=8", "learner.ranks=4"], ["learner.shards=4", "learner.ranks=4"], "learner.ranks = 4"),
     (["learner.shards=1", "learner.ranks=4"], ["learner.shards=1"], "at least 2"),
     (
@@ -63,7 +64,7 @@ _LIMITS = [
     (["learner.optimizer.warmup_steps=201"], ["learner.optimizer.warmup_steps=200"], "learner.total_steps = 200"),
     (["critic.ranks=3"], ["critic.ranks=2"], "critic.ranks × learner.updates_per_step = 3 × 1 = 3"),
     (["critic.optimizer.warmup_steps=201"], ["critic.optimizer.warmup_steps=200"], "learner.total_steps = 200"),
-    (["critic.warmup_steps=200"], ["critic.warmup_steps=199"], "or the policy is never trained"),
+    (["critic.warmup_steps=200"], ["critic.warmup_steps=199"], "otherwise the policy is never trained"),
     (["generator.max_completion_tokens=64"], ["generator.max_completion_tokens=63"], "model.max_length = 64"),
     (["data.max_prompt_tokens=64"], ["data.max_prompt_tokens=63"], "model.max_length = 64"),
     (
@@ -122,12 +123,12 @@ def test_f28_the_watchdog_must_outlast_every_deadline_it_watches_over(deadline: 
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("{question", "no format string"),
-        ("}", "no format string"),
-        ("{}", "names no field of a task"),
-        ("{0}", "names no field of a task"),
-        ("{question.__class__}", "names no field of a task"),
-        ("{row[word]}", "names no field of a task"),  # data.prompts fills in plain fields alone
+        ("{question", "not a valid format string"),
+        ("}", "not a valid format string"),
+        ("{}", "{} is not the name of a field of a task"),
+        ("{0}", "{0} is not the name of a field of a task"),
+        ("{question.__class__}", "is not the name of a field of a task"),
+        ("{row[word]}", "is not the name of a field of a task"),  # data.prompts supports plain field names only
         ("answer:", "every prompt would be the same"),
         ("{{question}}", "every prompt would be the same"),
     ],
@@ -164,7 +165,7 @@ def test_f28_a_misspelt_built_in_name_says_what_was_meant(key: str) -> None:
     name = BUILT_IN_NAMES[key][-1]
     others = ["data.path=x"] if key == "data.dataset" else []
     lines = _violations(f"{key}={name}x", *others)
-    assert f"{key} = {name}x: is neither" in lines[0]
+    assert f"{key} = {name}x: must be one of" in lines[0]
     assert f"did you mean '{name}'?" in lines[0]
 
 
@@ -194,8 +195,8 @@ def test_a_group_is_booked_at_its_columns_bytes_for_every_sample() -> None:
         (["model.dtype=bfloat16"], "generator.gpus=1", "bfloat16 on CPUs"),
         (["buffer.capacity_bytes=592895"], "buffer.capacity_bytes=592896", "48 × 12352 bytes"),
         (["buffer.capacity_bytes=592895"], "buffer.capacity_groups=16", "generators may wait for room"),
-        (["generator.max_concurrent_groups=49"], "generator.max_concurrent_groups=48", "always waits"),
-        (["generator.max_completion_tokens=17"], "data.max_prompt_tokens=47", "are cut earlier"),
+        (["generator.max_concurrent_groups=49"], "generator.max_concurrent_groups=48", "never use the rest"),
+        (["generator.max_completion_tokens=17"], "data.max_prompt_tokens=47", "longest prompts are cut before"),
     ],
 )
 def test_what_runs_but_may_surprise_is_a_warning(overrides: list[str], silencer: str, says: str) -> None:

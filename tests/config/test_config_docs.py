@@ -1,4 +1,4 @@
-"""docs/configuration.md: complete, and the same as what the schema says."""
+"""docs/configuration.md has every key of the schema, and agrees with the schema."""
 
 from pathlib import Path
 

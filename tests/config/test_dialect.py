@@ -1,4 +1,4 @@
-"""The YAML dialect: what people write is what is read, and what is dumped reads back the same."""
+"""The YAML dialect: numbers and text are read as a person would read them, and dumped data is read back the same."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from asyncrl.errors import ConfigError
 _SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(st.characters(codec="utf-8"))
 )
-# Text that YAML 1.1 or 1.2 might take for something else.
+# Strings that YAML 1.1 or 1.2 might read as another type.
 _TRAPS = st.sampled_from(
     ["1e-3", "1E5", "2026-01-31", "on", "~", "0x1f", "1_000", "1:30", ".5e3", "<<", "=", "1.e+3", "\x85"]
 )
@@ -36,7 +36,7 @@ def test_numbers_with_exponents_are_numbers_and_dates_are_text(text: str, value:
 
 
 def test_repeated_key_is_refused_with_its_place() -> None:
-    with pytest.raises(ConfigError, match=r"f\.yaml, line 3, column 3: the key 'seed' is there twice"):
+    with pytest.raises(ConfigError, match=r"f\.yaml, line 3, column 3: the key 'seed' stands twice"):
         parse_yaml("run:\n  seed: 1\n  seed: 2\n", source="f.yaml")
 
 

@@ -1,4 +1,4 @@
-"""Whom the metrics answer: never every network, and other machines only where the user said so."""
+"""The metrics endpoints never bind every network, and bind an address of a network only with --allow-public."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_metrics_never_bind_every_network(host: str, allow_public: bool) -> None
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "192.168.1.2", "fd00::7", "node-3", "node"])
 def test_metrics_bind_a_network_only_where_that_was_allowed(host: str) -> None:
-    with pytest.raises(ConfigError, match="say --allow-public") as refused:
+    with pytest.raises(ConfigError, match="add --allow-public") as refused:
         check_exposure(with_host(host), allow_public=False)
     assert refused.value.key == "metrics.host"
     check_exposure(with_host(host), allow_public=True)

@@ -1,4 +1,4 @@
-"""What may share a GPU: refused where Ray, NCCL or the memory forbids it, told where it may be too much, else taken."""
+"""Processes that share a GPU: refused if Ray, NCCL or the memory forbids it, a warning if memory may be too small."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def _violation(*overrides: str) -> str:
 @pytest.mark.parametrize("pool", ["generator", "learner", "critic"])
 def test_f28_gpus_above_one_are_whole(pool: str) -> None:
     assert _violation(f"{pool}.gpus=1.5").startswith(f"{pool}.gpus = 1.5: ")
-    assert "take 2 or 3" in _violation(f"{pool}.gpus=2.5")
+    assert "set it to 2 or 3" in _violation(f"{pool}.gpus=2.5")
     assert _warnings(f"{pool}.gpus=2") == []
 
 
@@ -46,7 +46,7 @@ def test_policy_and_critic_share_a_gpu_for_they_are_two_groups_of_nccl() -> None
     assert _warnings("learner.gpus=0.5", "critic.gpus=0.5") == []
 
 
-# engines that meet on one GPU, and what they may take of it at most
+# share of a GPU of one engine, number of engines, and the largest share of memory that one engine may take
 @pytest.mark.parametrize(
     ("gpus", "replicas", "most"),
     [("0.5", 2, 0.5), ("0.5", 5, 0.5), ("0.3333", 3, 0.33), ("0.2", 5, 0.2), ("0.2", 2, 0.5)],

@@ -38,7 +38,8 @@ def test_what_cannot_be_resolved_names_key_value_and_reason(value: str, message:
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`pkg.mod` and `ns.inner.mod` (namespaces), all of which raise when they are imported."""
+    """Creates the package `pkg.mod`, the namespace package `ns.inner.mod` and the module `single`; each raises when it
+    is imported."""
     for file in ("pkg/__init__.py", "pkg/mod.py", "ns/inner/mod.py", "single.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("raise RuntimeError('was imported')")
@@ -53,11 +54,11 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "pkg:f",
         "pkg.mod:f",
         "ns.inner.mod:f",
-        "os.path:join",  # a module of no package: os puts it there
+        "os.path:join",  # os is not a package; os puts os.path into sys.modules itself
         "sys:path",
         "builtins:print",
         "__main__:f",
-        "mine..x:f",  # malformed: another rule's
+        "mine..x:f",  # malformed: another rule refuses it
     ],
 )
 def test_a_module_that_is_there_or_may_be_is_not_missed_and_not_imported(value: str) -> None:
@@ -99,7 +100,7 @@ def test_options_that_do_not_fit_are_refused_before_the_call_and_its_own_errors_
         return [10, 20][count]
 
     assert call_with_options(function, {"count": 1}, key="k") == 20
-    with pytest.raises(ConfigError, match=r"did you mean 'count'\?; there are \['count'\]"):
+    with pytest.raises(ConfigError, match=r"did you mean 'count'\?; its options are \['count'\]"):
         call_with_options(function, {"cuont": 1}, key="k")
     with pytest.raises(ConfigError, match="missing"):
         call_with_options(function, {}, key="k")

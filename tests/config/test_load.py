@@ -1,4 +1,4 @@
-"""Loading: precedence, strictness, error lines, and what the deployments of one run must share."""
+"""Loading: precedence, strictness, error lines, and the settings that the deployments of one run must share."""
 
 import shlex
 from pathlib import Path
@@ -96,8 +96,8 @@ def test_quickstart_loads() -> None:
         ("staleness.max_lag_publication=2", "did you mean weights.max_lag_publications?"),
         ("buffer.startup_timeout_s=2", "or generator.startup_timeout_s or learner.startup_timeout_s?"),
         ("replicas=2", "did you mean generator.replicas?"),
-        ("model.tiny.zzz=2", "`model.tiny` has seed, hidden_size"),
-        ("zzz=2", "sections are run, model"),
+        ("model.tiny.zzz=2", "the keys of `model.tiny` are seed, hidden_size"),
+        ("zzz=2", "the sections are run, model"),
     ],
 )
 def test_f28_unknown_key_says_what_was_meant(override: str, hint: str) -> None:
@@ -110,7 +110,8 @@ def test_f28_unknown_key_says_what_was_meant(override: str, hint: str) -> None:
 @pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "repetition_penalty"])
 def test_f28_what_would_change_the_sampled_distribution_is_refused_with_the_reason(key: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"generator\.{key} \(on the command line\): is not offered: .*importance weight"
+        ConfigError,
+        match=rf"generator\.{key} \(on the command line\): is not supported; remove it\. .*importance weight",
     ):
         load_config([], [f"generator.{key}=0.9"])
 
@@ -127,14 +128,14 @@ def test_f28_what_would_change_the_sampled_distribution_is_refused_with_the_reas
         ("generator.replicas='2'", "must be a whole number; write it without quotes"),
         ("learner.optimizer.eps='1e-8'", "must be a number; write it without quotes"),
         ("data.shuffle='false'", "must be true or false; write it without quotes"),
-        ("data.prompt_template={word}", """must be text; write '"{word}"', with the quotes: YAML reads a mapping"""),
+        ("data.prompt_template={word}", """must be text; write '"{word}"', with the quotes: without them YAML reads"""),
         ("generator.replicas=2.0", "must be a whole number; write 2"),
         ("data.shuffle=1", "must be true or false"),
         ("run.name=12", """must be text; write '"12"', with the quotes"""),
         ("run.name=a/b", "must match"),
         ("generator.stop=x", 'must be a list; write ["x"]'),
         ("data.options=3", "must be a mapping of keys"),
-        ("model=null", "must be a section, that is a mapping of keys; set a key below it, or remove the line"),
+        ("model=null", "must be a section (a mapping of keys); set a key of the section, or remove the line"),
         ("data.on_bad_row=skp", "must be 'refuse' or 'skip'; did you mean 'skip'?"),
         ("generator.temperature=.inf", "must be a finite number"),
         ("generator.temperature=.nan", "generator.temperature = NaN"),
@@ -161,7 +162,7 @@ def test_f28_in_a_file_text_needs_one_pair_of_quotes(tmp_path: Path) -> None:
     file = _write(tmp_path / "a.yaml", "run: {name: 12}\ndata:\n  prompt_template: {word}\n")
     name, template = _lines([file], [])
     assert name.endswith('must be text; write "12", with the quotes')
-    assert template.endswith('must be text; write "{word}", with the quotes: YAML reads a mapping')
+    assert template.endswith('must be text; write "{word}", with the quotes: without them YAML reads a mapping')
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_unreadable_files_and_overrides_are_reported_together(tmp_path: Path) ->
     lines = _lines([missing, listing, binary, tmp_path], ["noequals", "a..b=1", "=1", "run.name=[1"])
     assert len(lines) == 8
     assert "no such file" in lines[0]
-    assert "holds list" in lines[1]
+    assert "holds a list" in lines[1]
     assert "cannot be read" in lines[2]
     assert "is a directory; name a file" in lines[3]
     assert all("is not an override" in line for line in lines[4:7])
@@ -207,7 +208,7 @@ def test_f28_text_that_is_no_yaml_is_answered_with_the_override_to_type() -> Non
     typed = """data.prompt_template='"{wrd}>"'"""
     assert line.startswith("override 'data.prompt_template={wrd}>', line 1, column 6: not YAML (")
     assert line.endswith(f"quotes: {typed}")
-    [override] = shlex.split(typed)  # as a shell hands it over
+    [override] = shlex.split(typed)  # the argument that the shell would pass
     assert load_config([], [override]).data.prompt_template == "{wrd}>"
 
 

@@ -1,4 +1,4 @@
-"""The shipped recipes keep their own arithmetic: GPUs add up, all slots can be filled within the staleness limit."""
+"""The numbers of the shipped configurations fit together: GPUs add up, and the staleness limit admits all slots."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_the_gpus_of_both_pools_add_up(name: str, generator_gpus: float, learner
 
 @pytest.mark.parametrize("name", ["quickstart", "ppo", "one_gpu", "eight_gpus", "two_nodes"])
 def test_every_slot_can_be_filled_while_a_step_is_trained(name: str) -> None:
-    """slots ≤ (η + 1) · B, of which a step that is being trained holds B."""
+    """At most (η + 1) · B slots exist, and the step that is being trained holds B of them."""
     config = recipe(name)
     in_flight = config.generator.replicas * config.generator.max_concurrent_groups
     step = config.learner.groups_per_step
@@ -50,7 +50,7 @@ def test_a_base_model_gets_its_prompt_as_text_though_its_tokenizer_has_a_chat_te
 
 @pytest.mark.parametrize("name", ["one_gpu", "eight_gpus", "two_nodes"])
 def test_weights_and_optimizer_leave_room_on_their_gpus(name: str) -> None:
-    """16 bytes a weight in the learner, 2 in an engine, on GPUs of 24 and 80 GiB."""
+    """The learner takes 16 bytes for each weight and an engine 2, on GPUs of 24 GiB (one_gpu) or 80 GiB."""
     config = recipe(name)
     size = config.model.path.rpartition("-")[2]
     weights, memory = float(size.removesuffix("B")) * 1e9, (24 if name == "one_gpu" else 80) * 2**30

@@ -1,4 +1,4 @@
-"""The configuration that `asyncrl init` writes: it can run as it is, whatever the model and the data are."""
+"""The configuration that `asyncrl init` writes can run unchanged, for any model and data."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A deployment that the run would not take is told so before anything is started for it."""
+"""A deployment that the run refuses gets the error before anything is started for it."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +19,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def a_run_is_there(config: Config, monkeypatch: pytest.MonkeyPatch) -> Membership:
-    """The members of the run that the cluster has."""
+    """Puts a run into the fake cluster, and returns the members of the run."""
     members = Membership(shared=shared_config(config), timeout_s=10.0, clock=lambda: 0.0)
 
     async def check(member: Deployment, shared: dict[str, object]) -> None:
@@ -66,7 +66,8 @@ def test_what_is_refused_has_started_nothing_and_says_one_line(
     async def refused(config: Config, *, role: Role) -> None:
         raise RunMismatch(f"not this {role}")
 
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # the command would leave it in our environment
+    # The command sets this variable in this process. monkeypatch removes it after the test.
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
     monkeypatch.setattr(cluster, "check_admission", refused)
     monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379"))

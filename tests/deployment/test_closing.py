@@ -1,4 +1,4 @@
-"""A run that is asked to end says so before anything can go wrong, and nothing that hangs while it starts keeps it."""
+"""A run that is asked to end records the request at once, and ends within its grace even if its start hangs."""
 
 import asyncio
 import os
@@ -41,7 +41,7 @@ def test_f29_the_first_signal_is_in_run_json_before_anything_is_closed(run: RunD
     assert written(run).exit_reason == "asked to end by a signal, after step 3 of 9"
     run.asked_to_end()
     assert written(run).exit_reason == "asked to end by a signal, after step 3 of 9", (
-        "a run that has ended is not asked any more"
+        "a request after the end must not change the recorded reason"
     )
 
 
@@ -73,7 +73,7 @@ def test_f29_the_grace_is_counted_beside_an_event_loop_that_hangs(run: RunDir, m
             timers.append((after_s, call, arguments))
 
         def start(self) -> None:
-            assert self.daemon, "it must not keep the process"
+            assert self.daemon, "the timer must not keep the process alive"
 
     monkeypatch.setattr(closing.threading, "Timer", Timer)
     asked_to_end(run, 20.0)

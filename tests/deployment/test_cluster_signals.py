@@ -1,4 +1,4 @@
-"""SIGTERM belongs to the deployment, whatever Ray does while it starts, and to nobody else (F29)."""
+"""The deployment keeps its SIGTERM handler when Ray starts, and Ray's daemons do not get the signal (F29)."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def ray_takes_sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`ray.init` as far as signals go."""
+    """Replaces `ray.init` by a function that takes the SIGTERM handler, as the real one does."""
 
     def ends_everything(number: int, frame: Any) -> None:
         raise AssertionError("Ray ended its processes and this one")
@@ -58,7 +58,7 @@ def test_f29_what_ray_starts_is_in_a_session_of_its_own_and_nothing_else_is(monk
     sessions: list[bool] = []
 
     def start() -> None:
-        """As Ray starts its daemons, with a `preexec_fn`."""
+        """Starts a child with a `preexec_fn`, as Ray starts its daemons."""
         code = "import os; print(os.getsid(0) == os.getpid())"
         child = subprocess.run([sys.executable, "-c", code], preexec_fn=lambda: None, capture_output=True, check=True)
         sessions.append(child.stdout.strip() == b"True")

@@ -1,4 +1,4 @@
-"""A generator deployment asks Ray for what the config says, and is a live member of its run from its first moment."""
+"""A generator deployment requests the resources of the config from Ray, and sends heartbeats from its start on."""
 
 import asyncio
 from pathlib import Path
@@ -37,10 +37,10 @@ def test_replicas_say_when_they_generate_and_then_how_much() -> None:
     assert progress.line(busy) is None
     for _ in range(2):
         now_s[0] += COUNT_EVERY_S
-        assert progress.line(busy) == "1,234 samples generated, 2 groups under way; the learner is at step 3 of 9"
+        assert progress.line(busy) == "1,234 samples generated, 2 groups in flight; the learner is at step 3 of 9"
         assert progress.line(busy) is None
     others = Progress({"generator-b"}, clock=lambda: now_s[0])
-    assert others.line(busy) is None, "another deployment's replicas are not this one's to tell of"
+    assert others.line(busy) is None, "the log has no lines about the replicas of another deployment"
 
 
 @pytest.mark.asyncio
@@ -55,7 +55,7 @@ async def test_a_replica_gets_the_secrets_of_the_command_with_its_start_and_a_pa
     given: dict[str, Any] = {}
 
     async def done(*_: Any, **__: Any) -> None:
-        """An answer of Ray's."""
+        """Stands for an answer of Ray."""
 
     def start(model_path: str, **options: Any) -> Any:
         given.update(options)
@@ -107,7 +107,7 @@ async def test_a_replica_asks_for_the_gpus_that_the_config_names(monkeypatch: py
             return self
 
         def remote(self, **_: Any) -> None:
-            """The handle."""
+            """Stands for the call that returns the actor's handle."""
 
     monkeypatch.setattr(generators.ray, "remote", lambda _: Actor())
     deployment_of(Config.model_validate({"generator": {"gpus": 2.0, "tensor_parallel_size": 2}}))._make()
@@ -149,7 +149,7 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
         await kept.wait()
         stop.set()
         await running
-    assert calls[-1] == "detach", "and nothing after it"
+    assert calls[-1] == "detach", "no heartbeat may follow the detach"
 
 
 @pytest.mark.asyncio
@@ -183,7 +183,9 @@ async def test_f2_a_deployment_that_lost_a_replica_goes_on_while_enough_are_left
             await watching
             assert replicas == [left]
         else:
-            with pytest.raises(GeneratorPoolExhausted, match=r"1 replicas live.*is 2; generator-b: .*the worker died"):
+            with pytest.raises(
+                GeneratorPoolExhausted, match=r"1 replicas live.*is 2; lost replicas: generator-b: .*the worker died"
+            ):
                 await watching
     assert ended == ["generator-b"]
     left.running.cancel()

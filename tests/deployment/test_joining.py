@@ -1,4 +1,4 @@
-"""Joining a cluster: an address where nobody listens is told at once, every other one is for Ray to judge."""
+"""Joining a cluster: an address where no process listens fails at once; any other address is left to Ray."""
 
 import socket
 import threading
@@ -22,7 +22,7 @@ def no_cluster_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Addresses that `ray.init` was asked for."""
+    """Returns the list of addresses with which `ray.init` is called."""
     addresses: list[str] = []
 
     def init(*, address: str, **_: Any) -> None:
@@ -34,7 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that listens."""
+    """A port at which a server listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -84,7 +84,7 @@ def test_a_cluster_that_asks_for_no_token_is_named(
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     cluster.join("auto", namespace="run")
-    assert ("whoever reaches it runs code on it" in caplog.text) is (mode is None)
+    assert ("requires no token" in caplog.text) is (mode is None)
 
 
 @pytest.mark.asyncio

@@ -1,4 +1,4 @@
-"""Runs below a folder: the living are told from the dead, and a run that has ended says how."""
+"""Runs below a folder: live and dead runs are distinguished, and for an ended run the end is known."""
 
 import fcntl
 import os
@@ -70,7 +70,7 @@ def test_a_process_that_got_a_dead_runs_pid_is_not_taken_for_it(tmp_path: Path) 
     lock = record(tmp_path, "quick") / "lock"
     lock.touch()
     with lock.open("rb") as held:
-        assert [path.name for path in dead_runs(tmp_path)] == ["quick"], "no process holds the lock"
+        assert [path.name for path in dead_runs(tmp_path)] == ["quick"], "no process holds the lock, so the run is dead"
         fcntl.flock(held, fcntl.LOCK_EX)
         assert dead_runs(tmp_path) == []
     assert live_runs(tmp_path) == []
@@ -104,7 +104,7 @@ def test_of_another_hosts_run_only_what_it_wrote_is_known(tmp_path: Path) -> Non
 
 
 def dead_run(folder: Path, *, steps: int, saved: tuple[int, ...] = ()) -> tuple[Path, int]:
-    """A run of 150 steps whose process went away after some of them; its directory and its pid."""
+    """Writes the records of a run whose process ended after `steps` steps. Returns its directory and its pid."""
     path = write_run(folder, [make_step(step) for step in range(steps)], finish=False, end=None, name="killed")
     for step in saved:
         (path / "checkpoints" / f"step-{step}" / "hf").mkdir(parents=True)
@@ -118,10 +118,10 @@ def dead_run(folder: Path, *, steps: int, saved: tuple[int, ...] = ()) -> tuple[
 
 def test_a_run_that_died_says_how_far_it_came_and_where_its_newest_weights_are(tmp_path: Path) -> None:
     path, pid = dead_run(tmp_path, steps=17, saved=(9, 10))
-    (path / "checkpoints" / "step-11" / "hf").mkdir(parents=True)  # its save did not end
+    (path / "checkpoints" / "step-11" / "hf").mkdir(parents=True)  # an incomplete checkpoint
     total = read_total_steps(path)
     assert ended_run(path) == (
-        f"run killed ended without a word (process {pid} is gone) after step 17 of {total}; "
+        f"run killed died without recording a reason (process {pid} is gone) after step 17 of {total}; "
         f"newest weights: {path}/checkpoints/step-10/hf"
     )
     found = as_it_is(path)
@@ -139,7 +139,8 @@ def read_total_steps(path: Path) -> int:
 def test_a_run_that_died_early_or_whose_records_cannot_be_read_says_what_it_can(tmp_path: Path) -> None:
     path, pid = dead_run(tmp_path, steps=0)
     assert ended_run(path) == (
-        f"run killed ended without a word (process {pid} is gone) before the first step; no weights were saved"
+        f"run killed died without recording a reason (process {pid} is gone) before the first step; no weights were "
+        "saved"
     )
     (path / "steps.jsonl").write_text("{}\n")
     assert "after an unknown number of steps" in (ended_run(path) or "")
@@ -157,16 +158,16 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunError, match=r"^there is no run quik in runs/; there are: none$"):
+    with pytest.raises(RunError, match=r"^there is no run quik in runs/; existing runs: none$"):
         check_there(named_run(Path("quik")))
     record(Path("runs"), "quick", **ENDED)
     record(Path("runs"), "other", **ENDED)
     check_there(named_run(Path("quick")))
     with pytest.raises(
-        RunError, match=r"^there is no run quik in runs/; did you mean quick\? There are: other, quick$"
+        RunError, match=r"^there is no run quik in runs/; did you mean quick\? Existing runs: other, quick$"
     ):
         check_there(named_run(Path("quik")))
-    with pytest.raises(RunError, match=r"^there is no run zzz in runs/; there are: other, quick$"):
+    with pytest.raises(RunError, match=r"^there is no run zzz in runs/; existing runs: other, quick$"):
         check_there(named_run(Path("runs/zzz")))
     for number in range(20):
         record(Path("runs"), f"run-{number:02}", **ENDED)
@@ -183,7 +184,7 @@ def test_every_command_about_a_run_that_is_not_there_says_which_are(
     record(Path("runs"), "quick", **ENDED)
     answer = CliRunner().invoke(app, [command, "quik"])
     assert answer.exit_code == 1
-    assert answer.stderr == "error: there is no run quik in runs/; did you mean quick? There are: quick\n"
+    assert answer.stderr == "error: there is no run quik in runs/; did you mean quick? Existing runs: quick\n"
 
 
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +192,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RunError("no Ray cluster answers")
 
     monkeypatch.setattr(cluster, "join", join)
-    # It would set RAY_AUTH_MODE in this process, and every later Ray of the tests would start with it.
+    # The real function would set RAY_AUTH_MODE in this process, for every Ray of later tests.
     monkeypatch.setattr("asyncrl.deployment.launch.use_ray_token", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
@@ -238,7 +239,9 @@ def test_a_dead_run_is_called_dead(command: str, tmp_path: Path, monkeypatch: py
     path, pid = dead_run(tmp_path, steps=3, saved=(2,))
     answer = CliRunner().invoke(app, [command, str(path)])
     assert answer.exit_code == 1
-    assert answer.stderr.startswith(f"error: run killed ended without a word (process {pid} is gone) after step 3 of ")
+    assert answer.stderr.startswith(
+        f"error: run killed died without recording a reason (process {pid} is gone) after step 3 of "
+    )
     assert answer.stderr.endswith(f"; newest weights: {path}/checkpoints/step-2/hf\n")
 
 
@@ -247,8 +250,8 @@ def test_the_report_of_a_dead_run_says_so_and_does_not_change_what_the_run_wrote
     before = (path / "run.json").read_bytes()
     answer = CliRunner().invoke(app, ["report", str(path)])
     assert answer.exit_code == 0, answer.stderr
-    assert answer.stderr.startswith(f"note: run killed ended without a word (process {pid} is gone) after step 3")
+    assert answer.stderr.startswith(f"note: run killed died without recording a reason (process {pid} is gone) after")
     page = (path / "report.html").read_text()
     assert '<span class="badge died">died</span>' in page
-    assert f"ended without a word (process {pid} is gone) after step 3 of" in page
+    assert f"died without recording a reason (process {pid} is gone) after step 3 of" in page
     assert (path / "run.json").read_bytes() == before

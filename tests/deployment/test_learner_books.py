@@ -1,4 +1,4 @@
-"""The books of a run: a summary, what a failed run still saves, and what Prometheus discovers."""
+"""The records of a run: its summary, the weights that a failed run still saves, and Prometheus' targets."""
 
 import asyncio
 import contextlib
@@ -112,8 +112,10 @@ def deployment_without_ray(
     failures: tuple[FailureCount, ...] = (),
     steps: Sequence[StepRecord] = (),
 ) -> LearnerDeployment:
-    """Its buffer lists two endpoints, its training is `train`, and `ended` hears when its ranks end. It has recorded
-    `steps`."""
+    """A learner deployment with a fake buffer, which lists two endpoints.
+
+    It has recorded `steps`, trains with `train`, and calls `ended` when its ranks end.
+    """
 
     async def status() -> Any:
         return SimpleNamespace(targets={"learner": "127.0.0.1:1", "buffer": "127.0.0.1:2"})
@@ -179,7 +181,7 @@ async def test_f27_a_run_whose_last_weights_cannot_be_saved_records_the_rest_and
         with pytest.raises(CheckpointError, match=r"(?s)weights of step 1 are lost, .*No space left.*\nfree space on"):
             await deployment.run(asyncio.Event())
     assert (run.path / "summary.json").exists()
-    assert "could not be saved" not in caplog.text, "it is said once"
+    assert "could not be saved" not in caplog.text, "the error is raised and not logged as well"
 
 
 @pytest.mark.asyncio
@@ -192,7 +194,7 @@ async def test_f27_a_summary_without_room_is_said_and_does_not_hide_that_the_wei
         deployment.append_step(make_step(0))
         monkeypatch.setattr(run, "write_summary", full_disk_error)
         assert deployment._summary(TOTALS) is not None
-    assert "no summary.json: no space" in caplog.text
+    assert "summary.json was not written: no space" in caplog.text
 
 
 @pytest.mark.parametrize("trained", [1, 2])
@@ -223,7 +225,7 @@ async def test_a_run_is_stopped_when_it_was_asked_to_end_before_its_last_step(
 
 
 def listed(run: RunDir) -> list[str]:
-    """The endpoints in the run's file of targets."""
+    """Returns the endpoints in the run's metrics/targets.json."""
     return [target for group in json.loads(run.targets_path.read_bytes()) for target in group["targets"]]
 
 
@@ -253,7 +255,7 @@ async def test_what_ended_in_order_is_listed_no_more_and_what_failed_still_is(
             await deployment.run(stop)
         left = ["127.0.0.1:2", "127.0.0.1:1"] if end in errors else []
         assert listed(run) == left
-        assert len(deployment._targets) == len(left), "over HTTP"
+        assert len(deployment._targets) == len(left), "the HTTP discovery has the same targets"
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -261,7 +263,7 @@ async def test_what_ended_in_order_is_listed_no_more_and_what_failed_still_is(
 async def test_a_run_that_ends_serves_until_who_discovers_over_http_has_the_empty_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
 ) -> None:
-    """The question comes when all else is closed; the answer is what the run waits for."""
+    """The last request for the targets comes when everything else is closed. The run ends after the answer."""
     grace_s = 10 * DEADLINE_S
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path), "shutdown_grace_s": grace_s}})
     stop, closed = asyncio.Event(), asyncio.Event()
@@ -301,7 +303,7 @@ async def test_a_run_that_ends_serves_until_who_discovers_over_http_has_the_empt
             await closed.wait()
             for _ in range(100):
                 await asyncio.sleep(0)
-            assert not running.done(), "who discovers has the list from before"
+            assert not running.done(), "the client still has the old list of targets"
             assert await ask() == []
             await running
 
@@ -357,7 +359,7 @@ async def test_from_the_first_scrape_on_a_learner_shows_its_whole_life_and_the_l
             await deployment.run(asyncio.Event())
         after_s = time.monotonic()
     seconds = {state: shown[f"asyncrl_learner_state_seconds_total{state}"] for state in LEARNER_STATES}
-    assert before_s <= seconds["starting"] == sum(seconds.values()) <= after_s, "`started_s` is 0 here"
+    assert before_s <= seconds["starting"] == sum(seconds.values()) <= after_s, "this deployment has started_s = 0"
     assert shown["asyncrl_stall_timeout_seconds"] == shown["asyncrl_deadline_secondsrun.stall_timeout_s"] == 71.0
     assert shown["asyncrl_weight_sync_timeout_seconds"] == 13.0
 

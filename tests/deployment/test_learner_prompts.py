@@ -1,4 +1,4 @@
-"""The learner deployment looks at every prompt before it trains or publishes anything."""
+"""The learner deployment checks every prompt before it trains or publishes anything."""
 
 import asyncio
 from pathlib import Path
@@ -37,7 +37,7 @@ class RefusingPolicy:
 
 
 async def accept(*_: Any) -> None:
-    """A buffer that agrees to everything."""
+    """Stands for a buffer that accepts every call."""
 
 
 @pytest.mark.asyncio
@@ -106,7 +106,7 @@ async def test_f29_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_en
                     stop,
                 )
         await deployment._model_path
-    assert shown == ["looking at the prompts", "starting the learner's ranks"], "each at once, not when time allows"
+    assert shown == ["checking the prompts", "starting the learner's ranks"], "each phase is shown at its start"
 
 
 @pytest.mark.asyncio

@@ -1,4 +1,4 @@
-"""Where the processes of a Ray cluster look for the model: they work in another directory than the commands do."""
+"""Paths of the model for the processes of a Ray cluster, which run in another working directory than the command."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +12,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def paths(*overrides: str) -> set[str]:
-    """Of the engines and of the ranks."""
+    """Returns the paths of the model that the engines and the ranks get."""
     config = load_config([QUICKSTART], [*overrides])
 
     async def none() -> Prompts:

@@ -1,4 +1,4 @@
-"""A Ray of our own: a token that nobody else can read, and no address but this machine's."""
+"""A Ray that asyncrl starts has a token that no other user can read, and listens only on this machine."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from asyncrl.errors import RunError
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty home directory, and an environment without a word about tokens."""
+    """An empty home directory, and an environment without variables about tokens."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -76,14 +76,14 @@ def test_no_place_for_a_token_says_what_to_set_instead(home: Path) -> None:
 
 def test_an_environment_that_forbids_tokens_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(RunError, match=r"RAY_AUTH_MODE = 'disabled'.*unset it"):
+    with pytest.raises(RunError, match=r"RAY_AUTH_MODE = 'disabled'.*unset RAY_AUTH_MODE"):
         ray_access.require_token()
 
 
 def test_a_ray_at_another_address_than_ours_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[bool] = []
     monkeypatch.setattr(ray_access.ray, "shutdown", lambda: ended.append(True))
-    with pytest.raises(RunError, match=r"asked to listen at 127\.0\.0\.1 and listens at 192\.0\.2\.2:6379"):
+    with pytest.raises(RunError, match=r"asked to listen at 127\.0\.0\.1 but listens at 192\.0\.2\.2:6379"):
         ray_access.check_own_address("192.0.2.2:6379")
     assert ended == [True]
 

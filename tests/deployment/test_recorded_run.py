@@ -1,4 +1,4 @@
-"""However a run ends, its report says how."""
+"""The report says how a run ended, for every kind of end."""
 
 import io
 import logging
@@ -52,7 +52,7 @@ def test_f27_a_log_that_has_no_room_does_not_hide_why_the_run_ended(
         full.setattr(logging.FileHandler, "close", no_room)
         with pytest.raises(RunError, match="nothing moves"), log_to(tmp_path / "up-0.log"):
             raise RunError("nothing moves")
-    assert "up-0.log is not whole: [Errno 28] No space left on device" in caplog.text
+    assert "up-0.log is incomplete: [Errno 28] No space left on device" in caplog.text
 
 
 def test_f35_a_run_that_is_refused_leaves_the_other_ones_report_alone(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_report_that_cannot_be_made_hides_no_outcome(
     monkeypatch.setattr(launch, "write_report", broken)
     with pytest.raises(RunError, match="the run's own"), recorded_run(config_in(tmp_path), role="up"):
         raise RunError("the run's own")
-    assert "no report of" in caplog.text
+    assert "was not written" in caplog.text
     assert "OverflowError: a number too large" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""What a killed run left is found and removed, and nothing else is touched."""
+"""The processes and files that a killed run left are found and removed, and nothing else is touched."""
 
 import contextlib
 import fcntl
@@ -28,7 +28,7 @@ from asyncrl.deployment.remains import clear, remains_of, stray_processes
 pytestmark = pytest.mark.slow
 
 WAITS = [sys.executable, "-c", "print(flush=True); import time; time.sleep(10_000)"]
-"""A process that has started when it has written a line."""
+"""Command of a process that sleeps. It writes a line when it has started."""
 
 
 class Killed:
@@ -42,7 +42,7 @@ class Killed:
         gone.wait(60)
         self.write(pid=gone.pid, ray_session=str(self.session))
         self.write(**changed)
-        self.said = f"run killed ended without a word (process {gone.pid} is gone) after step 1 of "
+        self.said = f"run killed died without recording a reason (process {gone.pid} is gone) after step 1 of "
 
     def write(self, **changed: object) -> None:
         info = read_info(self.path)
@@ -57,14 +57,14 @@ def killed(tmp_path: Path) -> Killed:
 
 @pytest.fixture
 def engine(killed: Killed) -> Iterator[psutil.Popen]:
-    """A process whose stderr is a file of the run's Ray, wherever its stdout goes."""
+    """A process whose stderr is a file of the run's Ray. Its stdout is a pipe."""
     with (killed.session / "logs" / "worker.err").open("wb") as stderr:
         yield from waiting(stderr=stderr)
 
 
 @pytest.fixture
 def bystander(tmp_path: Path) -> Iterator[psutil.Popen]:
-    """A process of another run, whose Ray has a folder whose name begins alike."""
+    """A process of another run. The session folder of its Ray has a name with the same beginning."""
     other = tmp_path / "ray" / "session_10"
     other.mkdir(parents=True)
     with (other / "worker.err").open("wb") as stderr:
@@ -97,7 +97,7 @@ def test_processes_of_the_runs_ray_are_found_ended_and_named_and_others_are_left
     assert [process.pid for process in remains.processes] == [engine.pid]
     first, second = clear(killed.path)
     assert first.startswith(killed.said)
-    assert second.startswith("ended what it left: ")
+    assert second.startswith("ended and removed: ")
     assert second.endswith(f"(pid {engine.pid})")
     assert not psutil.pid_exists(engine.pid)
     assert bystander.poll() is None
@@ -129,20 +129,20 @@ def test_its_end_is_written_down(killed: Killed) -> None:
 def test_files_in_dev_shm_that_run_json_names_are_removed(killed: Killed, segment: str) -> None:
     killed.write(shared_memory=[segment, "psm_gone"])
     assert str(remains_of(killed.path)) == f"/dev/shm/{segment}"
-    assert clear(killed.path)[1:] == [f"ended what it left: /dev/shm/{segment}"]
+    assert clear(killed.path)[1:] == [f"ended and removed: /dev/shm/{segment}"]
     assert not Path("/dev/shm", segment).exists()
 
 
 def test_nothing_of_a_run_that_may_live_is_touched(killed: Killed, engine: psutil.Popen) -> None:
     with (killed.path / "lock").open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert clear(killed.path) == [], "a process holds its lock"
+        assert clear(killed.path) == [], "a process holds the lock of the directory"
     for state in ("running", "failed"):
         killed.write(host="another.host", state=state)
         assert not remains_of(killed.path)
         assert clear(killed.path) == []
     killed.write(host=socket.gethostname(), state="failed", pid=os.getpid())
-    assert not remains_of(killed.path), "it may still be ending its own processes"
+    assert not remains_of(killed.path), "the run may still be ending its own processes"
     assert clear(killed.path) == []
     assert engine.poll() is None
 
@@ -163,14 +163,17 @@ def test_status_names_what_is_left_and_down_ends_it(
     assert answer.exit_code == 1
     dead, left = answer.stderr.splitlines()
     assert dead.startswith(f"error: {killed.said}")
-    assert f"(pid {engine.pid}); `asyncrl down {killed.path}` ends and removes that" in left
+    assert f"(pid {engine.pid}); run `asyncrl down {killed.path}` to end and remove these" in left
     answer = CliRunner().invoke(app, ["down", str(killed.path)])
     assert answer.exit_code == 0, answer.stderr
     dead, ended = answer.stdout.splitlines()
     assert dead.startswith(killed.said)
     assert f"(pid {engine.pid})" in ended
     assert not psutil.pid_exists(engine.pid)
-    assert CliRunner().invoke(app, ["down", str(killed.path)]).stdout == "nothing of run killed was there\n"
+    assert (
+        CliRunner().invoke(app, ["down", str(killed.path)]).stdout
+        == "run killed had no processes and no files to remove\n"
+    )
 
 
 def test_the_next_run_of_the_name_ends_what_is_left_and_says_so(

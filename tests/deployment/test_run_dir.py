@@ -1,4 +1,4 @@
-"""The run directory: one run at a time, nothing lost, nothing torn."""
+"""The run directory: only one run at a time uses it, no record is lost, and no line is written partially."""
 
 import fcntl
 import json
@@ -166,9 +166,9 @@ def test_a_start_that_recorded_nothing_leaves_its_log_and_the_next_run_has_the_n
         assert run.previous is None
         assert [entry.name for entry in tmp_path.iterdir()] == ["quick"]
         assert run.log_path("up", 0).read_text() == "why 0\nwhy 1\n"
-        assert not (run.path / "report.html").exists(), "it would tell of another run's end"
-        assert not run.targets_path.exists(), "its endpoints are gone"
-        assert not run.failures_path.exists(), "they are of another start"
+        assert not (run.path / "report.html").exists(), "the old report shows the end of another start"
+        assert not run.targets_path.exists(), "the endpoints of the earlier start are gone"
+        assert not run.failures_path.exists(), "the failures are of the earlier start"
         assert run_json(run.path)["nonce"] == run.nonce
 
 
@@ -252,7 +252,7 @@ def test_f27_a_full_disk_is_reported_once_and_leaves_whole_lines(
         run.append_step(make_step(0))
         path = run.path / "steps.jsonl"
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        # The file may grow by less than a line: the write comes back short, as on a full disk.
+        # The file may grow by less than a line, so the write is short, as on a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
         try:
             with caplog.at_level(logging.ERROR):

@@ -1,4 +1,4 @@
-"""A process of its own that is asked to end by signals: SIGHUP as SIGTERM, and two of them end it at once."""
+"""Signals to a separate process: SIGHUP asks for a clean end like SIGTERM, and a second SIGINT ends it at once."""
 
 import json
 import os
@@ -49,7 +49,7 @@ with recorded_run(config, role="up") as run, LiveDisplay(Console(), every_steps=
 
 
 class Started:
-    """The process on a terminal of its own, once it is ready."""
+    """A process with its own terminal. The constructor returns when the process is ready."""
 
     def __init__(self, folder: Path, *, closes: bool, ignored: tuple[signal.Signals, ...] = ()) -> None:
         self.path = folder / "quick"
@@ -71,18 +71,18 @@ class Started:
         self.read_until(b"ready")
 
     def read_until(self, text: bytes, *, times: int = 1) -> None:
-        """Reads on until it has said `text` so often from now on."""
+        """Reads the output until `text` has appeared `times` times from now on."""
         said = b""
         while said.count(text) < times:
             said += os.read(self.terminal, 4096)
         self.said += said
 
     def read_on(self) -> None:
-        """All that it said."""
+        """Reads the rest of the output."""
         try:
             while chunk := os.read(self.terminal, 4096):
                 self.said += chunk
-        except OSError:  # the end of a terminal that no process has
+        except OSError:  # the process has closed its end of the terminal
             pass
 
     def written(self) -> dict[str, Any]:
@@ -106,8 +106,9 @@ def test_f29_sighup_asks_for_a_clean_end_however_often_it_comes(tmp_path: Path, 
 
 def test_f29_a_closed_terminal_is_a_clean_end(tmp_path: Path) -> None:
     started = Started(tmp_path, closes=True)
-    os.close(started.terminal)  # no process but ours has it: the kernel sends SIGHUP, and writing to it fails
-    started.process.send_signal(signal.SIGHUP)  # it is no process's controlling terminal here
+    os.close(started.terminal)  # from now on, writing to the terminal fails
+    # The kernel sends SIGHUP only to processes whose controlling terminal this is. Here there is none.
+    started.process.send_signal(signal.SIGHUP)
     assert started.process.wait(60) == 0
     assert started.written().items() >= ENDED.items()
     assert "badge stopped" in (started.path / "report.html").read_text()

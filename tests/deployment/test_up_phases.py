@@ -1,4 +1,4 @@
-"""`asyncrl up` says what it does before each thing that takes long."""
+"""`asyncrl up` shows its current phase before each action that takes long."""
 
 import asyncio
 from pathlib import Path

@@ -236,7 +236,9 @@ def test_f33_tasks_whose_metadata_cannot_be_sent_to_scoring_are_refused_with_the
 def test_too_few_tasks_for_one_step_are_refused_where_the_rest_is_dropped() -> None:
     data: dict[str, Any] = {"dataset": f"{HERE}:rows", "heldout_fraction": 0, "drop_last": True}
     learner = {"groups_per_step": 4}
-    with pytest.raises(DatasetError, match=r"2 tasks remain for training, .* learner\.groups_per_step = 4 groups, and data\.drop"):
+    with pytest.raises(
+        DatasetError, match=r"2 tasks remain for training, .* learner\.groups_per_step = 4 groups, and data\.drop"
+    ):
         build_tasks(config(data=data | {"epochs": 1}, learner=learner))
     for enough in ({"epochs": 2}, {"epochs": None}, {"epochs": 1, "drop_last": False}):
         assert len(build_tasks(config(data=data | enough, learner=learner))[0]) == 2

@@ -1,6 +1,6 @@
-"""What each rank of a checkpoint test does, results to a file. Runs in spawned processes.
+"""The work of each rank in the checkpoint tests. It runs in spawned processes and writes its results to a file.
 
-Every group of ranks saves first; then every group loads what each of the others saved.
+First every group of ranks saves checkpoints. Then every group loads the checkpoints of all groups.
 """
 
 import os
@@ -84,7 +84,7 @@ def _save_policy(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 
 def _train(policy: PolicyWorker, rank: int, world_size: int, *, steps: int) -> dict[str, Any]:
-    """Losses of this rank and learning rates of `steps` calls of `train`, and the weights after them."""
+    """Calls `train` `steps` times. Returns this rank's losses, the learning rates, and the weights afterwards."""
     shard = shard_of(make_batch(), rank=rank, world_size=world_size, learner={}, update_rows=UPDATE_ROWS)
     shard["prev_logprobs"] = policy.get_logprobs(shard)["logprobs"]
     loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
@@ -104,7 +104,7 @@ def _train(policy: PolicyWorker, rank: int, world_size: int, *, steps: int) -> d
 
 
 class Toy(torch.nn.Module):
-    """Five rows, a tied one, a parameter with fewer rows than there are ranks, and a buffer."""
+    """A model with a parameter of five rows, a tied parameter, one with fewer rows than ranks, and a buffer."""
 
     def __init__(self, *, columns: int = 3, extra: bool = False) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Toy(torch.nn.Module):
 
 
 class group_of:
-    """The process group of a test's ranks, without accelerate."""
+    """Creates the process group of the ranks, without accelerate."""
 
     def __init__(self, rank: int, world_size: int, store: Path) -> None:
         dist.init_process_group("gloo", store=FileStore(str(store), world_size), rank=rank, world_size=world_size)
@@ -134,7 +134,7 @@ class group_of:
 
 
 class Sharded:
-    """A sharded Toy and its optimizer."""
+    """Returns a sharded Toy and its optimizer."""
 
     def __init__(self, *, group: dist.ProcessGroup, seed: int = 0, dtype: torch.dtype | None = None, **shape: Any):
         torch.manual_seed(seed)
@@ -169,7 +169,7 @@ class Sharded:
         )
 
     def state(self) -> dict[str, Any]:
-        """Everything that a checkpoint holds, in full."""
+        """Returns all tensors of a checkpoint, unsharded."""
 
         def full(tensor: Any) -> Any:
             return getattr(tensor, "full_tensor", lambda: tensor)().detach().float().numpy().copy()
@@ -210,7 +210,7 @@ def _load_toy(path: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
     return found
 
 
-# -- what goes wrong -------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------------------------
 
 
 def _faults(folder: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _faults(folder: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
     path = saved("gone")
     on_first(lambda: _shards(path / "weights")[0].unlink())
     refused("gone", path)
-    # the last thing to be read is unreadable, at the size that it should have
+    # The file that is read last has the right size, but its contents are unreadable.
     path = saved("garbled")
     on_first(
         lambda: _shards(path / "optimizer")[1].write_bytes(b"\xff" * _shards(path / "optimizer")[1].stat().st_size)
@@ -264,7 +264,8 @@ def _faults(folder: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
     found["second"] = second.state()
 
     def interrupted(name: str, *patch: Any) -> None:
-        """A save over a complete checkpoint ends in the middle; what is there then, and after another save."""
+        """Interrupts a save over a complete checkpoint. Returns the state of the folder then, and after another
+        save."""
         path = saved(name)
         with mock.patch.object(*patch):
             error = _raised(lambda: second.save(path))

@@ -1,4 +1,4 @@
-"""What the integration tests share: a tiny model, one vLLM engine, and ways to run and end the real commands."""
+"""Fixtures of the integration tests: a tiny model, one vLLM engine, and helpers to run and end the real commands."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ SMALL = [
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The quickstart's model after a short warm-up, built once a session."""
+    """The model of the quickstart after a short warm-up. It is built once per session."""
     from asyncrl.policy.tiny_model import ensure_model
 
     path = tmp_path_factory.mktemp("model") / "tiny"
@@ -53,13 +53,13 @@ def small_config(model_path: str, *overrides: str) -> Config:
 
 @pytest.fixture(scope="session")
 def run_config(model_path: str) -> Config:
-    """A small run's, to be handed to processes that cannot import this file."""
+    """The overrides of a small run, for processes that cannot import this file."""
     return small_config(model_path)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engine(model_path: str) -> AsyncIterator[VLLMEngine]:
-    """The session's one vLLM engine."""
+    """The only vLLM engine of the session."""
     config = small_config(model_path, "generator.max_concurrent_groups=64")
     prepare_environment(config)
     engine = await VLLMEngine.start(config, model_path=model_path)
@@ -70,7 +70,7 @@ async def engine(model_path: str) -> AsyncIterator[VLLMEngine]:
 
 
 def ray_session(process: psutil.Process) -> str:
-    """Folder of the Ray whose daemons this process has started."""
+    """Returns the session folder of the Ray whose daemons this process started."""
     words = " ".join(word for child in process.children(recursive=True) for word in _cmdline(child))
     found = re.search(r"/tmp/ray/session_[0-9][\w-]+", words)
     assert found, words[-2000:]
@@ -78,9 +78,10 @@ def ray_session(process: psutil.Process) -> str:
 
 
 def engines_of(session: str) -> set[int]:
-    """Processes of vLLM's engines that this Ray has started, wherever they are now: their stderr is a file of its.
+    """Returns the pids of the vLLM engine processes that this Ray started. Their stderr is a file in its session
+    folder.
 
-    Their environment does not tell: a process that gives itself a name may write over it."""
+    The environment of a process does not identify them, because a process may overwrite it when it sets its name."""
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
@@ -96,7 +97,7 @@ def _cmdline(process: psutil.Process) -> list[str]:
 
 
 class Command:
-    """One `asyncrl` command as a process of its own, in a session of its own; its output goes to a file."""
+    """An `asyncrl` command in its own process and its own session. Its output goes to a file."""
 
     def __init__(self, arguments: list[str], *, log: Path, environment: dict[str, str]) -> None:
         self.log = log
@@ -114,27 +115,27 @@ class Command:
         return self.log.read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> int:
-        """Exit code; fails with the output when it takes longer."""
+        """Returns the exit code. Fails the test, with the output, if the command takes longer."""
         try:
             return int(self.process.wait(timeout_s))
         except psutil.TimeoutExpired:
             pytest.fail(f"still running after {timeout_s} s:\n{self.output()[-4000:]}")
 
     def wait_for(self, condition: Callable[[], object], *, timeout_s: float, what: str) -> None:
-        """Polls until `condition()`; fails with the output when the process ends or time runs out first."""
+        """Polls until `condition()` is true. Fails the test, with the output, if the process ends or time runs out."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             if self.process.poll() is not None:
                 pytest.fail(f"ended with {self.process.returncode} before {what}:\n{self.output()[-4000:]}")
             if time.monotonic() > deadline_s:
                 pytest.fail(f"no {what} within {timeout_s} s:\n{self.output()[-4000:]}")
-            time.sleep(0.2)  # polling another process
+            time.sleep(0.2)  # polls another process
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """Ends the process and whatever it started, and nothing else."""
+        """Kills the process and its descendants, and nothing else."""
         if self.process.poll() is None:
             family = [*self.process.children(recursive=True), self.process]
             for process in family:
@@ -148,7 +149,7 @@ Run = Callable[..., Command]
 
 @pytest.fixture
 def run_command(tmp_path: Path) -> Iterator[Run]:
-    """Starts commands; what still runs at the end of the test is ended."""
+    """Returns a function that starts commands. At the end of the test, commands that still run are killed."""
     commands: list[Command] = []
 
     def run(*arguments: str, **environment: str) -> Command:

@@ -1,8 +1,8 @@
-"""A reward that differs from sample to sample, so that every step of a short run has something to learn."""
+"""A reward that usually differs between the samples of a group, so that every step of a short run has a gradient."""
 
 from asyncrl.data.prompts import Task
 
 
 def by_length(task: Task, completion: str) -> float:
-    """Longer is better."""
+    """Gives longer completions a higher reward."""
     return len(completion) / 10

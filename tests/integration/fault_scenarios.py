@@ -1,5 +1,6 @@
-"""What the ranks of a fault's test do: a reference that fails half way, a peer that does not come and one that dies.
-Runs in spawned processes."""
+"""The work of the ranks in the fault tests: a reference that fails, a peer that is silent, and a peer that dies.
+
+It runs in spawned processes."""
 
 import os
 import pickle
@@ -25,14 +26,14 @@ from asyncrl.policy.worker import PolicyWorker
 WORLD = 2
 STEPS = 50
 FAILURES = {"a layer, on all ranks": 20, "the end, on one rank": 30}
-"""Where the reference fails, and at which step."""
+"""Maps the place where the reference fails to the step at which it fails."""
 DEADLINE_S = 10.0
-"""So long that ranks that have met make their workers within it on a busy machine too."""
+"""Deadline of a collective. It is long enough for both ranks to create their workers, also on a busy machine."""
 LOSS = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
 
 
 class Injected(Exception):
-    """What is raised on purpose."""
+    """An error that the tests raise on purpose."""
 
 
 def run_reference_rank(rank: int, folder: Path) -> None:
@@ -53,7 +54,7 @@ def _worker(name: str, rank: int, folder: Path, **learner: Any) -> PolicyWorker:
 
 
 def _steps(name: str, rank: int, folder: Path, *, failing: bool) -> dict[str, Any]:
-    """`STEPS` updates on this rank's rows, with the reference's log-probs in between."""
+    """Trains `STEPS` updates on this rank's rows, and computes the reference's log-probs in between."""
     policy = _worker(name, rank, folder, total_steps=STEPS)
     shard = make_batch().shard_by_batch_size(WORLD)[rank]
     reference = [_reference(policy, shard)]
@@ -84,8 +85,8 @@ def _steps(name: str, rank: int, folder: Path, *, failing: bool) -> dict[str, An
 
 @contextmanager
 def _broken(policy: PolicyWorker, where: str) -> Iterator[None]:
-    """The third pass under the reference fails: within a layer on every rank, or after the last pass on rank 1 alone,
-    where no other rank waits for it any more."""
+    """Makes the reference's log-probs fail: within a layer in the third pass on every rank, or after the last pass on
+    rank 1 only, where no other rank waits for it."""
     passes = 0
 
     def fail_in_layer(*_: Any) -> None:
@@ -121,7 +122,7 @@ def _reference(policy: PolicyWorker, shard: BatchedDataDict) -> np.ndarray:
 
 
 def _state(policy: PolicyWorker) -> dict[str, np.ndarray]:
-    """Weights and the optimizer's moments, this rank's part."""
+    """Returns this rank's shards of the weights and of the optimizer's moments."""
     state = {name: tensor.numpy() for name, tensor in policy.gather_weights()}
     for number, moments in enumerate(policy._optimizer.state.values()):
         for key in ("exp_avg", "exp_avg_sq"):
@@ -134,7 +135,7 @@ def _same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
 
 
 def run_lone_rank(rank: int, fault: str, call: str, folder: Path) -> None:
-    """Rank 0 makes a call that rank 1 does not come to, because it is silent or because it has died."""
+    """Rank 0 makes a call in which rank 1 does not take part, because it is silent or has died."""
     name = f"{fault} {call}"
     far = FileStore(str(folder / f"end-{name}"), WORLD)
     far.set_timeout(timedelta(seconds=240))
@@ -159,4 +160,4 @@ def run_lone_rank(rank: int, fault: str, call: str, folder: Path) -> None:
     seconds = time.monotonic() - start
     (folder / f"lone-{name}.pkl").write_bytes(pickle.dumps({"error": error, "seconds": seconds}))
     far.set("done", "1")
-    os._exit(0)  # leaving the group would wait for the peer
+    os._exit(0)  # a normal exit would leave the process group, which waits for the peer

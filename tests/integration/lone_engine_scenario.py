@@ -1,4 +1,4 @@
-"""A process that starts an engine, prints the pids of all processes that came with it, and waits until it is killed."""
+"""Starts an engine, prints the pids of all processes that the engine started, and waits until it is killed."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
-"""What an onlooker is told of what limits a run: by `asyncrl top` and `asyncrl status` while it goes on, and by its
-report."""
+"""Checks the sentence about what limits a run, as a user sees it: in `asyncrl top` and `asyncrl status` during the run,
+and in its report."""
 
 import json
 import os
@@ -16,12 +16,12 @@ from asyncrl.views.run_facts import setting_at
 
 HEARD_S = 400.0
 ONE_LINE = {"COLUMNS": "500"}
-"""Room for a sentence: what is no terminal has 80 columns."""
+"""Width for a whole sentence. Without a terminal, the width would be 80 columns."""
 
 
 def expect_advice(command: Command, run: Path, *, bound: Bound, advice: str, steps: int = 1) -> None:
-    """Asks until the panel, the status as text and as JSON have each named this bound's knob, then waits for so many
-    steps; the run must go on until then."""
+    """Repeats `top`, `status` and `status --json` until each has named the setting for this bound. Then waits until the
+    run has `steps` steps. The run must go on until then."""
     command.wait_for((run / "steps.jsonl").exists, timeout_s=HEARD_S, what="a first step")
     address = json.loads((run / "run.json").read_bytes())["ray_address"]
     status = ["status", run.name, "--address", address]
@@ -46,7 +46,7 @@ def expect_advice(command: Command, run: Path, *, bound: Bound, advice: str, ste
 
 
 def said_by(*arguments: str) -> str:
-    """What the command prints where no terminal is; nothing when it ends with an error in words."""
+    """Returns what the command prints without a terminal; "" if it ends with an error message."""
     answer = subprocess.run(
         [sys.executable, "-m", "asyncrl", *arguments],
         capture_output=True,
@@ -61,7 +61,7 @@ def said_by(*arguments: str) -> str:
 
 
 def reported(run: Path) -> Bottleneck:
-    """What limited the run by its records; its report must say so."""
+    """Returns what limited the run according to its records, and checks that its report says the same."""
     steps = read_lines(run / "steps.jsonl", StepRecord)
     shares = (state_shares(steps, "learner_state_s"), state_shares(steps, "generator_state_s"))
     found = bottleneck(*shares, room=setting_at(run).room)

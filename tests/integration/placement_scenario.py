@@ -1,6 +1,6 @@
-"""A process of its own, for it has a Ray of its own: two nodes on this machine, told apart by labels and by GPUs.
+"""Starts a Ray of two nodes on this machine, which differ in labels and GPUs, and prints the placements as JSON.
 
-The GPUs are numbers in Ray's books: nothing here touches one. Prints, as JSON, where everything was placed.
+It is a separate process because it has its own Ray. The GPUs are only resources that Ray counts; no GPU is used.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ def gpus_of(handle: Any) -> list[int]:
 
 
 def ranks(config: Config) -> list[str]:
-    """The nodes of a group's ranks, which are ended again."""
+    """Starts the ranks of a group, returns their nodes, and ends the ranks."""
     group = RankGroup(config, model_path="")
     try:
         group._place()

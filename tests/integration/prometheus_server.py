@@ -1,5 +1,6 @@
-"""A real Prometheus for a test: Debian's package, as deploy/README.md starts it on a laptop, but for the ports and for
-what it does every second instead of every five."""
+"""A real Prometheus for a test: Debian's package, started as deploy/README.md does on a laptop.
+
+The ports differ, and it scrapes and refreshes every second instead of every five."""
 
 import contextlib
 import json
@@ -30,15 +31,16 @@ _given: set[int] = set()
 
 
 class Line(NamedTuple):
-    """One series of an answer: its labels, and (unix seconds, value) for each moment that it has one."""
+    """A series of an answer: its labels, and its points (unix time in seconds, value)."""
 
     labels: dict[str, str]
     points: list[tuple[float, float]]
 
 
 class PrometheusServer:
-    """Runs from construction to `end`, in a folder laid out as the repository is. Finds the run `runs/quickstart`
-    there, and over HTTP a learner at its port."""
+    """Runs from construction to `end`, in a folder with the layout of the repository.
+
+    It finds the run `runs/quickstart` there, and over HTTP a learner at `learner_port`."""
 
     @staticmethod
     def installed() -> bool:
@@ -69,13 +71,13 @@ class PrometheusServer:
             raise
 
     def over(self, query: str, *, since_s: float, until_s: float) -> list[Line]:
-        """The query's answers at every second; what is no number is no answer."""
+        """Returns the query's values at every second. NaN is left out."""
         data = self._ask("query_range", query=query, start=f"{since_s}", end=f"{until_s}", step=f"{INTERVAL_S}")
         lines = [Line(found["metric"], _numbers(found["values"])) for found in data["result"]]
         return [line for line in lines if line.points]
 
     def scraped(self, selector: str, *, until_s: float) -> list[Line]:
-        """The raw samples of the last hour, with the times of their scrapes."""
+        """Returns the raw samples of the last hour, with the times of their scrapes."""
         data = self._ask("query", query=f"{selector}[1h]", time=f"{until_s}")
         return [Line(found["metric"], _numbers(found["values"])) for found in data["result"]]
 
@@ -104,15 +106,17 @@ class PrometheusServer:
             except OSError:
                 assert self.process.poll() is None, Path(self._log.name).read_text()
                 assert time.monotonic() < deadline_s, Path(self._log.name).read_text()
-                time.sleep(0.1)  # polling another process
+                time.sleep(0.1)  # polls another process
             else:
                 return
 
 
 def free_port() -> int:
-    """A port to be bound later, which until then nobody takes by chance: it lies below those that the kernel hands out
-    for port 0, belongs to this pytest worker, and is given once. Where the search starts differs by process, for
-    several pytests may run."""
+    """Returns a free port that the caller can bind later. No other process takes it by chance in the meantime.
+
+    The port is below the range from which the kernel chooses ports. It belongs to this pytest worker and is returned
+    only once. The search starts at a place that depends on the process, because several pytest runs may run at the same
+    time."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     ephemeral_from = int(EPHEMERAL_PORTS.read_text().split()[0])
     lowest = ephemeral_from - (worker + 1) * PORTS_OF_A_WORKER
@@ -128,7 +132,7 @@ def free_port() -> int:
 
 def _changed(text: str, changes: dict[str, str]) -> str:
     for shipped, ours in changes.items():
-        assert shipped in text, f"{shipped!r} is not there: is what is tested what is shipped?"
+        assert shipped in text, f"{shipped!r} is not in the shipped file, so the test would not test that file"
         text = text.replace(shipped, ours)
     return text
 

@@ -1,4 +1,5 @@
-"""What each rank of a test does: every scenario on a fresh worker, results to a file. Runs in spawned processes."""
+"""The work of each rank: every scenario runs on a fresh worker. It runs in spawned processes and writes its results to
+a file."""
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -34,21 +35,22 @@ PROBE = ([1, 2, 3, 4, 5, 6, 7], [9, 8], [30, 31, 32, 33])
 
 
 def poisoned_batch() -> BatchedDataDict:
-    """A row of the third of four groups, which goes to the second of two ranks, has an advantage that overflows."""
+    """Returns a batch in which one row has an advantage that overflows. The row is in the third of four groups, which
+    goes to the second of two ranks."""
     groups = make_groups()
     groups[2]["advantages"][0] = 3e38
     return join(groups)
 
 
 def batch_with_nan() -> BatchedDataDict:
-    """As many rows, with one log-prob that is no number."""
+    """Returns a batch with the same rows, in which one log-prob is NaN."""
     groups = make_groups()
     groups[2]["generation_logprobs"][0, -1] = torch.nan
     return join(groups)
 
 
 def batch_without_it() -> BatchedDataDict:
-    """The same, and its token is masked by whoever made the batch."""
+    """Returns a batch with the same rows, in which the token of that log-prob is masked instead."""
     groups = make_groups()
     groups[2]["token_mask"][0, -1] = 0.0
     return join(groups)
@@ -59,7 +61,7 @@ def untrained_batch() -> BatchedDataDict:
 
 
 class LogitLoss:
-    """The default objective as a user's loss that asks for logits."""
+    """The default objective, written as a user's loss that takes logits."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGIT
@@ -70,7 +72,7 @@ class LogitLoss:
 
 
 def cross_entropy(next_token_logits: torch.Tensor, data: Any, global_valid_seqs: Any, global_valid_toks: Any) -> Any:
-    """A user's loss as the interface was first written: no attributes, and no columns but the rows'."""
+    """A user's loss in the oldest form of the interface: without attributes, and it reads only columns of the rows."""
     logprobs_BT = gather_logprobs(next_token_logits, input_ids_BS=data["input_ids"])
     mask_BT = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)
     return -masked_mean(logprobs_BT, mask_BT, global_valid_toks), {}
@@ -123,20 +125,20 @@ CUTS: dict[str, dict[str, Any]] = {
         for size, tokens in (("1", 16), ("4", 48), ("all", 1024))
     },
 }
-"""Ways to cut a rank's rows into micro-batches: of one long row, of some four and of all rows."""
+"""Ways to cut a rank's rows into micro-batches: one row, about four rows, or all rows in each."""
 UPDATE_ROWS = 20
-"""So many that each of four ranks has five, which are two micro-batches of four at most."""
+"""Rows in an update. Each of four ranks has five of them, which are two micro-batches of at most four rows."""
 
 
 def matrix_batch() -> BatchedDataDict:
-    """Two updates' rows."""
+    """Returns the rows of two updates."""
     return join([*make_groups(), make_group(4, lengths=(3, 6, 2, 9)), *(make_group(key) for key in range(5, 13))])
 
 
 def shard_of(
     data: BatchedDataDict, *, rank: int, world_size: int, learner: dict[str, Any], update_rows: int = UPDATE_ROWS
 ) -> BatchedDataDict:
-    """A rank's rows as a driver cuts them: updates of `update_rows` over all ranks."""
+    """Returns a rank's rows, cut as a driver cuts them: an update has `update_rows` rows over all ranks."""
     lengths = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
     tokens = {"max_tokens_per_microbatch": learner.get("micro_batch_tokens")}
     options: dict[str, Any] = {}
@@ -152,9 +154,10 @@ def shard_of(
 def on_fresh_workers(
     worker: Callable[..., WorkerT], cuts: Mapping[str, dict[str, Any]]
 ) -> Iterator[tuple[WorkerT, str, dict[str, Any]]]:
-    """(worker, name, cut) of every cut, on first weights and with an optimizer that has seen nothing.
+    """Yields (worker, name, cut) for every cut. The worker has its first weights and a fresh optimizer.
 
-    Two workers serve them all, a packed one and another: the driver's cut says the rest. To make one takes seconds.
+    Creating a worker takes seconds, so there are only two, a packed one and a padded one. The cut of the rows decides
+    everything else.
     """
     for packed in (False, True):
         made = worker(f"cuts {packed}", **({"batching": "packed"} if packed else {}))
@@ -171,8 +174,8 @@ def on_fresh_workers(
 
 
 def half_on_policy(policy: PolicyWorker, data: BatchedDataDict) -> BatchedDataDict:
-    """The first half of the rows, which the first of two ranks gets, was sampled by almost this policy: its tokens
-    leave those of the second half a larger part of a budget on the mean."""
+    """Makes the first half of the rows, which the first of two ranks gets, nearly on-policy. So its tokens use less of
+    a budget on the mean, and the tokens of the second half may use more."""
     half = data.size // 2
     scored_BS = policy.get_logprobs(data)["logprobs"]
     data["generation_logprobs"][:half] = scored_BS[:half] - 0.05 * data["advantages"][:half].sign().unsqueeze(1)
@@ -180,7 +183,7 @@ def half_on_policy(policy: PolicyWorker, data: BatchedDataDict) -> BatchedDataDi
 
 
 def moments_of(policy: PolicyWorker) -> dict[str, np.ndarray]:
-    """The optimizer's moments in full, by the place of their parameter; a collective."""
+    """Returns the unsharded moments of the optimizer, by the number of the parameter. All ranks must call it."""
     return {
         f"{number} {key}": moments[key].full_tensor().numpy()
         for number, moments in enumerate(policy._optimizer.state.values())
@@ -189,7 +192,8 @@ def moments_of(policy: PolicyWorker) -> dict[str, np.ndarray]:
 
 
 def train_step(policy: PolicyWorker, data: BatchedDataDict, *, updates_per_step: int = 1, **_: Any) -> StepReport:
-    """A step as the learner's loop makes one: its stages on this rank's share, and the report over all ranks."""
+    """Trains a step with the same stages as the learner's loop, on this rank's share. Returns the report of all
+    ranks."""
     ranks, loss_fn = policy.world_size, build_loss(policy._config)
     if data.size % (ranks * updates_per_step):
         shard = data.shard_by_batch_size(ranks, allow_uneven_shards=True)[policy.rank]
@@ -235,7 +239,9 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
 
 
 def _offload_scenario(worker: Any) -> dict[str, Any]:
-    """Two steps in a row, and the same with everything off the device in between; what is refused meanwhile."""
+    """Trains two steps, once without a break and once with everything offloaded in between.
+
+    Returns the weights, and the calls that are refused while something is offloaded."""
     found: dict[str, Any] = {}
     for name, offloads in (("on the device", False), ("offloaded", True)):
         policy = worker(name, micro_batch_size=4)
@@ -266,7 +272,7 @@ def _raises(kind: type[Exception], call: Callable[[], Any]) -> bool:
 
 
 def _refusals(policy: PolicyWorker) -> list[str]:
-    """Which calls find something offloaded."""
+    """Returns the names of the calls that are refused because something is offloaded."""
     shard = make_batch().slice(0, 2)
     shard["prev_logprobs"] = shard["generation_logprobs"]
     loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
@@ -280,7 +286,7 @@ def _refusals(policy: PolicyWorker) -> list[str]:
 
 
 def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str, Any]:
-    """`train`, `get_logprobs` and `get_reference_policy_logprobs` on rows, cut in every way."""
+    """Calls `train`, `get_logprobs` and `get_reference_policy_logprobs` on rows that are cut in every way."""
     loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
     counted = ObjectiveLoss(resolve_objective(LOSSES["counted"], {}))
     data = matrix_batch()
@@ -331,7 +337,7 @@ def _weights_scenario(policy: PolicyWorker, saved: Path, *, rank: int) -> dict[s
     found = {
         "specs": policy.weights_metadata(),
         "probe": policy.probe(PROBE),
-        # rank 0 scores two sequences, rank 1 none: the ranks still run the same collectives
+        # Rank 0 scores two sequences and rank 1 none. The ranks must still run the same collectives.
         "logprobs": policy.get_logprobs(token_batch(PROBE[:2] if rank == 0 else []))["logprobs"].numpy(),
         "gathered": {name: tensor.numpy() for name, tensor in kept.items()},
         "after_probe": all(torch.equal(tensor, kept[name]) for name, tensor in policy.gather_weights()),

@@ -1,4 +1,4 @@
-"""What each of four ranks does under every way to shard and to compute. Runs in spawned processes."""
+"""The work of each of four ranks, for every way of sharding and computing. It runs in spawned processes."""
 
 import pickle
 from collections import defaultdict
@@ -79,7 +79,7 @@ def _train(way: str, rank: int, folder: Path) -> dict[str, Any]:
 
 
 class _watched:
-    """Counts the passes through the layers' query projections by the precision that they compute in."""
+    """Counts the passes through the query projections of the layers, by the precision of the computation."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._counts: dict[str, int] = defaultdict(int)
@@ -99,7 +99,8 @@ class _watched:
 
 
 def _hand_on(rank: int, folder: Path) -> dict[str, Any]:
-    """A checkpoint of one way to shard, loaded into another: weights and optimizer after one more step on each."""
+    """Loads a checkpoint of one way of sharding into another. Returns weights and optimizer state after one more step
+    with each."""
     found: dict[str, Any] = {}
     for saver, loader in (("plain", "all"), ("all", "plain")):
         first = _worker(f"save {saver}", saver, rank, folder)

@@ -1,6 +1,7 @@
-"""A process of its own, for it has an engine of its own: an engine of two workers, each with half of every matrix.
+"""Runs an engine of two workers, each of which has half of every matrix. It is a separate process with its own engine.
 
-Prints, as JSON, how far its log-probs are from the trainer's after each of two updates, and how many processes it has.
+Prints as JSON the difference between the log-probs of engine and trainer after each of two updates, and the number of
+the engine's processes.
 """
 
 import asyncio

@@ -1,4 +1,5 @@
-"""Training goes on from a checkpoint on any number of ranks as if it had not stopped; a bad one changes nothing."""
+"""Training continues from a checkpoint on any number of ranks as if it had not stopped; a bad checkpoint changes
+nothing."""
 
 import multiprocessing
 import pickle
@@ -20,10 +21,10 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saves on one, two and four ranks at the same time, then loads each of them on one, two and four."""
+    """Saves on one, two and four ranks at the same time, then loads each checkpoint on one, two and four ranks."""
     folder = tmp_path_factory.mktemp("checkpoints")
     make_model(folder / "model")
-    # one process pays for the imports, the ranks are forked from it
+    # One process imports the libraries, which is slow, and the ranks are forked from it.
     multiprocessing.set_forkserver_preload(["asyncrl.policy.worker"])
     for run in (run_saver, run_loader):
         contexts = [
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results(folder: Path, stage: str, world_size: int) -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Returns the results of each rank."""
     return [pickle.loads((folder / f"{stage}-{world_size}-{rank}.pkl").read_bytes()) for rank in range(world_size)]
 
 
@@ -58,7 +59,9 @@ def test_a_policy_trains_on_from_a_checkpoint_as_if_it_had_not_stopped(
     resumed = [found["policy"][saved_by] for found in results(folder, "loaded", loaded_by)]
     assert resumed[0]["rates"] == unbroken[0]["rates"]
     first_rate = LEARNER["optimizer"]["learning_rate"]
-    assert unbroken[0]["rates"][1] < unbroken[0]["rates"][0] < first_rate, "the schedule must have moved by then"
+    assert unbroken[0]["rates"][1] < unbroken[0]["rates"][0] < first_rate, (
+        "the learning-rate schedule must have advanced by then"
+    )
     for step in range(2):
         wanted = train_result([found["records"][step] for found in unbroken])
         trained = train_result([found["records"][step] for found in resumed])
@@ -70,7 +73,7 @@ def test_a_policy_trains_on_from_a_checkpoint_as_if_it_had_not_stopped(
             assert_within(found["weights"][name], weight, bound=weight_spread(4), name=name)
         assert found["moments"].keys() == unbroken[0]["moments"].keys()
         for name, moment in unbroken[0]["moments"].items():
-            # the square of a gradient is relatively twice as far off
+            # The relative error of the square of a gradient is twice that of the gradient.
             assert_reordered(found["moments"][name], moment, spread=2 * GRADIENT, name=name)
 
 
@@ -102,16 +105,17 @@ def test_each_rank_writes_its_own_shard_and_nothing_is_pickled(folder: Path) -> 
 def test_uneven_tied_and_stepless_state_is_the_same_on_any_number_of_ranks(
     folder: Path, saved_by: int, loaded_by: int, start: int, steps: int
 ) -> None:
-    """Saved after `steps` updates, loaded into a model of other weights that made `start`. Without an update AdamW has
-    no state, and the first one after a load must count as the first."""
+    """The checkpoint is saved after `steps` updates, and loaded into a model with other weights that made `start`
+    updates. Before its first update AdamW has no state, and the first update after such a load must count as the
+    first."""
     saved = [found["toy"][str(steps)] for found in results(folder, "saved", saved_by)]
     for rank, ranks in enumerate(results(folder, "loaded", loaded_by)):
         found = ranks["toy"][saved_by][f"{steps} into {start}"]
         assert_same(found["loaded"], saved[0]["saved"])
         assert found["after"].keys() == saved[0]["after"].keys()
         for name, state in saved[0]["after"].items():
-            # every rank makes the whole gradient, but each cuts the update's elementwise operations into other vectors:
-            # two updates of about 16 operations, each of which may round the other way
+            # Every rank computes the whole gradient, but the shards divide the elementwise operations of the update
+            # into different vectors. There are two updates of about 16 operations, each of which may round differently.
             assert_reordered(found["after"][name], state, spread=2 * 16 * 2 * UNIT, name=name)
         assert found["tied"]
         assert found["train_calls"] == 7
@@ -157,7 +161,7 @@ def test_f7_f27_a_save_that_dies_leaves_the_last_one_and_the_next_one_works(fold
         assert "No space left on device" in found["error"][1]
         assert_same(found["left"], ranks["faults"]["first"])
         assert_same(found["then"], ranks["faults"]["second"])
-        assert found["files"] == ["optimizer", "weights"], "leftovers must be cleaned"
+        assert found["files"] == ["optimizer", "weights"], "files of the interrupted save must be removed"
 
 
 def test_weights_and_optimizer_in_one_directory_are_refused_and_what_is_there_stays(folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""Two terminals and a Ray of two nodes, one to learn and one to generate: either side may start first, generators come
-and go, SIGTERM leaves nothing behind."""
+"""Separate commands on a Ray of two nodes, one for the learner and one for generators: either side may start first,
+generators join and leave, and SIGTERM leaves no process behind."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ Engines = Callable[[], set[int]]
 
 
 class Head(NamedTuple):
-    """A Ray's address, the folder of its session, and what started each of its nodes, by the node's label `pool`."""
+    """A Ray: its address, its session folder, and the process that started each node, by the node's label `pool`."""
 
     address: str
     session: str
@@ -36,8 +36,8 @@ class Head(NamedTuple):
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    """A Ray that this module alone uses, with a token of its own, its head for learners and a second node for
-    generators, both of this machine; they end with their processes."""
+    """A Ray that only this module uses, with its own token. The head is for learners, and a second node is for
+    generators. Both nodes are on this machine and end with the processes that started them."""
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     logs = tmp_path_factory.mktemp("ray")
     nodes: dict[str, psutil.Popen] = {}
@@ -58,7 +58,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 
 
 def started_node(nodes: dict[str, psutil.Popen], pool: str, *options: str, log: Path, says: str) -> str:
-    """Adds a Ray node for a pool, once its log says that it is there; the first group of what it says."""
+    """Adds a Ray node for a pool and waits until its log matches. Returns the first group of the match."""
     sizes = ["--num-cpus=2", f"--object-store-memory={2**29}", "--min-worker-port=0", "--max-worker-port=0"]
     with log.open("wb") as file:
         nodes[pool] = psutil.Popen(
@@ -67,18 +67,18 @@ def started_node(nodes: dict[str, psutil.Popen], pool: str, *options: str, log: 
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | {"RAY_AUTH_MODE": "token"},  # Ray joins an address without its token, unless it is told
+            env=os.environ | {"RAY_AUTH_MODE": "token"},  # otherwise Ray joins an address without its token
         )  # fmt: skip
     deadline_s = time.monotonic() + 360
     while not (found := re.search(says, log.read_text())):
         assert nodes[pool].poll() is None, log.read_text()
         assert time.monotonic() < deadline_s, log.read_text()
-        time.sleep(0.2)  # polling another process
+        time.sleep(0.2)  # polls another process
     return found[1]
 
 
 def pools_of(actor: str, head: Head) -> list[str]:
-    """For each process of such an actor the pool of the node that has started it: Ray names them by their class."""
+    """Returns the pool of the node for each process of an actor class. Ray names the process after the class."""
     found = []
     for pool, node in head.nodes.items():
         for process in node.children(recursive=True):
@@ -89,13 +89,13 @@ def pools_of(actor: str, head: Head) -> list[str]:
 
 @pytest.fixture
 def ray_head(head: Head) -> str:
-    """The address."""
+    """Returns the address of the Ray."""
     return head.address
 
 
 @pytest.fixture
 def engines(head: Head) -> Engines:
-    """Processes of this Ray's engines."""
+    """Returns a function that lists the processes of this Ray's engines."""
     return lambda: engines_of(head.session)
 
 
@@ -144,8 +144,8 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
 ) -> None:
     name = tmp_path.name
     overrides = [
-        "learner.groups_logged=4",  # those of a step
-        "generator.max_starts_per_s=1",  # a replica holds tickets that it has not started yet: none is ever idle
+        "learner.groups_logged=4",  # all groups of a step
+        "generator.max_starts_per_s=1",  # a replica always has tickets to start, so it is never idle
     ]
     first = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
     first.wait_for(lambda: status(ray_head, name), timeout_s=READY_S, what="a run without a learner")
@@ -155,7 +155,7 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
     assert pools_of("GeneratorActor", head) == ["generator"]
     of_first = engines()
 
-    # a smaller machine
+    # the second deployment stands for a smaller machine
     room = [f"generator.max_concurrent_groups={SLOTS_OF_SECOND}", "generator.kv_cache_gib=0.25"]
     second = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides, *room)
     wrong = run_command(
@@ -171,7 +171,9 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
         seen.append(status(ray_head, name))
         views = seen[-1].get("replicas", [])
         for view in views:
-            assert view["version"] is not None or not view["reserved_groups"], "tickets before a version was loaded"
+            assert view["version"] is not None or not view["reserved_groups"], (
+                "a replica has tickets before it has loaded a version"
+            )
         committed = [report["samples"] for report in seen[-1].get("reports", {}).values()]
         return len(views) == 2 and all(view["reserved_groups"] for view in views) and all(committed)
 
@@ -181,7 +183,7 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
     assert min(report["slots"] for report in reports) == SLOTS_OF_SECOND
     assert all(0 <= report["running_groups"] <= report["slots"] for report in reports)
     [engine] = engines() - of_first
-    os.kill(psutil.Process(engine).ppid(), signal.SIGKILL)  # an engine's parent is its replica's process
+    os.kill(psutil.Process(engine).ppid(), signal.SIGKILL)  # the parent of an engine is its replica's process
     killed_at = steps_of(tmp_path)
     assert second.wait(240) == 1, second.output()[-3000:]
     assert "generator.min_replicas is 1" in second.output()
@@ -192,7 +194,7 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
 
     learner.wait_for(one_is_forgotten, timeout_s=240, what="expired tickets")
     reached = steps_of(tmp_path)
-    # at most three steps' groups were under way at the kill, and lost tickets come first again
+    # At the kill, the groups of at most three steps were in flight, and lost tickets are issued first again.
     learner.wait_for(lambda: steps_of(tmp_path) > reached + 5, timeout_s=360, what="steps with what is left")
     events = status(ray_head, name)["account"]["events"]
 
@@ -212,7 +214,7 @@ def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
     assert summary["ledger_closed"] is True
     assert summary["groups_discarded"] == 0
     assert summary["max_token_staleness"] <= summary["max_group_staleness"] <= 2
-    # Groups are numbered as they are issued: each of before the kill was trained, and none twice.
+    # Groups are numbered in the order of their issue. Each group from before the kill was trained, and none twice.
     samples = [line for file in (run / "samples").glob("step-*.jsonl") for line in file.read_text().splitlines()]
     steps_and_groups = {(sample["step"], sample["group"]) for sample in map(json.loads, samples)}
     trained = [group for _, group in steps_and_groups]
@@ -235,7 +237,7 @@ def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left
         assert "starting" not in wrong.output()
     learner.process.kill()
     learner.process.wait(120)
-    assert status(ray_head, name), "the buffer outlives a killed deployment"
+    assert status(ray_head, name), "the buffer must outlive a killed deployment"
     down = run_command("down", name, "--address", ray_head)
     assert down.wait(240) == 0, down.output()
     assert {"buffer", "weights"} <= set(re.findall(r"\w+", down.output()))
@@ -244,4 +246,4 @@ def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left
     assert not engines(), "an engine outlived its deployment"
     again = run_command("down", name, "--address", ray_head)
     assert again.wait(240) == 0, again.output()
-    assert f"nothing of run {name} was there" in again.output()
+    assert f"run {name} had no processes and no files to remove" in again.output()

@@ -1,4 +1,4 @@
-"""What training exports, vLLM serves: the same log-probs, to 1e-4 nats, from the Hugging Face directory alone."""
+"""vLLM can serve a model that training exported: from the Hugging Face directory, its log-probs agree to 1e-4 nats."""
 
 import asyncio
 import json
@@ -37,7 +37,8 @@ SEQUENCES = [[40, 41, 42, 43, 44, 45, 46], [50, 41, 40], [7 * i % 50 for i in ra
 
 
 def train_and_export(rank: int, world_size: int, folder: Path, config: Config) -> None:
-    """A few steps, then the export and what the ranks compute with the weights that are in it."""
+    """Trains a few steps and exports the model. Returns the log-probs that the ranks compute with the exported
+    weights."""
     optimizer = config.learner.optimizer.model_copy(update=SMOOTH_OPTIMIZER | {"learning_rate": 1e-3})
     config = config.model_copy(update={"learner": config.learner.model_copy(update={"optimizer": optimizer})})
     store = FileStore(str(folder / f"store-{world_size}"), world_size)
@@ -51,7 +52,7 @@ def train_and_export(rank: int, world_size: int, folder: Path, config: Config) -
     found: dict[str, Any] = {"left": []}
     for what in ("unwritten", "unfinished"):
         found[what] = error_of(policy, path, last_file=what == "unfinished")
-        if rank == 0:  # it alone writes, and nothing before it has looked
+        if rank == 0:  # only rank 0 writes the export
             found["left"] += [left.name for left in folder.glob(f"{path.name}*")]
     policy.save_hf(path)
     first = complete(path)[1].save_id
@@ -68,7 +69,8 @@ def train_and_export(rank: int, world_size: int, folder: Path, config: Config) -
 
 
 def error_of(policy: PolicyWorker, path: Path, *, last_file: bool = False) -> str:
-    """What every rank is told when rank 0 has no room for the tensors, or for what is written last."""
+    """Returns the error of every rank if rank 0 has no disk space for the tensors, or for the file that is written
+    last."""
 
     def disk_full(what: object, file: Any, **options: Any) -> None:
         if not last_file:
@@ -82,8 +84,9 @@ def error_of(policy: PolicyWorker, path: Path, *, last_file: bool = False) -> st
 
 
 def score_with_vllm(path: str, config: Config, answers: Connection) -> None:
-    """Temperature-1 log-probs of `SEQUENCES` by an engine that was started from `path`. A process of its own: vLLM
-    has one engine in each."""
+    """Sends the temperature-1 log-probs of `SEQUENCES` by an engine that is started from `path`.
+
+    It runs in a separate process, because vLLM can have only one engine in a process."""
 
     async def scores() -> list[list[float]]:
         engine = await VLLMEngine.start(config, model_path=path)
@@ -98,7 +101,7 @@ def score_with_vllm(path: str, config: Config, answers: Connection) -> None:
 
 @pytest.fixture(scope="module")
 def folder(run_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Exports of one rank and of two, which trained the session's model at the same time."""
+    """The exports of one rank and of two ranks, which trained the session's model at the same time."""
     folder = tmp_path_factory.mktemp("export")
     multiprocessing.set_forkserver_preload(["asyncrl.policy.worker"])
     contexts = [
@@ -128,7 +131,7 @@ def test_vllm_starts_from_the_export_of_two_ranks_and_gives_their_log_probs(fold
     process.start()
     theirs.close()
     try:
-        assert mine.poll(ENGINE_S), "no answer from vLLM"
+        assert mine.poll(ENGINE_S), "vLLM did not answer"
         scores = mine.recv()
         process.join(120)
         assert process.exitcode == 0
@@ -139,7 +142,7 @@ def test_vllm_starts_from_the_export_of_two_ranks_and_gives_their_log_probs(fold
             child.kill()
     for found in probes(folder, 2):
         assert apart_nats(scores, found["after"]) < PARITY_NATS
-        assert apart_nats(scores, found["before"]) > 100 * PARITY_NATS, "training has changed nothing"
+        assert apart_nats(scores, found["before"]) > 100 * PARITY_NATS, "training has not changed the model"
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -150,10 +153,10 @@ def test_f27_an_export_that_cannot_be_written_fails_on_all_ranks_which_go_on_and
         errors = {found["unwritten"], found["unfinished"], found["unwritten again"]}
         assert errors == {f"cannot write {folder / f'hf-{world_size}'}: OSError: [Errno 28] No space left on device"}
         assert found["replaced"]
-    assert probes(folder, world_size)[0]["left"] == [], "what was begun is in the way of nothing"
+    assert probes(folder, world_size)[0]["left"] == [], "a failed export must leave no files"
     path, _ = complete(folder / f"hf-{world_size}")
     assert path == folder / f"hf-{world_size}"
-    assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "not all files are for the same users"
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "the files have different permissions"
     assert (folder / f"foreign-{world_size}" / "thesis.txt").exists()
 
 
@@ -178,8 +181,8 @@ def test_one_rank_and_two_export_the_same_files_and_tensors(folder: Path) -> Non
     assert configs[0] == configs[1]
     with safe_open(one / "model.safetensors", "pt") as first, safe_open(two / "model.safetensors", "pt") as second:
         assert sorted(first.keys()) == sorted(second.keys())
-        for name in first.keys():  # noqa: SIM118 - it is no dictionary
-            # the learning rate is a tenth of that in `rounding`; the model's sums have less than four times the terms,
-            # of which the root counts
+        for name in first.keys():  # noqa: SIM118 - it is not a dictionary
+            # The learning rate is a tenth of that in `rounding`. The sums of this model have less than four times as
+            # many terms, and the bound grows with the square root of the number.
             bound = 0.1 * 2 * weight_spread(TRAIN_STEPS)
             assert_within(second.get_tensor(name), first.get_tensor(name), bound=bound, name=name)

@@ -1,7 +1,7 @@
-"""A synchronous loop that is written against the interface documents alone, over real ranks and a real engine.
+"""A synchronous loop that uses only the documented interfaces, with real ranks and a real engine.
 
-By value and by meta, on 1 and 2 ranks. Before each right call comes a wrong one: it is refused, and the ranks are the
-same processes afterwards.
+It runs by value and by meta, on 1 and 2 ranks. Before each correct call it makes a wrong call, which must be refused.
+Afterwards the ranks must be the same processes.
 """
 
 import os
@@ -46,7 +46,7 @@ VOCABULARY_END = 10**6
 
 
 class ClippedRatio:
-    """A user's loss as the document has it: PPO's clip, divided by the global count, with a metric of its own."""
+    """A user's loss in the form of the document: PPO's clip, divided by the global count, with its own metric."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
@@ -64,7 +64,7 @@ class ClippedRatio:
 
 
 class Failing(ClippedRatio):
-    """Fails on the rank that has the last row, and nowhere else."""
+    """Fails only on the rank that has the last row."""
 
     def __call__(self, **arguments: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         if bool((arguments["data"]["index"] == ROWS - 1).any()):
@@ -86,7 +86,7 @@ def no_scalar(next_token_logits: torch.Tensor, data: Any, global_valid_seqs: Any
 
 
 def unimportable() -> Any:
-    """A loss of a module that the ranks do not have."""
+    """Returns a loss of a module that the ranks cannot import."""
     module = types.ModuleType("nowhere_to_be_found")
     loss = type("Loss", (ClippedRatio,), {"__module__": module.__name__})
     module.Loss = loss  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def generation(model_path: str, cluster: None) -> Iterator[VLLMGeneration]:
-    """An engine for each policy: each numbers its weights from the start."""
+    """Starts an engine. Each policy has its own engine, because each policy numbers its weights from the start."""
     generation = VLLMGeneration(small_config(model_path, "generator.replicas=1"))
     yield generation
     assert generation.shutdown()
@@ -153,7 +153,7 @@ def prompts() -> BatchedDataDict:
 
 
 def generated(generation: VLLMGeneration) -> tuple[BatchedDataDict, torch.Tensor]:
-    """Rows to train, and a reward each."""
+    """Returns rows to train, each with a reward."""
     asked = prompts()
     wrong = BatchedDataDict(input_ids=asked["input_ids"].flip(1), input_lengths=asked["input_lengths"])
     refused(lambda: generation.generate(wrong), ValueError, "not right-padded")
@@ -199,7 +199,7 @@ def train_by_value(policy: Policy, rows: BatchedDataDict, rewards: torch.Tensor)
     loss = ClippedRatio()
     batch = BatchedDataDict(**rows, advantages=advantages_of(rewards), reference_policy_logprobs=reference)
     refused(lambda: policy.train(batch, loss, gbs=3), AssertionError, "3")
-    # each later update would compare the policy with itself: a loss that reads the column is not given another
+    # Without the column, each later update would compare the policy with itself. So the call must be refused.
     refused(lambda: policy.train(batch, loss, gbs=ROWS // 2), LossFailed, "KeyError: 'prev_logprobs'")
     batch["prev_logprobs"] = scored
     for wrong, error, text in (
@@ -218,7 +218,8 @@ def train_by_value(policy: Policy, rows: BatchedDataDict, rewards: torch.Tensor)
     result = policy.train(batch, loss, gbs=ROWS // 2)
     [first, *_] = policy.prepare_weights_for_ipc()
     refused(lambda: policy.train(batch, FailingLater(), gbs=ROWS // 2), LossFailed, "in the second update")
-    refused(lambda: policy.get_weights_ipc_handles(first), WeightError, "")  # the first update has moved the weights
+    # The first update of the failed call has changed the weights.
+    refused(lambda: policy.get_weights_ipc_handles(first), WeightError, "")
     policy.finish_training()
     return result
 
@@ -311,7 +312,9 @@ def test_a_loop_written_against_the_documents_runs_and_survives_a_wrong_argument
         assert result["loss"].shape == (2,)
         assert torch.isfinite(result["loss"]).all()
         assert (result["grad_norm"] > 0).all()
-        assert sum(result["all_mb_metrics"]["ones"]) == pytest.approx(1.0, rel=1e-6), "a mean of ones over two updates"
+        assert sum(result["all_mb_metrics"]["ones"]) == pytest.approx(1.0, rel=1e-6), (
+            "the mean of a metric that is 1 in both updates"
+        )
         assert result["report"].loss_metrics["ones"] == pytest.approx(1.0, rel=1e-6)
     refit_by_ipc(policy, generation)
     assert parity_nats(policy, generation) < PARITY_NATS
@@ -333,5 +336,7 @@ def test_a_loop_written_against_the_documents_runs_and_survives_a_wrong_argument
         config_of(model_path, ranks), dp_cfg={"backend": "object_store"},
         weights_path=tmp_path / "weights", optimizer_path=tmp_path / "optimizer",
     )  # fmt: skip
-    assert parity_nats(again, generation) < PARITY_NATS, "a policy that is constructed from the checkpoint"
+    assert parity_nats(again, generation) < PARITY_NATS, (
+        "a policy that starts from the checkpoint must have its weights"
+    )
     assert again.shutdown()

@@ -1,4 +1,4 @@
-"""An engine does not outlive the process that started it, however that ends."""
+"""An engine does not outlive the process that started it, even if that process is killed."""
 
 import json
 import os
@@ -16,7 +16,7 @@ SCENARIO = Path(__file__).parent / "lone_engine_scenario.py"
 
 @pytest.mark.parametrize("workers", [1, 2], ids=["one process", "core and two workers"])
 def test_f29_no_process_of_an_engine_is_left_when_its_parent_is_killed(model_path: str, workers: int) -> None:
-    # No Ray here: it ends some of the processes of a worker that was killed, at its own time.
+    # This test does not use Ray, because Ray itself ends some child processes of a killed worker.
     with subprocess.Popen(
         [sys.executable, str(SCENARIO), model_path, str(workers)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -28,7 +28,7 @@ def test_f29_no_process_of_an_engine_is_left_when_its_parent_is_killed(model_pat
         assert line, "the engine did not start"
         found = json.loads(line)
         assert len(found["engine"]) == (1 if workers == 1 else 3)
-        assert set(found["engine"]) < set(found["everything"]), "Python's resource tracker is there too"
+        assert set(found["engine"]) < set(found["everything"]), "the list must also have Python's resource tracker"
         left = [psutil.Process(pid) for pid in found["everything"]]
         parent.kill()
     try:

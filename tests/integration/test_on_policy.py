@@ -1,4 +1,4 @@
-"""η = 0 is synchronous on-policy training: the same batches as a sequential loop, importance ratios of 1."""
+"""η = 0 is synchronous on-policy training: it trains the batches of a sequential loop, with importance ratios of 1."""
 
 import json
 from functools import partial
@@ -29,7 +29,7 @@ from asyncrl.weights.publisher import take_snapshot
 pytestmark = pytest.mark.integration
 
 STEPS = 3
-"""So many are compared."""
+"""Number of steps that are compared."""
 ADVICE = "raise staleness.max_versions while the effective sample size is high"
 OVERRIDES = [
     ENDLESS,
@@ -50,7 +50,7 @@ async def test_a_synchronous_run_equals_a_sequential_loop(
     assert summary["max_token_staleness"] == 0
     assert summary["parity_max_nats"] <= 1e-4, "importance ratios are not 1"
     found = reported(run)
-    assert found.bound is Bound.STALENESS, "each side waits for the other in turn"
+    assert found.bound is Bound.STALENESS, "the two sides wait for each other in turn"
     assert ADVICE in found.sentence
     steps = steps_of(run)
     config = small_config(model_path, *OVERRIDES)
@@ -67,7 +67,7 @@ async def test_a_synchronous_run_equals_a_sequential_loop(
 
 
 async def sequential_loop(config, model_path: str, engine: VLLMEngine):  # type: ignore[no-untyped-def]
-    """Generate B groups, train on them, load the result, again: what a textbook does."""
+    """A sequential loop: generates B groups, trains on them, loads the new weights, and repeats."""
     learner = config.learner
     tokenizer = load_tokenizer(model_path, chat="auto")
     train, _ = build_tasks(config)

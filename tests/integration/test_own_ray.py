@@ -1,5 +1,5 @@
-"""The Ray that `asyncrl up` starts, the one of the README's two terminals and that of a loop of your own: all sockets
-on this machine's own address, no answer without the token."""
+"""The Ray of `asyncrl up`, of the README's two terminals, and of your own loop: all sockets listen at the loopback
+address, and a connection without the token is refused."""
 
 import contextlib
 import json
@@ -60,7 +60,8 @@ def environment(home: Path, **changed: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Path]]:
-    """What the process that started it says of it, and its user's home directory, which was empty."""
+    """Starts a Ray. Returns the facts that the starting process prints about it, and the user's home directory, which
+    was empty."""
     home = tmp_path_factory.mktemp("home")
     with (
         (home / STDERR).open("w") as stderr,
@@ -87,7 +88,7 @@ def joined(address: str, home: Path, **changed: str) -> subprocess.CompletedProc
 
 
 def listening(starter: psutil.Process) -> set[tuple[str, str]]:
-    """Name and address of whatever listens in this process and in those that it started."""
+    """Returns the name and the address of each listening socket of this process and its descendants."""
     found, family = set(), [starter]
     with contextlib.suppress(psutil.NoSuchProcess):
         family += starter.children(recursive=True)
@@ -100,7 +101,7 @@ def listening(starter: psutil.Process) -> set[tuple[str, str]]:
 
 def test_nothing_of_it_listens_beyond_this_machine(own_ray: tuple[dict[str, Any], Path]) -> None:
     said, _ = own_ray
-    assert len(said["listening"]) > 4, "Ray's daemons should be among them"
+    assert len(said["listening"]) > 4, "the list must include Ray's daemons"
     beyond = [each for each in said["listening"] if each[1].removeprefix("::ffff:") != "127.0.0.1"]
     assert beyond == []
 
@@ -144,7 +145,9 @@ def test_the_readmes_head_is_of_this_machine_alone_and_is_joined(tmp_path: Path)
     once = ["--block", "--port=0", "--include-dashboard=false", "--disable-usage-stats"]
     command = ["env", variables, sys.executable, "-m", "ray.scripts.scripts", *arguments.split(), *once]
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with tempfile.TemporaryDirectory(prefix="r") as folder:  # pytest's is too long for the names of Ray's sockets
+    with tempfile.TemporaryDirectory(
+        prefix="r"
+    ) as folder:  # pytest's folder is too long for the paths of Ray's sockets
         head = psutil.Popen(
             command, env=environment(tmp_path, RAY_TMPDIR=folder, **token),
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -168,7 +171,7 @@ PAGE = {
     "a step": (0, r"^loss -?\d.*, effective samples [01]\.\d+$"),
     "GRPO": (1, r"^step 2: reward [01]\.\d+, losses -?\d+\.\d+, -?\d+\.\d+$"),
 }
-"""The examples of the page: the place of each, and what its output must have."""
+"""The examples of the page: where each is, and what its output must contain."""
 
 
 @pytest.mark.parametrize("example", PAGE)
@@ -193,14 +196,14 @@ def test_an_example_of_own_loops_runs_as_it_is_and_on_this_machine_alone(
         while loop.poll() is None:
             assert time.monotonic() < deadline_s, output.read_text()[-4000:]
             seen |= listening(loop)
-            time.sleep(1)  # polling another process
+            time.sleep(1)  # polls another process
     finally:
         if loop.poll() is None:
             for left in [*loop.children(recursive=True), loop]:
                 left.kill()
     assert loop.returncode == 0, output.read_text()[-4000:]
     assert re.search(said, output.read_text(), re.MULTILINE), output.read_text()[-4000:]
-    assert "RAY_AUTH_MODE" not in output.read_text(), "a Ray of one's own does not say how to switch its token off"
+    assert "RAY_AUTH_MODE" not in output.read_text(), "the output must not tell the user how to turn tokens off"
     checkpoint = tmp_path / "checkpoints" / "step-3"
     assert checkpoint.exists() == (example == "GRPO")
     assert not checkpoint.exists() or {path.name for path in checkpoint.iterdir()} == {

@@ -1,4 +1,5 @@
-"""Pools go to the nodes that their labels name, replicas share a GPU, and what has no room is told why."""
+"""Pools are placed on the nodes with their labels, replicas share a GPU, and the error of a failed placement says
+why."""
 
 import json
 import os

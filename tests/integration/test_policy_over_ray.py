@@ -1,4 +1,5 @@
-"""The driver over real Ray actors: rows by batch and by name, no bulk at the driver, one fate for all ranks."""
+"""The policy's driver over real Ray actors: rows by value and by name give the same result, no rows pass through the
+driver, and a failure ends the call on all ranks."""
 
 import os
 import pickle
@@ -44,10 +45,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    # the ranks cannot import a test module
+    # The ranks cannot import a test module, so its functions are pickled by value.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init(
-        address="local",  # never whatever cluster another test left word of
+        address="local",  # start a new cluster, even if another test has left the address of one
         num_cpus=3,
         num_gpus=0,
         include_dashboard=False,
@@ -60,7 +61,8 @@ def cluster() -> Iterator[None]:
 
 
 def config(**learner: Any) -> Config:
-    """The collective's deadline is far beyond the test's: a test that passes did not wait for it."""
+    """Returns a config whose collective deadline is far above the timeout of a test. A test that passes did not wait
+    for it."""
     return make_config(cpus=0.5, collective_timeout_s=600.0, **learner)
 
 
@@ -96,7 +98,7 @@ def named(ids: Sequence[str] = IDS, *, limit: int = 2) -> KVBatchMeta:
 
 
 def put_rows(client: Any) -> BatchedDataDict:
-    """What generators put, and after it the driver; the batch."""
+    """Puts the rows that generators put, as the first of the columns. Returns the batch."""
     batch = make_batch()
     client.put_samples(IDS, TRAIN_PARTITION, fields={name: batch[name] for name in BULK})
     return batch
@@ -110,7 +112,7 @@ def started(settings: Config, model_path: str) -> TQPolicy:
 
 
 def learn(policy: TQPolicy, batch: BatchedDataDict, meta: KVBatchMeta, **options: Any) -> dict[str, Any]:
-    """A step's stages as the learner's loop makes them."""
+    """Trains a step with the same stages as the learner's loop."""
     policy.write_to_dataplane(meta, {"advantages": batch["advantages"], "sample_mask": batch["sample_mask"]})
     policy.get_logprobs_from_meta(meta)
     return policy.train_from_meta(meta, LOSS, **options)
@@ -125,7 +127,7 @@ def learn(policy: TQPolicy, batch: BatchedDataDict, meta: KVBatchMeta, **options
     ids=["padded", "packed"],
 )
 def test_rows_by_name_train_bit_for_bit_as_the_rows_themselves(learner: dict[str, Any], model_path: str) -> None:
-    """Two policies of two ranks begin with the same weights; one is given rows, the other their names."""
+    """Two policies of two ranks begin with the same weights. One gets the rows, the other gets their names."""
     settings = config(ranks=2, **learner)
     client = open_client(settings)
     by_name, by_row = started(settings, model_path), Policy(settings, model_path=model_path)
@@ -138,7 +140,7 @@ def test_rows_by_name_train_bit_for_bit_as_the_rows_themselves(learner: dict[str
         meta = named()
         result = learn(by_name, batch, meta, gbs=4)
         written = by_name.read_from_dataplane(meta, select_fields=["prev_logprobs"])["prev_logprobs"]
-        assert torch.equal(written, scored), "log-probs came back in another order, or others"
+        assert torch.equal(written, scored), "the log-probs must be equal and in the same order"
 
         expected = by_row.train(BatchedDataDict(**batch, prev_logprobs=scored), LOSS, gbs=4)
         for name in ("loss", "grad_norm"):
@@ -149,7 +151,7 @@ def test_rows_by_name_train_bit_for_bit_as_the_rows_themselves(learner: dict[str
         assert same(trained, by_row.on_ranks(weights)[0])
 
         reference = by_row.get_reference_policy_logprobs(batch)["reference_logprobs"]
-        assert torch.equal(reference, scored), "the reference is the first weights"
+        assert torch.equal(reference, scored), "the reference must be the first weights"
         by_name.get_reference_policy_logprobs_from_meta(meta)
         rows = by_name.read_from_dataplane(meta, select_fields=["reference_policy_logprobs"])
         assert torch.equal(rows["reference_policy_logprobs"], reference)
@@ -172,7 +174,7 @@ def has_reference(worker: Any) -> bool:
 
 
 class Failing:
-    """An estimator that fails on one rank only: the one that has the first row."""
+    """An estimator that fails only on the rank with the first row."""
 
     reads = ("input_lengths", "token_mask", "sample_mask", "index")
     whitening = Whitening(whiten="tokens")
@@ -189,14 +191,14 @@ class Failing:
 
 
 def test_the_kl_in_the_reward_is_whitened_over_two_ranks_as_over_one(model_path: str) -> None:
-    """After a first step the policy is not the reference any more, so that the KL is not 0."""
+    """Trains a first step. After it the policy differs from the reference, so the KL is not 0."""
     whole = config(ranks=2, optimizer={"learning_rate": 1e-2}, batching="packed", micro_batch_tokens=32).model_dump()
     settings = Config.model_validate({**whole, "algorithm": {**whole["algorithm"], "advantage": KL}})
     client, (of_samples, of_tokens) = open_client(settings), resolve_estimators(KL)
     assert of_tokens is not None
     policy = started(settings, model_path)
     try:
-        assert policy.on_ranks(has_reference) == [True, True], "the ranks load it at their start"
+        assert policy.on_ranks(has_reference) == [True, True], "the ranks must load the reference at their start"
         batch = put_rows(client)
         learn(policy, batch, named())
         meta = named()
@@ -221,15 +223,15 @@ def test_the_kl_in_the_reward_is_whitened_over_two_ranks_as_over_one(model_path:
         with pytest.raises(MissingColumns, match=r"rows do not have all of .*values"):
             policy.get_advantages_from_meta(meta, GAE(gamma=1.0, lam=1.0, value_lam=1.0))
         again = policy.read_from_dataplane(meta, select_fields=["advantages"])["advantages"]
-        assert torch.equal(again, rows["advantages"]), "what is refused writes nothing"
+        assert torch.equal(again, rows["advantages"]), "a refused call must not write the column"
         trained = policy.train_from_meta(meta, LOSS)
-        assert float(trained["grad_norm"].max()) > 0, "the ranks go on"
+        assert float(trained["grad_norm"].max()) > 0, "the ranks must still work"
     finally:
         policy.shutdown()
 
 
 class Counted:
-    """Counts the bytes that the driver hands to a function and gets back."""
+    """Counts the bytes of the arguments and results of the driver's calls."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -242,8 +244,8 @@ class Counted:
 
 
 def test_no_bulk_passes_the_driver(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that the driver says to ranks and to the data plane, and hears, counted over a whole step: the same for rows
-    of a hundred times the tokens."""
+    """Counts the bytes of all messages of the driver to and from the ranks and the data plane over a whole step. Rows
+    with a hundred times as many tokens need the same number of bytes."""
     settings = config(ranks=1)
     policy = started(settings, model_path)
     client = open_client(settings)
@@ -298,18 +300,18 @@ def test_f34_f37_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str
     policy.prepare_for_training()
     policy.finish_training()
 
-    # another layer reaches the ranks' models
+    # another layer of the program can call functions on the ranks' models
     trained = policy.on_ranks(weights)
     assert [list(names) for names in trained] == [[spec.name for spec in policy.weights_metadata()]] * 2
     policy.save_hf(tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
-    # F37: rows whose row store died are named, and nobody trains
+    # F37: the error names the rows whose row store died, and no rank trains.
     name = ensure_row_store(namespace=settings.run.name)
     ray.kill(ray.get_actor(name, namespace=settings.run.name), no_restart=True)
     with pytest.raises(RowsLost) as lost:
         policy.get_logprobs_from_meta(named())
-    assert set(lost.value.sample_ids) == set(IDS), "what either rank lacks is named"
+    assert set(lost.value.sample_ids) == set(IDS), "the error must name the rows that any rank lacks"
     first = BatchedDataDict(**batch.slice(0, 6), prev_logprobs=batch["generation_logprobs"][:6])
     client.put_samples(IDS[:6], TRAIN_PARTITION, fields={name: first[name] for name in (*BULK, "prev_logprobs")})
     for_all = {"advantages": batch["advantages"], "sample_mask": batch["sample_mask"]}
@@ -317,10 +319,10 @@ def test_f34_f37_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str
     meta = named().with_fields(list(for_all))
     with pytest.raises(RowsLost) as lost:
         policy.train_from_meta(meta, LOSS)
-    assert set(lost.value.sample_ids) == set(IDS[6:]), "rank 0 has its rows, and did not train alone"
+    assert set(lost.value.sample_ids) == set(IDS[6:]), "rank 0 has all its rows, but must not train without rank 1"
     assert same(trained[0], policy.on_ranks(weights)[0])
 
-    # rank 1 refuses its rows, and rank 0 does not wait for it in a collective
+    # Rank 1 refuses its rows, and rank 0 does not wait for it in a collective.
     put_rows(client)
     client.put_samples(IDS, TRAIN_PARTITION, fields={"prev_logprobs": batch["generation_logprobs"]})
     old = named().with_fields(list(for_all))
@@ -330,13 +332,13 @@ def test_f34_f37_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str
         policy.train_from_meta(old, LOSS)
     assert same(trained[0], policy.on_ranks(weights)[0])
 
-    # F34: rank 1 fails, rank 0 waits for it in a collective
+    # F34: rank 1 fails while rank 0 waits for it in a collective.
     with pytest.raises(RunError, match="learner rank 1 failed in fail_on_rank_1: ValueError: a bug"):
         policy.on_ranks(fail_on_rank_1)
     with pytest.raises(RunError, match="no ranks"):
         policy.train_from_meta(named(), LOSS)
     policy.shutdown()
-    assert policy.shutdown(), "a second shutdown finds nothing to do"
+    assert policy.shutdown(), "a second shutdown must succeed too"
 
 
 def test_f34_a_rank_that_dies_is_named(model_path: str) -> None:

@@ -1,4 +1,4 @@
-"""Ports for servers that start later, beside tests and runs that take whatever port the kernel gives them."""
+"""Ports for servers that start later, while other tests and runs take any port that the kernel gives them."""
 
 import socket
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The reference stays the first weights whatever happens to it, and no rank waits for ever (spawned, gloo)."""
+"""The reference stays the first weights after any failure, and no rank waits forever (spawned processes, gloo)."""
 
 import multiprocessing
 import pickle
@@ -14,7 +14,7 @@ from tiny_groups import make_model
 pytestmark = pytest.mark.integration
 
 SLACK_S = 180.0
-"""Of a machine that is busy with other things. gloo's own deadline is half an hour."""
+"""Timeout on a busy machine, seconds. The default deadline of gloo is half an hour."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    """Fifty steps of two ranks, and again with a reference that fails on the way; by rank."""
+    """The results by rank of fifty steps on two ranks, and of fifty steps with a reference that fails meanwhile."""
     torch.multiprocessing.start_processes(run_reference_rank, args=(folder,), nprocs=WORLD, start_method="forkserver")
     return [pickle.loads((folder / f"reference-{rank}.pkl").read_bytes()) for rank in range(WORLD)]
 
@@ -39,13 +39,13 @@ def test_the_reference_gives_the_same_bits_after_fifty_steps_and_after_each_fail
         assert len(later) == 1 + (len(FAILURES) if run == "failing" else 0)
         assert all(np.array_equal(column, first) for column in later)
         assert np.array_equal(first, rank["calm"]["reference"][0])
-        assert np.abs(rank[run]["live"] - first).max() > 0.1, "the live policy has learned nothing"
+        assert np.abs(rank[run]["live"] - first).max() > 0.1, "the live policy has not changed"
 
 
 def test_a_reference_that_fails_half_way_leaves_live_weights_and_optimizer_bit_for_bit(ranks: Any) -> None:
     (first, second), (third, fourth) = [rank["failing"]["kept"] for rank in ranks]
     assert (first, third) == ((True, True), (True, True))
-    assert (second, fourth) == ((False, True), (True, True)), "rank 1 alone fails at the end"
+    assert (second, fourth) == ((False, True), (True, True)), "only rank 1 fails at the end"
 
 
 def test_training_goes_on_as_if_the_reference_had_not_failed(ranks: Any) -> None:
@@ -58,12 +58,12 @@ def test_training_goes_on_as_if_the_reference_had_not_failed(ranks: Any) -> None
 @pytest.mark.parametrize("call", ["train", "a pass"])
 @pytest.mark.parametrize("fault", ["silent", "dead"])
 def test_a_peer_that_does_not_come_ends_a_collective_within_its_deadline(folder: Path, fault: str, call: str) -> None:
-    """`train` meets on the ranks' control group first, a pass of the model on FSDP's."""
+    """`train` first waits in a collective of the ranks' control group, a pass of the model in one of FSDP."""
     torch.multiprocessing.start_processes(
         run_lone_rank, args=(fault, call, folder), nprocs=WORLD, start_method="forkserver"
     )
     found = pickle.loads((folder / f"lone-{fault} {call}.pkl").read_bytes())
-    assert found["error"], "a call without its peer has ended well"
+    assert found["error"], "the call must fail without its peer"
     assert found["seconds"] < DEADLINE_S + SLACK_S
     if fault == "silent":
-        assert found["seconds"] > DEADLINE_S / 2, "it has not waited"
+        assert found["seconds"] > DEADLINE_S / 2, "the call must wait for its deadline"

@@ -1,4 +1,5 @@
-"""How the ranks shard and compute changes memory and time, not what is learned (spawned, gloo, four ranks)."""
+"""Sharding and precision change memory and time, but not the result of training (spawned processes, gloo, four
+ranks)."""
 
 import multiprocessing
 import pickle
@@ -15,15 +16,15 @@ from tiny_groups import make_model
 pytestmark = pytest.mark.integration
 
 FLOAT32 = {"two shards": "plain", "four shards": "plain", "recomputed": "plain", "packed, recomputed": "packed"}
-"""Ways that must give the numbers of another one."""
+"""Maps a way of sharding to another way that must give the same numbers."""
 BFLOAT16_NATS = 2 * 30**0.5 * 2**-9 * 8
-"""0.17: some 30 results on the way to a log-prob of at most 8 nats are rounded to 8 bits, each by at most 2⁻⁹ of its
-size, in either direction; twice what such a random walk comes to."""
+"""0.17: about 30 results in the chain to a log-prob of at most 8 nats are rounded to 8 bits. Each rounding error is at
+most 2⁻⁹ of the result, in either direction. The bound is twice the size of such a random walk."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of each rank, by way."""
+    """The results of each rank, by way of sharding."""
     folder: Path = tmp_path_factory.mktemp("ways")
     make_model(folder / "model")
     multiprocessing.set_forkserver_preload(["asyncrl.policy.worker"])
@@ -92,19 +93,20 @@ def test_mixed_precision_is_of_the_passes_and_not_of_weights_or_optimizer(result
         found = results[rank][way]
         assert set(found["forwards training"]) == set(found["forwards probing"]) == {dtype}
         assert found["master"] == found["moments"] == {"torch.float32"}
-        assert found["reduced"] == {"torch.float32"}, "gradients are added up over ranks in few bits"
+        assert found["reduced"] == {"torch.float32"}, "gradients must be reduced over ranks in float32"
 
 
 @pytest.mark.parametrize("way", ["bf16", "all"])
 def test_bfloat16_learns_about_the_same(results: Any, way: str) -> None:
-    """Within what 8 bits leave: log-probs to hundredths of a nat, the gradient's norm to 5 %. The updated weights are
-    float32: rounding them to bfloat16 would move half of them by more than 5e-5, while a gradient that is off by some
-    per cent moves half of them by about 5e-6 in two updates."""
+    """The differences are within the precision of 8 bits: hundredths of a nat for log-probs, 5 % for the gradient norm.
+
+    The updated weights are float32. Rounding them to bfloat16 would change half of them by more than 5e-5. An error of
+    some per cent in the gradient changes half of them by about 5e-6 in two updates."""
     for rank in range(WORLD):
         found, plain = results[rank][way], results[rank]["plain"]
         for scored, wanted in zip(found["probe"], plain["probe"], strict=True):
             assert_within(scored, wanted, bound=BFLOAT16_NATS)
-            assert np.abs(scored - wanted).max() > LOGPROB_NATS, "the passes were in float32"
+            assert np.abs(scored - wanted).max() > LOGPROB_NATS, "the passes must not be in float32"
         report, wanted_report = found["reports"][0], plain["reports"][0]
         assert report.loss == pytest.approx(wanted_report.loss, abs=0.02)
         assert report.grad_norm == pytest.approx(wanted_report.grad_norm, rel=0.05)

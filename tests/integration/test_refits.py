@@ -1,7 +1,7 @@
-"""A real policy of two ranks and two real vLLM engines through their interfaces: generation, and every way of a refit.
+"""A real policy of two ranks and two real vLLM engines through their interfaces: generation, and every kind of refit.
 
-What is loaded is proved by log-probs: the engines' are the policy's. The tests share all processes, build on each
-other's weights and end by killing some, so they run in this order.
+Equal log-probs of engines and policy prove that the engines have the policy's weights. The tests share all processes,
+each continues with the weights of the one before, and the last ones kill processes. So they must run in this order.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ LOOPBACK = "127.0.0.1"
 PARITY_NATS = 1e-4
 RANKS = ENGINES = 2
 FAR_S = 240.0
-"""A deadline that a test which passes has not waited for."""
+"""A deadline that is so long that a test that passes did not wait for it."""
 GIB = 2**30
 SMALL_GB = 2**18 / GIB
 PROBE = [[40, 41, 42, 43, 44, 45, 46], [50, 41, 40], [43, 43, 44, 49]]
@@ -66,7 +66,7 @@ PROMPTS = prompts([40, 41, 42], [43, 44], [45, 46, 47, 48], [49], [50, 51])
 
 
 class Scene:
-    """Policy and engines, and what the tests do with both."""
+    """The policy and the engines, with the actions of the tests."""
 
     def __init__(self, model_path: str) -> None:
         overrides = [
@@ -85,7 +85,7 @@ class Scene:
                 start.result()
 
     def train(self, seed: int) -> BatchedDataDict:
-        """A step on what the engines generate: the batch."""
+        """Trains a step on completions of the engines. Returns the batch."""
         output = self.generation.generate(PROMPTS.slice(0, 4))
         batch = BatchedDataDict(
             input_ids=output["output_ids"],
@@ -102,7 +102,7 @@ class Scene:
         return batch
 
     def parity_nats(self) -> float:
-        """The largest difference of any engine's log-probs from the policy's."""
+        """Returns the largest difference between the log-probs of any engine and of the policy."""
         scored = self.policy.on_ranks(probe_logprobs)[0]
         return max(
             abs(ours - theirs)
@@ -116,7 +116,9 @@ class Scene:
         return set(output["weight_versions"].unique().tolist()) - {-1}
 
     def joining(self, *, world_size: int | None = None) -> list[Any]:
-        """References of all: the ranks', then the engines'. With a `world_size`, the ranks wait for as many."""
+        """Starts joining a group. Returns the Ray references of the ranks' calls, then of the engines' calls.
+
+        With `world_size`, the ranks wait for that number of members."""
         with socket.create_server((LOOPBACK, 0)) as listener:
             port = listener.getsockname()[1]
         everybody = RANKS + len(self.generation._engines)
@@ -133,7 +135,7 @@ def pid(worker: Any) -> int:
 
 
 def change_precision(worker: Any, dtype: torch.dtype) -> None:
-    """From now on the rank offers weights that the engines' model has not."""
+    """Makes the rank offer weights with a dtype that the engines' model does not have."""
     worker._engine_dtype = dtype
 
 
@@ -143,7 +145,7 @@ def open_memory_files(worker: Any) -> int:
 
 
 def outcomes(refs: list[Any]) -> list[Any]:
-    """What each reference comes to: an answer, or what `ray.get` raises."""
+    """Returns the outcome of each reference: the answer, or the error that `ray.get` raises."""
     found = []
     for ref in refs:
         try:
@@ -151,13 +153,13 @@ def outcomes(refs: list[Any]) -> list[Any]:
         except Exception as error:
             answer = error
         else:
-            assert not isinstance(answer, Exception), "an error was answered, not raised"
+            assert not isinstance(answer, Exception), "an error must be raised and not returned"
         found.append(answer)
     return found
 
 
 def shared_memory() -> set[str]:
-    """Named segments that processes below this one have."""
+    """Returns the names of the shared memory segments of this process's descendants."""
     found: set[str] = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -169,7 +171,7 @@ def shared_memory() -> set[str]:
 def scene(model_path: str) -> Iterator[Scene]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import a test module
     ray.init(
-        address="local",  # never whatever cluster another test left word of
+        address="local",  # start a new cluster, even if another test has left the address of one
         num_cpus=3,
         num_gpus=0,
         include_dashboard=False,
@@ -188,7 +190,7 @@ def scene(model_path: str) -> Iterator[Scene]:
     finally:
         scene.policy.shutdown()
         scene.generation.shutdown()
-        assert scene.generation.shutdown(), "a second shutdown finds nothing to do"
+        assert scene.generation.shutdown(), "a second shutdown must succeed too"
         ray.shutdown()
     assert not [process for process in left if process.is_running()], "engines left processes behind"
     assert not segments & set(os.listdir("/dev/shm"))
@@ -198,7 +200,7 @@ def scene(model_path: str) -> Iterator[Scene]:
 
 
 def test_rows_come_back_in_order_with_what_sampled_them(scene: Scene) -> None:
-    """Five rows over two engines, on the weights that the policy starts with too."""
+    """Generates five rows with two engines. The engines have the weights with which the policy starts."""
     output = scene.generation.generate(PROMPTS)
     verify_right_padding(output)
     starts, ends = PROMPTS["input_lengths"], output["unpadded_sequence_lengths"]
@@ -222,7 +224,7 @@ def test_rows_come_back_in_order_with_what_sampled_them(scene: Scene) -> None:
 
 
 def ended(output: BatchedDataDict) -> torch.Tensor:
-    """Whether a row's last token ends its sequence."""
+    """Returns for each row whether its last token is the end of the sequence."""
     last = output["output_ids"].gather(1, output["unpadded_sequence_lengths"].unsqueeze(1) - 1)
     return last.squeeze(1) == 1
 
@@ -252,7 +254,7 @@ def test_what_is_not_waited_for_is_aborted(scene: Scene) -> None:
         raise AssertionError("nothing came")
 
     assert asyncio.run(first()) in range(PROMPTS.size)
-    assert scene.versions() == {0}, "the engines go on"
+    assert scene.versions() == {0}, "the engines must still work"
 
 
 def test_a_rows_own_stop_string_ends_it_and_no_other(scene: Scene) -> None:
@@ -287,7 +289,7 @@ def test_rows_that_cannot_be_continued_are_refused(scene: Scene) -> None:
     assert scene.generation.invalidate_kv_cache() is True
 
 
-# -- the order of calls, and who does not fit -------------------------------------------------------------------------
+# -- the order of calls, and members that do not fit ------------------------------------------------------------------
 
 
 def test_calls_out_of_their_order_are_refused_and_end_nobody(scene: Scene) -> None:
@@ -303,7 +305,7 @@ def test_calls_out_of_their_order_are_refused_and_end_nobody(scene: Scene) -> No
     first, *_ = scene.policy.prepare_weights_for_ipc(SMALL_GB)
     with pytest.raises(WeightError, match="the next group is"):
         scene.policy.get_weights_ipc_handles(["lm_head.weight"])
-    assert scene.policy.get_weights_ipc_handles(first), "the ranks went on"
+    assert scene.policy.get_weights_ipc_handles(first), "the ranks must still work"
 
 
 def test_f12_the_policys_weights_are_compared_with_the_model_before_the_first_transfer(scene: Scene) -> None:
@@ -354,7 +356,7 @@ def test_two_ranks_bring_two_engines_to_the_same_weights(scene: Scene) -> None:
         assert scene.parity_nats() < PARITY_NATS
         assert scene.versions() == {step}
     refit_by_broadcast(scene.policy, scene.generation)
-    assert scene.versions() == {3}, "one further, unless it is said"
+    assert scene.versions() == {3}, "the next version, unless a version is given"
     with pytest.raises(VersionRegression):
         refit_by_broadcast(scene.policy, scene.generation, version=Version(1, 2))
     assert scene.versions() == {3}
@@ -377,7 +379,7 @@ def test_f12_a_refusal_reaches_every_process_by_its_type_and_changes_nothing(sce
     assert scene.generation.score(PROBE) == before
 
     scene.policy.on_ranks(change_precision, torch.float32)
-    refit_by_broadcast(scene.policy, scene.generation)  # in the group that was refused
+    refit_by_broadcast(scene.policy, scene.generation)  # in the same group, which stays usable after a refusal
     assert scene.parity_nats() < PARITY_NATS
 
 
@@ -405,7 +407,7 @@ def test_a_refit_on_one_device_leaves_engines_that_generate_and_a_policy_that_tr
 
 
 class Failing:
-    """The policy, but that it fails at the third group."""
+    """A wrapper of the policy that fails at the third group of parameters."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -439,7 +441,8 @@ def test_f11_a_refit_that_stopped_half_way_is_raised_and_nobody_generates_before
 
 @pytest.mark.parametrize("trouble", ["a flipped bit", "a learner that let go", "a group twice"])
 def test_f11_a_group_that_cannot_be_applied_tears_the_engines(scene: Scene, trouble: str) -> None:
-    """The first half ends within a layer's fused projection: none of it may count into the whole refit after it."""
+    """The first half ends within the fused projection of a layer. The complete refit afterwards must not use any part
+    of it."""
     scene.train(7)
     assert scene.generation.prepare_for_generation(tags=["weights"])
     groups = scene.policy.prepare_weights_for_ipc(1 / GIB)
@@ -471,12 +474,13 @@ def test_f11_a_group_that_cannot_be_applied_tears_the_engines(scene: Scene, trou
 
 
 def killed_while_others_wait(pid: int, scene: Scene) -> list[Any]:
-    """Outcomes of a refit, engines first, when the process `pid` stops before it, and is killed while they wait."""
+    """Stops the process `pid`, starts a refit, and kills the process while the others wait for it. Returns the outcomes
+    of the refit, engines first."""
     process = psutil.Process(pid)
     process.send_signal(signal.SIGSTOP)
     refs = scene.generation.update_weights_from_collective() + scene.policy.broadcast_weights_for_collective()
     done, _ = ray.wait(refs, timeout=1.5)
-    assert not done, "nobody waited for the peer that is about to die"
+    assert not done, "the others must wait for the stopped process"
     process.kill()
     started_s = time.monotonic()
     found = outcomes(refs)
@@ -495,10 +499,10 @@ def test_f11_an_engine_killed_on_the_way_costs_the_others_nothing_but_the_group(
         ray.get(scene.policy.broadcast_weights_for_collective())
     dead = scene.generation._engines.pop()
     ray.kill(dead)
-    assert scene.generation.score(PROBE)[0] == before, "a death on the way changed weights"
+    assert scene.generation.score(PROBE)[0] == before, "the death of a member must not change weights"
     assert scene.versions() == version
 
-    # a new group without it, as if nothing had been
+    # A new group without the dead engine works normally.
     assert outcomes(scene.joining()) == [None] * RANKS + [True]
     refit_by_broadcast(scene.policy, scene.generation)
     assert scene.parity_nats() < PARITY_NATS

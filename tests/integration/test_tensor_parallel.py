@@ -1,4 +1,4 @@
-"""An engine whose matrices are split over two workers takes whole weights and is the model of one worker."""
+"""An engine whose matrices are split over two workers loads unsplit weights, and computes the same as one worker."""
 
 import json
 import os
@@ -28,4 +28,4 @@ def test_an_engine_of_two_workers_agrees_with_the_trainer_after_every_update(mod
     found = json.loads(done.stdout.splitlines()[-1])
     assert max(found["apart_nats"]) < PARITY_NATS
     assert found["versions"] == [["1.1"], ["1.2"]]
-    assert found["processes"] == 3, "the engine's core and its two workers"
+    assert found["processes"] == 3, "the processes are the engine's core and its two workers"

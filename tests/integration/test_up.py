@@ -1,4 +1,4 @@
-"""`asyncrl up` for real: Ray, vLLM, FSDP2, and the promises that every run must keep."""
+"""`asyncrl up` with real Ray, vLLM and FSDP2: the guarantees that every run must keep."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ def run_up(
     config: Path = QUICKSTART,
     while_it_runs: Callable[[Command, Path], None],
 ) -> Path:
-    """Runs until `while_it_runs` returns, and ends in order; the run's directory."""
+    """Starts a run, ends it with SIGTERM when `while_it_runs` has returned, and returns the run's directory."""
     command = run_command(
         "up", "-c", str(config), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path), *overrides,
         **IMPORTS,
@@ -54,29 +54,31 @@ def summary_of(run: Path) -> dict[str, Any]:
 
 
 def issued_prompts(run: Path) -> list[str]:
-    """The prompt of every group that was trained; `learner.groups_logged` must be at least the groups of a step."""
+    """Returns the prompt of every trained group. `learner.groups_logged` must be at least the groups of a step."""
     lines = [line for file in (run / "samples").glob("step-*.jsonl") for line in file.read_text().splitlines()]
     prompts = {record["group"]: record["prompt"] for record in map(json.loads, lines)}
     return list(prompts.values())
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    """The records of its steps so far."""
+    """Returns the records of the run's steps so far."""
     return [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
 
 
 IMPORTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
-"""The command finds the modules that its test finds."""
+"""Environment with which the command finds the same modules as the test."""
 DENSE = "environment.reward=dense_reward:by_length"
-"""Rewards differ within a group. Otherwise the first sentence about a run warns that there is nothing to learn."""
+"""Override for rewards that differ within a group. Without it, the first sentence about the run would warn that all
+rewards are equal."""
 ENDLESS = "learner.total_steps=100000"
-"""The run goes on until it is told to end."""
+"""Override for a run that goes on until a signal ends it."""
 STEPS = 80
-"""Enough for some windows of ten seconds, over which the dashboards' rates are taken, also on a fast machine."""
+"""Steps of the watched run. They take several windows of ten seconds, the range of the dashboards' rates, also on a
+fast machine."""
 
 
 class WatchedRun(NamedTuple):
-    """A run that has ended, and what Prometheus saw of it. `served` is what the learner answered to `GET /sd`."""
+    """A run that has ended, and the Prometheus that scraped it. `served` is the learner's answer to `GET /sd`."""
 
     path: Path
     prometheus: PrometheusServer | None
@@ -87,8 +89,8 @@ class WatchedRun(NamedTuple):
 
 @pytest.fixture(scope="module")
 def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedRun]:
-    """The asynchronous run that this module's first tests look at, by the name that the shipped configuration of
-    Prometheus knows; scraped every second where Prometheus is there."""
+    """The asynchronous run that the first tests of this module check. It has the name that the shipped configuration of
+    Prometheus contains. If Prometheus is installed, it scrapes the run every second."""
     folder, port = tmp_path_factory.mktemp("watched"), free_port()
     run = folder / "runs" / "quickstart"
     targets = run / "metrics" / "targets.json"
@@ -146,7 +148,7 @@ def test_an_asynchronous_run_keeps_its_promises(watched: WatchedRun) -> None:
     first, last = steps[0], steps[-1]
     train, heldout = build_tasks(load_config([run / "config.yaml"], []))
     issued = issued_prompts(run)
-    assert len(issued) == last["ledger_groups"]["trained"] == 4 * STEPS, "the samples show every group that was issued"
+    assert len(issued) == last["ledger_groups"]["trained"] == 4 * STEPS, "samples/ must have every trained group"
     assert set(issued) <= {task.prompt for task in train}
     assert heldout
     assert not set(issued) & {task.prompt for task in heldout}
@@ -157,7 +159,7 @@ def test_an_asynchronous_run_keeps_its_promises(watched: WatchedRun) -> None:
     assert "<html" in (run / "report.html").read_text()
     assert {group["labels"]["run"] for group in watched.served} == {"quickstart"}
     left = json.loads((run / "metrics" / "targets.json").read_bytes())
-    assert left == [], "what has ended in order is no target, or it would look like what has died"
+    assert left == [], "a run that ended in order must leave the list, otherwise it would look dead"
     kept = sorted((run / "checkpoints").iterdir())
     assert [path.name for path in kept] == [f"step-{3 * STEPS // 4}", f"step-{STEPS}"]
     for path in kept:
@@ -166,27 +168,29 @@ def test_an_asynchronous_run_keeps_its_promises(watched: WatchedRun) -> None:
 
 
 OF_A_CRITIC = {"learning / Value loss / A", "learning / Explained variance / A", "learning / Clipped values / A"}
-"""The quickstart has none, that of configs/ppo.yaml does, and must have data for them."""
+"""Panels about a critic. The quickstart has no critic. A run of configs/ppo.yaml has one, and must have data for
+them."""
 
 SLACK_S = 0.5
-"""A clock of the kernel's, of which a process's start is told, may be so far from the one that Prometheus reads."""
+"""Largest difference between the kernel's clock, from which the start of a process is computed, and the clock that
+Prometheus reads, seconds."""
 
 DOWN = "overview / Processes up / B"
 
 NO_DATA_WHEN_HEALTHY = {
     "overview / Alerts firing / A": "no alert fires",
-    DOWN: "none is down",
-    "flow / Failed rollouts / A": "no rollout fails, and reasons are labels that are not known before",
-    "flow / Workers ended for memory / A": "Ray makes this series when it ends the first one",
-    "flow / Model FLOPs utilisation / A": "nobody knows what a CPU could do at most",
-    "flow / Model FLOPs utilisation / B": "the same",
-    "learning / KL to the reference / A": "the objective does not look at the reference",
-    "AsyncrlWorkerOutOfMemory": "as of the panel: Ray has ended none",
+    DOWN: "no process is down",
+    "flow / Failed rollouts / A": "no rollout fails, and a series exists only after its reason has occurred",
+    "flow / Workers ended for memory / A": "Ray creates this series when it ends the first worker",
+    "flow / Model FLOPs utilisation / A": "the peak of a CPU is unknown",
+    "flow / Model FLOPs utilisation / B": "the peak of a CPU is unknown",
+    "learning / KL to the reference / A": "the objective does not use the reference",
+    "AsyncrlWorkerOutOfMemory": "Ray creates this series when it ends the first worker",
 }
 
 
 def test_every_query_of_every_panel_and_rule_finds_data_in_a_real_run(watched: WatchedRun) -> None:
-    """A rule's own answer is empty in a healthy run: what it selects must not be."""
+    """In a healthy run the result of an alert rule is empty, but each selector in the rule must find data."""
     prometheus = seen_by(watched)
     empty = set()
     for question in panel_questions():
@@ -198,7 +202,8 @@ def test_every_query_of_every_panel_and_rule_finds_data_in_a_real_run(watched: W
             if not prometheus.over(str(selector), since_s=watched.since_s, until_s=watched.until_s):
                 empty.add(question.asked_by)
     missed = any(value == 0 for line in prometheus.scraped("up", until_s=watched.until_s) for _, value in line.points)
-    # on a busy machine a scrape may take longer than the second that it has: Prometheus then counts a process as down
+    # On a busy machine a scrape may take longer than its limit of one second. Prometheus then records the process as
+    # down.
     assert empty | ({DOWN} if missed else set()) == set(NO_DATA_WHEN_HEALTHY) | OF_A_CRITIC
 
 
@@ -222,14 +227,16 @@ def test_prometheus_sees_the_last_values_and_no_target_that_is_listed_and_dead(w
         [line] = prometheus.scraped(f"asyncrl_learner_{name}", until_s=watched.until_s)
         assert line.points[-1][1] == pytest.approx(last)
     for line in prometheus.scraped("up", until_s=watched.until_s):
-        # a process that is gone and still listed ends as down; a scrape that came late on a busy machine does not
+        # The last value of a process that is gone but still listed is "down". A single late scrape on a busy machine
+        # does not have this effect.
         assert line.points[-1][1] == 1.0, line.labels
 
 
 @pytest.mark.parametrize("role", Role)
 def test_state_seconds_add_up_to_wall_time(watched: WatchedRun, role: Role) -> None:
-    """To 1 %, at every scrape from the first on, the process's start included. A value is read between the moment that
-    its scrape is given and the end of the scrape."""
+    """The sum agrees with the wall time since the start of the process to 1 %, at every scrape.
+
+    A value is read between the time that is recorded for its scrape and the end of the scrape."""
 
     def at_moments(name: str) -> dict[float, float]:
         lines = seen_by(watched).scraped(f'{name}{{role="{role}"}}', until_s=watched.until_s)
@@ -239,7 +246,7 @@ def test_state_seconds_add_up_to_wall_time(watched: WatchedRun, role: Role) -> N
     totals = at_moments(f"asyncrl_{role}_state_seconds_total")
     started, took = at_moments("process_start_time_seconds"), at_moments("scrape_duration_seconds")
     assert len(totals) >= 5
-    assert totals.keys() == started.keys(), "a scrape that has the one has the other"
+    assert totals.keys() == started.keys(), "every scrape must have both series"
     for moment, total in totals.items():
         age_s = moment - started[moment]
         assert 0.99 * age_s - SLACK_S <= total <= 1.01 * (age_s + took[moment]) + SLACK_S, f"{age_s:.1f} s old"
@@ -252,7 +259,7 @@ def seen_by(watched: WatchedRun) -> PrometheusServer:
 
 
 def shown_at(port: int) -> set[str]:
-    """Names of the series that a learner has numbers for; none while nobody is there."""
+    """Returns the names of the series for which a learner has values; none if no learner answers."""
     with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
         families = list(text_string_to_metric_families(page.read().decode()))
         return {sample.name for family in families for sample in family.samples if not math.isnan(sample.value)}
@@ -260,7 +267,8 @@ def shown_at(port: int) -> set[str]:
 
 
 def test_a_critic_learns_beside_a_policy_that_waits_for_it(run_command: Run, model_path: str, tmp_path: Path) -> None:
-    """configs/ppo.yaml over real ranks: in the warm-up steps the weights that are published stay the first ones."""
+    """Runs configs/ppo.yaml with real ranks. During the critic's warm-up steps the published weights stay the first
+    ones."""
     port = free_port()
     asked = {
         selector.name
@@ -287,18 +295,19 @@ def test_a_critic_learns_beside_a_policy_that_waits_for_it(run_command: Run, mod
     steps = steps_of(run)[:8]
     assert [step["grad_norm"] == 0 for step in steps] == [True] * 4 + [False] * 4
     explained = [step["diagnostics"]["explained_variance"] for step in steps]
-    assert explained[0] in (0.0, None), "a new critic says 0 everywhere; None: all returns were equal"
-    assert explained[-1] != 0.0, "it still does"
+    assert explained[0] in (0.0, None), "a new critic predicts 0 for every state; None: all returns were equal"
+    assert explained[-1] != 0.0, "the critic has not learned"
     assert all(0 <= step["diagnostics"]["value_clipped_ratio"] <= 1 for step in steps)
     found = reported(run)
-    assert found.bound is Bound.LEARNER, "two models to train, one sequence at a time"
+    assert found.bound is Bound.LEARNER, "the learner trains two models, one sequence at a time"
     assert advice in found.sentence
 
 
 def test_f35_a_second_run_on_the_same_directory_is_refused_at_once_and_the_first_goes_on(
     run_command: Run, model_path: str, tmp_path: Path
 ) -> None:
-    """The first one may start a group a second; while it runs and at its end it says that this is what it waits for."""
+    """The first run may start only one group per second. During the run and at its end, its output says that this
+    limits it."""
     arguments = ["up", "-c", str(QUICKSTART), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path)]
     slow = [ENDLESS, DENSE, "generator.max_starts_per_s=1", "eval.prompts=0"]
     advice = "raise generator.max_starts_per_s"

@@ -1,4 +1,5 @@
-"""The critic's driver over real Ray actors: rows by name as the rows themselves, no bulk there, and lost rows."""
+"""The critic's driver over real Ray actors: rows by value and by name give the same result, no rows pass through the
+driver, and lost rows are reported."""
 
 import pickle
 import sys
@@ -78,7 +79,7 @@ def named() -> KVBatchMeta:
 
 
 def put_rows(client: Any) -> BatchedDataDict:
-    """What generators put, and after it the learner; the batch."""
+    """Puts the columns that generators and the learner put. Returns the batch."""
     batch = make_batch()
     client.register_partition(TRAIN_PARTITION, STEP_FIELDS, len(IDS), ["train"], 3)
     client.put_samples(IDS, TRAIN_PARTITION, fields={name: batch[name] for name in BULK})
@@ -87,7 +88,7 @@ def put_rows(client: Any) -> BatchedDataDict:
 
 
 def learn(critic: TQValue, meta: KVBatchMeta) -> dict[str, Any]:
-    """A critic's stages as the learner's loop makes them."""
+    """Runs the critic's stages of a step in the same order as the learner's loop."""
     critic.get_values_from_meta(meta)
     critic.get_advantages_from_meta(meta, ESTIMATOR)
     return critic.train_from_meta(meta, LOSS, gbs=4)
@@ -103,8 +104,8 @@ def learn(critic: TQValue, meta: KVBatchMeta) -> dict[str, Any]:
     ids=["padded", "packed", "dynamic"],
 )
 def test_rows_by_name_train_bit_for_bit_as_the_rows_themselves(learner: dict[str, Any], model_path: str) -> None:
-    """Two critics of two ranks, one given rows, the other their names, over two steps: at the second they have
-    something to say."""
+    """Two critics of two ranks, over two steps. One gets the rows, the other gets their names. The values are 0 in the
+    first step and differ from 0 in the second."""
     settings = config(ranks=2, **learner)
     client = open_client(settings)
     by_name, by_row = TQValue(settings, model_path=model_path), Value(settings, model_path=model_path)
@@ -145,7 +146,7 @@ def test_rows_by_name_train_bit_for_bit_as_the_rows_themselves(learner: dict[str
 
 
 class Counted:
-    """Counts the bytes that the driver hands to a function and gets back."""
+    """Counts the bytes of the arguments and results of the driver's calls."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -171,7 +172,7 @@ def test_no_bulk_passes_the_driver_and_lost_rows_are_named_by_ranks_that_go_on(
             patched.setattr(critic._ranks, "call_each", calls)
             report = learn(critic, named())["report"]
         assert (report.updates_applied, report.trained_tokens, report.trained_samples) == (3, 44, 11)
-        assert calls.bytes < 16_000, "metadata of 12 rows, for three stages"
+        assert calls.bytes < 16_000, "three stages need only the metadata of 12 rows"
 
         before = critic.on_ranks(weights)[0]
         store = ensure_row_store(namespace=settings.run.name)
@@ -179,7 +180,7 @@ def test_no_bulk_passes_the_driver_and_lost_rows_are_named_by_ranks_that_go_on(
         for stage in (critic.get_values_from_meta, lambda meta: critic.get_advantages_from_meta(meta, ESTIMATOR)):
             with pytest.raises(RowsLost) as lost:
                 stage(named().with_fields(["values"]))
-            assert set(lost.value.sample_ids) == set(IDS), "what either rank lacks is named"
+            assert set(lost.value.sample_ids) == set(IDS), "the error must name the rows that any rank lacks"
         with pytest.raises(RowsLost):
             critic.train_from_meta(named().with_fields(["values", "returns"]), LOSS)
         after = critic.on_ranks(weights)[0]

@@ -1,5 +1,5 @@
-"""A critic's values, step and weights are the same on any number of ranks and however rows are cut, and equal a plain
-loop without FSDP (spawned, gloo)."""
+"""A critic's values, steps and weights are the same for any number of ranks and any way of cutting rows, and equal to
+those of a simple loop without FSDP (spawned processes, gloo)."""
 
 import multiprocessing
 import pickle
@@ -21,16 +21,16 @@ pytestmark = pytest.mark.integration
 
 WORLDS = (1, 2, 4)
 LOSS = 2 * OUTPUT
-"""Relative: a loss is half the mean square of V − R, and V, which is not larger than the root of that mean, is off by
-`OUTPUT` of its size."""
+"""Relative bound for a loss. The loss is half the mean square of V − R. The relative error of V is `OUTPUT`, and V is
+not larger than the root of that mean."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs every scenario on one rank, on two and on four, at the same time."""
+    """Runs every scenario on one, two and four ranks at the same time."""
     folder = tmp_path_factory.mktemp("critics")
     make_model(folder / "model")
-    # one process pays for the imports, the ranks are forked from it
+    # One process imports the libraries, which is slow, and the ranks are forked from it.
     multiprocessing.set_forkserver_preload(["asyncrl.value.worker"])
     contexts = [
         torch.multiprocessing.start_processes(
@@ -50,7 +50,7 @@ def _start(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """The ranks' results, by the number of ranks."""
+    """The results of the ranks, by the number of ranks."""
     return {
         world: [pickle.loads((folder / f"values-{world}-{rank}.pkl").read_bytes()) for rank in range(world)]
         for world in WORLDS
@@ -59,7 +59,8 @@ def results(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[str, Any]:
-    """Two updates by a loop over unpadded rows: losses, gradient norms, the values and the weights after them."""
+    """Two updates by a simple loop over unpadded rows: losses, gradient norms, and the values and weights
+    afterwards."""
     model = load_value_model(str(folder / "model"), packed=False).train(False)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -94,7 +95,7 @@ def plain(folder: Path) -> dict[str, Any]:
 
 
 def whole(ranks: list[dict[str, Any]], cut: str, column: str) -> np.ndarray:
-    """A column of all ranks' rows in the caller's order."""
+    """Returns a column of the rows of all ranks, in the caller's order."""
     index = np.concatenate([rank[cut]["index"] for rank in ranks])
     assert sorted(index.tolist()) == list(range(len(index)))
     values: np.ndarray = np.concatenate([rank[cut][column] for rank in ranks])
@@ -110,7 +111,7 @@ def test_rows_give_the_plain_loop_s_values_losses_gradients_and_weights(
     trained = train_result([rank[cut]["trained"] for rank in ranks])
     assert_reordered(trained["loss"], plain["loss"], spread=LOSS)
     assert_reordered(trained["grad_norm"], plain["grad_norm"], spread=GRADIENT)
-    assert not whole(ranks, cut, "before").any(), "a new critic says nothing"
+    assert not whole(ranks, cut, "before").any(), "a new critic must predict 0"
     assert_reordered(whole(ranks, cut, "after"), plain["values"], spread=OUTPUT)
     assert np.abs(plain["values"]).max() > 0.1
     for rank in ranks:
@@ -128,17 +129,20 @@ def test_evaluation_gives_the_loss_and_changes_nothing(results: Any, world: int,
     evaluated, trained, again = (
         train_result([rank[cut][name] for rank in ranks]) for name in ("evaluated", "trained", "again")
     )
-    assert {rank[cut]["schedule"] for rank in ranks} == {1}, "a call of two updates is a step of the schedule"
+    assert {rank[cut]["schedule"] for rank in ranks} == {1}, (
+        "a call with two updates must advance the schedule by one step"
+    )
     assert not evaluated["grad_norm"].any()
     assert evaluated["loss"][0] == pytest.approx(trained["loss"][0].item(), rel=LOSS)
-    assert evaluated["loss"][1] != trained["loss"][1], "the second update of training saw other weights"
-    assert again["loss"].sum() < evaluated["loss"].sum(), "it has learned"
+    assert evaluated["loss"][1] != trained["loss"][1], "the second update of training has other weights"
+    assert again["loss"].sum() < evaluated["loss"].sum(), "the loss must fall"
 
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_mean_over_sequences_is_the_same_however_rows_are_cut(results: Any, world: int, cut: str) -> None:
-    """Of the new critic, whose values are 0: a loop over sequences, each with the mean of its tokens."""
+    """Compares the loss of a new critic, whose values are 0, with a simple loop over sequences. The loop takes the mean
+    over the tokens of each sequence."""
     data, expected = value_batch(), []
     for start in range(0, data.size, UPDATE_ROWS):
         means = []
@@ -157,8 +161,8 @@ def test_a_mean_over_sequences_is_the_same_however_rows_are_cut(results: Any, wo
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_report_has_the_loss_s_metrics_per_trained_token(results: Any, world: int) -> None:
-    """Those of an evaluation of the new critic: V is 0, so that the error is −R. Means over the tokens of each update,
-    then over the updates."""
+    """Checks the metrics of an evaluation of a new critic: V is 0, so the error is −R. They are means over the tokens
+    of each update, and then over the updates."""
     records = [rank["padded 1"]["evaluated"] for rank in results[world]]
     report = step_report(records)
     data = value_batch()
@@ -207,6 +211,6 @@ def test_f24_a_step_without_a_trained_token_changes_nothing(results: Any, world:
 def test_a_column_that_is_missing_is_refused_by_all_ranks_before_a_pass(
     results: dict[int, list[dict[str, Any]]], world: int
 ) -> None:
-    """Ranks without rows, of four the last ones, raise it too."""
+    """Ranks without rows, such as the last of four ranks, raise the error too."""
     [said] = {rank["without returns"] for rank in results[world]}
     assert said.startswith("the loss reads returns, but the rows do not have them; they have ")

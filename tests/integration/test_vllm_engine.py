@@ -1,4 +1,4 @@
-"""vLLM keeps the engine's contract, loads weights exactly, and survives an update that stopped half way."""
+"""vLLM keeps the engine's contract, loads weights exactly, and survives an update that stopped in the middle."""
 
 import asyncio
 import urllib.request
@@ -25,7 +25,7 @@ SMALL_BUCKETS = 2**18
 
 
 class Trainer:
-    """The learner's copy of the model, changed a little before every publication."""
+    """The learner's copy of the model. It changes a little before every publication."""
 
     def __init__(self, model_path: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
@@ -91,14 +91,15 @@ async def test_after_an_update_engine_and_trainer_agree_on_every_token(engine: V
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_seeded_sequences_survive_being_recomputed_all_at_once(engine: VLLMEngine, trainer: Trainer) -> None:
-    """More running tokens than one batch holds: a prefill cut in two would end vLLM's CPU worker."""
+    """There are more running tokens than fit into one batch. A prefill that is split in two would end vLLM's CPU
+    worker."""
     await engine.load(*trainer.publication(40))
     prompt = PROMPT * 4
     pending = asyncio.gather(
         *[engine.generate(prompt, n=4, seed=4 * i, temperature=1.0, max_tokens=14) for i in range(64)]
     )
     for step in range(41, 45):
-        await asyncio.sleep(0.05)  # let the real engine decode a little
+        await asyncio.sleep(0.05)  # lets the real engine decode some tokens
         await engine.load(*trainer.publication(step))
     groups = await pending
     assert len([completion for group in groups for completion in group]) == 256
@@ -118,7 +119,7 @@ async def test_f11_half_an_update_leaves_the_engine_paused_until_a_whole_one(
         await engine.load(manifest, [*buckets[:1], memoryview(b"x" * 8)])
     late = asyncio.create_task(engine.generate(PROMPT, n=1, seed=9, temperature=1.0, max_tokens=4))
     done, _ = await asyncio.wait([late], timeout=1.0)
-    assert not done, "a torn engine generated"
+    assert not done, "a torn engine must not generate"
     await engine.load(manifest, buckets)
     for completion in [*await pending, *await late]:
         assert len(completion.token_ids) == len(completion.versions)
@@ -157,7 +158,8 @@ async def test_an_aborted_request_is_an_infra_failure(engine: VLLMEngine, traine
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_vllms_own_metrics_are_on_the_generators_port_beside_ours(engine: VLLMEngine, trainer: Trainer) -> None:
-    """`disable_log_stats`, a second engine or a registry that is swept would each leave them out or at 0."""
+    """The metrics would be missing or 0 with `disable_log_stats`, with a second engine, or if the registry were
+    cleared."""
     await engine.load(*trainer.publication(80))
     metrics = GeneratorMetrics(environment="test")
     metrics.policy_version(80)
@@ -169,11 +171,11 @@ async def test_vllms_own_metrics_are_on_the_generators_port_beside_ours(engine: 
     generated = after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"]
     assert generated == len(completion.token_ids) > 0
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total")
-    assert {f"vllm:{name}" for name in names} <= set(after), "the dashboards show these"
+    assert {f"vllm:{name}" for name in names} <= set(after), "the dashboards need these metrics"
 
 
 def samples_at(url: str) -> dict[str, float]:
-    """Sums by name of what an endpoint serves."""
+    """Returns the sum of the samples of an endpoint, by name."""
     with urllib.request.urlopen(url, timeout=120) as response:
         text = response.read().decode()
     sums: dict[str, float] = {}

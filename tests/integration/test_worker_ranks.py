@@ -1,4 +1,5 @@
-"""A step and its weights are the same for one rank and for two, and equal a plain loop without FSDP (spawned, gloo)."""
+"""A step and its weights are the same for one rank and for two, and equal to those of a simple loop without FSDP
+(spawned processes, gloo)."""
 
 import math
 import multiprocessing
@@ -22,16 +23,16 @@ from asyncrl.policy.step_report import step_report, train_result
 pytestmark = pytest.mark.integration
 
 METRIC = {"rel": 4 * LOGPROB_NATS, "abs": LOGPROB_NATS}
-"""A metric is a mean of log-probs, of their exponentials or of squares of these, or a ratio of two such means: it is
-relatively at most four times as far off as the log-probs."""
+"""Bounds for a metric. A metric is a mean of log-probs, of their exponentials or of squares of these, or a ratio of two
+such means. So its relative error is at most four times the error of the log-probs."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs every scenario on one rank and on two, those of the interface on four as well, at the same time."""
+    """Runs every scenario on one and two ranks, and those of the interface also on four ranks, at the same time."""
     folder = tmp_path_factory.mktemp("ranks")
     make_model(folder / "model")
-    # one process pays for the imports, the ranks are forked from it
+    # One process imports the libraries, which is slow, and the ranks are forked from it.
     multiprocessing.set_forkserver_preload(["asyncrl.policy.worker"])
     contexts = [
         torch.multiprocessing.start_processes(
@@ -51,7 +52,7 @@ def _start(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
-    """By (world size, rank)."""
+    """The results by (world size, rank)."""
     return {
         (world, rank): pickle.loads((folder / f"results-{world}-{rank}.pkl").read_bytes())
         for world in (1, 2, 4)
@@ -61,7 +62,8 @@ def results(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> tuple[float, float, int]:
-    """(loss, gradient norm, tokens) of the default objective by a loop over unpadded samples: no FSDP, no batches."""
+    """(loss, gradient norm, tokens) of the default objective, by a simple loop over unpadded samples without FSDP and
+    without batches."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     losses, tokens = [], 0
     for row in make_batch().make_microbatch_iterator(1):
@@ -75,7 +77,7 @@ def plain(folder: Path) -> tuple[float, float, int]:
         behaviours = row["generation_logprobs"][0, sampled].tolist()
         for logprob, behaviour in zip(logprobs, behaviours, strict=True):
             rho = math.exp(float(logprob.detach()) - behaviour)
-            # u = 1 with one update a step: the surrogate's gradient is REINFORCE's
+            # With one update in a step, u = 1 and the gradient of the surrogate is that of REINFORCE.
             surrogate = -advantage * (logprob - logprob.detach()).exp()
             losses.append((rho if 0.5 <= rho <= 5 else 0.0) * surrogate)
             tokens += 1
@@ -100,7 +102,9 @@ def test_any_split_into_ranks_and_micro_batches_gives_the_plain_loops_loss_and_g
     assert not report.skipped
     if world_size == 1:
         efficiency = report.diagnostics["packing_efficiency_ratio"]
-        assert (efficiency == 1) == (scenario in ("packed", "micro_batch_1")), "these alone have no padding"
+        assert (efficiency == 1) == (scenario in ("packed", "micro_batch_1")), (
+            "only these two scenarios have no padding"
+        )
 
 
 @pytest.mark.parametrize("scenario", ["micro_batch_1", "two_updates", "one_group", "interpolated", "counted"])
@@ -118,7 +122,9 @@ def test_two_ranks_report_what_one_rank_reports(results: Any, scenario: str) -> 
     measured = {name: value for name, value in one.diagnostics.items() if name != own}
     assert {name: value for name, value in two.diagnostics.items() if name != own} == pytest.approx(measured, **METRIC)
     assert all(0 < report.diagnostics[own] <= 1 for report in (one, two))
-    assert one.diagnostics["kernel_ess_ratio"] < 1 or scenario == "counted", "REINFORCE pushes every token alike"
+    assert one.diagnostics["kernel_ess_ratio"] < 1 or scenario == "counted", (
+        "REINFORCE has the same weight for every token"
+    )
 
 
 @pytest.mark.parametrize("scenario", ["own_loss", "own_loss_packed"])
@@ -134,8 +140,8 @@ def test_a_user_s_loss_that_asks_for_logits_gets_them_and_its_metrics_add_up(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_reference_is_the_first_weights_and_stays_so(results: Any, plain: Any, world_size: int) -> None:
-    """At the first step policy and reference are one, so the penalty is nothing; at the second it has something to say
-    about the step that was made, and the same on any number of ranks."""
+    """In the first step policy and reference are equal, so the penalty is 0. In the second step the penalty is not 0,
+    and it is the same on any number of ranks."""
     found = results[world_size, 0]["reference"]
     assert found["report"].loss == pytest.approx(plain[0], abs=LOSS)
     assert found["report"].grad_norm == pytest.approx(plain[1], rel=GRADIENT)
@@ -145,8 +151,8 @@ def test_the_reference_is_the_first_weights_and_stays_so(results: Any, plain: An
 
 
 def test_two_ranks_calibrate_the_gate_of_one_rank_which_takes_out_some_tokens_and_not_all(results: Any) -> None:
-    """The bound lies just below the statistic of the first token that exceeds the budget. Rounding in the training pass
-    may put this token inside, so the number of gated tokens is the same but for one."""
+    """The bound is just below the statistic of the first token that exceeds the budget. Rounding in the training pass
+    may move this token inside the bound, so the numbers of gated tokens may differ by one."""
     one, two = results[1, 0]["calibrated"]["report"], results[2, 0]["calibrated"]["report"]
     gated_tokens = [round(report.loss_metrics["gated_ratio"] * report.trained_tokens) for report in (one, two)]
     assert 1 < gated_tokens[0] < one.trained_tokens
@@ -162,14 +168,14 @@ def test_both_ranks_give_the_same_report(results: Any) -> None:
 def test_two_updates_move_the_weights_twice_and_keep_the_step_s_proximal_policy(results: Any) -> None:
     report = results[1, 0]["two_updates"]["report"]
     assert report.updates_applied == 2
-    # the proximal policy is that of the step's start for both updates, so what depends on it alone is unchanged
+    # Both updates use the proximal policy of the step's start, so numbers that depend only on it do not change.
     once = results[1, 0]["micro_batch_all"]["report"]
     assert report.ess == pytest.approx(once.ess, **METRIC)
     assert report.kl_behaviour_k3_nats == pytest.approx(once.kl_behaviour_k3_nats, **METRIC)
 
 
 def whole(results: Any, world_size: int, cut: str, column: str) -> np.ndarray:
-    """A column of all ranks' rows in the caller's order; rows are as wide as the batch."""
+    """Returns a column of the rows of all ranks, in the caller's order. The rows are as wide as the batch."""
     ranks = [results[world_size, rank]["interface"][cut] for rank in range(world_size)]
     index = np.concatenate([found["index"] for found in ranks])
     assert sorted(index.tolist()) == list(range(len(index)))
@@ -199,7 +205,7 @@ def test_rows_give_the_same_log_probs_loss_and_weights_however_they_are_cut(
     assert_reordered(trained["grad_norm"], wanted["grad_norm"], spread=GRADIENT)
     for name, values in wanted["all_mb_metrics"].items():
         found = trained["all_mb_metrics"][name]
-        if name in AVERAGED_METRICS:  # told of every micro-batch, of which there are more or fewer
+        if name in AVERAGED_METRICS:  # one value for each micro-batch, and the number of micro-batches differs
             assert {*found} == {*values}, name
         else:
             assert sum(found) == pytest.approx(sum(values), **METRIC), name
@@ -213,8 +219,8 @@ def test_rows_give_the_same_log_probs_loss_and_weights_however_they_are_cut(
 def test_prompt_groups_and_good_rows_are_counted_over_a_whole_update_however_it_is_cut(
     results: Any, world_size: int, cut: str
 ) -> None:
-    """Of each of two updates: the mean over prompts of their tokens' means of −A · lp, and ½ of the mean −lp of tokens
-    of rows with a positive reward."""
+    """The loss of each of two updates has two terms. The first is the mean over prompts of the mean of −A · lp over the
+    tokens of a prompt. The second is ½ of the mean of −lp over the tokens of rows with a positive reward."""
     found = train_result([results[world_size, rank]["interface"][cut]["counted"] for rank in range(world_size)])
     data, logprobs = matrix_batch(), whole(results, 1, "padded all", "before")
     trained = (data["token_mask"] * data["sample_mask"].unsqueeze(1)).numpy() > 0
@@ -236,11 +242,11 @@ def test_evaluation_gives_the_loss_and_changes_nothing(results: Any, world_size:
     assert all(found["kept"] for found in ranks)
     evaluated, trained = (train_result([found[name] for found in ranks]) for name in ("evaluated", "trained"))
     assert {found["schedule"] for found in ranks} == {1}, (
-        "a call of two updates is a step of the schedule, this one none"
+        "training with two updates advances the schedule by one step, and evaluation does not advance it"
     )
     assert not evaluated["grad_norm"].any()
     assert evaluated["loss"][0] == pytest.approx(trained["loss"][0].item(), abs=LOSS)
-    assert evaluated["loss"][1] != trained["loss"][1], "the second update of training saw other weights"
+    assert evaluated["loss"][1] != trained["loss"][1], "the second update of training has other weights"
 
 
 def flops_of(folder: Path, data: BatchedDataDict, *, backward: bool) -> int:
@@ -258,7 +264,7 @@ def test_rows_come_to_the_same_flops_however_they_are_cut_and_evaluation_to_a_th
     trained, evaluated = (step_report([found[name] for found in ranks]) for name in ("trained", "evaluated"))
     assert trained.model_flops == flops_of(folder, matrix_batch(), backward=True)
     assert evaluated.model_flops == flops_of(folder, matrix_batch(), backward=False)
-    assert trained.peak_flops_per_s is None, "nobody knows a CPU's"
+    assert trained.peak_flops_per_s is None, "the peak of a CPU is unknown"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -302,7 +308,7 @@ def test_f21_all_ranks_skip_the_update_when_one_rank_is_not_finite(results: Any,
 def test_a_token_without_a_number_is_left_out_as_if_it_were_masked_and_counted(results: Any, world_size: int) -> None:
     found, masked = (results[world_size, 0][name]["report"] for name in ("with_nan", "without_it"))
     assert (found.trained_tokens, found.updates_applied) == (masked.trained_tokens, 1)
-    assert (found.loss, found.grad_norm) == (masked.loss, masked.grad_norm), "the same sums in the same order"
+    assert (found.loss, found.grad_norm) == (masked.loss, masked.grad_norm), "the sums and their order are the same"
     assert (found.diagnostics["nonfinite_tokens"], masked.diagnostics["nonfinite_tokens"]) == (1.0, 0.0)
     assert sum(found.token_staleness) == found.trained_tokens
 
@@ -317,9 +323,9 @@ def test_f24_a_step_without_a_trained_token_changes_nothing_and_divides_by_nothi
     outcome, original = results[key]["untrained"], results[key]["weights"]["gathered"]
     report = outcome["report"]
     assert (report.trained_tokens, report.updates_applied, report.skipped) == (0, 0, False)
-    assert report.model_flops == 0, "nothing went through the model"
+    assert report.model_flops == 0, "no row went through the model"
     assert (report.loss, report.grad_norm, report.entropy_nats) == (0.0, 0.0, 0.0)
-    assert math.isnan(report.ess), "nothing was measured"
+    assert math.isnan(report.ess), "there was no token to measure"
     assert report.token_staleness == ()
     assert all(np.array_equal(outcome["weights"][name], original[name]) for name in original)
 
@@ -384,8 +390,8 @@ def test_a_saved_model_loads_with_its_own_class_and_the_trained_weights(
 def test_training_goes_on_from_what_was_offloaded_as_if_it_had_stayed(results: Any, key: Any) -> None:
     found = results[key]["offloaded"]
     assert found["gradients"] == 0
-    assert found["before"] == ["train"], "without the optimizer, weights can still be read and sent"
+    assert found["before"] == ["train"], "while the optimizer is offloaded, weights can still be read and sent"
     assert found["after"] == ["train", "evaluate", "score", "gather"]
-    assert found["outdated"], "half of the old weights and half of the new ones would be sent as one version"
+    assert found["outdated"], "a refit that mixes weights of two steps must be refused"
     stayed, returned = found["on the device"], found["offloaded"]
     assert all(np.array_equal(stayed[name], returned[name]) for name in stayed)

@@ -1,5 +1,5 @@
-"""What each rank of a critic's test does: every scenario on a fresh worker, results to a file. Runs in spawned
-processes."""
+"""The work of each rank in the critic's tests: every scenario runs on a fresh worker. It runs in spawned processes and
+writes its results to a file."""
 
 import pickle
 from pathlib import Path
@@ -24,7 +24,8 @@ BY_SEQUENCE = ClippedValueLoss(clip=0.2, aggregation="sequence_mean")
 
 
 def value_batch() -> BatchedDataDict:
-    """Old values about what a new critic says, so that some tokens are clipped; nothing that is masked is a number."""
+    """Returns a batch whose old values are near the values of a new critic, so that some tokens are clipped. Masked
+    entries are NaN."""
     data, draw = matrix_batch(), np.random.default_rng(7)
     shape = data["input_ids"].shape
     for name, mean, spread in (("returns", 0.5, 1.0), ("values", 0.0, 0.3)):
@@ -35,7 +36,7 @@ def value_batch() -> BatchedDataDict:
 
 
 def poisoned_batch() -> BatchedDataDict:
-    """A return of a trained token, in the last rows, is no number."""
+    """Returns a batch in which the return of a trained token in the last rows is NaN."""
     data = value_batch()
     row = data.size - 3
     data["returns"][row, int(data["input_lengths"][row]) - 1] = torch.nan
@@ -69,7 +70,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
 
 
 def _cut(critic: ValueWorker, learner: dict[str, Any]) -> dict[str, Any]:
-    """Two updates, as a driver cuts them, and the values before and after."""
+    """Trains two updates on rows that are cut as a driver cuts them. Returns the values before and after."""
     shard = shard_of(value_batch(), rank=critic.rank, world_size=critic.world_size, learner=learner)
     rows, size = UPDATE_ROWS // critic.world_size, {"micro_batch_size": learner.get("micro_batch_size")}
     before = critic.get_values(shard, **size)["values"].numpy()
