@@ -10,6 +10,7 @@ import pytest
 import ray
 import torch
 from client_contract import IDS, ClientContract, Connect
+from local_ray import local_ray
 
 from asyncrl.data_plane.object_store import ObjectStoreClient
 from asyncrl.data_plane.partition_actor import PARTITIONS, ActorBooks
@@ -26,17 +27,8 @@ TIMEOUT_S = 120.0
 def cluster() -> Iterator[None]:
     # Send this module's classes by value, because actors cannot import a test module.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        namespace=NAMESPACE,
-        object_store_memory=80 * 2**20,
-    )
-    yield
-    ray.shutdown()
+    with local_ray(cpus=2, namespace=NAMESPACE):
+        yield
 
 
 def connect_client() -> ObjectStoreClient:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-import ray
 from client_contract import ClientContract, Connect
+from local_ray import local_ray
 
 from asyncrl.data_plane.transfer_queue import TransferQueueClient
 from asyncrl.errors import PlacementError
@@ -19,17 +19,9 @@ STORAGE_UNITS = 2
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=1 + STORAGE_UNITS,  # logical CPUs: each of TransferQueue's actors requests one
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        namespace=NAMESPACE,
-        object_store_memory=80 * 2**20,
-    )
-    yield
-    ray.shutdown()
+    # logical CPUs: each of TransferQueue's actors requests one
+    with local_ray(cpus=1 + STORAGE_UNITS, namespace=NAMESPACE):
+        yield
 
 
 def connect_client() -> TransferQueueClient:

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import ray
+from local_ray import patiently
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
@@ -22,8 +23,9 @@ CONFIG = {
     "run": {"name": "placement"},
     "generator": {"cpus": 0.1, "gpus": 0.5, "node_labels": {"pool": "gen"}},
     "learner": {"cpus": 0.1, "ranks": 2, "node_labels": {"pool": "learn"}},
-    "ray": {"placement_timeout_s": 3.0},
 }
+SOON = {"ray": {"placement_timeout_s": 3.0}}
+"""For placements that cannot succeed. A placement that can succeed may take longer on a busy machine."""
 
 
 def node_of(handle: Any) -> str:
@@ -79,18 +81,22 @@ def error_of(config: Config, what: str) -> str:
 
 
 def scenario() -> dict[str, Any]:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "labels": {"pool": "learn"}})
-    cluster.add_node(num_cpus=1, num_gpus=1, labels={"pool": "gen"})
+    head = {"num_cpus": 1, "labels": {"pool": "learn"}}
+    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+    patiently(lambda: cluster.add_node(num_cpus=1, num_gpus=1, labels={"pool": "gen"}))
     ray.init(address=cluster.address, namespace="placement", log_to_driver=False)
     try:
         cluster.wait_for_nodes()
         names = {node["NodeID"]: node["Labels"].get("pool", "") for node in ray.nodes()}
         config = Config.model_validate(CONFIG)
         swapped = Config.model_validate(CONFIG | {"learner": CONFIG["learner"] | {"node_labels": {"pool": "gen"}}})
-        nowhere = Config.model_validate(CONFIG | {"learner": CONFIG["learner"] | {"node_labels": {"pool": "none"}}})
+        full = Config.model_validate(CONFIG | SOON)
+        nowhere = Config.model_validate(
+            CONFIG | SOON | {"learner": CONFIG["learner"] | {"node_labels": {"pool": "none"}}}
+        )
         elsewhere = CONFIG["generator"] | {"gpus": 0.0, "node_labels": {"pool": "none"}}
-        unlabelled = Config.model_validate(CONFIG | {"generator": elsewhere})
-        pair = asyncio.run(replicas(Config.model_validate(CONFIG | {"ray": {}}), 2))
+        unlabelled = Config.model_validate(CONFIG | SOON | {"generator": elsewhere})
+        pair = asyncio.run(replicas(config, 2))
         found = {
             "ranks": [names[node] for node in ranks(config)],
             "swapped ranks": [names[node] for node in ranks(swapped)],
@@ -98,7 +104,7 @@ def scenario() -> dict[str, Any]:
             "gpus": [gpus_of(replica.handle) for replica in pair],
             "no such label": error_of(nowhere, "ranks"),
             "no node for engines": error_of(unlabelled, "engines"),
-            "no GPU left": error_of(config, "replica"),
+            "no GPU left": error_of(full, "replica"),
         }
         for replica in pair:
             ray.kill(replica.handle)

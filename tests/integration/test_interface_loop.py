@@ -17,6 +17,7 @@ import pytest
 import ray
 import torch
 from conftest import small_config
+from local_ray import local_ray
 
 from asyncrl.algorithms.interfaces import LossInputType, LossType, masked_mean
 from asyncrl.config.schema import Config
@@ -97,12 +98,8 @@ def unimportable() -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import a test module
-    ray.init(
-        address="local", num_cpus=4, num_gpus=0, include_dashboard=False, log_to_driver=False,
-        object_store_memory=120 * 2**20, namespace="quickstart",
-    )  # fmt: skip
-    yield
-    ray.shutdown()
+    with local_ray(cpus=4, object_store_mb=120, namespace="quickstart"):
+        yield
 
 
 @pytest.fixture

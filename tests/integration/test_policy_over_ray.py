@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from local_ray import local_ray
 from ray.util import placement_group_table
 from tiny_groups import STEP, make_batch, make_config, make_model
 
@@ -47,17 +48,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def cluster() -> Iterator[None]:
     # The ranks cannot import a test module, so its functions are pickled by value.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(
-        address="local",  # start a new cluster, even if another test has left the address of one
-        num_cpus=3,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 * 2**20,
-        namespace=make_config().run.name,
-    )
-    yield
-    ray.shutdown()
+    with local_ray(cpus=3, namespace=make_config().run.name):
+        yield
 
 
 def config(**learner: Any) -> Config:

@@ -20,6 +20,7 @@ import pytest
 import ray
 import torch
 from conftest import small_config
+from local_ray import local_ray
 
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
@@ -168,16 +169,14 @@ def shared_memory() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def scene(model_path: str) -> Iterator[Scene]:
+def cluster() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import a test module
-    ray.init(
-        address="local",  # start a new cluster, even if another test has left the address of one
-        num_cpus=3,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 * 2**20,
-    )
+    with local_ray(cpus=3):
+        yield
+
+
+@pytest.fixture(scope="module")
+def scene(model_path: str, cluster: None) -> Iterator[Scene]:
     scene = Scene(model_path)
     try:
         scene.start()
@@ -191,7 +190,6 @@ def scene(model_path: str) -> Iterator[Scene]:
         scene.policy.shutdown()
         scene.generation.shutdown()
         assert scene.generation.shutdown(), "a second shutdown must succeed too"
-        ray.shutdown()
     assert not [process for process in left if process.is_running()], "engines left processes behind"
     assert not segments & set(os.listdir("/dev/shm"))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from local_ray import local_ray
 from tiny_groups import STEP, make_batch, make_config, make_model
 
 from asyncrl.algorithms.token_estimators import whitened_advantages
@@ -44,17 +45,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(
-        address="local",
-        num_cpus=3,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 * 2**20,
-        namespace=make_config().run.name,
-    )
-    yield
-    ray.shutdown()
+    with local_ray(cpus=3, namespace=make_config().run.name):
+        yield
 
 
 def config(**learner: Any) -> Config:
