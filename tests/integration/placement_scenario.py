@@ -23,6 +23,7 @@ CONFIG = {
     "run": {"name": "placement"},
     "generator": {"cpus": 0.1, "gpus": 0.5, "node_labels": {"pool": "gen"}},
     "learner": {"cpus": 0.1, "ranks": 2, "node_labels": {"pool": "learn"}},
+    "ray": {"placement_timeout_s": 600.0},
 }
 SOON = {"ray": {"placement_timeout_s": 3.0}}
 """For placements that cannot succeed. A placement that can succeed may take longer on a busy machine."""

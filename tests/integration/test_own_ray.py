@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import REPOSITORY
+from local_ray import patiently
 
 pytestmark = pytest.mark.integration
 
@@ -145,18 +146,11 @@ def test_the_readmes_head_is_of_this_machine_alone_and_is_joined(tmp_path: Path)
     once = ["--block", "--port=0", "--include-dashboard=false", "--disable-usage-stats"]
     command = ["env", variables, sys.executable, "-m", "ray.scripts.scripts", *arguments.split(), *once]
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with tempfile.TemporaryDirectory(
-        prefix="r"
-    ) as folder:  # pytest's folder is too long for the paths of Ray's sockets
-        head = psutil.Popen(
-            command, env=environment(tmp_path, RAY_TMPDIR=folder, **token),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+    # pytest's folder is too long for the paths of Ray's sockets
+    with tempfile.TemporaryDirectory(prefix="r") as folder:
+        environ = environment(tmp_path, RAY_TMPDIR=folder, **token)
+        head, address = patiently(lambda: started_head(command, environ, Path(folder, "ray", "ray_current_cluster")))
         try:
-            written = Path(folder, "ray", "ray_current_cluster")
-            while not (written.exists() and (address := written.read_text())):
-                assert head.poll() is None, "Ray did not start"
-                time.sleep(0.2)  # polling another process
             done = joined(address, tmp_path, **token)
             assert "answer 7" in done.stdout, done.stderr
             assert {address for _, address in listening(head)} == {"127.0.0.1"}
@@ -165,6 +159,18 @@ def test_the_readmes_head_is_of_this_machine_alone_and_is_joined(tmp_path: Path)
             head.terminate()
             for left in psutil.wait_procs(family, timeout=120)[1]:
                 left.kill()
+
+
+def started_head(command: list[str], environ: dict[str, str], written: Path) -> tuple[psutil.Popen, str]:
+    """Starts a head of Ray, which writes its address into the file `written`."""
+    log = written.parents[1] / "head.log"
+    with log.open("w") as output:
+        head = psutil.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    while not (written.exists() and (address := written.read_text())):
+        if head.poll() is not None:
+            raise RuntimeError(log.read_text())
+        time.sleep(0.2)  # polling another process
+    return head, address
 
 
 PAGE = {

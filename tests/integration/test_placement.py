@@ -25,7 +25,7 @@ def found() -> dict[str, Any]:
         | {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
