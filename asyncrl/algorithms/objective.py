@@ -249,7 +249,9 @@ class Gate(_Axis, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         same = 1.0 if self.stat == "ratio" else 0.0
         if not self.lo <= same <= self.hi:
-            raise ValueError(f"a gate must pass p = q, so lo ≤ {same:g} ≤ hi, got lo={self.lo}, hi={self.hi}")
+            raise ValueError(
+                f"a gate must keep tokens with p = q, so lo ≤ {same:g} ≤ hi, got lo={self.lo}, hi={self.hi}"
+            )
         if self.p == self.q:
             raise ValueError(f"the gate compares {self.p} with itself: choose two different policies for p and q")
         if self.budget is not None and not (0 < self.budget < math.inf and self.stat == "k2" and self.pool == "token"):

@@ -33,7 +33,8 @@ def check_staleness(batch: BatchedDataDict, *, step: int, limits: Sequence[int],
         newest, oldest = staleness_BS[row].aminmax()
         raise StalenessViolation(
             f"sample {sample_ids[row]}: a token to be trained is {int(newest if newest < 0 else oldest)} versions old; "
-            f"it must be from 0 to the limit of its ticket (staleness.max_versions), which is {limits[row]}"
+            f"it must be from 0 to the limit of its ticket (staleness.max_versions), which is {limits[row]}; in a run "
+            "this is a bug of asyncrl, in a loop of your own discard the sample"
         )
 
 
