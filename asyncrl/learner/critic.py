@@ -46,7 +46,10 @@ class CriticStages:
         return self._estimator.reads
 
     def policy_waits(self, step: int) -> bool:
-        """Returns whether `step` trains only the critic: its values are too inaccurate before `critic.warmup_steps`."""
+        """Returns whether `step` trains only the critic.
+
+        In the first `critic.warmup_steps` steps, its values are too inaccurate to train the policy with them.
+        """
         return step < self._section.warmup_steps
 
     async def write_values(self, meta: KVBatchMeta) -> None:

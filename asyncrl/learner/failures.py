@@ -57,7 +57,8 @@ class FailureWatch:
         return sum(count.rollouts for count in self.counts)
 
     async def run(self) -> None:
-        """Shows failures until it is cancelled. A buffer that does not answer is asked again after `WAIT_S` seconds."""
+        """Shows failures until it is cancelled. When the buffer does not answer, it tries again after `WAIT_S`
+        seconds."""
         while True:
             try:
                 counts = await self._buffer.call("failures", self.rollouts, WAIT_S, wait_s=WAIT_S)

@@ -278,7 +278,7 @@ class LearnerLoop:
         return report
 
     async def _give_back(self, lease: Lease, lost: RowsLost) -> Version:
-        """Gives a lease back whose rows are lost, and reports the lost groups to the buffer.
+        """Ends a lease of which rows are lost, and reports the lost groups to the buffer.
 
         The policy was not trained. The remaining groups of the step are leased again, and other groups take the places
         of the lost ones. Returns the learner's unchanged version.

@@ -29,7 +29,7 @@ def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config) -> No
 
 
 def replicas_in_words(status: RunStatus) -> str:
-    """Describes the state of each replica, for an error message that names both the learner's and their state."""
+    """Returns the state of each replica as text, for error messages."""
     if not status.replicas:
         return "no generator has joined: start one with `asyncrl generator`"
     words = [
@@ -50,7 +50,8 @@ def _failures_in_words(status: RunStatus) -> str:
 
 
 def _streak_in_words(streak: FailureStreak, *, limit: int) -> str:
-    """Describes the failures in a row: which part failed, how often, the first cause, and the last if it differs."""
+    """Returns the failures in a row as text: the failing part, the number, the first cause, and the last if it
+    differs."""
     first, last = streak.first, streak.last
     what = "your reward" if first.of_reward and last.of_reward else "generating a group"
     words = f"{what} failed {streak.groups} times in a row (generator.max_data_failures = {limit}): {first.words}"

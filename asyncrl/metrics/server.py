@@ -107,8 +107,8 @@ class MetricsServer:
     async def told(self, *, since_s: float) -> None:
         """Waits until every client of `/sd` has read the list as it is since `since_s` on the monotonic clock.
 
-        Clients that sent no request in the `WATCHED_S` before are not waited for. Returns after `DISCOVERY_S` in any
-        case.
+        A client counts only if it sent a request for `/sd` in the `WATCHED_S` before `since_s`. Returns after
+        `DISCOVERY_S` even if a client has not asked again.
         """
         told_s = self._handler.told_s
         waiting = [path for path, asked_s in told_s.copy().items() if since_s - asked_s < WATCHED_S]

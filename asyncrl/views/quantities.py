@@ -19,7 +19,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in seconds, minutes or hours, by its length.
+    """Returns a duration as text: in seconds, in minutes and seconds, or in hours and minutes.
 
     >>> [duration(seconds) for seconds in (8.25, 59.97, 75, 7322)]
     ['8.2 s', '1 min 0 s', '1 min 15 s', '2 h 2 min']

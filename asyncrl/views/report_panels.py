@@ -175,8 +175,8 @@ def bins_of(steps: Steps, most: int) -> list[Steps]:
 def windows_of(steps: Steps, most: int) -> list[Steps]:
     """Returns bins that begin with the record before their first step, so that totals can be subtracted.
 
-    The first step is only the start of the first window, because its time contains the start of the run. A run of one
-    step is one window.
+    The first record is only used as the start of the first window, because the time until its end contains the start of
+    the run. A run of one step is one window.
     """
     if len(steps) == 1:
         return [steps]
