@@ -26,9 +26,9 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
     @classmethod
     def parse(cls, label: str) -> "Version":
-        """Returns the version with the text form `label`. Raises ValueError for any other text.
+        """Returns the version with the text form `label`.
 
-        vLLM's initial label `default` is such a text.
+        Raises ValueError for any other text, for example for vLLM's initial label `default`.
         """
         incarnation, dot, step = label.partition(".")
         if not (dot and incarnation.isdecimal() and step.isdecimal()):

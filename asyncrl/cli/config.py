@@ -27,7 +27,8 @@ def check(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = 
     that it names exist. Then import your own code, create the reward in a separate process, and read the first rows of
     your dataset.
 
-    Prints ok, or all problems, and then exits with status 2. Sends no request to the Hugging Face Hub.
+    Prints ok if there are no problems. Otherwise prints all problems and exits with status 2. Sends no request to the
+    Hugging Face Hub.
     """
     config, warnings = checked_config(files, overrides, allow_public=allow_public)
     print_warnings([*warnings, *look(config)])

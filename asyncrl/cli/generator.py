@@ -39,7 +39,7 @@ def generator(
       ray get-auth-token --generate
       RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 ray start --head --num-cpus=4
       asyncrl learner   -c configs/quickstart.yaml          # one terminal
-      asyncrl generator -c configs/quickstart.yaml          # another one, or several
+      asyncrl generator -c configs/quickstart.yaml          # another terminal, or several
     """
     outlive_terminal()
     config, warnings = checked_config(files, overrides, roles=[Role.GENERATOR], allow_public=allow_public)

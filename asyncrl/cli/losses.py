@@ -29,6 +29,7 @@ def losses(
       algorithm:
         loss: gspo                            # a preset
         overrides: {surrogate: {hi: 1.001}}   # with another upper bound
+
     A mapping replaces only the fields that it names. The lists gates and penalties are replaced as a whole. An entry of
     the new list takes the fields that it does not name from the preset's entry with the same stat or kind.
     """

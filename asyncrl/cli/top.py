@@ -30,10 +30,11 @@ def top(
         bool, typer.Option("--once", help="Read the metrics twice, print the change between the two, and exit.")
     ] = False,
 ) -> None:
-    """Watch a run live: pools, speed, staleness, buffer, reward, and what limits the speed, over half a minute.
+    """Watch a run live: pools, speed, staleness, buffer, reward, and what limits the speed.
 
-    The command reads the endpoints that the run lists in metrics/targets.json. It needs neither Ray nor Prometheus.
-    You can start and stop it at any time: Ctrl-C ends the view, not the run.
+    Rates and times are those of the last half minute. The command reads the endpoints that the run lists in
+    metrics/targets.json. It needs neither Ray nor Prometheus. You can start and stop it at any time: Ctrl-C ends the
+    view, not the run.
     """
     from rich.console import Console
 
