@@ -276,7 +276,7 @@ def test_a_hub_that_does_not_answer_is_left_alone_when_its_cache_has_the_model(
     prepare(settings("model.tiny=null", f"model.path={CACHED}", "model.max_length=32"))
     assert os.environ["HF_HUB_OFFLINE"] == ("1" if alone else "0")
     assert huggingface_hub.is_offline_mode() == alone
-    assert ("is taken from its cache" in capsys.readouterr().err) == alone
+    assert ("is read from its local cache" in capsys.readouterr().err) == alone
 
 
 def test_f28_a_cached_model_that_is_too_short_is_refused_by_check(cached: Path) -> None:
