@@ -72,8 +72,8 @@ class ReasoningGym:
         for option in self._options:
             if option not in known:
                 raise ConfigError(
-                    f"{_OPTIONS_KEY}: {self._name} has no option {option!r}{suggest(option, known)}; it has "
-                    f"{', '.join(known) or 'none'}",
+                    f"{_OPTIONS_KEY}: {self._name} has no option {option!r}; it has {', '.join(known) or 'none'}"
+                    f"{suggest(option, known)}",
                     key=_OPTIONS_KEY,
                 )
         try:

@@ -64,7 +64,7 @@ def test_other_padding_than_asked_for_is_found() -> None:
 
 
 def test_columns_that_have_no_ids_are_a_value_error_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"there are \['input_ids', 'rewards'\]"):
+    with pytest.raises(ValueError, match=r"the columns are \['input_ids', 'rewards'\]"):
         verify_right_padding({"input_ids": torch.zeros(1, 1), "rewards": torch.zeros(1)})
 
 

@@ -138,17 +138,17 @@ def test_a_sequence_that_no_bin_holds_is_a_value_error_with_its_place_and_the_li
 
 
 def test_an_unknown_name_is_a_value_error_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="unknown packing algorithm 'best'; there are concatenative, first_fit_decr"):
+    with pytest.raises(ValueError, match="unknown packing algorithm 'best'; use one of concatenative, first_fit_decr"):
         get_packer("best", 10)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bin_capacity": 0}, "bin_capacity is 0, it must be at least 1"),
+        ({"bin_capacity": 0}, "bin_capacity is 0, but must be at least 1"),
         ({"bin_capacity": -5}, "bin_capacity is -5"),
-        ({"min_bin_count": -1}, "min_bin_count is -1, it must be at least 0"),
-        ({"bin_count_multiple": -2}, "bin_count_multiple is -2, it must be at least 1"),
+        ({"min_bin_count": -1}, "min_bin_count is -1, but must be at least 0"),
+        ({"bin_count_multiple": -2}, "bin_count_multiple is -2, but must be at least 1"),
         ({"bin_count_multiple": 0}, "bin_count_multiple is 0"),
     ],
 )

@@ -180,8 +180,8 @@ def test_bin_b_is_a_micro_batch_of_shard_b_modulo_the_shards() -> None:
         (10, 2, 4, r"Total batch size \(10\) is not a multiple of batch_size \(4\)"),
         (10, 2, 5, r"Batch size \(5\) is not a multiple of shards \(2\)"),
         (9, 2, None, r"Batch size \(9\) is not a multiple of shards \(2\)"),
-        (9, 0, None, "shards is 0, it must be at least 1"),
-        (9, 1, 0, "batch_size is 0, it must be at least 1"),
+        (9, 0, None, "shards is 0, but must be at least 1"),
+        (9, 1, 0, "batch_size is 0, but must be at least 1"),
     ],
 )
 def test_numbers_that_do_not_divide_are_assertion_errors_in_every_mode(
@@ -210,7 +210,7 @@ def test_fewer_sequences_than_bins_are_a_value_error() -> None:
 
 @pytest.mark.parametrize("multiple", [0, -8])
 def test_a_multiple_below_one_is_a_value_error(multiple: int) -> None:
-    with pytest.raises(ValueError, match=f"sequence_length_round is {multiple}, it must be at least 1"):
+    with pytest.raises(ValueError, match=f"sequence_length_round is {multiple}, but must be at least 1"):
         plan_dynamic([1], shards=1, args=dynamic_args(multiple=multiple))
-    with pytest.raises(ValueError, match=f"sequence_length_pad_multiple is {multiple}, it must be at least 1"):
+    with pytest.raises(ValueError, match=f"sequence_length_pad_multiple is {multiple}, but must be at least 1"):
         plan_packed([1], shards=1, args=packing_args(multiple=multiple))

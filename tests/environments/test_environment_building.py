@@ -159,7 +159,7 @@ def test_a_function_may_yield_tasks_without_prompts_and_dicts_whose_other_keys_a
         ("conversations", r"row 1 has 'question' of type list, not a string: a prompt is the text of one turn"),
         (
             "other_columns",
-            r"none of its first 100 rows can be used; row 1 has no key 'prompt', only \['answer', 'question",
+            r"none of its first 100 rows can be used; row 1 has no key 'prompt', but only \['answer', 'question",
         ),
         ("returns_nothing", r"returned a NoneType; return or yield asyncrl Tasks, or dicts"),
     ],

@@ -281,7 +281,7 @@ def test_an_async_reward_that_ignores_its_cancellation_retires_the_process() -> 
     result = scored(judge, "a", "b", timeout_s=0.1)
     assert result.failure is not None
     assert result.failure.reason == RewardFailure.TIMEOUT
-    assert result.retire == "did not end when it was cancelled"
+    assert result.retire == "has a reward call that did not end when it was cancelled"
 
 
 def test_an_async_reward_that_stops_its_loop_is_a_failure() -> None:

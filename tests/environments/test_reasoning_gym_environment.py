@@ -64,7 +64,7 @@ def test_equal_seeds_draw_equal_tasks_and_neighbouring_seeds_do_not_overlap() ->
             "spell_backward",
             {"min_len": 3},
             "environment.options.task_options",
-            "spell_backward has no 'min_len'; did you mean 'min_word_len'.*there are min_word_len, max_word_len",
+            "has no option 'min_len'; it has min_word_len, max_word_len, .*; did you mean 'min_word_len'",
         ),
         ("spell_backward", {"min_word_len": 0}, "environment.options.task_options", "must be positive"),
         ("spell_backward", {"seed": 3}, "environment.options.task_options", r"run\.seed"),

@@ -12,7 +12,7 @@ from asyncrl.environments.scoring_messages import MAX_FRAME_BYTES, Group, Progre
 def test_a_frame_beyond_the_limit_is_refused_before_it_is_sent() -> None:
     task = Task(question="q", prompt="q", answer="a")
     huge = Group(task=task, completions=("x" * (MAX_FRAME_BYTES + 1),))
-    with pytest.raises(ValueError, match="beyond the limit"):
+    with pytest.raises(ValueError, match="more than the limit"):
         encode(Request(id=7, groups=(huge,)))
 
 

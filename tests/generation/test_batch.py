@@ -100,7 +100,7 @@ async def test_a_prompt_without_room_is_refused_and_ends_the_other_rows(length: 
 async def test_f25_a_token_without_a_log_prob_is_refused() -> None:
     engine = Recorded()
     engine.answer = lambda prompt: completion(3, logprobs=2)
-    with pytest.raises(HandshakeError, match="3 tokens with 2 log-probs"):
+    with pytest.raises(HandshakeError, match="3 tokens, but 2 log-probs"):
         await run(engine)
 
 

@@ -102,5 +102,5 @@ def test_f25_columns_that_are_not_as_long_as_the_tokens_do_not_pass(column: str)
         "text": "",
         "truncated": False,
     }
-    with pytest.raises(HandshakeError, match="returned 2 tokens with"):
+    with pytest.raises(HandshakeError, match="returned 2 tokens, but"):
         check_completion(Completion(**(kept | {column: kept[column][:1]})))  # type: ignore[arg-type, index]

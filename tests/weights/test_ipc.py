@@ -133,7 +133,7 @@ def test_f12_a_flipped_bit_is_refused_before_anything_is_applied() -> None:
 
 def test_groups_are_asked_for_in_order_and_after_they_were_prepared() -> None:
     trainer = Trainer()
-    with pytest.raises(AssertionError, match="comes first"):
+    with pytest.raises(AssertionError, match="call prepare_weights_for_ipc"):
         get_weights_ipc_handles(trainer, ["a"])
     first, second, third = prepare(trainer, 160)
     with pytest.raises(WeightError, match="the next group is a, b"):
@@ -143,7 +143,7 @@ def test_groups_are_asked_for_in_order_and_after_they_were_prepared() -> None:
     with pytest.raises(WeightError, match="the next group is none"):
         get_weights_ipc_handles(trainer, first)
     release_weights_for_ipc(trainer)
-    with pytest.raises(AssertionError, match="comes first"):
+    with pytest.raises(AssertionError, match="call prepare_weights_for_ipc"):
         get_weights_ipc_handles(trainer, first)
 
 
