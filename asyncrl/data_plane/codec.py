@@ -218,7 +218,9 @@ def _encoded(name: str, column: Any, *, lengths: Sequence[int] | None) -> Column
                 f"field {name!r}: an array of {column.dtype} cannot be stored ({error}); use a list"
             ) from None
     if not isinstance(column, torch.Tensor):
-        raise TypeError(f"field {name!r} is a {type(column).__name__}, but must be a tensor, an array or a list")
+        raise TypeError(
+            f"field {name!r} has the type {type(column).__name__}, but must be a tensor, an array or a list"
+        )
     if column.is_nested:
         column = column.detach().cpu()
         rows = list(column.unbind())

@@ -144,7 +144,7 @@ def _column(name: str, given: Any) -> torch.Tensor | list[Any]:
     column = plain(given)
     if not isinstance(column, torch.Tensor | list):
         kind = type(column).__name__
-        raise TypeError(f"field {name!r} is a {kind}, but must be a tensor, a list or an array of objects")
+        raise TypeError(f"field {name!r} has the type {kind}, but must be a tensor, a list or an array of objects")
     return column
 
 

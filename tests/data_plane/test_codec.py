@@ -126,7 +126,7 @@ def test_a_gradient_does_not_travel() -> None:
         ({"x": torch.zeros(2), "y": [1]}, None, ValueError, "different numbers of rows: {'x': 2, 'y': 1}"),
         ({"x": torch.tensor(1)}, None, ValueError, "is a scalar"),
         ({"x": np.array(["a"])}, None, TypeError, "'x'.*use a list"),
-        ({"x": {"a": 1}}, None, TypeError, "is a dict, but must be"),
+        ({"x": {"a": 1}}, None, TypeError, "has the type dict, but must be"),
     ],
 )
 def test_what_cannot_travel_is_refused_by_name(

@@ -138,9 +138,9 @@ def test_packed_columns_are_put_and_read_as_the_padded_ones_are() -> None:
 
 
 def test_columns_of_other_types_and_layouts_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"'x' is a dict, but must be"):
+    with pytest.raises(TypeError, match=r"'x' has the type dict, but must be"):
         pack_jagged_fields({"x": {}}, lengths=None)
-    with pytest.raises(TypeError, match=r"'x' is a ndarray"):
+    with pytest.raises(TypeError, match=r"'x' has the type ndarray, but must be"):
         materialize({"x": np.ones(2)})
     with pytest.raises(ValueError, match="'flat'"):
         materialize({}, layout="flat")  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ def test_the_rows_of_a_tensordict_are_counted() -> None:
 
 
 def test_a_tensordict_inside_a_tensordict_is_no_column() -> None:
-    with pytest.raises(TypeError, match=r"'inner' is a TensorDict, but must be"):
+    with pytest.raises(TypeError, match=r"'inner' has the type TensorDict, but must be"):
         encode(tensordict.TensorDict({"inner": {"x": torch.ones(3)}}, batch_size=[3]))
 
 
