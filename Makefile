@@ -28,6 +28,7 @@ check: $(STAMP)
 	$(BIN)/python -m asyncrl.config.docs --check
 	$(BIN)/python -m asyncrl.metrics.docs --check
 	$(BIN)/python dashboards/build.py --check
+	$(BIN)/python docs/faults.py --check
 	$(BIN)/python -m pytest -q tests/test_security.py
 
 # Breaks the loss and the advantages on purpose in many ways, one at a time. Each break must make a test fail. Takes
@@ -44,6 +45,7 @@ docs: $(STAMP)
 	$(BIN)/python -m asyncrl.config.docs
 	$(BIN)/python -m asyncrl.metrics.docs
 	$(BIN)/python dashboards/build.py
+	$(BIN)/python docs/faults.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv

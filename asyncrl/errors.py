@@ -1,6 +1,6 @@
 """All errors that asyncrl raises on purpose, in one tree.
 
-A code such as (F33) is the number of a fault in the project's fault list.
+A code such as (F33) is the number of a fault in docs/faults.md.
 
 AsyncRLError
 ├── ConfigError                the run cannot use a value of the configuration

@@ -75,7 +75,8 @@ def test_groups_of_one_and_groups_of_equal_rewards_learn_from_the_batch_only_wit
 
 @pytest.mark.parametrize("name", WITH_GROUP_BASELINE)
 @pytest.mark.parametrize("reward", [0.1, -1 / 3, 1e6])
-def test_f20_a_group_that_says_nothing_is_exactly_zero_beside_groups_that_do(name: str, reward: float) -> None:
+@pytest.mark.fault("F20")
+def test_a_group_that_says_nothing_is_exactly_zero_beside_groups_that_do(name: str, reward: float) -> None:
     """Rounding errors of the group's mean or the batch's mean must not become advantages. One group has equal rewards,
     and one group has a single member."""
     rewards = torch.tensor([reward, 1.0, reward, 0.25, reward, 0.0, 7.0], dtype=torch.float64)
@@ -94,7 +95,8 @@ def test_groups_are_found_by_id_not_by_position(name: str) -> None:
 @pytest.mark.parametrize("name", OF_REWARDS)
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1 / 3, 1e6])
-def test_f20_equal_rewards_and_single_members_give_exactly_zero(name: str, size: int, reward: float) -> None:
+@pytest.mark.fault("F20")
+def test_equal_rewards_and_single_members_give_exactly_zero(name: str, size: int, reward: float) -> None:
     """0.1 added three times and divided by 3 is not 0.1, so a check `std > 0` would let this rounding error through."""
     rewards = torch.full((size,), reward, dtype=torch.float64)
     assert advantages(name, rewards, torch.zeros(size, dtype=torch.int64)) == [0.0] * size

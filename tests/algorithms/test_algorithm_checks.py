@@ -24,7 +24,8 @@ def warnings(*overrides: str) -> list[str]:
     return check_algorithm(load_config([], overrides))
 
 
-def test_f28_an_uncorrected_loss_is_refused_unless_synchronous() -> None:
+@pytest.mark.fault("F28")
+def test_an_uncorrected_loss_is_refused_unless_synchronous() -> None:
     [violation] = violations("algorithm.loss=dapo")
     assert "algorithm.loss = dapo has no off-policy correction" in violation
     assert "staleness.max_versions = 2" in violation
@@ -33,7 +34,8 @@ def test_f28_an_uncorrected_loss_is_refused_unless_synchronous() -> None:
 
 
 @pytest.mark.parametrize("loss", [name for name, preset in PRESETS.items() if not is_corrected(preset.objective)])
-def test_f28_an_uncorrected_loss_is_answered_with_presets_that_run_as_they_are(loss: str) -> None:
+@pytest.mark.fault("F28")
+def test_an_uncorrected_loss_is_answered_with_presets_that_run_as_they_are(loss: str) -> None:
     objective = PRESETS[loss].objective
     nearest = nearest_corrected(objective, with_critic=False)
     assert len(nearest) > 3
@@ -53,13 +55,15 @@ def test_the_nearest_preset_is_the_one_with_the_fewest_other_axes() -> None:
     assert nearest_corrected(PRESETS["dppo_tv"].objective, with_critic=False)[0] == "dppo_tv"
 
 
-def test_f28_a_penalty_is_no_correction() -> None:
+@pytest.mark.fault("F28")
+def test_a_penalty_is_no_correction() -> None:
     pulled = "algorithm.overrides={penalties: [{kind: k2, q: behaviour, beta: 1}]}"
     assert "no off-policy correction" in violations("algorithm.loss=dapo", pulled)[0]
 
 
 @pytest.mark.parametrize("loss", ["ppo", "vapo", "vtrace"])
-def test_f28_a_baseline_that_needs_a_critic_is_refused_with_the_reason(loss: str) -> None:
+@pytest.mark.fault("F28")
+def test_a_baseline_that_needs_a_critic_is_refused_with_the_reason(loss: str) -> None:
     found = violations(f"algorithm.loss={loss}", "staleness.max_versions=0")
     assert "needs a critic" in found[0]
     assert ("product of the ratios of all later tokens" in found[0]) == (loss == "vtrace")
@@ -67,13 +71,15 @@ def test_f28_a_baseline_that_needs_a_critic_is_refused_with_the_reason(loss: str
     warnings(f"algorithm.loss={loss}", "critic={}", "staleness.max_versions=0")
 
 
-def test_f28_a_critic_that_no_estimator_uses_is_refused() -> None:
+@pytest.mark.fault("F28")
+def test_a_critic_that_no_estimator_uses_is_refused() -> None:
     assert "does not use a critic; remove the section critic" in violations("critic={}")[0]
     assert "does not use a critic" in violations("critic.lam=0.9", "algorithm.advantage=mine:estimator")[0]
     warnings("critic={}", "algorithm.advantage=gae")
 
 
-def test_f28_gae_s_options_are_refused_with_v_trace() -> None:
+@pytest.mark.fault("F28")
+def test_gae_s_options_are_refused_with_v_trace() -> None:
     lambdas = ("critic={value_lam: 1.0, length_alpha: 0.05}",)
     assert [
         "critic.value_lam = 1" in line or "critic.length_alpha = 0.05" in line
@@ -86,29 +92,34 @@ def test_a_critic_lets_a_group_have_one_sample() -> None:
     warnings("critic={}", "algorithm.advantage=gae", "learner.group_size=1")
 
 
-def test_f28_a_group_of_one_has_no_other_sample_to_compare_with() -> None:
+@pytest.mark.fault("F28")
+def test_a_group_of_one_has_no_other_sample_to_compare_with() -> None:
     assert "learner.group_size = 1" in violations("learner.group_size=1")[0]
     warnings("learner.group_size=1", "algorithm.advantage=mine:estimator")
 
 
-def test_f28_a_misspelt_baseline_says_what_was_meant_and_presets_name_built_in_ones() -> None:
+@pytest.mark.fault("F28")
+def test_a_misspelt_baseline_says_what_was_meant_and_presets_name_built_in_ones() -> None:
     assert "did you mean 'group_norm'" in violations("algorithm.advantage=group_nrom")[0]
     assert {preset.baseline for preset in PRESETS.values()} <= {*OUTCOMES, *CRITIC_BASED, None}
 
 
-def test_f28_a_penalty_buffer_longer_than_a_completion_is_refused_where_it_matters() -> None:
+@pytest.mark.fault("F28")
+def test_a_penalty_buffer_longer_than_a_completion_is_refused_where_it_matters() -> None:
     long = ("algorithm.overlong_buffer_tokens=17",)
     assert "must be at most generator.max_completion_tokens = 16" in violations("algorithm.overlong=penalise", *long)[0]
     warnings(*long)
 
 
-def test_f28_masking_zero_variance_is_refused_where_no_group_has_any() -> None:
+@pytest.mark.fault("F28")
+def test_masking_zero_variance_is_refused_where_no_group_has_any() -> None:
     alone = ("learner.group_size=1", "algorithm.advantage=reinforce_pp")
     assert "nothing would be trained" in violations("algorithm.zero_variance=mask", *alone)[0]
     warnings(*alone)
 
 
-def test_f28_overrides_of_no_preset_are_refused() -> None:
+@pytest.mark.fault("F28")
+def test_overrides_of_no_preset_are_refused() -> None:
     assert "algorithm.overrides" in violations("algorithm.loss=mine:loss", "algorithm.overrides={weight: null}")[0]
 
 
@@ -164,7 +175,8 @@ def test_a_correction_by_ratio_and_by_weight_is_said_to_be_two() -> None:
     assert not any("corrects twice" in line for line in warnings("algorithm.loss=aipo"))
 
 
-def test_f28_a_correction_that_an_override_took_away_is_asked_for_by_its_axis() -> None:
+@pytest.mark.fault("F28")
+def test_a_correction_that_an_override_took_away_is_asked_for_by_its_axis() -> None:
     with pytest.raises(ConfigError, match=r"decoupled_icepop with algorithm.overrides has no off-policy.*anchor: beh"):
         warnings("algorithm.overrides={weight: null}")
 
@@ -180,7 +192,8 @@ def test_an_advantage_with_options_is_checked_like_a_name() -> None:
     assert "does not use a critic" in violations("critic={}", "algorithm.advantage={name: mine:fn, factor: 2}")[0]
 
 
-def test_f28_what_a_run_does_not_have_is_refused_with_the_reason() -> None:
+@pytest.mark.fault("F28")
+def test_what_a_run_does_not_have_is_refused_with_the_reason() -> None:
     for advantage in ("gdpo", "{name: group_norm, rewards: components}"):
         assert "a run's environment gives one" in violations(f"algorithm.advantage={advantage}")[0]
     assert "reads the reward of a greedy completion" in violations("algorithm.advantage=remax")[0]
@@ -192,7 +205,8 @@ def test_f28_what_a_run_does_not_have_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("name", ["group_norm", "leave_one_out_std", "maxrl", "gpg", "opo", "gr3", "gae"])
-def test_f28_estimators_that_compare_a_group_refuse_a_group_of_one(name: str) -> None:
+@pytest.mark.fault("F28")
+def test_estimators_that_compare_a_group_refuse_a_group_of_one(name: str) -> None:
     alone = ("learner.group_size=1", *(("critic={}",) if name == "gae" else ()))
     if name == "gae":
         warnings(f"algorithm.advantage={name}", *alone)
@@ -226,14 +240,16 @@ def pushes_opposite_tokens(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("dr_grpo", "m2po")])
-def test_f28_token_advantages_are_refused_just_where_a_sequence_averages_them(name: str) -> None:
+@pytest.mark.fault("F28")
+def test_token_advantages_are_refused_just_where_a_sequence_averages_them(name: str) -> None:
     """The gradient shows which presets these are. dr_grpo and m2po are left out, because their constant and their bound
     are not set here."""
     assert averages_advantages(PRESETS[name].objective) == (not pushes_opposite_tokens(name))
 
 
 @pytest.mark.parametrize("loss", ["gspo", "luspo", "gmpo"])
-def test_f28_a_ratio_of_the_sequence_with_token_advantages_is_refused(loss: str) -> None:
+@pytest.mark.fault("F28")
+def test_a_ratio_of_the_sequence_with_token_advantages_is_refused(loss: str) -> None:
     here = (f"algorithm.loss={loss}", "critic={}", "staleness.max_versions=0")
     [violation] = violations(*here, "algorithm.advantage=gae")
     assert f"algorithm.loss = {loss} has one ratio a sequence" in violation
@@ -245,7 +261,8 @@ KL = "algorithm.advantage={name: reinforce_pp, kl: {beta: 0.01}}"
 
 
 @pytest.mark.parametrize("options", ["kl: {beta: 0.01}", "gamma: 0.9"])
-def test_f28_token_advantages_without_a_critic_are_refused_with_a_ratio_of_the_sequence(options: str) -> None:
+@pytest.mark.fault("F28")
+def test_token_advantages_without_a_critic_are_refused_with_a_ratio_of_the_sequence(options: str) -> None:
     here = ("algorithm.loss=gspo", "staleness.max_versions=0")
     [violation] = violations(*here, f"algorithm.advantage={{name: reinforce_pp_baseline, {options}}}")
     assert "algorithm.advantage = reinforce_pp_baseline with kl or gamma gives every token" in violation
@@ -253,7 +270,8 @@ def test_f28_token_advantages_without_a_critic_are_refused_with_a_ratio_of_the_s
     warnings("algorithm.loss=gspo_token", here[1], f"algorithm.advantage={{name: reinforce_pp_baseline, {options}}}")
 
 
-def test_f28_a_kl_in_the_reward_that_is_impossible_is_refused() -> None:
+@pytest.mark.fault("F28")
+def test_a_kl_in_the_reward_that_is_impossible_is_refused() -> None:
     assert not warnings(KL)
     assert not warnings("critic={}", "algorithm.advantage={name: gae, kl: {beta: 0.01, kind: k3}}")
     for advantage, words in (

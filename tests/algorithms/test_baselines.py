@@ -149,7 +149,8 @@ def test_vapo_s_critic_is_the_papers() -> None:
         ({"name": "gae", "whiten": "none", "eps": 1e-3}, ["eps: the option has no effect"]),
     ],
 )
-def test_f28_impossible_and_idle_options_are_refused(advantage: Any, words: list[str]) -> None:
+@pytest.mark.fault("F28")
+def test_impossible_and_idle_options_are_refused(advantage: Any, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_advantage(advantage)
     for word in words:
@@ -196,7 +197,8 @@ def test_an_own_estimator_with_a_parameter_samples_gets_all_that_is_known() -> N
         ({"name": "builtins:len"}, r"with \(rewards, group_ids\): too many positional"),
     ],
 )
-def test_f28_options_that_an_own_estimator_does_not_take_are_refused(own: dict[str, Any], words: str) -> None:
+@pytest.mark.fault("F28")
+def test_options_that_an_own_estimator_does_not_take_are_refused(own: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve_estimator(own)
 

@@ -171,7 +171,8 @@ def test_aggregations_by_hand(aggregation: Aggregation, expected: float) -> None
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_f24_nothing_to_train_gives_zero_with_a_graph(aggregation: Aggregation) -> None:
+@pytest.mark.fault("F24")
+def test_nothing_to_train_gives_zero_with_a_graph(aggregation: Aggregation) -> None:
     data, logits = make_batch()
     data["sample_mask"] = torch.zeros(ROWS, dtype=torch.float64)
     loss, gradient, metrics = loss_and_gradient(ObjectiveLoss(objective(aggregation)), data, logits)

@@ -187,7 +187,8 @@ def test_what_does_not_divide_by_the_samplers_probability_is_no_correction(axes:
         ),
     ],
 )
-def test_f28_an_axis_that_does_nothing_is_refused(axes: dict[str, Any], words: str) -> None:
+@pytest.mark.fault("F28")
+def test_an_axis_that_does_nothing_is_refused(axes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve_objective(axes, {})
 
@@ -213,7 +214,8 @@ def test_a_gate_that_has_one_bound_of_two_or_a_budget_has_enough() -> None:
         ({"surrogate": {"kind": "regression", "beta": math.inf}}, "beta"),
     ],
 )
-def test_f28_numbers_without_a_meaning_are_refused(axes: dict[str, Any], words: str) -> None:
+@pytest.mark.fault("F28")
+def test_numbers_without_a_meaning_are_refused(axes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve_objective({"surrogate": {"kind": "linear"}, **axes}, {})
 
@@ -312,7 +314,8 @@ def test_a_weight_can_be_added_to_an_uncorrected_preset() -> None:
         ("tis", {"weight": {"hi": "inf"}}, ["infinity is written .inf"]),
     ],
 )
-def test_f28_impossible_choices_are_refused(name: str, overrides: dict[str, Any], words: list[str]) -> None:
+@pytest.mark.fault("F28")
+def test_impossible_choices_are_refused(name: str, overrides: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_objective(name, overrides)
     for word in words:
@@ -332,12 +335,14 @@ def test_an_overridden_gate_keeps_what_it_does_not_name() -> None:
 
 
 @pytest.mark.parametrize("bounds", [{"lo": 0.5}, {"lo": 1.0, "hi": 1.0}, {"hi": 0.0}, {"hi": -1.0}])
-def test_f28_a_kernel_capped_at_the_effective_share_has_no_lower_bound(bounds: dict[str, float]) -> None:
+@pytest.mark.fault("F28")
+def test_a_kernel_capped_at_the_effective_share_has_no_lower_bound(bounds: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="must have lo 0 and hi above 0"):
         resolve_objective("p3o", {"surrogate": {"positive": bounds}})
 
 
 @pytest.mark.parametrize("bounds", [{"hi": 0.2}, {"lo": 0.2, "hi": 0.28}, {"lo": 1.5, "hi": 2.0}])
-def test_f28_a_kernel_s_bounds_are_ratios_about_1(bounds: dict[str, float]) -> None:
+@pytest.mark.fault("F28")
+def test_a_kernel_s_bounds_are_ratios_about_1(bounds: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="ratios and must satisfy 0 ≤ lo ≤ 1 ≤ hi"):
         resolve_objective("aipo", {"surrogate": {"positive": bounds}})

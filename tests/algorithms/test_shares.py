@@ -127,7 +127,8 @@ def test_packed_rows_bring_their_columns_a_token() -> None:
     torch.testing.assert_close(gradient.reshape(rows, width), expected_gradient)
 
 
-def test_f24_an_update_without_a_trained_or_a_good_token_is_zero_with_a_graph() -> None:
+@pytest.mark.fault("F24")
+def test_an_update_without_a_trained_or_a_good_token_is_zero_with_a_graph() -> None:
     data = batch()
     data["sample_mask"] = torch.zeros_like(data["sample_mask"])
     objective = Objective(surrogate=Reinforce(), penalties=(IMITATION,), aggregation=Aggregation.PROMPT_MEAN)
@@ -165,6 +166,7 @@ def test_a_loss_says_what_it_counts_by_and_where_its_coefficients_come_from() ->
 
 
 @pytest.mark.parametrize("idle", [{"q": "proximal"}, {"corrected_by": "current"}])
-def test_f28_the_likelihood_of_good_rows_compares_with_no_other_policy(idle: dict[str, str]) -> None:
+@pytest.mark.fault("F28")
+def test_the_likelihood_of_good_rows_compares_with_no_other_policy(idle: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="remove q and corrected_by"):
         resolve_objective("dapo", {"penalties": [{"kind": "positive_nll", "beta": 0.1, **idle}]})

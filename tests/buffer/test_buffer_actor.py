@@ -83,7 +83,8 @@ async def free_a_slot(buffer: BufferActor, key: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_f16_a_wait_ends_with_a_ticket_as_soon_as_a_slot_is_free() -> None:
+@pytest.mark.fault("F16")
+async def test_a_wait_ends_with_a_ticket_as_soon_as_a_slot_is_free() -> None:
     buffer = actor(ClearedRows())
     held = await buffer.reserve("a", NOW, 2, 0.0)
     waiting = await a_waiting_reserve(buffer)
@@ -92,7 +93,8 @@ async def test_f16_a_wait_ends_with_a_ticket_as_soon_as_a_slot_is_free() -> None
 
 
 @pytest.mark.asyncio
-async def test_f16_a_wait_cancelled_in_the_moment_of_its_ticket_leaks_no_slot() -> None:
+@pytest.mark.fault("F16")
+async def test_a_wait_cancelled_in_the_moment_of_its_ticket_leaks_no_slot() -> None:
     buffer = actor(ClearedRows())
     held = await buffer.reserve("a", NOW, 2, 0.0)
     waiting = await a_waiting_reserve(buffer)
@@ -104,14 +106,16 @@ async def test_f16_a_wait_cancelled_in_the_moment_of_its_ticket_leaks_no_slot() 
 
 
 @pytest.mark.asyncio
-async def test_f16_a_full_buffer_says_why_when_the_wait_is_over() -> None:
+@pytest.mark.fault("F16")
+async def test_a_full_buffer_says_why_when_the_wait_is_over() -> None:
     buffer = actor(ClearedRows())
     await buffer.reserve("a", NOW, 2, 0.0)
     assert await buffer.reserve("b", NOW, 2, 0.0) == Reservation(tickets=(), refusal=Refusal.STALENESS)
 
 
 @pytest.mark.asyncio
-async def test_f40_rows_of_a_generator_that_was_declared_dead_are_cleared_and_its_commit_is_refused() -> None:
+@pytest.mark.fault("F40")
+async def test_rows_of_a_generator_that_was_declared_dead_are_cleared_and_its_commit_is_refused() -> None:
     rows = ClearedRows()
     buffer = actor(rows)
     (ticket, other) = (await buffer.reserve("zombie", NOW, 2, 0.0)).tickets
@@ -168,7 +172,8 @@ async def test_state_seconds_say_who_waits_and_add_up() -> None:
 
 
 @pytest.mark.asyncio
-async def test_f5_only_a_commit_that_is_accepted_is_progress() -> None:
+@pytest.mark.fault("F5")
+async def test_only_a_commit_that_is_accepted_is_progress() -> None:
     now_s = 0.0
     config = Config.model_validate({"learner": {"groups_per_step": 2, "group_size": 2}})
     tasks = [Task(question="q", prompt="q", answer="")]

@@ -21,6 +21,7 @@ def membership(clock: Clock) -> Membership:
     return Membership(shared={"staleness.max_versions": 2, "run.seed": 0}, timeout_s=10.0, clock=clock)
 
 
+@pytest.mark.fault("F32")
 def test_a_deployment_with_another_config_is_refused_by_the_key_that_differs() -> None:
     members = membership(Clock())
     with pytest.raises(RunMismatch, match=r"staleness.max_versions = 4.*started with 2"):
@@ -40,7 +41,8 @@ def test_who_only_asks_whether_it_may_attach_is_no_member() -> None:
         members.check(deployment("l2", Role.LEARNER), shared=shared)
 
 
-def test_f35_a_second_learner_is_refused_and_told_who_holds_the_run() -> None:
+@pytest.mark.fault("F35")
+def test_a_second_learner_is_refused_and_told_who_holds_the_run() -> None:
     members = membership(Clock())
     shared = {"staleness.max_versions": 2, "run.seed": 0}
     members.attach(deployment("l1", Role.LEARNER), shared=shared)
@@ -75,7 +77,8 @@ def test_the_last_that_leaves_is_told_so_and_the_silent_do_not_count() -> None:
     assert not members.keep("g2")
 
 
-def test_f25_another_tokenizer_fails_the_handshake_and_both_fingerprints_are_shown() -> None:
+@pytest.mark.fault("F25")
+def test_another_tokenizer_fails_the_handshake_and_both_fingerprints_are_shown() -> None:
     members = membership(Clock())
     members.handshake(who="the learner", fingerprint="97:aa")
     members.handshake(who="generator a", fingerprint="97:aa")

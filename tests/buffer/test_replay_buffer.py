@@ -235,7 +235,8 @@ def test_a_failure_of_a_ticket_that_is_over_or_of_an_older_incarnation_changes_n
     assert scene.buffer.failures.counts() == ()
 
 
-def test_f2_tickets_of_a_killed_generator_expire_and_go_elsewhere_with_the_same_seeds() -> None:
+@pytest.mark.fault("F2")
+def test_tickets_of_a_killed_generator_expire_and_go_elsewhere_with_the_same_seeds() -> None:
     scene = Scene()
     lost = scene.reserve(2, replica="killed")
     scene.commit(lost[0])
@@ -256,7 +257,8 @@ def test_f2_tickets_of_a_killed_generator_expire_and_go_elsewhere_with_the_same_
     assert (account.events[Event.TICKET_EXPIRED], account.events[Event.REPLICA_LOST]) == (1, 1)
 
 
-def test_f40_a_generator_that_comes_back_from_the_dead_is_refused_by_its_attempt() -> None:
+@pytest.mark.fault("F40")
+def test_a_generator_that_comes_back_from_the_dead_is_refused_by_its_attempt() -> None:
     scene = Scene()
     (zombie,) = scene.reserve(1, replica="zombie")
     scene.buffer.leave("zombie")
@@ -278,7 +280,8 @@ def test_f40_a_generator_that_comes_back_from_the_dead_is_refused_by_its_attempt
 # Commits.
 
 
-def test_f18_a_commit_twice_late_unknown_or_after_a_restore_is_counted_and_changes_nothing() -> None:
+@pytest.mark.fault("F18")
+def test_a_commit_twice_late_unknown_or_after_a_restore_is_counted_and_changes_nothing() -> None:
     scene = Scene()
     first, second, third = scene.reserve(3)
     scene.commit(first, second)
@@ -307,7 +310,8 @@ def test_f18_a_commit_twice_late_unknown_or_after_a_restore_is_counted_and_chang
     assert scene.buffer.commit(finished(first)) is CommitOutcome.DUPLICATE  # also after the group was trained
 
 
-def test_f18_a_ticket_of_an_older_incarnation_never_meets_the_same_key_of_this_one() -> None:
+@pytest.mark.fault("F18")
+def test_a_ticket_of_an_older_incarnation_never_meets_the_same_key_of_this_one() -> None:
     scene = Scene()
     (ticket,) = scene.reserve(1)
     older = msgspec.structs.replace(finished(ticket), incarnation=0)
@@ -341,7 +345,8 @@ def test_metadata_that_contradicts_its_ticket_is_our_bug_and_leaves_the_ticket_a
     scene.commit(ticket)
 
 
-def test_f15_a_group_may_be_newer_than_its_ticket_but_keeps_the_deadline_of_its_reserve() -> None:
+@pytest.mark.fault("F15")
+def test_a_group_may_be_newer_than_its_ticket_but_keeps_the_deadline_of_its_reserve() -> None:
     scene = Scene(eta=1, per_step=1)
     first, second = scene.reserve(2)
     scene.commit(first)
@@ -355,7 +360,8 @@ def test_f15_a_group_may_be_newer_than_its_ticket_but_keeps_the_deadline_of_its_
 # Capacity.
 
 
-def test_f16_a_full_buffer_refuses_and_a_wait_that_is_given_up_leaks_no_slot() -> None:
+@pytest.mark.fault("F16")
+def test_a_full_buffer_refuses_and_a_wait_that_is_given_up_leaks_no_slot() -> None:
     scene = Scene(eta=3, per_step=2, capacity_groups=3)
     tickets = scene.reserve(3)
     for _ in range(5):  # each time, a generator reserves, is refused, and gives up
@@ -367,7 +373,8 @@ def test_f16_a_full_buffer_refuses_and_a_wait_that_is_given_up_leaks_no_slot() -
     assert len(scene.reserve(9)) == 2
 
 
-def test_f16_bytes_are_booked_at_their_worst_and_refunded_at_commit() -> None:
+@pytest.mark.fault("F16")
+def test_bytes_are_booked_at_their_worst_and_refunded_at_commit() -> None:
     scene = Scene(eta=3, per_step=2, capacity_bytes=250, worst_group_bytes=100)
     answer = scene.buffer.reserve("a", version=Version(1, 0), count=9)
     assert (len(answer.tickets), answer.refusal) == (2, Refusal.CAPACITY)
@@ -438,7 +445,8 @@ def test_a_replica_that_reserves_before_its_first_heartbeat_is_known_by_what_it_
     assert (view.replica, view.version, view.free_slots, view.reserved_groups) == ("new", Version(1, 0), 1, 2)
 
 
-def test_f13_a_publication_is_repeated_without_effect_never_undone_and_refused_from_another_incarnation() -> None:
+@pytest.mark.fault("F13")
+def test_a_publication_is_repeated_without_effect_never_undone_and_refused_from_another_incarnation() -> None:
     scene = Scene(eta=1, per_step=1)
     scene.commit(*scene.reserve(2))
     scene.train()

@@ -103,7 +103,8 @@ def test_rule_2_is_checked_at_every_deadline_and_names_the_first_that_fails(
         ({"max_staleness_versions": -1}, "max_staleness_versions is -1"),
     ],
 )
-def test_f28_limits_under_which_no_step_could_ever_fill_are_refused(changes: dict[str, int], named: str) -> None:
+@pytest.mark.fault("F28")
+def test_limits_under_which_no_step_could_ever_fill_are_refused(changes: dict[str, int], named: str) -> None:
     limits(per_step=4, capacity_groups=4, capacity_bytes=400)
     with pytest.raises(ConfigError, match=named):
         limits(per_step=4, **changes)

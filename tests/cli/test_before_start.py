@@ -107,7 +107,8 @@ def test_built_in_parts_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"data.dataset={OWN}:fails", "raised KeyError: 'split' (before_start_tasks.py:14)"),
     ],
 )
-def test_f28_code_of_the_user_that_a_run_could_not_use_is_refused_by_check_and_by_the_run(
+@pytest.mark.fault("F28")
+def test_code_of_the_user_that_a_run_could_not_use_is_refused_by_check_and_by_the_run(
     override: str, message: str
 ) -> None:
     config = settings(override, *ROWS)
@@ -117,7 +118,8 @@ def test_f28_code_of_the_user_that_a_run_could_not_use_is_refused_by_check_and_b
     assert message in str(caught.value)
 
 
-def test_f28_all_that_is_wrong_is_said_at_once() -> None:
+@pytest.mark.fault("F28")
+def test_all_that_is_wrong_is_said_at_once() -> None:
     config = settings(f"environment.reward={OWN}:rewrd", f"algorithm.loss={OWN}:los", f"data.dataset={OWN}:god")
     assert [line.partition(":")[0] for line in said(config).splitlines()] == [
         "environment.reward",
@@ -178,7 +180,8 @@ def rows_of(tmp_path: Path, *prompts: str) -> Sequence[str]:
     return ("data.dataset=jsonl", "data.path=rows.jsonl", "data.prompt_template='{question}'")
 
 
-def test_f33_a_prompt_that_is_too_long_is_refused_before_the_start_with_the_templates_share(tmp_path: Path) -> None:
+@pytest.mark.fault("F33")
+def test_a_prompt_that_is_too_long_is_refused_before_the_start_with_the_templates_share(tmp_path: Path) -> None:
     model = model_in(tmp_path / "model", template="<u>{{ messages[0].content }}<b>")
     overrides = ("model.tiny=null", f"model.path={model}", *rows_of(tmp_path, "12", "1234"))
     message = said(settings(*overrides, "data.max_prompt_tokens=9"))
@@ -191,7 +194,8 @@ def test_f33_a_prompt_that_is_too_long_is_refused_before_the_start_with_the_temp
     assert look(settings(*overrides, "data.max_prompt_tokens=9", "data.on_bad_row=skip")) != []
 
 
-def test_f25_a_first_prompt_beyond_the_models_vocabulary_is_refused_with_the_token(tmp_path: Path) -> None:
+@pytest.mark.fault("F25")
+def test_a_first_prompt_beyond_the_models_vocabulary_is_refused_with_the_token(tmp_path: Path) -> None:
     model = model_in(tmp_path / "model", vocabulary=97)
     overrides = ("model.tiny=null", f"model.path={model}")
     assert "token '~' with the id 97, but the model's vocabulary has 97 tokens" in said(
@@ -207,7 +211,8 @@ def test_f25_a_first_prompt_beyond_the_models_vocabulary_is_refused_with_the_tok
         (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "the Hugging Face Hub has no such model"),
     ],
 )
-def test_f28_a_model_that_the_hub_does_not_give_is_refused_after_one_try(
+@pytest.mark.fault("F28")
+def test_a_model_that_the_hub_does_not_give_is_refused_after_one_try(
     error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[str] = []
@@ -231,7 +236,8 @@ def test_f28_a_model_that_the_hub_does_not_give_is_refused_after_one_try(
     assert len(tries) == 1
 
 
-def test_f28_the_commands_that_run_refuse_the_users_mistakes_before_ray_and_before_a_directory_is_made(
+@pytest.mark.fault("F28")
+def test_the_commands_that_run_refuse_the_users_mistakes_before_ray_and_before_a_directory_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The commands set this variable in this process. monkeypatch removes it after the test.
@@ -279,11 +285,13 @@ def test_a_hub_that_does_not_answer_is_left_alone_when_its_cache_has_the_model(
     assert ("is read from its local cache" in capsys.readouterr().err) == alone
 
 
-def test_f28_a_cached_model_that_is_too_short_is_refused_by_check(cached: Path) -> None:
+@pytest.mark.fault("F28")
+def test_a_cached_model_that_is_too_short_is_refused_by_check(cached: Path) -> None:
     assert "max_position_embeddings" in said(settings("model.tiny=null", f"model.path={CACHED}", "model.max_length=33"))
 
 
-def test_f28_check_refuses_rows_that_are_all_held_out(tmp_path: Path) -> None:
+@pytest.mark.fault("F28")
+def test_check_refuses_rows_that_are_all_held_out(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     overrides = ("data.dataset=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", "data.heldout_fraction=0.999999", *ROWS)
     with pytest.raises(

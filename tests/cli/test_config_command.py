@@ -52,7 +52,8 @@ def test_check_says_that_a_chosen_loss_has_an_inert_clip_with_one_update_a_step(
     assert "clip" in runner.invoke(app, [*check, "algorithm.loss=decoupled_icepop"]).stderr
 
 
-def test_f28_check_refuses_an_uncorrected_objective_when_data_may_be_old() -> None:
+@pytest.mark.fault("F28")
+def test_check_refuses_an_uncorrected_objective_when_data_may_be_old() -> None:
     result = runner.invoke(app, ["config", "check", "-c", str(QUICKSTART), "algorithm.loss=dapo"])
     assert result.exit_code == 2
     assert "algorithm.loss = dapo has no off-policy correction" in result.stderr
@@ -60,13 +61,15 @@ def test_f28_check_refuses_an_uncorrected_objective_when_data_may_be_old() -> No
     assert result.exit_code == 0
 
 
-def test_f28_check_refuses_an_override_that_removes_the_correction() -> None:
+@pytest.mark.fault("F28")
+def test_check_refuses_an_override_that_removes_the_correction() -> None:
     result = runner.invoke(app, ["config", "check", "-c", str(QUICKSTART), "algorithm.overrides={weight: null}"])
     assert result.exit_code == 2
     assert "has no off-policy correction" in result.stderr
 
 
-def test_f28_check_reports_objective_and_rules_at_once() -> None:
+@pytest.mark.fault("F28")
+def test_check_reports_objective_and_rules_at_once() -> None:
     result = runner.invoke(
         app, ["config", "check", "-c", str(QUICKSTART), "algorithm.loss=dappo", "weights.publish_every_steps=9"]
     )
@@ -77,7 +80,8 @@ def test_f28_check_reports_objective_and_rules_at_once() -> None:
     assert "did you mean 'dapo'" in errors[1]
 
 
-def test_f28_an_unknown_key_exits_with_2_and_a_hint() -> None:
+@pytest.mark.fault("F28")
+def test_an_unknown_key_exits_with_2_and_a_hint() -> None:
     result = runner.invoke(app, ["config", "show", "-c", str(QUICKSTART), "learner.group_sz=4"])
     assert result.exit_code == 2
     assert "error: unknown key learner.group_sz" in result.stderr

@@ -51,7 +51,8 @@ def test_light_commands_import_no_framework(arguments: list[str]) -> None:
         ("generator", "weights.publish_every_steps=9"),
     ],
 )
-def test_f28_a_run_that_cannot_be_is_refused_before_anything_heavy_is_imported_or_made(
+@pytest.mark.fault("F28")
+def test_a_run_that_cannot_be_is_refused_before_anything_heavy_is_imported_or_made(
     command: str, mistake: str, tmp_path: Path
 ) -> None:
     arguments = [command, "-c", "configs/quickstart.yaml", f"run.dir={tmp_path}", mistake]

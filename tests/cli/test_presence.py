@@ -51,7 +51,8 @@ def test_the_quickstart_lacks_nothing() -> None:
     assert missing() == []
 
 
-def test_f28_a_dataset_file_that_does_not_exist_is_missed(tmp_path: Path) -> None:
+@pytest.mark.fault("F28")
+def test_a_dataset_file_that_does_not_exist_is_missed(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     overrides = ("data.dataset=jsonl", f"data.path={file}")
     assert missing(*overrides) == [
@@ -62,7 +63,8 @@ def test_f28_a_dataset_file_that_does_not_exist_is_missed(tmp_path: Path) -> Non
     assert missing("data.dataset=jsonl", f"data.path={tmp_path}") != [], "a folder is not a file"
 
 
-def test_f28_a_model_s_directory_that_does_not_exist_is_missed(tmp_path: Path) -> None:
+@pytest.mark.fault("F28")
+def test_a_model_s_directory_that_does_not_exist_is_missed(tmp_path: Path) -> None:
     model = tmp_path / "model"
     [line] = missing("model.tiny=null", f"model.path={model}")
     assert line.startswith(f"model.path = {model}: there is no such folder")
@@ -72,7 +74,8 @@ def test_f28_a_model_s_directory_that_does_not_exist_is_missed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("path", ["models/llama-cat", "mine/llama-cat", "a/b/llama-cat"])
-def test_f28_a_typo_in_a_relative_path_is_a_folder_that_is_missed_and_the_nearest_is_named(
+@pytest.mark.fault("F28")
+def test_a_typo_in_a_relative_path_is_a_folder_that_is_missed_and_the_nearest_is_named(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -99,7 +102,8 @@ def test_a_tiny_model_is_built_only_where_path_and_tiny_are_set_together(
 
 @pytest.mark.parametrize("tiny", [[], ["model.tiny={}"], ["model.tiny=null"]], ids=["file's", "set again", "none"])
 @pytest.mark.parametrize("there", [True, False], ids=["there", "missing"])
-def test_f28_a_run_does_not_begin_with_what_its_own_start_moves_aside(
+@pytest.mark.fault("F28")
+def test_a_run_does_not_begin_with_what_its_own_start_moves_aside(
     tiny: list[str], there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / "runs" / "quickstart" / "checkpoints" / "step-20" / "hf"
@@ -126,9 +130,8 @@ def test_a_model_that_is_there_is_used_as_it_is_and_a_note_says_so(tmp_path: Pat
     ("file", "named"),
     [("config.json", "config.json"), ("tokenizer.json", "a tokenizer"), ("model.safetensors", "weights")],
 )
-def test_f28_a_directory_without_a_part_of_a_model_is_refused_with_the_part(
-    file: str, named: str, tmp_path: Path
-) -> None:
+@pytest.mark.fault("F28")
+def test_a_directory_without_a_part_of_a_model_is_refused_with_the_part(file: str, named: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     (model / file).unlink()
     [line] = missing("model.tiny=null", f"model.path={model}")
@@ -137,7 +140,8 @@ def test_f28_a_directory_without_a_part_of_a_model_is_refused_with_the_part(
     assert needs_no_weights is (file == "model.safetensors"), "generators get the weights from the learner"
 
 
-def test_f28_weights_that_their_index_names_and_that_are_not_there_are_missed(tmp_path: Path) -> None:
+@pytest.mark.fault("F28")
+def test_weights_that_their_index_names_and_that_are_not_there_are_missed(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -145,19 +149,22 @@ def test_f28_weights_that_their_index_names_and_that_are_not_there_are_missed(tm
     assert "it lacks model-2.safetensors" in line
 
 
-def test_f25_a_tokenizer_of_more_tokens_than_the_models_vocabulary_is_refused_with_both_numbers(tmp_path: Path) -> None:
+@pytest.mark.fault("F25")
+def test_a_tokenizer_of_more_tokens_than_the_models_vocabulary_is_refused_with_both_numbers(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", vocabulary=97, tokens=2000)
     [line] = missing("model.tiny=null", f"model.path={model}")
     assert f"model.path = {model}: the tokenizer has 2000 tokens, but the model's vocabulary has only 97, " in line
 
 
-def test_f25_an_added_token_beyond_the_vocabulary_is_a_note(tmp_path: Path) -> None:
+@pytest.mark.fault("F25")
+def test_an_added_token_beyond_the_vocabulary_is_a_note(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", vocabulary=8, tokens=8, added=1)
     [line] = warnings("model.tiny=null", f"model.path={model}")
     assert "added tokens beyond the model's vocabulary of 8, such as '<a0>'" in line
 
 
-def test_f28_a_max_length_above_the_models_positions_is_refused_with_both_numbers(tmp_path: Path) -> None:
+@pytest.mark.fault("F28")
+def test_a_max_length_above_the_models_positions_is_refused_with_both_numbers(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", positions=32)
     overrides = ("model.tiny=null", f"model.path={model}")
     assert missing(*overrides, "model.max_length=32") == []
@@ -187,7 +194,8 @@ def test_a_file_of_a_model_that_cannot_be_read_is_named(file: str, tmp_path: Pat
         ("algorithm.advantage", [Role.LEARNER]),
     ],
 )
-def test_f28_a_module_that_does_not_exist_is_missed_by_the_roles_that_import_it(key: str, roles: list[Role]) -> None:
+@pytest.mark.fault("F28")
+def test_a_module_that_does_not_exist_is_missed_by_the_roles_that_import_it(key: str, roles: list[Role]) -> None:
     [problem] = missing(f"{key}=no_such_module:f")
     assert f"{key}: 'no_such_module:f' cannot be imported" in problem
     assert "PYTHONPATH" in problem
@@ -195,7 +203,8 @@ def test_f28_a_module_that_does_not_exist_is_missed_by_the_roles_that_import_it(
     assert missing(f"{key}=pathlib:Path") == []
 
 
-def test_f28_a_module_is_missed_where_an_advantage_has_options() -> None:
+@pytest.mark.fault("F28")
+def test_a_module_is_missed_where_an_advantage_has_options() -> None:
     [problem] = missing("algorithm.advantage={name: no_such_module:f, factor: 2}")
     assert "algorithm.advantage: 'no_such_module:f' cannot be imported" in problem
     assert missing("algorithm.advantage={name: group_norm, eps: 1e-4}") == []
@@ -219,13 +228,15 @@ def test_an_environment_that_nobody_builds_is_not_missed(override: str) -> None:
         ("environment.options.task=[3]", "has no task [3]"),
     ],
 )
-def test_f28_a_task_that_reasoning_gym_lacks_is_missed(override: str, says: str) -> None:
+@pytest.mark.fault("F28")
+def test_a_task_that_reasoning_gym_lacks_is_missed(override: str, says: str) -> None:
     [problem] = missing(override)
     assert problem.startswith("environment.options.task: ")
     assert says in problem
 
 
-def test_f28_gpus_that_cannot_come_are_refused_where_ray_is_to_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault("F28")
+def test_gpus_that_cannot_come_are_refused_where_ray_is_to_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(presence, "_GPU_FILES", ("no-such-device",))
     assert missing() == []
@@ -260,7 +271,8 @@ def test_parts_of_engines_without_a_core_each_are_a_warning(monkeypatch: pytest.
     assert warnings(two_parts, "generator.replicas=3", "generator.gpus=2") == []
 
 
-def test_f28_config_check_reports_what_is_missing_beside_the_rules_that_are_broken() -> None:
+@pytest.mark.fault("F28")
+def test_config_check_reports_what_is_missing_beside_the_rules_that_are_broken() -> None:
     mistakes = ["environment.reward=no_such_module:f", "environment.options.task=spell", "learner.ranks=5"]
     result = CliRunner().invoke(app, ["config", "check", "-c", str(QUICKSTART), *mistakes])
     assert result.exit_code == 2

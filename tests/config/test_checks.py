@@ -96,7 +96,8 @@ _LIMITS = [
 
 
 @pytest.mark.parametrize(("beyond", "within", "says"), _LIMITS)
-def test_f28_each_limit_is_refused_beyond_and_taken_within(beyond: list[str], within: list[str], says: str) -> None:
+@pytest.mark.fault("F28")
+def test_each_limit_is_refused_beyond_and_taken_within(beyond: list[str], within: list[str], says: str) -> None:
     [violation] = _violations(*beyond)
     assert says in violation
     assert any(override.partition("=")[0] in violation for override in beyond)
@@ -114,7 +115,8 @@ def test_f28_each_limit_is_refused_beyond_and_taken_within(beyond: list[str], wi
         "eval.timeout_s",
     ],
 )
-def test_f28_the_watchdog_must_outlast_every_deadline_it_watches_over(deadline: str) -> None:
+@pytest.mark.fault("F28")
+def test_the_watchdog_must_outlast_every_deadline_it_watches_over(deadline: str) -> None:
     [violation] = _violations(f"{deadline}=300")
     assert f"run.stall_timeout_s = 300: must be above {deadline} = 300" in violation
     _warnings(f"{deadline}=299")
@@ -133,7 +135,8 @@ def test_f28_the_watchdog_must_outlast_every_deadline_it_watches_over(deadline: 
         ("{{question}}", "every prompt would be the same"),
     ],
 )
-def test_f28_a_prompt_template_that_cannot_format_is_refused(template: str, says: str) -> None:
+@pytest.mark.fault("F28")
+def test_a_prompt_template_that_cannot_format_is_refused(template: str, says: str) -> None:
     [violation] = _violations(f"data.prompt_template={template!r}")
     assert says in violation
 
@@ -144,7 +147,8 @@ def test_a_prompt_template_with_named_fields_passes(template: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen3-0.6B", "gpt2", "my/models"])
-def test_f28_a_tiny_model_is_never_built_in_the_place_of_a_hub_model(path: str) -> None:
+@pytest.mark.fault("F28")
+def test_a_tiny_model_is_never_built_in_the_place_of_a_hub_model(path: str) -> None:
     [violation] = _violations(f"model.path={path}", "model.tiny={}")
     assert violation.startswith(f"model.path = {path}: ")
     assert "model.tiny: null" in violation
@@ -161,7 +165,8 @@ def test_a_tiny_model_is_built_where_a_folder_is_meant_whether_it_exists_or_not(
 
 
 @pytest.mark.parametrize("key", sorted(BUILT_IN_NAMES))
-def test_f28_a_misspelt_built_in_name_says_what_was_meant(key: str) -> None:
+@pytest.mark.fault("F28")
+def test_a_misspelt_built_in_name_says_what_was_meant(key: str) -> None:
     name = BUILT_IN_NAMES[key][-1]
     others = ["data.path=x"] if key == "data.dataset" else []
     lines = _violations(f"{key}={name}x", *others)
@@ -170,7 +175,8 @@ def test_f28_a_misspelt_built_in_name_says_what_was_meant(key: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mine:", ":f", "mine:f()", "a b:c", "mine..x:f"])
-def test_f28_a_malformed_import_path_is_refused(name: str) -> None:
+@pytest.mark.fault("F28")
+def test_a_malformed_import_path_is_refused(name: str) -> None:
     [violation] = _violations(f"environment.reward='{name}'")
     assert "import path like package.module:callable" in violation
 

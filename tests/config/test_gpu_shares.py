@@ -25,14 +25,16 @@ def _violation(*overrides: str) -> str:
 
 
 @pytest.mark.parametrize("pool", ["generator", "learner", "critic"])
-def test_f28_gpus_above_one_are_whole(pool: str) -> None:
+@pytest.mark.fault("F28")
+def test_gpus_above_one_are_whole(pool: str) -> None:
     assert _violation(f"{pool}.gpus=1.5").startswith(f"{pool}.gpus = 1.5: ")
     assert "set it to 2 or 3" in _violation(f"{pool}.gpus=2.5")
     assert _warnings(f"{pool}.gpus=2") == []
 
 
 @pytest.mark.parametrize("pool", ["learner", "critic"])
-def test_f28_two_ranks_of_a_pool_never_share_a_gpu(pool: str) -> None:
+@pytest.mark.fault("F28")
+def test_two_ranks_of_a_pool_never_share_a_gpu(pool: str) -> None:
     said = _violation(f"{pool}.gpus=0.5", f"{pool}.ranks=2")
     assert said.startswith(f"{pool}.gpus = 0.5: ")
     assert f"2 of {pool}.ranks = 2 on one GPU" in said
@@ -51,7 +53,8 @@ def test_policy_and_critic_share_a_gpu_for_they_are_two_groups_of_nccl() -> None
     ("gpus", "replicas", "most"),
     [("0.5", 2, 0.5), ("0.5", 5, 0.5), ("0.3333", 3, 0.33), ("0.2", 5, 0.2), ("0.2", 2, 0.5)],
 )
-def test_f28_the_engines_of_one_gpu_fit_its_memory(gpus: str, replicas: int, most: float) -> None:
+@pytest.mark.fault("F28")
+def test_the_engines_of_one_gpu_fit_its_memory(gpus: str, replicas: int, most: float) -> None:
     pool = [f"generator.gpus={gpus}", f"generator.replicas={replicas}"]
     said = _violation(*pool, f"generator.gpu_memory_utilization={most + 0.01:g}")
     assert said.startswith(f"generator.gpu_memory_utilization = {most + 0.01:g}: ")
@@ -64,7 +67,8 @@ def test_engines_on_gpus_of_their_own_may_take_nearly_all_of_them(alone: list[st
     assert _warnings(*alone, "generator.replicas=4", "generator.gpu_memory_utilization=0.95") == []
 
 
-def test_f28_engines_leave_the_ranks_beside_them_some_memory() -> None:
+@pytest.mark.fault("F28")
+def test_engines_leave_the_ranks_beside_them_some_memory() -> None:
     assert "a rank of learner.gpus = 0.5 may share" in _violation(*HALVES, "generator.gpu_memory_utilization=1")
     quarters = ["learner.gpus=0.5", "generator.gpus=0.25", "generator.replicas=2"]
     assert "lower it to 0.25" in _violation(*quarters, "generator.gpu_memory_utilization=0.5")

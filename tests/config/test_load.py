@@ -100,7 +100,8 @@ def test_quickstart_loads() -> None:
         ("zzz=2", "the sections are run, model"),
     ],
 )
-def test_f28_unknown_key_says_what_was_meant(override: str, hint: str) -> None:
+@pytest.mark.fault("F28")
+def test_unknown_key_says_what_was_meant(override: str, hint: str) -> None:
     [line] = _lines([], [override])
     assert line.startswith("unknown key")
     assert "(on the command line)" in line
@@ -108,7 +109,8 @@ def test_f28_unknown_key_says_what_was_meant(override: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "repetition_penalty"])
-def test_f28_what_would_change_the_sampled_distribution_is_refused_with_the_reason(key: str) -> None:
+@pytest.mark.fault("F28")
+def test_what_would_change_the_sampled_distribution_is_refused_with_the_reason(key: str) -> None:
     with pytest.raises(
         ConfigError,
         match=rf"generator\.{key} \(on the command line\): is not supported; remove it\. .*importance weight",
@@ -146,7 +148,8 @@ def test_f28_what_would_change_the_sampled_distribution_is_refused_with_the_reas
         ),
     ],
 )
-def test_f28_wrong_value_is_refused_with_key_value_limit_and_mend(override: str, line: str) -> None:
+@pytest.mark.fault("F28")
+def test_wrong_value_is_refused_with_key_value_limit_and_mend(override: str, line: str) -> None:
     [found] = _lines([], [override])
     assert line in found
 
@@ -158,7 +161,8 @@ def test_the_word_off_is_a_value_though_yaml_reads_it_as_false(text: str, chat: 
     assert parse_yaml(dump_config(config), source="")["data"]["chat"] == chat  # type: ignore[index]
 
 
-def test_f28_in_a_file_text_needs_one_pair_of_quotes(tmp_path: Path) -> None:
+@pytest.mark.fault("F28")
+def test_in_a_file_text_needs_one_pair_of_quotes(tmp_path: Path) -> None:
     file = _write(tmp_path / "a.yaml", "run: {name: 12}\ndata:\n  prompt_template: {word}\n")
     name, template = _lines([file], [])
     assert name.endswith('must be text; write "12", with the quotes')
@@ -168,7 +172,8 @@ def test_f28_in_a_file_text_needs_one_pair_of_quotes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "override", ["staleness.max_versions=four", "staleness.max_versions='2.5'", "data.shuffle=maybe", "run.seed='[1'"]
 )
-def test_f28_quotes_are_not_blamed_for_text_that_means_nothing_else(override: str) -> None:
+@pytest.mark.fault("F28")
+def test_quotes_are_not_blamed_for_text_that_means_nothing_else(override: str) -> None:
     [line] = _lines([], [override])
     assert "must be" in line
     assert "quotes" not in line
@@ -203,7 +208,8 @@ def test_unreadable_files_and_overrides_are_reported_together(tmp_path: Path) ->
     assert "run.name=[1" in lines[7]
 
 
-def test_f28_text_that_is_no_yaml_is_answered_with_the_override_to_type() -> None:
+@pytest.mark.fault("F28")
+def test_text_that_is_no_yaml_is_answered_with_the_override_to_type() -> None:
     [line] = _lines([], ["data.prompt_template={wrd}>"])
     typed = """data.prompt_template='"{wrd}>"'"""
     assert line.startswith("override 'data.prompt_template={wrd}>', line 1, column 6: not YAML (")
@@ -212,7 +218,8 @@ def test_f28_text_that_is_no_yaml_is_answered_with_the_override_to_type() -> Non
     assert load_config([], [override]).data.prompt_template == "{wrd}>"
 
 
-def test_f28_a_file_that_is_no_yaml_is_told_from_a_config_with_a_mistake(tmp_path: Path) -> None:
+@pytest.mark.fault("F28")
+def test_a_file_that_is_no_yaml_is_told_from_a_config_with_a_mistake(tmp_path: Path) -> None:
     [line] = _lines([_write(tmp_path / "README.md", "# asyncrl\n\n**vLLM engines generate** and: more\n")], [])
     assert "README.md, line 3, column " in line
     assert "not YAML (" in line

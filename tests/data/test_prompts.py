@@ -48,21 +48,24 @@ def test_jsonl_rows_become_tasks_with_their_other_keys_as_metadata(tmp_path: Pat
 
 
 @pytest.mark.parametrize("reason", BAD_ROWS)
-def test_f33_a_bad_row_is_refused_with_file_row_and_knob(tmp_path: Path, reason: str) -> None:
+@pytest.mark.fault("F33")
+def test_a_bad_row_is_refused_with_file_row_and_knob(tmp_path: Path, reason: str) -> None:
     path = write(tmp_path, GOOD, BAD_ROWS[reason], b'{"prompt": "2+2", "answer": "4"}')
     with pytest.raises(DatasetError, match=rf"rows\.jsonl, row 2: .*data\.on_bad_row.*\({reason}\)"):
         read_jsonl(path, on_bad_row="refuse", max_row_bytes=1000)
 
 
 @pytest.mark.parametrize("reason", BAD_ROWS)
-def test_f33_a_bad_row_is_skipped_and_counted_and_the_rows_after_it_are_read(tmp_path: Path, reason: str) -> None:
+@pytest.mark.fault("F33")
+def test_a_bad_row_is_skipped_and_counted_and_the_rows_after_it_are_read(tmp_path: Path, reason: str) -> None:
     path = write(tmp_path, GOOD, BAD_ROWS[reason], b'{"prompt": "2+2", "answer": "4"}')
     tasks, skipped = read_jsonl(path, on_bad_row="skip", max_row_bytes=1000)
     assert [(task.answer, task.row) for task in tasks] == [("2", 1), ("4", 3)], "`row` is the number in the file"
     assert skipped == {reason: 1}
 
 
-def test_f33_bad_utf8_and_deep_nesting_are_bad_json(tmp_path: Path) -> None:
+@pytest.mark.fault("F33")
+def test_bad_utf8_and_deep_nesting_are_bad_json(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD, b'{"prompt": "\xff", "answer": "2"}', b"[" * 100_000)
     tasks, skipped = read_jsonl(path, on_bad_row="skip")
     assert [task.row for task in tasks] == [1]
@@ -70,7 +73,8 @@ def test_f33_bad_utf8_and_deep_nesting_are_bad_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_bad_row", ["refuse", "skip"])
-def test_f33_a_file_with_other_keys_is_refused_with_its_keys_and_how_to_rename_them_and_never_told_to_skip(
+@pytest.mark.fault("F33")
+def test_a_file_with_other_keys_is_refused_with_its_keys_and_how_to_rename_them_and_never_told_to_skip(
     tmp_path: Path, on_bad_row: OnBadRow
 ) -> None:
     path = write(tmp_path, *[b'{"question": "%d", "answer": "2"}' % number for number in range(FIRST_ROWS + 1)])
@@ -83,7 +87,8 @@ def test_f33_a_file_with_other_keys_is_refused_with_its_keys_and_how_to_rename_t
     assert "skip" not in message
 
 
-def test_f33_rows_that_lack_a_key_beside_good_ones_are_skipped_however_many_come_first(tmp_path: Path) -> None:
+@pytest.mark.fault("F33")
+def test_rows_that_lack_a_key_beside_good_ones_are_skipped_however_many_come_first(tmp_path: Path) -> None:
     path = write(tmp_path, *[b'{"prompt": "x"}'] * (FIRST_ROWS - 1), GOOD)
     tasks, skipped = read_jsonl(path, on_bad_row="skip")
     assert ([task.row for task in tasks], skipped) == ([FIRST_ROWS], {"missing_key": FIRST_ROWS - 1})
@@ -96,7 +101,8 @@ def test_f33_rows_that_lack_a_key_beside_good_ones_are_skipped_however_many_come
         b'{"prompt": [{"content": "x"}], "answer": "2"}',
     ],
 )
-def test_f33_a_conversation_is_refused_with_how_to_write_it_as_a_prompt(tmp_path: Path, row: bytes) -> None:
+@pytest.mark.fault("F33")
+def test_a_conversation_is_refused_with_how_to_write_it_as_a_prompt(tmp_path: Path, row: bytes) -> None:
     with pytest.raises(DatasetError, match=r"the text of one turn\. Write the text of the user's message as 'prompt'"):
         read_jsonl(write(tmp_path, GOOD, row))
 
@@ -121,14 +127,16 @@ def test_only_the_first_rows_of_a_file_are_read_where_no_more_are_wanted(tmp_pat
         (b'{"answer": "two", "level": 4, "prompt": "1\\u002b1"}', "duplicate"),
     ],
 )
-def test_f33_a_row_that_is_bad_in_a_subtler_way_is_refused_with_its_number_too(
+@pytest.mark.fault("F33")
+def test_a_row_that_is_bad_in_a_subtler_way_is_refused_with_its_number_too(
     tmp_path: Path, row: bytes, reason: str
 ) -> None:
     with pytest.raises(DatasetError, match=rf"row 3: .*\({reason}\)"):
         read_jsonl(write(tmp_path, GOOD, b'{"prompt": "2+2", "answer": "4"}', row))
 
 
-def test_f33_a_row_at_the_limit_passes_and_the_last_row_needs_no_newline(tmp_path: Path) -> None:
+@pytest.mark.fault("F33")
+def test_a_row_at_the_limit_passes_and_the_last_row_needs_no_newline(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD)
     assert len(read_jsonl(path, max_row_bytes=len(GOOD))[0]) == 1
@@ -136,7 +144,8 @@ def test_f33_a_row_at_the_limit_passes_and_the_last_row_needs_no_newline(tmp_pat
         read_jsonl(path, max_row_bytes=len(GOOD) - 1)
 
 
-def test_f33_a_missing_file_names_the_file_and_the_knob(tmp_path: Path) -> None:
+@pytest.mark.fault("F33")
+def test_a_missing_file_names_the_file_and_the_knob(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"absent\.jsonl.*data\.path"):
         read_jsonl(tmp_path / "absent.jsonl")
 
@@ -239,7 +248,8 @@ def test_without_shuffle_the_order_is_the_files() -> None:
     assert [source.next() for _ in range(6)] == [*make_tasks(5), None]
 
 
-def test_f8_a_cursor_of_another_dataset_is_refused() -> None:
+@pytest.mark.fault("F8")
+def test_a_cursor_of_another_dataset_is_refused() -> None:
     cursor = PromptSource(make_tasks(5), seed=0).state()
     with pytest.raises(DatasetError, match="not those of this dataset"):
         PromptSource(make_tasks(6), seed=0).restore(cursor)

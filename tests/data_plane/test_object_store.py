@@ -57,7 +57,8 @@ class TestObjectStoreClient(ClientContract):
     def connect(self) -> Connect:
         return connect_client
 
-    def test_f2_rows_outlive_the_process_that_put_them(self, partition: str) -> None:
+    @pytest.mark.fault("F2")
+    def test_rows_outlive_the_process_that_put_them(self, partition: str) -> None:
         writer = ray.remote(Writer).options(num_cpus=0).remote()
         rows_BS = torch.arange(4 * 50_000).reshape(4, 50_000)  # larger than what Ray sends inline
         process = psutil.Process(ray.get(writer.put.remote(partition, rows_BS), timeout=TIMEOUT_S))
@@ -118,7 +119,8 @@ class TestObjectStoreClient(ClientContract):
         client.clear_samples(None, partition)
         assert stored(partition) == 0
 
-    def test_f37_rows_of_a_dead_store_are_a_typed_error_and_the_next_put_makes_a_new_one(self, partition: str) -> None:
+    @pytest.mark.fault("F37")
+    def test_rows_of_a_dead_store_are_a_typed_error_and_the_next_put_makes_a_new_one(self, partition: str) -> None:
         client = connect_client()
         client.put_samples(IDS, partition, fields={"kept": [1] * 4})
         ray.kill(ray.get_actor(ensure_row_store(namespace=NAMESPACE), namespace=NAMESPACE), no_restart=True)

@@ -275,7 +275,8 @@ def test_a_restart_finds_weights_of_a_name_that_yaml_quotes_and_in_a_folder_with
     assert "restart 1: model.path=" in said
 
 
-def test_f7_a_restart_takes_no_weights_whose_saving_was_killed(job: Job) -> None:
+@pytest.mark.fault("F7")
+def test_a_restart_takes_no_weights_whose_saving_was_killed(job: Job) -> None:
     job.save_weights(30)
     job.save_weights(40).rename(job.folder / "runs/quickstart/checkpoints/step-40/hf.tmp")
     code, said = job.run("learner.total_steps=100", SLURM_RESTART_COUNT="1")

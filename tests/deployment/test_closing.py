@@ -26,7 +26,8 @@ def written(run: RunDir) -> RunInfo:
     return msgspec.json.decode((run.path / "run.json").read_bytes(), type=RunInfo)
 
 
-def test_f29_the_first_signal_is_in_run_json_before_anything_is_closed(run: RunDir) -> None:
+@pytest.mark.fault("F29")
+def test_the_first_signal_is_in_run_json_before_anything_is_closed(run: RunDir) -> None:
     seen: list[RunInfo] = []
 
     async def main(stop: asyncio.Event) -> None:
@@ -45,7 +46,8 @@ def test_f29_the_first_signal_is_in_run_json_before_anything_is_closed(run: RunD
     )
 
 
-def test_f29_a_start_that_does_not_end_within_the_grace_is_ended_and_recorded(run: RunDir) -> None:
+@pytest.mark.fault("F29")
+def test_a_start_that_does_not_end_within_the_grace_is_ended_and_recorded(run: RunDir) -> None:
     left: list[int] = []
     give_up(run, 20.0, leave=left.append)
     assert left == [INTERRUPTED]
@@ -55,7 +57,8 @@ def test_f29_a_start_that_does_not_end_within_the_grace_is_ended_and_recorded(ru
     )
 
 
-def test_f29_a_run_that_a_second_signal_ends_does_not_stay_running(run: RunDir) -> None:
+@pytest.mark.fault("F29")
+def test_a_run_that_a_second_signal_ends_does_not_stay_running(run: RunDir) -> None:
     run.append_step(make_step(0))
     ended_at_once(run)
     assert written(run).state == "stopped"
@@ -63,7 +66,8 @@ def test_f29_a_run_that_a_second_signal_ends_does_not_stay_running(run: RunDir) 
     ended_at_once(run)
 
 
-def test_f29_the_grace_is_counted_beside_an_event_loop_that_hangs(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault("F29")
+def test_the_grace_is_counted_beside_an_event_loop_that_hangs(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     timers: list[tuple[float, object, list[object]]] = []
 
     class Timer:
@@ -81,7 +85,8 @@ def test_f29_the_grace_is_counted_beside_an_event_loop_that_hangs(run: RunDir, m
     assert written(run).exit_reason == "asked to end by a signal"
 
 
-def test_f29_a_run_that_has_trained_or_closed_keeps_its_time(run: RunDir) -> None:
+@pytest.mark.fault("F29")
+def test_a_run_that_has_trained_or_closed_keeps_its_time(run: RunDir) -> None:
     left: list[int] = []
     run.append_step(make_step(0))
     give_up(run, 20.0, leave=left.append)

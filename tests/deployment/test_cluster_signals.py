@@ -41,7 +41,8 @@ def ray_takes_sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "start", [lambda: cluster.start_local(Config()), lambda: cluster.join("auto", namespace="run")], ids=["up", "join"]
 )
-async def test_f29_sigterm_asks_for_a_clean_end_after_ray_was_started(start: Callable[[], object]) -> None:
+@pytest.mark.fault("F29")
+async def test_sigterm_asks_for_a_clean_end_after_ray_was_started(start: Callable[[], object]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
@@ -54,7 +55,8 @@ async def test_f29_sigterm_asks_for_a_clean_end_after_ray_was_started(start: Cal
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-def test_f29_what_ray_starts_is_in_a_session_of_its_own_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault("F29")
+def test_what_ray_starts_is_in_a_session_of_its_own_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
     sessions: list[bool] = []
 
     def start() -> None:
@@ -107,7 +109,8 @@ print("answer", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=240)
 
 
 @pytest.mark.integration
-def test_f29_ray_answers_after_a_signal_to_our_whole_process_group() -> None:
+@pytest.mark.fault("F29")
+def test_ray_answers_after_a_signal_to_our_whole_process_group() -> None:
     done = subprocess.run(
         [sys.executable, "-c", GROUP_SIGNAL],
         start_new_session=True, capture_output=True, text=True, timeout=400, check=False,

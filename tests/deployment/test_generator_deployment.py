@@ -154,7 +154,8 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("least", "survives"), [(1, True), (2, False)])
-async def test_f2_a_deployment_that_lost_a_replica_goes_on_while_enough_are_left(
+@pytest.mark.fault("F2")
+async def test_a_deployment_that_lost_a_replica_goes_on_while_enough_are_left(
     monkeypatch: pytest.MonkeyPatch, least: int, survives: bool
 ) -> None:
     monkeypatch.setattr(generators, "WATCH_EVERY_S", 0.0)

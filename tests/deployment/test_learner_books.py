@@ -53,7 +53,8 @@ def checkpoints_in(run: RunDir, save_hf: Callable[[Path], None]) -> Checkpoints:
 
 
 @pytest.mark.asyncio
-async def test_f21_a_run_whose_steps_were_all_skipped_has_no_summary(tmp_path: Path) -> None:
+@pytest.mark.fault("F21")
+async def test_a_run_whose_steps_were_all_skipped_has_no_summary(tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
     with RunDir.create(config) as run:
         deployment = deployment_in(run, config)
@@ -165,7 +166,8 @@ def full_disk(path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_f27_a_run_whose_last_weights_cannot_be_saved_records_the_rest_and_fails(
+@pytest.mark.fault("F27")
+async def test_a_run_whose_last_weights_cannot_be_saved_records_the_rest_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
@@ -185,7 +187,8 @@ async def test_f27_a_run_whose_last_weights_cannot_be_saved_records_the_rest_and
 
 
 @pytest.mark.asyncio
-async def test_f27_a_summary_without_room_is_said_and_does_not_hide_that_the_weights_are_lost(
+@pytest.mark.fault("F27")
+async def test_a_summary_without_room_is_said_and_does_not_hide_that_the_weights_are_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
@@ -309,7 +312,8 @@ async def test_a_run_that_ends_serves_until_who_discovers_over_http_has_the_empt
 
 
 @pytest.mark.asyncio
-async def test_f29_a_run_that_was_asked_to_end_waits_within_its_grace(
+@pytest.mark.fault("F29")
+async def test_a_run_that_was_asked_to_end_waits_within_its_grace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config.model_validate(
@@ -365,7 +369,8 @@ async def test_from_the_first_scrape_on_a_learner_shows_its_whole_life_and_the_l
 
 
 @pytest.mark.asyncio
-async def test_f27_targets_that_could_not_be_written_are_written_later_and_are_over_http_at_once(
+@pytest.mark.fault("F27")
+async def test_targets_that_could_not_be_written_are_written_later_and_are_over_http_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})

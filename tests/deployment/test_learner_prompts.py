@@ -42,9 +42,8 @@ async def accept(*_: Any) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("side", ["train", "heldout"])
-async def test_f33_a_prompt_that_is_too_long_ends_the_run_before_anything_is_published(
-    tmp_path: Path, side: str
-) -> None:
+@pytest.mark.fault("F33")
+async def test_a_prompt_that_is_too_long_ends_the_run_before_anything_is_published(tmp_path: Path, side: str) -> None:
     config = Config.model_validate(
         {"run": {"dir": str(tmp_path)}, "model": {"max_length": 16}, "data": {"max_prompt_tokens": 4}}
     )
@@ -74,7 +73,8 @@ async def test_f33_a_prompt_that_is_too_long_ends_the_run_before_anything_is_pub
 
 
 @pytest.mark.asyncio
-async def test_f29_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_end(tmp_path: Path) -> None:
+@pytest.mark.fault("F29")
+async def test_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_end(tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"dir": str(tmp_path)}, "model": {"max_length": 16}})
     build_tokenizer(max_length=16).save_pretrained(tmp_path / "model")
     stop, shown = asyncio.Event(), []

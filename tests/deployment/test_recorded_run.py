@@ -42,7 +42,8 @@ def test_the_log_of_a_failed_run_says_why_and_stderr_is_left_to_the_command(
     assert "vLLM did not start" not in capsys.readouterr().err
 
 
-def test_f27_a_log_that_has_no_room_does_not_hide_why_the_run_ended(
+@pytest.mark.fault("F27")
+def test_a_log_that_has_no_room_does_not_hide_why_the_run_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(handler: logging.FileHandler) -> None:
@@ -55,7 +56,8 @@ def test_f27_a_log_that_has_no_room_does_not_hide_why_the_run_ended(
     assert "up-0.log is incomplete: [Errno 28] No space left on device" in caplog.text
 
 
-def test_f35_a_run_that_is_refused_leaves_the_other_ones_report_alone(tmp_path: Path) -> None:
+@pytest.mark.fault("F35")
+def test_a_run_that_is_refused_leaves_the_other_ones_report_alone(tmp_path: Path) -> None:
     with recorded_run(config_in(tmp_path), role="up") as run_dir:
         with pytest.raises(RunLocked), recorded_run(config_in(tmp_path), role="up"):
             pass

@@ -110,7 +110,8 @@ def test_close_is_once_and_for_all(tmp_path: Path) -> None:
     assert run_json(run.path)["exit_reason"] == "SIGTERM"
 
 
-def test_f35_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path: Path) -> None:
+@pytest.mark.fault("F35")
+def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path: Path) -> None:
     with RunDir.create(config_in(tmp_path)) as first:
         with pytest.raises(RunLocked, match=rf"pid {os.getpid()} on \S+ since 2.*run\.name") as refused:
             RunDir.create(config_in(tmp_path))
@@ -119,7 +120,8 @@ def test_f35_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path: 
         assert [entry.name for entry in tmp_path.iterdir()] == ["quick"]
 
 
-def test_f35_a_holder_in_another_process_is_named_and_its_death_frees_the_directory(tmp_path: Path) -> None:
+@pytest.mark.fault("F35")
+def test_a_holder_in_another_process_is_named_and_its_death_frees_the_directory(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from asyncrl.config.schema import Config\n"
         "from asyncrl.deployment.run_dir import RunDir\n"
@@ -245,9 +247,8 @@ def test_steps_evals_and_samples_are_appended_as_lines(tmp_path: Path) -> None:
     assert not (run.path / "samples" / "step-3.jsonl").exists()
 
 
-def test_f27_a_full_disk_is_reported_once_and_leaves_whole_lines(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.fault("F27")
+def test_a_full_disk_is_reported_once_and_leaves_whole_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with RunDir.create(config_in(tmp_path)) as run:
         run.append_step(make_step(0))
         path = run.path / "steps.jsonl"

@@ -94,7 +94,8 @@ ENDED = {"state": "stopped", "exit_reason": "asked to end by a signal, after ste
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_f29_sighup_asks_for_a_clean_end_however_often_it_comes(tmp_path: Path, times: int) -> None:
+@pytest.mark.fault("F29")
+def test_sighup_asks_for_a_clean_end_however_often_it_comes(tmp_path: Path, times: int) -> None:
     started = Started(tmp_path, closes=True)
     for _ in range(times):
         started.process.send_signal(signal.SIGHUP)
@@ -104,7 +105,8 @@ def test_f29_sighup_asks_for_a_clean_end_however_often_it_comes(tmp_path: Path, 
     assert "badge stopped" in (started.path / "report.html").read_text()
 
 
-def test_f29_a_closed_terminal_is_a_clean_end(tmp_path: Path) -> None:
+@pytest.mark.fault("F29")
+def test_a_closed_terminal_is_a_clean_end(tmp_path: Path) -> None:
     started = Started(tmp_path, closes=True)
     os.close(started.terminal)  # from now on, writing to the terminal fails
     # The kernel sends SIGHUP only to processes whose controlling terminal this is. Here there is none.
@@ -114,7 +116,8 @@ def test_f29_a_closed_terminal_is_a_clean_end(tmp_path: Path) -> None:
     assert "badge stopped" in (started.path / "report.html").read_text()
 
 
-def test_f29_sighup_is_ignored_as_nohup_wants_it(tmp_path: Path) -> None:
+@pytest.mark.fault("F29")
+def test_sighup_is_ignored_as_nohup_wants_it(tmp_path: Path) -> None:
     started = Started(tmp_path, closes=True, ignored=(signal.SIGHUP,))
     started.process.send_signal(signal.SIGHUP)
     started.read_until(b"training", times=5)
@@ -125,7 +128,8 @@ def test_f29_sighup_is_ignored_as_nohup_wants_it(tmp_path: Path) -> None:
     assert started.said.count(b"ending cleanly") == 1
 
 
-def test_f29_a_second_ctrl_c_ends_at_once_shows_the_cursor_and_is_written_down(tmp_path: Path) -> None:
+@pytest.mark.fault("F29")
+def test_a_second_ctrl_c_ends_at_once_shows_the_cursor_and_is_written_down(tmp_path: Path) -> None:
     started = Started(tmp_path, closes=False)
     assert b"\x1b[?25l" in started.said, "the live view hides the cursor"
     started.process.send_signal(signal.SIGINT)

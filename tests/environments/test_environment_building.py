@@ -96,9 +96,8 @@ def test_an_environment_by_import_path_gets_its_options_and_scores() -> None:
         ({"name": "math", "options": {"x": 1}}, "environment.options", "unexpected"),
     ],
 )
-def test_f28_an_environment_that_cannot_be_made_names_key_and_mend(
-    section: dict[str, Any], key: str, message: str
-) -> None:
+@pytest.mark.fault("F28")
+def test_an_environment_that_cannot_be_made_names_key_and_mend(section: dict[str, Any], key: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         build_environment(EnvironmentSection.model_validate(section))
     assert caught.value.key == key
@@ -164,7 +163,8 @@ def test_a_function_may_yield_tasks_without_prompts_and_dicts_whose_other_keys_a
         ("returns_nothing", r"returned a NoneType; return or yield asyncrl Tasks, or dicts"),
     ],
 )
-def test_f33_rows_of_a_function_that_cannot_be_used_are_named(function: str, message: str) -> None:
+@pytest.mark.fault("F33")
+def test_rows_of_a_function_that_cannot_be_used_are_named(function: str, message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         build_tasks(config(data={"dataset": f"{HERE}:{function}"}))
 
@@ -186,7 +186,8 @@ def test_only_the_first_rows_are_read_where_no_more_are_wanted() -> None:
     assert [task.row for task in read_tasks(config(data={"dataset": f"{HERE}:fails_late"}), first=2)] == [1, 2]
 
 
-def test_f33_jsonl_rows_are_skipped_by_config_and_the_log_counts_them(
+@pytest.mark.fault("F33")
+def test_jsonl_rows_are_skipped_by_config_and_the_log_counts_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -207,7 +208,8 @@ def test_f33_jsonl_rows_are_skipped_by_config_and_the_log_counts_them(
         ({"dataset": f"{HERE}:listed", "options": {"word": []}}, "data.options", "did you mean 'words'"),
     ],
 )
-def test_f28_a_dataset_that_cannot_be_found_names_its_key(data: dict[str, Any], key: str, message: str) -> None:
+@pytest.mark.fault("F28")
+def test_a_dataset_that_cannot_be_found_names_its_key(data: dict[str, Any], key: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         build_tasks(config(data=data))
     assert caught.value.key == key
@@ -224,7 +226,8 @@ def test_a_dataset_without_training_tasks_is_refused() -> None:
         build_tasks(config(data=data))
 
 
-def test_f33_tasks_whose_metadata_cannot_be_sent_to_scoring_are_refused_with_their_row() -> None:
+@pytest.mark.fault("F33")
+def test_tasks_whose_metadata_cannot_be_sent_to_scoring_are_refused_with_their_row() -> None:
     for metadata, text in [(None, r"row 1 has 'metadata' of type NoneType, not a dict"), ({"x": {1j}}, "not JSON")]:
         task = Task(question="ab", answer="ba", metadata=metadata)  # type: ignore[arg-type]
         with pytest.raises(DatasetError, match=text):

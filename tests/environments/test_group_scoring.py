@@ -65,7 +65,8 @@ def test_rewards_come_in_the_order_of_the_completions_and_bools_are_numbers() ->
         ("list", RewardFailure.WRONG_TYPE, "returned a list; name the second parameter `completions` to score a group"),
     ],
 )
-def test_f19_an_unusable_reward_is_a_failure_that_names_its_sample_and_the_setting(
+@pytest.mark.fault("F19")
+def test_an_unusable_reward_is_a_failure_that_names_its_sample_and_the_setting(
     behaviour: str, reason: RewardFailure, message: str
 ) -> None:
     failure = failure_of(misbehave, "abc", behaviour, "ab")
@@ -82,7 +83,8 @@ def test_a_coroutine_of_a_plain_function_is_named_and_closed() -> None:
     assert failure.message.endswith("returned a coroutine; declare the function with `async def`")
 
 
-def test_f19_running_out_of_memory_retires_the_process() -> None:
+@pytest.mark.fault("F19")
+def test_running_out_of_memory_retires_the_process() -> None:
     def exhausted(task: Task, completion: str) -> float:
         raise MemoryError
 

@@ -46,7 +46,8 @@ def test_prompts_that_all_fit_are_kept_in_their_order(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("prompt", "tokens"), [("abcde", 5), ("", 0)])
-def test_f33_a_prompt_of_too_many_tokens_or_none_is_refused_with_row_limit_and_knob(
+@pytest.mark.fault("F33")
+def test_a_prompt_of_too_many_tokens_or_none_is_refused_with_row_limit_and_knob(
     prompt: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_lengths, "ENCODED_AT_ONCE", 2)
@@ -60,13 +61,15 @@ def test_f33_a_prompt_of_too_many_tokens_or_none_is_refused_with_row_limit_and_k
         fitting(tasks, config=settings(), tokenizer=LetterTokenizer())
 
 
-def test_f33_a_jsonl_prompt_is_refused_with_its_file() -> None:
+@pytest.mark.fault("F33")
+def test_a_jsonl_prompt_is_refused_with_its_file() -> None:
     config = settings(dataset="jsonl", path="rows.jsonl")
     with pytest.raises(DatasetError, match=r"rows\.jsonl, row 1: "):
         fitting(tasks_of("abcde"), config=config, tokenizer=LetterTokenizer())
 
 
-def test_f33_prompts_that_do_not_fit_are_skipped_by_config_and_the_log_counts_them(
+@pytest.mark.fault("F33")
+def test_prompts_that_do_not_fit_are_skipped_by_config_and_the_log_counts_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tasks = tasks_of("abcde", "ab", "abcdef")
@@ -75,7 +78,8 @@ def test_f33_prompts_that_do_not_fit_are_skipped_by_config_and_the_log_counts_th
     assert "first of 2 that do not fit, among 3 prompts" in caplog.text
 
 
-def test_f33_a_dataset_without_a_prompt_that_fits_is_refused_whatever_the_config_says() -> None:
+@pytest.mark.fault("F33")
+def test_a_dataset_without_a_prompt_that_fits_is_refused_whatever_the_config_says() -> None:
     with pytest.raises(DatasetError, match="No prompt fits"):
         fitting(tasks_of("abcde"), config=settings(on_bad_row="skip"), tokenizer=LetterTokenizer())
 

@@ -34,7 +34,8 @@ def test_tasks_survive_json_and_score_themselves() -> None:
         assert environment.score(carried, f" {task.answer}\n") == 1.0
 
 
-def test_f24_an_empty_completion_earns_nothing() -> None:
+@pytest.mark.fault("F24")
+def test_an_empty_completion_earns_nothing() -> None:
     [task, *_] = spelling().tasks(0)
     assert spelling().score(task, "") == 0.0
 
@@ -70,7 +71,8 @@ def test_equal_seeds_draw_equal_tasks_and_neighbouring_seeds_do_not_overlap() ->
         ("spell_backward", {"seed": 3}, "environment.options.task_options", r"run\.seed"),
     ],
 )
-def test_f28_options_that_the_library_refuses_name_key_and_reason(
+@pytest.mark.fault("F28")
+def test_options_that_the_library_refuses_name_key_and_reason(
     task: str, options: dict[str, int], key: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
@@ -86,7 +88,8 @@ def test_the_librarys_task_names_are_read_from_its_source_without_importing_it()
     assert done.stdout == "False\n"
 
 
-def test_f28_a_size_of_nothing_is_refused() -> None:
+@pytest.mark.fault("F28")
+def test_a_size_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="size"):
         ReasoningGym("spell_backward", size=0)
 

@@ -72,7 +72,8 @@ async def test_groups_are_scored_in_a_process_without_secrets_and_heavy_imports(
 
 
 @pytest.mark.asyncio
-async def test_f19_a_raising_or_lying_reward_fails_its_group_and_the_process_goes_on() -> None:
+@pytest.mark.fault("F19")
+async def test_a_raising_or_lying_reward_fails_its_group_and_the_process_goes_on() -> None:
     async with scoring(section()) as scorer:
         [pid] = scorer.pids
         failure = await failure_of(scorer, "abc", "raise")
@@ -92,7 +93,8 @@ async def test_f19_a_raising_or_lying_reward_fails_its_group_and_the_process_goe
 
 
 @pytest.mark.asyncio
-async def test_f19_what_kills_the_process_fails_its_group_and_the_next_one_gets_a_new_process() -> None:
+@pytest.mark.fault("F19")
+async def test_what_kills_the_process_fails_its_group_and_the_next_one_gets_a_new_process() -> None:
     async with scoring(section()) as scorer:
         for count, (behaviour, status) in enumerate([("segfault", "SIGSEGV"), ("exit", "exit status 0")], start=1):
             failure = await failure_of(scorer, "abc", behaviour)
@@ -105,7 +107,8 @@ async def test_f19_what_kills_the_process_fails_its_group_and_the_next_one_gets_
 
 
 @pytest.mark.asyncio
-async def test_f19_a_crash_is_noticed_although_a_child_holds_the_socket_and_the_child_is_killed(tmp_path: Path) -> None:
+@pytest.mark.fault("F19")
+async def test_a_crash_is_noticed_although_a_child_holds_the_socket_and_the_child_is_killed(tmp_path: Path) -> None:
     task = Task(question="q", prompt="q", answer="", metadata={"pids_file": str(tmp_path / "pids")})
     async with scoring(section()) as scorer:
         failure = await failure_of(scorer, "die_with_a_child", task=task)
@@ -117,7 +120,8 @@ async def test_f19_a_crash_is_noticed_although_a_child_holds_the_socket_and_the_
 
 @pytest.mark.parametrize("behaviour", ["hang", "hang_in_c", "print_without_end"])
 @pytest.mark.asyncio
-async def test_f19_what_does_not_end_is_killed_by_the_wall_clock_and_replaced(behaviour: str) -> None:
+@pytest.mark.fault("F19")
+async def test_what_does_not_end_is_killed_by_the_wall_clock_and_replaced(behaviour: str) -> None:
     async with scoring(section(timeout_s=0.5)) as scorer:
         [pid] = scorer.pids
         failure = await failure_of(scorer, "abc", behaviour, "abc")
@@ -132,7 +136,8 @@ async def test_f19_what_does_not_end_is_killed_by_the_wall_clock_and_replaced(be
 
 
 @pytest.mark.asyncio
-async def test_f19_a_timeout_kills_all_that_the_reward_has_started(tmp_path: Path) -> None:
+@pytest.mark.fault("F19")
+async def test_a_timeout_kills_all_that_the_reward_has_started(tmp_path: Path) -> None:
     task = Task(question="q", prompt="q", answer="", metadata={"pids_file": str(tmp_path / "pids")})
     async with scoring(section(timeout_s=6.0)) as scorer:
         assert (await failure_of(scorer, "fork_and_hang", task=task)).reason == RewardFailure.TIMEOUT
@@ -143,7 +148,8 @@ async def test_f19_a_timeout_kills_all_that_the_reward_has_started(tmp_path: Pat
 
 
 @pytest.mark.asyncio
-async def test_f19_memory_is_limited_and_the_process_is_replaced() -> None:
+@pytest.mark.fault("F19")
+async def test_memory_is_limited_and_the_process_is_replaced() -> None:
     environment = EnvironmentSection(reward="hostile_rewards:misbehave", score_timeout_s=30, score_memory_mib=256)
     async with scoring(environment) as scorer:
         failure = await failure_of(scorer, "eat_memory")
@@ -154,7 +160,8 @@ async def test_f19_memory_is_limited_and_the_process_is_replaced() -> None:
 
 
 @pytest.mark.asyncio
-async def test_f19_a_process_with_too_many_children_is_replaced_but_its_rewards_count() -> None:
+@pytest.mark.fault("F19")
+async def test_a_process_with_too_many_children_is_replaced_but_its_rewards_count() -> None:
     async with scoring(section()) as scorer:
         assert await scorer.score(TASK, ["leave_children"]) == [1.0]
         assert scorer.replacements == 1
@@ -162,7 +169,8 @@ async def test_f19_a_process_with_too_many_children_is_replaced_but_its_rewards_
 
 
 @pytest.mark.asyncio
-async def test_f19_a_process_that_died_idle_is_replaced_without_a_failure() -> None:
+@pytest.mark.fault("F19")
+async def test_a_process_that_died_idle_is_replaced_without_a_failure() -> None:
     async with scoring(section()) as scorer:
         [pid] = scorer.pids
         os.kill(pid, signal.SIGKILL)
@@ -212,7 +220,8 @@ async def test_close_ends_the_processes_and_whoever_scores_or_waits_in_line_is_t
     ],
 )
 @pytest.mark.asyncio
-async def test_f28_a_reward_that_does_not_exist_is_a_config_error_at_start(reward: str, message: str) -> None:
+@pytest.mark.fault("F28")
+async def test_a_reward_that_does_not_exist_is_a_config_error_at_start(reward: str, message: str) -> None:
     scorer = Scorer(section(reward))
     with pytest.raises(ConfigError, match=message) as caught:
         await scorer.start()
@@ -229,7 +238,8 @@ async def test_the_environments_own_scoring_is_used_without_a_reward() -> None:
         assert await scorer.score(task, ["cba", " cba\n", "cbb", ""]) == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_f19_a_scoring_process_dies_with_its_parent_in_the_middle_of_a_hang() -> None:
+@pytest.mark.fault("F19")
+def test_a_scoring_process_dies_with_its_parent_in_the_middle_of_a_hang() -> None:
     program = """
 import asyncio
 from asyncrl.config.schema import EnvironmentSection

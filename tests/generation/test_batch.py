@@ -97,7 +97,8 @@ async def test_a_prompt_without_room_is_refused_and_ends_the_other_rows(length: 
     assert engine.cancelled == 2
 
 
-async def test_f25_a_token_without_a_log_prob_is_refused() -> None:
+@pytest.mark.fault("F25")
+async def test_a_token_without_a_log_prob_is_refused() -> None:
     engine = Recorded()
     engine.answer = lambda prompt: completion(3, logprobs=2)
     with pytest.raises(HandshakeError, match="3 tokens, but 2 log-probs"):

@@ -100,7 +100,8 @@ async def test_a_rollout_that_takes_too_long_says_whether_its_scoring_did(
 
 
 @pytest.mark.asyncio
-async def test_f2_a_killed_replica_loses_its_tickets_and_no_committed_group() -> None:
+@pytest.mark.fault("F2")
+async def test_a_killed_replica_loses_its_tickets_and_no_committed_group() -> None:
     async with started_pool() as (pool, doomed):
         await until(lambda: pool.counts.ready >= 2)
         doomed.gate.clear()
@@ -185,7 +186,8 @@ async def test_the_buffer_keeps_the_text_prompt_and_completion_of_a_failed_rollo
 
 
 @pytest.mark.asyncio
-async def test_f24_a_prompt_beyond_the_model_is_a_data_failure() -> None:
+@pytest.mark.fault("F24")
+async def test_a_prompt_beyond_the_model_is_a_data_failure() -> None:
     limits = {"model": {"max_length": 4}, "data": {"max_prompt_tokens": 1}, "generator": {"max_completion_tokens": 2}}
     async with started_pool(**limits) as (pool, _):
         await until(lambda: pool.failures["data/prompt_length"] >= 3)
@@ -207,7 +209,8 @@ async def test_a_drained_replica_commits_what_is_in_flight_and_takes_nothing_new
 
 
 @pytest.mark.asyncio
-async def test_f16_a_cancelled_wait_for_tickets_leaks_no_slot() -> None:
+@pytest.mark.fault("F16")
+async def test_a_cancelled_wait_for_tickets_leaks_no_slot() -> None:
     async with started_pool() as (pool, _):
         await until(lambda: pool.counts.ready == 8)
         waiting = asyncio.create_task(pool.buffer.reserve("b", Version(1, 0), 3, 60.0))
@@ -243,7 +246,8 @@ async def test_generator_and_buffer_say_in_their_metrics_which_run_they_are_of()
 
 
 @pytest.mark.asyncio
-async def test_f40_a_replica_that_was_declared_dead_clears_the_rows_that_it_comes_back_with() -> None:
+@pytest.mark.fault("F40")
+async def test_a_replica_that_was_declared_dead_clears_the_rows_that_it_comes_back_with() -> None:
     async with started_pool() as (pool, engine):
         engine.gate.clear()
         await until(lambda: engine.running > 0)
@@ -261,7 +265,8 @@ async def test_f40_a_replica_that_was_declared_dead_clears_the_rows_that_it_come
 
 
 @pytest.mark.asyncio
-async def test_f37_groups_whose_rows_could_not_be_stored_are_generated_again() -> None:
+@pytest.mark.fault("F37")
+async def test_groups_whose_rows_could_not_be_stored_are_generated_again() -> None:
     async with started_pool() as (pool, _):
         await pool.step()
         pool.rows.fail_next_put = ActorGone("the actor's process has ended")

@@ -11,7 +11,8 @@ from asyncrl.generation.shared_memory import reap
 NOTHING: list[str] = []
 
 
-def test_f2_an_engine_that_ends_while_it_is_reaped_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault("F2")
+def test_an_engine_that_ends_while_it_is_reaped_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait(30)
     reap([ended.pid], segments=NOTHING, timeout_s=60.0)

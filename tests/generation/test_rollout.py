@@ -27,7 +27,8 @@ def completion(*tokens: int, text: str = "") -> Completion:
     )  # fmt: skip
 
 
-def test_f24_a_group_of_empty_completions_is_as_old_as_its_ticket_and_has_no_token() -> None:
+@pytest.mark.fault("F24")
+def test_a_group_of_empty_completions_is_as_old_as_its_ticket_and_has_no_token() -> None:
     group = finished_group(
         TICKET, prompt_ids=[4, 5], completions=[completion(), completion()], rewards=[0.0, 0.0], replica="a",
         scoring_s=0.0,
@@ -54,7 +55,8 @@ def test_rows_are_prompt_completion_padding_and_only_what_was_sampled_has_a_vers
     assert group.meta.row_bytes == sum(column.values.nbytes for column in columns), "the booked size is the sent size"
 
 
-def test_f24_a_completion_of_only_the_end_token_is_one_token() -> None:
+@pytest.mark.fault("F24")
+def test_a_completion_of_only_the_end_token_is_one_token() -> None:
     group = finished_group(
         TICKET, prompt_ids=[4, 5], completions=[completion(1), completion()], rewards=[0.0, 0.0], replica="a",
         scoring_s=0.0,
@@ -64,7 +66,8 @@ def test_f24_a_completion_of_only_the_end_token_is_one_token() -> None:
 
 @pytest.mark.parametrize("prompt", ["", "abcdefgh"])
 @pytest.mark.asyncio
-async def test_f24_a_prompt_that_leaves_no_room_or_says_nothing_is_a_data_failure(prompt: str) -> None:
+@pytest.mark.fault("F24")
+async def test_a_prompt_that_leaves_no_room_or_says_nothing_is_a_data_failure(prompt: str) -> None:
     config = Config.model_validate({"model": {"max_length": 8}, "data": {"max_prompt_tokens": 40}})
     rollouts = Rollouts(
         config=config, engine=None, tokenizer=Tokenizer(), scorer=LengthScorer(), replica="a"
@@ -92,7 +95,8 @@ async def test_a_group_says_how_long_its_scores_took() -> None:
 
 
 @pytest.mark.parametrize("column", ["logprobs", "versions"])
-def test_f25_columns_that_are_not_as_long_as_the_tokens_do_not_pass(column: str) -> None:
+@pytest.mark.fault("F25")
+def test_columns_that_are_not_as_long_as_the_tokens_do_not_pass(column: str) -> None:
     good = completion(4, 5)
     check_completion(good)
     kept = {

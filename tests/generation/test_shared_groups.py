@@ -67,7 +67,8 @@ async def test_the_first_group_stands_still_and_the_last_goes_on() -> None:
 
 
 @pytest.mark.parametrize("unfit", [{"shape": (3, 2)}, {"names": ("a", "x")}])
-async def test_f12_a_first_group_that_does_not_fit_is_refused_before_anything_stands_still(unfit: Any) -> None:
+@pytest.mark.fault("F12")
+async def test_a_first_group_that_does_not_fit_is_refused_before_anything_stands_still(unfit: Any) -> None:
     scene = Scene()
     with pytest.raises(ManifestMismatch, match="nothing was applied"):
         await scene.load(*unfit.get("names", ("a",)), shape=unfit.get("shape", (2, 3)))
@@ -80,7 +81,8 @@ async def test_a_group_on_no_device_is_refused() -> None:
         await Scene().weights.load_shared({}, expected=EXPECTED)
 
 
-async def test_f13_an_older_version_is_refused_and_a_repeated_one_is_not() -> None:
+@pytest.mark.fault("F13")
+async def test_an_older_version_is_refused_and_a_repeated_one_is_not() -> None:
     scene = Scene()
     await scene.load("a", "b", "c")
     with pytest.raises(VersionRegression):
@@ -97,7 +99,8 @@ async def test_f13_an_older_version_is_refused_and_a_repeated_one_is_not() -> No
         ({"names": ("b",), "shape": (3, 2)}, "b is float32"),
     ],
 )
-async def test_f11_from_the_first_group_on_what_does_not_fit_tears(second: dict[str, Any], why: str) -> None:
+@pytest.mark.fault("F11")
+async def test_from_the_first_group_on_what_does_not_fit_tears(second: dict[str, Any], why: str) -> None:
     scene = Scene()
     await scene.load("a")
     names = second.pop("names")
@@ -108,7 +111,8 @@ async def test_f11_from_the_first_group_on_what_does_not_fit_tears(second: dict[
     assert "resume_generation" not in scene.engine.calls
 
 
-async def test_f11_a_group_that_failed_is_mended_by_whole_weights_alone() -> None:
+@pytest.mark.fault("F11")
+async def test_a_group_that_failed_is_mended_by_whole_weights_alone() -> None:
     scene = Scene()
     await scene.load("a")
     scene.engine.fail = RuntimeError("no memory")

@@ -31,7 +31,8 @@ def _no_pause_before_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.asyncio
-async def test_f15_an_update_in_the_middle_of_a_sequence_is_recorded_token_by_token() -> None:
+@pytest.mark.fault("F15")
+async def test_an_update_in_the_middle_of_a_sequence_is_recorded_token_by_token() -> None:
     async with started_pool(generator={"max_concurrent_groups": 8, "max_completion_tokens": 30}) as (pool, engine):
         leases = [await pool.step() for _ in range(3)]
         await until(lambda: engine.running > 0)
@@ -46,7 +47,8 @@ async def test_f15_an_update_in_the_middle_of_a_sequence_is_recorded_token_by_to
 
 
 @pytest.mark.asyncio
-async def test_f12_a_manifest_of_another_model_changes_nothing() -> None:
+@pytest.mark.fault("F12")
+async def test_a_manifest_of_another_model_changes_nothing() -> None:
     async with started_pool() as (pool, engine):
         await pool.step()
         await until(lambda: engine.version == Version(1, 1))
@@ -58,7 +60,8 @@ async def test_f12_a_manifest_of_another_model_changes_nothing() -> None:
 
 
 @pytest.mark.asyncio
-async def test_f25_a_first_manifest_of_another_model_ends_the_replica() -> None:
+@pytest.mark.fault("F25")
+async def test_a_first_manifest_of_another_model_ends_the_replica() -> None:
     async with empty_pool() as pool:
         pool.add("a")
         await pool.publish(0, parameters=OTHER_MODEL)
@@ -67,7 +70,8 @@ async def test_f25_a_first_manifest_of_another_model_ends_the_replica() -> None:
 
 
 @pytest.mark.asyncio
-async def test_f38_a_void_manifest_leaves_the_replica_at_its_version() -> None:
+@pytest.mark.fault("F38")
+async def test_a_void_manifest_leaves_the_replica_at_its_version() -> None:
     async with started_pool() as (pool, engine):
         await pool.train()
         await pool.publish(1, handles=[None])
@@ -76,7 +80,8 @@ async def test_f38_a_void_manifest_leaves_the_replica_at_its_version() -> None:
 
 
 @pytest.mark.asyncio
-async def test_f11_a_torn_replica_stays_paused_until_a_whole_update() -> None:
+@pytest.mark.fault("F11")
+async def test_a_torn_replica_stays_paused_until_a_whole_update() -> None:
     async with started_pool() as (pool, engine):
         await until(lambda: pool.counts.ready >= 4)
         engine.fail_next_load = OSError("the sender died half way")
@@ -162,7 +167,8 @@ async def test_a_group_of_weights_that_fail_the_probe_is_not_committed_after_the
 
 
 @pytest.mark.asyncio
-async def test_f11_tickets_that_arrive_while_the_replica_is_torn_wait_for_a_whole_update() -> None:
+@pytest.mark.fault("F11")
+async def test_tickets_that_arrive_while_the_replica_is_torn_wait_for_a_whole_update() -> None:
     async with started_pool() as (pool, engine):
         await until(lambda: pool.counts.ready == 8)  # the buffer is full, so the replica's next reserve waits
         await pool.train()
@@ -257,7 +263,8 @@ async def test_a_replica_that_lags_too_many_publications_starts_nothing_until_it
 
 
 @pytest.mark.asyncio
-async def test_f11_a_probe_that_fails_ends_what_runs_and_fails_what_is_finished(
+@pytest.mark.fault("F11")
+async def test_a_probe_that_fails_ends_what_runs_and_fails_what_is_finished(
     make_scene: MakeScene,
 ) -> None:
     scene = make_scene()
@@ -282,7 +289,8 @@ async def test_f11_a_probe_that_fails_ends_what_runs_and_fails_what_is_finished(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("tear", [TornReplica, ParityError])
-async def test_f11_a_replica_that_stays_torn_beyond_the_deadline_ends(
+@pytest.mark.fault("F11")
+async def test_a_replica_that_stays_torn_beyond_the_deadline_ends(
     make_scene: MakeScene, tear: type[WeightError]
 ) -> None:
     scene = make_scene(load_timeout_s=60.0)
@@ -308,7 +316,8 @@ async def test_f11_a_replica_that_stays_torn_beyond_the_deadline_ends(
 
 
 @pytest.mark.asyncio
-async def test_f11_a_load_that_hangs_ends_the_replica_and_names_the_knob(make_scene: MakeScene) -> None:
+@pytest.mark.fault("F11")
+async def test_a_load_that_hangs_ends_the_replica_and_names_the_knob(make_scene: MakeScene) -> None:
     scene = make_scene(load_timeout_s=0.001)
     scene.may_load.clear()
     scene.source.offer(0, serial=1)
@@ -321,7 +330,8 @@ async def test_f11_a_load_that_hangs_ends_the_replica_and_names_the_knob(make_sc
 
 
 @pytest.mark.asyncio
-async def test_f13_a_version_that_is_loaded_already_is_counted_as_repeated(make_scene: MakeScene) -> None:
+@pytest.mark.fault("F13")
+async def test_a_version_that_is_loaded_already_is_counted_as_repeated(make_scene: MakeScene) -> None:
     scene = make_scene()
     for serial in (1, 2):
         scene.source.offer(0, serial=serial)
@@ -347,7 +357,8 @@ async def test_every_nth_update_is_probed_and_always_the_first(make_scene: MakeS
 
 
 @pytest.mark.asyncio
-async def test_f10_a_probe_that_hangs_ends_the_replica_and_names_the_knob(make_scene: MakeScene) -> None:
+@pytest.mark.fault("F10")
+async def test_a_probe_that_hangs_ends_the_replica_and_names_the_knob(make_scene: MakeScene) -> None:
     scene = make_scene(load_timeout_s=0.001)
 
     async def hang(tokens: Any) -> list[float]:

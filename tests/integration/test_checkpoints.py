@@ -154,7 +154,8 @@ def test_what_cannot_be_loaded_says_why_on_every_rank_and_changes_nothing(
 
 
 @pytest.mark.parametrize("fault", ["before the marker", "disk full on rank 1", "between the renames"])
-def test_f7_f27_a_save_that_dies_leaves_the_last_one_and_the_next_one_works(folder: Path, fault: str) -> None:
+@pytest.mark.fault("F7", "F27")
+def test_a_save_that_dies_leaves_the_last_one_and_the_next_one_works(folder: Path, fault: str) -> None:
     for ranks in results(folder, "saved", 2):
         found = ranks["faults"][fault]
         assert found["error"][0] == "CheckpointError"

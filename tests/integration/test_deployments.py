@@ -139,7 +139,8 @@ def steps_of(tmp_path: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def test_f2_generators_join_are_killed_and_leave_and_no_group_is_lost(
+@pytest.mark.fault("F2")
+def test_generators_join_are_killed_and_leave_and_no_group_is_lost(
     run_command: Run, head: Head, ray_head: str, engines: Engines, model_path: str, tmp_path: Path
 ) -> None:
     name = tmp_path.name

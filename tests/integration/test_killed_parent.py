@@ -15,7 +15,8 @@ SCENARIO = Path(__file__).parent / "lone_engine_scenario.py"
 
 
 @pytest.mark.parametrize("workers", [1, 2], ids=["one process", "core and two workers"])
-def test_f29_no_process_of_an_engine_is_left_when_its_parent_is_killed(model_path: str, workers: int) -> None:
+@pytest.mark.fault("F29")
+def test_no_process_of_an_engine_is_left_when_its_parent_is_killed(model_path: str, workers: int) -> None:
     # This test does not use Ray, because Ray itself ends some child processes of a killed worker.
     with subprocess.Popen(
         [sys.executable, str(SCENARIO), model_path, str(workers)],

@@ -129,6 +129,7 @@ def test_its_user_joins_it(own_ray: tuple[dict[str, Any], Path]) -> None:
     [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}],
     ids=["no token", "another token"],
 )
+@pytest.mark.fault("F32")
 def test_nobody_joins_it_without_its_token(
     changed: dict[str, str], own_ray: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:

@@ -280,7 +280,8 @@ def test_a_short_last_step_of_rows_that_ranks_cannot_share_evenly_trains_them_al
         policy.shutdown()
 
 
-def test_f34_f37_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str, tmp_path: Path) -> None:
+@pytest.mark.fault("F34", "F37")
+def test_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str, tmp_path: Path) -> None:
     settings = config(ranks=2, micro_batch_size=3)
     policy, client = started(settings, model_path), open_client(settings)
     batch = put_rows(client)
@@ -333,7 +334,8 @@ def test_f34_f37_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str
     assert policy.shutdown(), "a second shutdown must succeed too"
 
 
-def test_f34_a_rank_that_dies_is_named(model_path: str) -> None:
+@pytest.mark.fault("F34")
+def test_a_rank_that_dies_is_named(model_path: str) -> None:
     policy = Policy(config(ranks=1), model_path=model_path)
     policy.start()
     with pytest.raises(RunError, match="learner rank 0 died in die"):

@@ -306,7 +306,8 @@ def test_calls_out_of_their_order_are_refused_and_end_nobody(scene: Scene) -> No
     assert scene.policy.get_weights_ipc_handles(first), "the ranks must still work"
 
 
-def test_f12_the_policys_weights_are_compared_with_the_model_before_the_first_transfer(scene: Scene) -> None:
+@pytest.mark.fault("F12")
+def test_the_policys_weights_are_compared_with_the_model_before_the_first_transfer(scene: Scene) -> None:
     info = scene.policy.prepare_refit_info()
     assert info == scene.policy.prepare_info_for_collective()
     assert list(info) == [name for group in scene.policy.prepare_weights_for_ipc() for name in group]
@@ -360,7 +361,8 @@ def test_two_ranks_bring_two_engines_to_the_same_weights(scene: Scene) -> None:
     assert scene.versions() == {3}
 
 
-def test_f12_a_refusal_reaches_every_process_by_its_type_and_changes_nothing(scene: Scene) -> None:
+@pytest.mark.fault("F12")
+def test_a_refusal_reaches_every_process_by_its_type_and_changes_nothing(scene: Scene) -> None:
     before = scene.generation.score(PROBE)
     scene.policy.on_ranks(change_precision, torch.bfloat16)
     refs = scene.generation.update_weights_from_collective() + scene.policy.broadcast_weights_for_collective()
@@ -421,7 +423,8 @@ class Failing:
         return self._policy.get_weights_ipc_handles(keys)
 
 
-def test_f11_a_refit_that_stopped_half_way_is_raised_and_nobody_generates_before_a_whole_one(scene: Scene) -> None:
+@pytest.mark.fault("F11")
+def test_a_refit_that_stopped_half_way_is_raised_and_nobody_generates_before_a_whole_one(scene: Scene) -> None:
     failing: Any = Failing(scene.policy)
     batch = scene.train(6)
     with pytest.raises(WeightError, match="injected"):
@@ -438,7 +441,8 @@ def test_f11_a_refit_that_stopped_half_way_is_raised_and_nobody_generates_before
 
 
 @pytest.mark.parametrize("trouble", ["a flipped bit", "a learner that let go", "a group twice"])
-def test_f11_a_group_that_cannot_be_applied_tears_the_engines(scene: Scene, trouble: str) -> None:
+@pytest.mark.fault("F11")
+def test_a_group_that_cannot_be_applied_tears_the_engines(scene: Scene, trouble: str) -> None:
     """The first half ends within the fused projection of a layer. The complete refit afterwards must not use any part
     of it."""
     scene.train(7)
@@ -486,7 +490,8 @@ def killed_while_others_wait(pid: int, scene: Scene) -> list[Any]:
     return found
 
 
-def test_f11_an_engine_killed_on_the_way_costs_the_others_nothing_but_the_group(scene: Scene) -> None:
+@pytest.mark.fault("F11")
+def test_an_engine_killed_on_the_way_costs_the_others_nothing_but_the_group(scene: Scene) -> None:
     outcomes(scene.joining())
     scene.train(8)
     before, version = scene.generation.score(PROBE)[0], scene.versions()
@@ -506,7 +511,8 @@ def test_f11_an_engine_killed_on_the_way_costs_the_others_nothing_but_the_group(
     assert scene.parity_nats() < PARITY_NATS
 
 
-def test_f11_a_learner_rank_killed_on_the_way_leaves_the_engine_with_its_weights(scene: Scene) -> None:
+@pytest.mark.fault("F11")
+def test_a_learner_rank_killed_on_the_way_leaves_the_engine_with_its_weights(scene: Scene) -> None:
     version, before = scene.versions(), scene.generation.score(PROBE)
     engine, rank_0, rank_1 = killed_while_others_wait(scene.policy.on_ranks(pid)[1], scene)
     assert isinstance(engine, CollectiveError), engine

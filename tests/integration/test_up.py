@@ -303,7 +303,8 @@ def test_a_critic_learns_beside_a_policy_that_waits_for_it(run_command: Run, mod
     assert advice in found.sentence
 
 
-def test_f35_a_second_run_on_the_same_directory_is_refused_at_once_and_the_first_goes_on(
+@pytest.mark.fault("F35")
+def test_a_second_run_on_the_same_directory_is_refused_at_once_and_the_first_goes_on(
     run_command: Run, model_path: str, tmp_path: Path
 ) -> None:
     """The first run may start only one group per second. During the run and at its end, its output says that this

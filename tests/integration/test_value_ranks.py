@@ -192,7 +192,8 @@ def test_a_rank_with_few_rows_or_none_keeps_step(results: Any, world: int) -> No
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_f21_all_ranks_skip_the_update_when_one_rank_is_not_finite(results: Any, world: int) -> None:
+@pytest.mark.fault("F21")
+def test_all_ranks_skip_the_update_when_one_rank_is_not_finite(results: Any, world: int) -> None:
     for rank in results[world]:
         found = rank["poisoned"]
         assert [outcome.finite for outcome in found["trained"].outcomes] == [False]
@@ -200,7 +201,8 @@ def test_f21_all_ranks_skip_the_update_when_one_rank_is_not_finite(results: Any,
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_f24_a_step_without_a_trained_token_changes_nothing(results: Any, world: int) -> None:
+@pytest.mark.fault("F24")
+def test_a_step_without_a_trained_token_changes_nothing(results: Any, world: int) -> None:
     for rank in results[world]:
         found = rank["untrained"]
         assert found["trained"].outcomes == ()

@@ -106,9 +106,8 @@ async def test_seeded_sequences_survive_being_recomputed_all_at_once(engine: VLL
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_f11_half_an_update_leaves_the_engine_paused_until_a_whole_one(
-    engine: VLLMEngine, trainer: Trainer
-) -> None:
+@pytest.mark.fault("F11")
+async def test_half_an_update_leaves_the_engine_paused_until_a_whole_one(engine: VLLMEngine, trainer: Trainer) -> None:
     trainer.change()
     await engine.load(*trainer.publication(50))
     trainer.change()
@@ -128,7 +127,8 @@ async def test_f11_half_an_update_leaves_the_engine_paused_until_a_whole_one(
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_f11_an_update_with_too_few_tensors_is_torn_although_vllm_would_finish_it(
+@pytest.mark.fault("F11")
+async def test_an_update_with_too_few_tensors_is_torn_although_vllm_would_finish_it(
     engine: VLLMEngine, trainer: Trainer
 ) -> None:
     manifest, buckets = trainer.publication(60)
@@ -139,7 +139,8 @@ async def test_f11_an_update_with_too_few_tensors_is_torn_although_vllm_would_fi
     assert max(abs(a - b) for a, b in zip(scores, trainer.log_probs(PROMPT), strict=True)) < PARITY_NATS
 
 
-def test_f12_the_models_own_config_tells_what_a_manifest_must_hold(model_path: str, trainer: Trainer) -> None:
+@pytest.mark.fault("F12")
+def test_the_models_own_config_tells_what_a_manifest_must_hold(model_path: str, trainer: Trainer) -> None:
     expected = expected_parameters(model_path, dtype="float32")
     check_parameters(trainer.publication(0)[0], expected)
     assert "lm_head.weight" in expected

@@ -99,7 +99,8 @@ async def test_a_run_that_is_stopped_saves_what_it_has_trained() -> None:
 
 
 @pytest.mark.asyncio
-async def test_f21_a_step_that_was_skipped_is_no_step_of_a_checkpoint() -> None:
+@pytest.mark.fault("F21")
+async def test_a_step_that_was_skipped_is_no_step_of_a_checkpoint() -> None:
     run = scene(every_steps=1, total_steps=2)
     run.trainer.answers = [skipped()]
     await run.run()
@@ -118,7 +119,8 @@ DISK_FULL = CheckpointError("rank 0: OSError: No space left on device")
 
 
 @pytest.mark.asyncio
-async def test_f27_one_that_cannot_be_written_is_counted_and_training_goes_on(
+@pytest.mark.fault("F27")
+async def test_one_that_cannot_be_written_is_counted_and_training_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = scene(every_steps=2, keep=1)
@@ -131,7 +133,8 @@ async def test_f27_one_that_cannot_be_written_is_counted_and_training_goes_on(
 
 
 @pytest.mark.asyncio
-async def test_f27_what_could_not_be_written_on_the_way_is_tried_again_at_the_end() -> None:
+@pytest.mark.fault("F27")
+async def test_what_could_not_be_written_on_the_way_is_tried_again_at_the_end() -> None:
     run = scene(every_steps=5)
     run.trainer.save_answers = [DISK_FULL]
     await run.run()
@@ -139,7 +142,8 @@ async def test_f27_what_could_not_be_written_on_the_way_is_tried_again_at_the_en
 
 
 @pytest.mark.asyncio
-async def test_f27_the_last_one_stays_and_is_the_one_that_is_shown_when_none_can_be_written_after_it() -> None:
+@pytest.mark.fault("F27")
+async def test_the_last_one_stays_and_is_the_one_that_is_shown_when_none_can_be_written_after_it() -> None:
     run = scene(every_steps=2, keep=1)
     run.trainer.save_answers = [None, DISK_FULL, DISK_FULL]
     await run.run()
@@ -149,7 +153,8 @@ async def test_f27_the_last_one_stays_and_is_the_one_that_is_shown_when_none_can
 
 
 @pytest.mark.asyncio
-async def test_f27_one_that_cannot_be_written_leaves_no_folder_and_gives_its_room_back() -> None:
+@pytest.mark.fault("F27")
+async def test_one_that_cannot_be_written_leaves_no_folder_and_gives_its_room_back() -> None:
     run = scene(every_steps=1, total_steps=2)
     (Path(run.folder.name) / "step-2").mkdir()
     (Path(run.folder.name) / "step-2" / "notes").touch()
@@ -168,7 +173,8 @@ async def test_f27_one_that_cannot_be_written_leaves_no_folder_and_gives_its_roo
 
 
 @pytest.mark.asyncio
-async def test_f27_the_user_hears_in_time_what_a_full_disk_will_cost(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.fault("F27")
+async def test_the_user_hears_in_time_what_a_full_disk_will_cost(caplog: pytest.LogCaptureFixture) -> None:
     run = scene(every_steps=2)
     run.trainer.save_answers = [DISK_FULL]
     await run.run()
@@ -195,7 +201,8 @@ async def test_ranks_that_are_gone_end_the_run() -> None:
 
 
 @pytest.mark.asyncio
-async def test_f7_what_a_killed_save_left_takes_no_whole_one_s_place() -> None:
+@pytest.mark.fault("F7")
+async def test_what_a_killed_save_left_takes_no_whole_one_s_place() -> None:
     run = scene(every_steps=5, keep=2)
     folder = Path(run.folder.name)
     for step, marker in ((1, True), (2, True), (3, False)):
@@ -208,7 +215,8 @@ async def test_f7_what_a_killed_save_left_takes_no_whole_one_s_place() -> None:
 
 
 @pytest.mark.asyncio
-async def test_f7_an_old_one_whose_removal_does_not_end_is_not_half_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault("F7")
+async def test_an_old_one_whose_removal_does_not_end_is_not_half_there(monkeypatch: pytest.MonkeyPatch) -> None:
     run = scene(every_steps=2, keep=1)
 
     def interrupted(path: Path, ignore_errors: bool = False) -> None:

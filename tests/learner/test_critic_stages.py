@@ -136,7 +136,8 @@ async def test_updates_are_shared_by_the_critic_s_own_ranks() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("stage", ["get_values_from_meta", "get_advantages_from_meta", "train_from_meta"])
-async def test_f37_rows_lost_in_any_of_its_stages_give_the_lease_back_before_the_policy_is_trained(
+@pytest.mark.fault("F37")
+async def test_rows_lost_in_any_of_its_stages_give_the_lease_back_before_the_policy_is_trained(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, critic = scene()
@@ -187,7 +188,8 @@ async def test_a_step_without_a_trained_token_says_nothing_of_the_critic() -> No
 
 
 @pytest.mark.asyncio
-async def test_f21_a_critic_without_numbers_leaves_the_step_trained_and_ends_the_run_when_it_goes_on() -> None:
+@pytest.mark.fault("F21")
+async def test_a_critic_without_numbers_leaves_the_step_trained_and_ends_the_run_when_it_goes_on() -> None:
     run, critic = scene(learner={"max_nonfinite_steps": 2, "total_steps": 5})
     broken = judged(skipped=True, updates_applied=0, loss=float("nan"))
     critic.answers = [broken, judged(), broken, broken]

@@ -47,7 +47,8 @@ async def test_without_heldout_prompts_nothing_is_asked_and_nothing_recorded() -
 
 
 @pytest.mark.asyncio
-async def test_f2_a_replica_that_ends_before_it_has_answered_is_replaced_by_another() -> None:
+@pytest.mark.fault("F2")
+async def test_a_replica_that_ends_before_it_has_answered_is_replaced_by_another() -> None:
     scene = Scene()
     await scene.deliver(Version(1, 0))
     await scene.deliver(Version(1, 0), replica="b")

@@ -197,7 +197,8 @@ async def test_what_fails_after_the_ack_leaves_the_groups_trained() -> None:
 
 
 @pytest.mark.asyncio
-async def test_f37_lost_rows_give_the_lease_back_and_the_step_is_trained_with_what_replaces_them() -> None:
+@pytest.mark.fault("F37")
+async def test_lost_rows_give_the_lease_back_and_the_step_is_trained_with_what_replaces_them() -> None:
     scene = Scene()
 
     def lose_one(meta: KVBatchMeta) -> StepReport:
@@ -269,7 +270,8 @@ async def test_token_advantages_are_made_on_the_ranks_after_what_they_are_made_o
 
 
 @pytest.mark.asyncio
-async def test_f37_rows_lost_while_token_advantages_are_made_give_the_lease_back(
+@pytest.mark.fault("F37")
+async def test_rows_lost_while_token_advantages_are_made_give_the_lease_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = Scene(algorithm={"advantage": {"name": "reinforce_pp", "kl": {"beta": 0.1}}})
@@ -302,7 +304,8 @@ async def test_when_prompts_run_out_a_short_step_ends_the_run_or_is_dropped_and_
 
 
 @pytest.mark.asyncio
-async def test_f21_a_skipped_step_ends_its_lease_by_skip_and_leaves_the_version() -> None:
+@pytest.mark.fault("F21")
+async def test_a_skipped_step_ends_its_lease_by_skip_and_leaves_the_version() -> None:
     scene = Scene()
     scene.trainer.answers = [trained(), skipped()]
     await scene.run()
@@ -316,7 +319,8 @@ async def test_f21_a_skipped_step_ends_its_lease_by_skip_and_leaves_the_version(
 
 
 @pytest.mark.asyncio
-async def test_f21_so_many_skipped_steps_in_a_row_stop_the_run_and_name_their_groups() -> None:
+@pytest.mark.fault("F21")
+async def test_so_many_skipped_steps_in_a_row_stop_the_run_and_name_their_groups() -> None:
     scene = Scene(learner={"max_nonfinite_steps": 3})
     scene.trainer.answers = [trained(), skipped(), skipped(), skipped()]
     with pytest.raises(NonFiniteError, match=r"3 steps in a row.*learner\.max_nonfinite_steps") as stopped:
@@ -330,7 +334,8 @@ async def test_f21_so_many_skipped_steps_in_a_row_stop_the_run_and_name_their_gr
 
 
 @pytest.mark.asyncio
-async def test_f21_a_trained_step_starts_the_count_of_skipped_ones_anew() -> None:
+@pytest.mark.fault("F21")
+async def test_a_trained_step_starts_the_count_of_skipped_ones_anew() -> None:
     scene = Scene(learner={"max_nonfinite_steps": 2})
     scene.trainer.answers = [skipped(), trained(), skipped(), trained(), skipped(), trained()]
     await scene.run()
@@ -362,7 +367,8 @@ async def test_an_alarm_about_parity_is_logged_and_shown_and_the_run_goes_on(cap
 
 
 @pytest.mark.asyncio
-async def test_f5_a_run_that_stands_still_stops_and_names_both_sides() -> None:
+@pytest.mark.fault("F5")
+async def test_a_run_that_stands_still_stops_and_names_both_sides() -> None:
     scene = Scene(run={"stall_timeout_s": 60.0})
     scene.buffer.waiting = scene.hang
     with pytest.raises(StallError, match=r"stall_timeout_s = 60\).*learner waits \(not_enough_ready\); .*a at step 0,"):
@@ -371,7 +377,8 @@ async def test_f5_a_run_that_stands_still_stops_and_names_both_sides() -> None:
 
 
 @pytest.mark.asyncio
-async def test_f5_without_any_generator_the_error_says_how_to_start_one() -> None:
+@pytest.mark.fault("F5")
+async def test_without_any_generator_the_error_says_how_to_start_one() -> None:
     scene = Scene(eval={"prompts": 0})
     scene.buffer.waiting = scene.hang
     scene.publisher._delivered = scene.actor.published
@@ -407,7 +414,8 @@ async def test_the_first_cause_is_raised_although_the_lease_could_not_be_given_b
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("waits_for", ["a replica", "its answer"])
-async def test_f29_a_stop_does_not_wait_for_an_evaluation(waits_for: str) -> None:
+@pytest.mark.fault("F29")
+async def test_a_stop_does_not_wait_for_an_evaluation(waits_for: str) -> None:
     scene = Scene()
     waiting = asyncio.Event()
 

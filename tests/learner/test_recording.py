@@ -179,7 +179,8 @@ async def test_a_tracker_gets_groups_of_names_and_speeds_since_the_step_before()
 
 
 @pytest.mark.asyncio
-async def test_f21_a_skipped_step_is_recorded_without_anything_trained() -> None:
+@pytest.mark.fault("F21")
+async def test_a_skipped_step_is_recorded_without_anything_trained() -> None:
     scene = Scene()
     scene.trainer.answers = [trained(), skipped()]
     await scene.run()
@@ -199,7 +200,8 @@ async def test_f21_a_skipped_step_is_recorded_without_anything_trained() -> None
 
 
 @pytest.mark.asyncio
-async def test_f21_skipped_steps_are_counted_by_the_report_and_are_no_steps_of_the_summary(tmp_path: Path) -> None:
+@pytest.mark.fault("F21")
+async def test_skipped_steps_are_counted_by_the_report_and_are_no_steps_of_the_summary(tmp_path: Path) -> None:
     run = RunDir.create(Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}}))
     scene = Scene(log=run)
     scene.trainer.answers = [skipped(), trained(), skipped(), trained(), trained()]
@@ -224,7 +226,8 @@ async def test_f21_skipped_steps_are_counted_by_the_report_and_are_no_steps_of_t
 
 
 @pytest.mark.asyncio
-async def test_f21_the_live_view_counts_versions_and_not_records() -> None:
+@pytest.mark.fault("F21")
+async def test_the_live_view_counts_versions_and_not_records() -> None:
     scene = Scene(learner={"total_steps": 4})
     scene.trainer.answers = [skipped(), trained(), trained(), skipped(), skipped()]
     await scene.run()

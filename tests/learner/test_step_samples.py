@@ -142,7 +142,8 @@ def test_equal_rewards_that_a_length_penalty_tells_apart_are_not_masked() -> Non
     assert masks(judged([group], estimator="opo", zero_variance="mask"), 2) == [[0.0, 0.0]]
 
 
-def test_f24_empty_completions_are_masked_and_counted() -> None:
+@pytest.mark.fault("F24")
+def test_empty_completions_are_masked_and_counted() -> None:
     samples = judged([leased(0, [1.0, 0.0], tokens=[0, 2])])
     assert masks(samples, 2) == [[0.0, 1.0]]
     assert samples.masked_ratio == 0.5
@@ -183,7 +184,8 @@ def test_a_step_names_its_rows_with_their_lengths_and_limits_in_the_lease_s_orde
 
 
 @pytest.mark.asyncio
-async def test_f24_a_run_whose_every_sample_is_masked_goes_on_and_accounts_for_every_group(
+@pytest.mark.fault("F24")
+async def test_a_run_whose_every_sample_is_masked_goes_on_and_accounts_for_every_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = learner_scenes._meta

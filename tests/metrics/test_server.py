@@ -107,7 +107,8 @@ def test_ipv6_addresses_are_written_with_brackets() -> None:
         scrape(running.url)
 
 
-def test_f31_a_taken_port_becomes_a_free_one_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.fault("F31")
+def test_a_taken_port_becomes_a_free_one_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, caplog.at_level(logging.WARNING):
         port = taken.getsockname()[1]
         registry = LearnerMetrics().registry
@@ -120,7 +121,8 @@ def test_f31_a_taken_port_becomes_a_free_one_with_a_warning(caplog: pytest.LogCa
     assert f"metrics and /sd are on port {running.port} instead" in record.getMessage()
 
 
-def test_f31_scrapers_that_say_nothing_or_do_not_read_hold_up_nobody(
+@pytest.mark.fault("F31")
+def test_scrapers_that_say_nothing_or_do_not_read_hold_up_nobody(
     monkeypatch: pytest.MonkeyPatch, server: MetricsServer
 ) -> None:
     # With the real limit, the server would close these connections, and the test could not fail.
@@ -132,14 +134,16 @@ def test_f31_scrapers_that_say_nothing_or_do_not_read_hold_up_nobody(
             assert "asyncrl_learner_policy_version 7.0" in scrape(server.url)
 
 
-def test_f31_a_silent_scraper_is_dropped(monkeypatch: pytest.MonkeyPatch, server: MetricsServer) -> None:
+@pytest.mark.fault("F31")
+def test_a_silent_scraper_is_dropped(monkeypatch: pytest.MonkeyPatch, server: MetricsServer) -> None:
     assert server_module._Handler.timeout == server_module.SCRAPE_TIMEOUT_S
     monkeypatch.setattr(server_module._Handler, "timeout", 0.05)
     with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as silent:
         assert silent.recv(1) == b"", "the server closes the connection"
 
 
-def test_f31_a_broken_request_leaves_the_server_running(server: MetricsServer) -> None:
+@pytest.mark.fault("F31")
+def test_a_broken_request_leaves_the_server_running(server: MetricsServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as garbage:
         garbage.sendall(b"\x00\xff" * 100 + b"\r\n\r\n")
         garbage.recv(1024)

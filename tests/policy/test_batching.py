@@ -36,13 +36,15 @@ def check(group: BatchedDataDict, *, limit: int = 2) -> None:
     check_staleness(group, step=STEP, limits=[limit] * group.size, sample_ids=names)
 
 
-def test_f17_a_token_older_than_its_ticket_allows_stops_the_run_and_its_sample_is_named() -> None:
+@pytest.mark.fault("F17")
+def test_a_token_older_than_its_ticket_allows_stops_the_run_and_its_sample_is_named() -> None:
     check(with_versions(make_group(0, lengths=(2, 1)), [STEP, STEP, STEP - 2]))
     with pytest.raises(StalenessViolation, match=r"sample 7\.0_g1.* 3 versions old.*staleness.max_versions.* is 2"):
         check(with_versions(make_group(0, lengths=(2, 1)), [STEP, STEP, STEP - 3]))
 
 
-def test_f17_each_row_has_the_limit_of_its_own_ticket() -> None:
+@pytest.mark.fault("F17")
+def test_each_row_has_the_limit_of_its_own_ticket() -> None:
     group = with_versions(make_group(0, lengths=(1, 1)), [STEP - 1, STEP - 2])
     check_staleness(group, step=STEP, limits=[1, 2], sample_ids=["a", "b"])
     with pytest.raises(StalenessViolation, match="sample b"):
@@ -71,17 +73,20 @@ def test_trained_tokens_and_their_staleness_are_counted_by_mask() -> None:
     assert staleness_counts(batch, step=STEP) == {0: 1, 2: 1}
 
 
-def test_f24_a_rank_without_rows_counts_nothing() -> None:
+@pytest.mark.fault("F24")
+def test_a_rank_without_rows_counts_nothing() -> None:
     batch = BatchedDataDict()
     assert (count_trained(batch), staleness_counts(batch, step=STEP), micro_batches(batch, PADDED)) == ((0, 0), {}, [])
     check(batch)
 
 
-def test_f24_a_group_of_empty_completions_has_rows_but_no_token() -> None:
+@pytest.mark.fault("F24")
+def test_a_group_of_empty_completions_has_rows_but_no_token() -> None:
     assert count_trained(make_group(0, lengths=(0, 0))) == (0, 2)
 
 
-def test_f24_a_prompt_without_tokens_never_trains_its_first_token() -> None:
+@pytest.mark.fault("F24")
+def test_a_prompt_without_tokens_never_trains_its_first_token() -> None:
     group = make_group(0, lengths=(3,))
     bare = BatchedDataDict({k: c[:, 3:] if c.ndim == 2 else c for k, c in group.items()})
     assert count_trained(bare) == (2, 1)

@@ -56,7 +56,8 @@ def whole(path: Path) -> str | None:
 
 
 @pytest.mark.parametrize("before", [None, "old"])
-def test_f7_a_save_that_is_killed_leaves_the_one_before_and_is_in_the_way_of_nothing(
+@pytest.mark.fault("F7")
+def test_a_save_that_is_killed_leaves_the_one_before_and_is_in_the_way_of_nothing(
     before: str | None, tmp_path: Path
 ) -> None:
     code, changes, found = KILLED, 0, []
@@ -79,7 +80,8 @@ def test_f7_a_save_that_is_killed_leaves_the_one_before_and_is_in_the_way_of_not
     assert set(found) == {before, "new"}
 
 
-def test_f7_a_directory_whose_removal_is_killed_is_whole_or_not_there(tmp_path: Path) -> None:
+@pytest.mark.fault("F7")
+def test_a_directory_whose_removal_is_killed_is_whole_or_not_there(tmp_path: Path) -> None:
     code, changes, found = KILLED, 0, []
     while code == KILLED:
         path = tmp_path / str(changes) / "hf"

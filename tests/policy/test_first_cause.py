@@ -39,23 +39,27 @@ def test_answers_come_in_rank_order() -> None:
     assert wait("a", "b") == ["a", "b"]
 
 
-def test_f34_a_rank_that_waits_for_ever_does_not_hide_another_s_failure() -> None:
+@pytest.mark.fault("F34")
+def test_a_rank_that_waits_for_ever_does_not_hide_another_s_failure() -> None:
     with pytest.raises(StalenessViolation, match="too old"):
         wait(None, StalenessViolation("too old"))
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_f34_the_cause_is_raised_and_not_the_connection_that_it_broke(order: int) -> None:
+@pytest.mark.fault("F34")
+def test_the_cause_is_raised_and_not_the_connection_that_it_broke(order: int) -> None:
     with pytest.raises(RunError, match=r"learner rank \d failed in train: ValueError: first"):
         wait(*[BROKEN, ValueError("first")][::order])
 
 
-def test_f34_a_dead_rank_comes_before_the_connections_that_it_broke() -> None:
+@pytest.mark.fault("F34")
+def test_a_dead_rank_comes_before_the_connections_that_it_broke() -> None:
     with pytest.raises(RunError, match="learner rank 1 died in train"):
         wait(BROKEN, ray.exceptions.RayActorError())
 
 
-def test_f34_when_only_connections_broke_that_is_what_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault("F34")
+def test_when_only_connections_broke_that_is_what_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "FIRST_CAUSE_GRACE_S", 0.01)
     with pytest.raises(RunError, match=r"learner rank 0 failed in train: RuntimeError: .*closed by peer"):
         wait(BROKEN, None)

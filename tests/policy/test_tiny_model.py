@@ -152,7 +152,8 @@ def test_without_warm_up_steps_no_tasks_are_needed_and_with_them_they_are(tmp_pa
         (Task(question="q", prompt="a" * 10, answer="b" * 6), r"17 tokens.*model\.max_length = 16"),
     ],
 )
-def test_f24_a_task_that_the_model_cannot_hold_is_refused_and_nothing_is_left(
+@pytest.mark.fault("F24")
+def test_a_task_that_the_model_cannot_hold_is_refused_and_nothing_is_left(
     tmp_path: Path, task: Task, message: str
 ) -> None:
     with pytest.raises(DatasetError, match=message):

@@ -152,7 +152,8 @@ def test_every_worker_gets_every_tensor_with_version_and_probe(world: World) -> 
     assert whole(world.update(step=4)), "the group can run more than one update"
 
 
-def test_f12_a_model_that_one_worker_does_not_have_is_refused_by_all_before_a_byte_is_sent(
+@pytest.mark.fault("F12")
+def test_a_model_that_one_worker_does_not_have_is_refused_by_all_before_a_byte_is_sent(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
@@ -169,9 +170,8 @@ def test_f12_a_model_that_one_worker_does_not_have_is_refused_by_all_before_a_by
     assert whole(world.update()), "the group stays usable"
 
 
-def test_f12_bytes_that_one_worker_finds_damaged_are_kept_by_none(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.fault("F12")
+def test_bytes_that_one_worker_finds_damaged_are_kept_by_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     broadcast = Peers.broadcast
     flipped: list[int] = []
 

@@ -119,7 +119,8 @@ def test_one_group_is_kept_at_a_time_and_none_afterwards() -> None:
     assert not memory_files()
 
 
-def test_f12_a_flipped_bit_is_refused_before_anything_is_applied() -> None:
+@pytest.mark.fault("F12")
+def test_a_flipped_bit_is_refused_before_anything_is_applied() -> None:
     trainer = Trainer()
     [names] = prepare(trainer)
     group = own(get_weights_ipc_handles(trainer, names))

@@ -50,7 +50,8 @@ def test_layout_gives_an_oversize_tensor_a_bucket_of_its_own() -> None:
     assert [(entry.name, entry.bucket, entry.offset) for entry in entries] == [("a", 0, 0), ("big", 1, 0), ("c", 2, 0)]
 
 
-def test_f12_the_expected_parameters_pass() -> None:
+@pytest.mark.fault("F12")
+def test_the_expected_parameters_pass() -> None:
     check_parameters(manifest_of(PARAMETERS), EXPECTED)
 
 
@@ -64,7 +65,8 @@ def test_f12_the_expected_parameters_pass() -> None:
         ([*PARAMETERS, PARAMETERS[0]], "appears twice"),
     ],
 )
-def test_f12_a_wrong_name_shape_or_dtype_is_refused_and_named(
+@pytest.mark.fault("F12")
+def test_a_wrong_name_shape_or_dtype_is_refused_and_named(
     parameters: list[tuple[str, tuple[int, ...], str, int]], named: str
 ) -> None:
     with pytest.raises(ManifestMismatch, match=named):
@@ -83,20 +85,23 @@ BYTES = b"b" * 256
         ([BYTES, b""], "2 buckets arrived"),
     ],
 )
-def test_f12_a_flipped_bit_a_missing_byte_or_a_missing_bucket_is_refused(buckets: list[bytes], named: str) -> None:
+@pytest.mark.fault("F12")
+def test_a_flipped_bit_a_missing_byte_or_a_missing_bucket_is_refused(buckets: list[bytes], named: str) -> None:
     manifest = manifest_of(PARAMETERS, BYTES)
     check_buckets(manifest, [memoryview(BYTES)])
     with pytest.raises(ManifestMismatch, match=named):
         check_buckets(manifest, [memoryview(data) for data in buckets])
 
 
-def test_f12_a_tensor_beyond_its_bucket_is_refused_and_named() -> None:
+@pytest.mark.fault("F12")
+def test_a_tensor_beyond_its_bucket_is_refused_and_named() -> None:
     manifest = manifest_of(PARAMETERS, BYTES[:100])
     with pytest.raises(ManifestMismatch, match=r"ends at byte .* of bucket 0, but the manifest has no such byte"):
         check_buckets(manifest, [memoryview(BYTES[:100])])
 
 
-def test_f13_a_repeated_version_is_no_news_and_an_older_one_is_a_regression() -> None:
+@pytest.mark.fault("F13")
+def test_a_repeated_version_is_no_news_and_an_older_one_is_a_regression() -> None:
     assert is_news(Version(1, 3), None)
     assert is_news(Version(1, 4), Version(1, 3))
     assert is_news(Version(2, 0), Version(1, 9))
@@ -114,7 +119,8 @@ def test_the_probe_shows_the_worst_token_and_never_swallows_a_nan() -> None:
 
 
 @pytest.mark.parametrize("scores", [[[-1.0], [-3.0]], [[-1.0, -2.0]], [[-1.0, -2.0], [-3.0], []]])
-def test_f25_log_probs_not_as_many_as_the_probes_tokens_fail_the_handshake(scores: list[list[float]]) -> None:
+@pytest.mark.fault("F25")
+def test_log_probs_not_as_many_as_the_probes_tokens_fail_the_handshake(scores: list[list[float]]) -> None:
     probe = Probe(tokens=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.0), (-3.0,)))
     counts = re.escape(f"{[len(row) for row in scores]} log-probs for the probe's sequences, the learner [2, 1]")
     with pytest.raises(HandshakeError, match=counts):

@@ -26,7 +26,8 @@ def test_a_write_that_takes_only_a_part_is_gone_on_with(monkeypatch: pytest.Monk
         assert Path(path).read_bytes() == b"abcdefgh"
 
 
-def test_f11_memory_that_ran_out_leaves_no_descriptor_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault("F11")
+def test_memory_that_ran_out_leaves_no_descriptor_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, data: memoryview) -> int:
         raise OSError("no space left")
 

@@ -18,7 +18,8 @@ def failing_with(error: Exception) -> Any:
 
 
 @pytest.mark.asyncio
-async def test_f11_a_sender_that_died_before_its_bytes_arrived_voids_the_manifest(
+@pytest.mark.fault("F11")
+async def test_a_sender_that_died_before_its_bytes_arrived_voids_the_manifest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     died = OwnerDiedError("00ffffffffffffffffffffff0100000001000000", None, "publisher")  # type: ignore[no-untyped-call]

@@ -48,7 +48,8 @@ async def test_without_news_the_wait_ends_at_its_deadline() -> None:
 
 
 @pytest.mark.asyncio
-async def test_f13_a_repeated_publication_changes_nothing_and_an_older_one_is_refused() -> None:
+@pytest.mark.fault("F13")
+async def test_a_repeated_publication_changes_nothing_and_an_older_one_is_refused() -> None:
     store = WeightStore()
     await store.publish(manifest(3), ["first"])
     assert await store.publish(manifest(3), ["second"]) == 1
