@@ -202,5 +202,5 @@ def test_f28_options_that_an_own_estimator_does_not_take_are_refused(own: dict[s
 
 
 def test_an_estimator_of_a_critic_is_not_one_of_rewards() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.advantage = gae: needs a critic"):
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage = gae: it needs a critic"):
         resolve_estimator("gae")

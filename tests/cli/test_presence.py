@@ -157,7 +157,7 @@ def test_f28_a_max_length_above_the_models_positions_is_refused_with_both_number
     overrides = ("model.tiny=null", f"model.path={model}")
     assert missing(*overrides, "model.max_length=32") == []
     [line] = missing(*overrides, "model.max_length=33")
-    assert line.startswith("model.max_length = 33: must be at most 32, the max_position_embeddings of")
+    assert line.startswith("model.max_length = 33: it must be at most 32, the max_position_embeddings of")
     (model / "config.json").write_text(
         json.dumps({"max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 4}})
     )

@@ -218,9 +218,9 @@ def test_columns_that_a_call_reads_are_asked_for_before_a_rank_is_called() -> No
             MissingColumns, match="reads input_lengths, but the rows do not have them; they have input_ids"
         ):
             scoring(bare)
-    with pytest.raises(MissingColumns, match=r"reads prev_logprobs, which.*several updates \(gbs < rows\)"):
+    with pytest.raises(MissingColumns, match=r"reads prev_logprobs, but.*several updates \(gbs < rows\)"):
         policy.train(batch, LOSS, gbs=4)
-    with pytest.raises(MissingColumns, match="reads returns, which"):
+    with pytest.raises(MissingColumns, match="reads returns, but"):
         critic.train(batch, ClippedValueLoss(clip=None))
     with pytest.raises(TypeError, match="loss_fn is a str, which cannot be called"):
         policy.train(batch, "grpo")  # type: ignore[arg-type]

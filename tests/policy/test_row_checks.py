@@ -58,7 +58,7 @@ WRONG = {
         changed(token_mask=torch.ones(12, 13)),
         r"token_mask\[0, 8\] is 1.0; .* the token is beyond its row's input_lengths",
     ),
-    "lengths of floats": (changed(input_lengths=torch.ones(12)), "input_lengths is torch.float32"),
+    "lengths of floats": (changed(input_lengths=torch.ones(12)), "input_lengths has dtype torch.float32"),
     "one id a row": (changed(input_ids=torch.zeros(12).long()), r"input_ids has shape \[12\]"),
     "a mask a token": (changed(sample_mask=torch.ones(12, 13)), r"sample_mask has shape \[12, 13\]; it must be \[B\]"),
     "log-probs of next tokens": (

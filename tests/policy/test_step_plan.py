@@ -99,7 +99,7 @@ MASKS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 )
 def test_a_missing_column_is_named_with_those_that_are_there(name: str, given: set[str], missing: str) -> None:
     needed = required_columns(ObjectiveLoss(PRESETS[name].objective), updates=1)
-    with pytest.raises(MissingColumns, match=f"the loss reads {missing}, which .* they have advantages, "):
+    with pytest.raises(MissingColumns, match=f"the loss reads {missing}, but .* they have advantages, "):
         check_columns({*MASKS, *given, "advantages"}, needed, reader="the loss")
 
 
@@ -109,9 +109,9 @@ def test_advantages_returns_and_masks_are_required_like_log_probs() -> None:
         (ObjectiveLoss(PRESETS["tis"].objective), "advantages"),
         (ClippedValueLoss(clip=0.2), "returns"),
     ):
-        with pytest.raises(MissingColumns, match=f"reads {missing}, which"):
+        with pytest.raises(MissingColumns, match=f"reads {missing}, but"):
             check_columns({*MASKS, *present}, required_columns(loss, updates=1), reader="the loss")
-        with pytest.raises(MissingColumns, match=r"reads .*sample_mask, token_mask, which"):
+        with pytest.raises(MissingColumns, match=r"reads .*sample_mask, token_mask, but"):
             check_columns({"advantages", "returns", *present}, required_columns(loss, updates=1), reader="the loss")
 
 

@@ -224,7 +224,7 @@ def test_columns_that_are_nowhere_are_refused_before_a_rank_is_called(monkeypatc
     with pytest.raises(CallRefused, match="no 'max_staleness_versions' in their tags"):
         policy.train_from_meta(stepped, LOSS)
     stepped.stamp_tags({"max_staleness_versions": [1] * 12})
-    with pytest.raises(MissingColumns, match="reads weight_versions, which"):
+    with pytest.raises(MissingColumns, match="reads weight_versions, but"):
         policy.train_from_meta(stepped, LOSS)
     with pytest.raises(KeyError, match="never put, or cleared"):
         policy.train_from_meta(KVBatchMeta("train", None, ["nowhere"]), LOSS)
@@ -280,5 +280,5 @@ def test_a_client_that_cannot_tell_fields_gives_training_the_same_columns(monkey
     monkeypatch.setattr(client, "fields_of", lambda sample_ids, partition_id: None)
     policy.train_from_meta(meta, LOSS)
     assert sorted(noted.calls[-1][1][0][0].fields) == sorted(told)
-    with pytest.raises(MissingColumns, match="reads reference_policy_logprobs, which"):
+    with pytest.raises(MissingColumns, match="reads reference_policy_logprobs, but"):
         policy.train_from_meta(meta, ObjectiveLoss(PRESETS["grpo"].objective))
