@@ -238,7 +238,7 @@ def train_by_meta(policy: TQPolicy, rows: BatchedDataDict, rewards: torch.Tensor
     refused(lambda: policy.write_to_dataplane(meta, {"advantages": torch.zeros(ROWS + 1)}), ValueError, str(ROWS + 1))
     policy.prepare_for_training()
     needs_advantages = type("Told", (ClippedRatio,), {"columns": ("advantages",)})()
-    refused(lambda: policy.train_from_meta(meta, needs_advantages, gbs=4), MissingColumns, "reads advantages, which")
+    refused(lambda: policy.train_from_meta(meta, needs_advantages, gbs=4), MissingColumns, "reads advantages, but")
     policy.write_to_dataplane(meta, {"advantages": advantages_of(rewards)})
     refused(lambda: policy.train_from_meta(gone, loss), KeyError, "never")
     refused(lambda: policy.train_from_meta(meta, loss, gbs=3), AssertionError, "3")
