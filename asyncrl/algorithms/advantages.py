@@ -15,7 +15,7 @@ order.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -250,14 +250,17 @@ def _check_not_negative(rewards_N: torch.Tensor) -> None:
         )
 
 
-def resolve_estimator(advantage: str | Mapping[str, Any]) -> Estimator:
-    """Returns the estimator that `algorithm.advantage` names: a built-in one with replaced axes, or an import path.
+def resolve_estimator(advantage: str | Mapping[str, Any] | Callable[..., torch.Tensor]) -> Estimator:
+    """Returns the estimator that `algorithm.advantage` names: a built-in one with replaced axes, or an import path. A
+    loop of your own may also pass a callable.
 
-    A callable that is named by import path gets (rewards [N], group ids [N]). If it has a parameter `samples`, it gets
+    A callable gets (rewards [N], group ids [N]). If it has a parameter `samples`, it gets
     the step's `Samples` instead. The other keys of the mapping are its keyword arguments. Raises ConfigError if there
     is no such estimator, if it needs a critic or tokens (use `token_estimators.resolve_estimators` for tokens), or if
     the options do not fit the callable.
     """
+    if callable(advantage):
+        return _estimator_of(advantage, OwnEstimator(path=getattr(advantage, "__qualname__", repr(advantage))))
     found = resolve_advantage(advantage)
     if isinstance(found, DiscountedOutcome) and found.by_token:
         raise ConfigError(
@@ -274,11 +277,10 @@ def resolve_estimator(advantage: str | Mapping[str, Any]) -> Estimator:
             "has no critic; use `asyncrl.value.estimators`, or choose an estimator without a critic",
             key=KEY,
         )
-    return _own(found)
+    return _estimator_of(resolve(found.path, key=KEY), found)
 
 
-def _own(own: OwnEstimator) -> Estimator:
-    function = resolve(own.path, key=KEY)
+def _estimator_of(function: Callable[..., Any], own: OwnEstimator) -> Estimator:
     try:
         signature: inspect.Signature | None = inspect.signature(function)
     except (TypeError, ValueError):  # a callable that is written in C may have no signature

@@ -42,6 +42,11 @@ def look(config: Config) -> list[str]:
     problems = _problems(config, trials)
     if problems:
         raise ConfigError("\n".join(problems))
+    if model_directory(config) is None:
+        notes.append(
+            f"model.path = {config.model.path}: a model of the Hugging Face Hub; this check sends no request to the "
+            "Hub, but a run does before it starts"
+        )
     return [note for note in notes if note]
 
 

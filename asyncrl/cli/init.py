@@ -77,7 +77,8 @@ def init(
 
 def _check_model(model: str) -> None:
     """Raises ConfigError if the model is neither on this machine nor on the Hugging Face Hub."""
-    config = Config.model_validate({"model": {"path": model}})
+    shortest = {"path": model, "max_length": 1}  # the length is chosen later, from the prompts
+    config = Config.model_validate({"model": shortest, "generator": {"gpus": min(1, _gpus())}})
     check_model(config)
     try_hub(config)
 

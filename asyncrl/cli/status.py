@@ -5,7 +5,14 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import RunningAddress, RunningRun, command_app, named_address, running_address
+from asyncrl.cli.options import (
+    RunningAddress,
+    RunningRun,
+    command_app,
+    named_address,
+    print_headline,
+    running_address,
+)
 from asyncrl.errors import RunError
 
 app = command_app()
@@ -21,13 +28,14 @@ def status(
 ) -> None:
     """Show the state of a run: versions, buffer, generators, ledger, and what limits its speed.
 
-    If the run has ended or died, the command shows how it ended, and which processes and files it left on this machine.
+    If the run has ended or died, the command shows how it ended, its most important warning, and which processes and
+    files it left on this machine.
     """
     import asyncio
 
     import msgspec.json
 
-    from asyncrl.deployment.known_runs import check_there, ended_run, named_run
+    from asyncrl.deployment.known_runs import as_it_is, check_there, ended_run, named_run
     from asyncrl.deployment.launch import use_ray_token
     from asyncrl.deployment.remains import remains_of
 
@@ -36,7 +44,12 @@ def status(
     if ended is not None and (remains := remains_of(directory)):
         ended += f"\nit left {remains}; run `asyncrl down {run}` to end and remove these"
     if ended is not None and named_address(address) is None:
-        raise RunError(ended)
+        if json:
+            typer.echo(msgspec.json.encode(as_it_is(directory)).decode())
+            return
+        typer.echo(ended)
+        print_headline(directory)
+        return
     use_ray_token()
     from asyncrl.deployment.cluster import find_run, join
     from asyncrl.metrics.discovery import targets_of

@@ -8,7 +8,7 @@ as an integer. All violations are reported in one error, each with the file or o
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -188,6 +188,10 @@ def _plain(data: dict[str, object], *, source: str) -> dict[str, object]:
     return copy
 
 
+_REPLACED: Collection[KeyPath] = {("algorithm", "advantage")}
+"""Mappings that a later layer replaces if it has a `name`: their other keys are options of that name."""
+
+
 def _merge(
     into: dict[str, object],
     layer: Mapping[str, object],
@@ -203,6 +207,6 @@ def _merge(
             into[name] = value
             continue
         below = into.get(name)
-        if not isinstance(below, dict):
+        if not isinstance(below, dict) or ((*path, name) in _REPLACED and "name" in value):
             below = into[name] = {}
         _merge(below, value, origin=origin, origins=origins, path=(*path, name))

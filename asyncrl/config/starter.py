@@ -22,7 +22,8 @@ ROWS_MIB = 256
 ANSWER_FACTOR = 4
 """Ratio of the longest completion to the longest reference answer, unless the user gives --completion-tokens."""
 SHORTEST_COMPLETION = 16
-"""Smallest limit for completions that is chosen without --completion-tokens, tokens."""
+"""Smallest limit for completions that is chosen without --completion-tokens, tokens. If the model has no room for it,
+the longest answer must have room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ def starter_yaml(facts: Facts) -> str:
     length = prompt + completion
     if facts.longest_model is not None and length > facts.longest_model:
         left = facts.longest_model - facts.longest_prompt
-        if facts.completion_tokens is not None or left < SHORTEST_COMPLETION:
+        if facts.completion_tokens is not None or left < min(SHORTEST_COMPLETION, facts.longest_answer):
             raise ConfigError(
                 f"the longest prompt has {facts.longest_prompt} tokens and a completion may have {wanted}: together "
                 f"this is more than {facts.longest_model}, the maximum sequence length of {facts.model}; "

@@ -12,6 +12,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from asyncrl.errors import ActorGone, AsyncRLError, CallTimeout
 
 
+def _late(what: str, timeout_s: float) -> str:
+    return f"{what} took longer than {timeout_s:g} s; this machine may be too busy: end other programs, and try again"
+
+
 async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:
     """Waits for the result of an actor call.
 
@@ -23,7 +27,7 @@ async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:
             return await ref
     except TimeoutError:
         ray.cancel(ref)
-        raise CallTimeout(f"{what} took longer than {timeout_s:g} s") from None
+        raise CallTimeout(_late(what, timeout_s)) from None
     except asyncio.CancelledError:
         ray.cancel(ref)
         raise
@@ -44,7 +48,7 @@ def answer(ref: Any, *, timeout_s: float, what: str) -> Any:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError:
         ray.cancel(ref)
-        raise CallTimeout(f"{what} took longer than {timeout_s:g} s") from None
+        raise CallTimeout(_late(what, timeout_s)) from None
     except RayTaskError as error:
         if isinstance(error.cause, AsyncRLError | KeyError | ValueError | TypeError):
             raise error.cause from error
@@ -64,7 +68,7 @@ def answers(refs: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
         if not done:
             for ref in waiting:
                 ray.cancel(ref)
-            raise CallTimeout(f"{what} took longer than {timeout_s:g} s")
+            raise CallTimeout(_late(what, timeout_s))
         for ref in done:
             results[ref] = answer(ref, timeout_s=timeout_s, what=what)
     return [results[ref] for ref in refs]

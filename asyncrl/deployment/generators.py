@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.membership import Role, RunState
@@ -24,7 +25,7 @@ from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, kee
 from asyncrl.deployment.launch import Prompts
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.environments.secrets import read_secrets
-from asyncrl.errors import GeneratorPoolExhausted, RunError, StallError
+from asyncrl.errors import AsyncRLError, GeneratorPoolExhausted, RunError, StallError
 from asyncrl.generation.actor import GeneratorActor, ReplicaProcesses
 from asyncrl.generation.shared_memory import reap
 
@@ -259,4 +260,6 @@ class GeneratorDeployment:
 def _cause(replica: _Replica) -> str:
     assert replica.running is not None
     error = None if replica.running.cancelled() else replica.running.exception()
+    if isinstance(error, RayTaskError) and isinstance(error.cause, AsyncRLError):
+        error = error.cause  # without the traceback of the actor, which Ray puts into the text of its own error
     return f"{type(error).__name__}: {error}" if error is not None else "its rollout loop returned without an error"

@@ -1,7 +1,7 @@
-"""Turns a failed start of vLLM into an error that names the cause.
+"""Finds the cause why vLLM's engine did not start or has died, for an error that names it.
 
-vLLM's engine runs in a process of its own. That process writes the cause to stderr only, so this module reads the cause
-from there.
+The engine runs in a process of its own. That process writes the cause to its output only: to stderr while it starts, to
+stdout later. This module reads the cause from there.
 """
 
 import contextlib
@@ -16,7 +16,15 @@ from asyncrl.errors import AsyncRLError, RunError
 STDERR = Path("/proc/self/fd/2")
 """The stderr of this process. In a Ray worker it is a file, which the engine's processes inherit."""
 
+STDOUT = Path("/proc/self/fd/1")
+"""The stdout of this process. In a Ray worker it is a file too."""
+
 _LAST_LINE_OF_A_TRACEBACK = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+", re.MULTILINE)
+_LOGGED_BY_THE_ENGINE = re.compile(
+    r"^\((?:EngineCore|Worker)[^)]*\) ERROR [^]]*\] ((?:\w+\.)*\w*(?:Error|Exception): .+)", re.M
+)
+_READ_BYTES = 2**20
+"""Bytes at the end of the output in which the cause of a death is searched."""
 
 
 @contextlib.contextmanager
@@ -42,3 +50,19 @@ def engine_starts(*, memory_knob: str, stderr: Path = STDERR) -> Iterator[None]:
         if "memory" in cause.lower():
             cause += f"\nin the configuration of asyncrl this memory is set by {memory_knob}"
         raise RunError(f"vLLM did not start: {cause}\nthe whole output of its processes is {rest}") from error
+
+
+def cause_of_death(error: Exception, *, stdout: Path = STDOUT) -> str:
+    """Returns the last error that the engine's processes logged to `stdout`, and where the whole output is.
+
+    vLLM raises only an EngineDeadError in the process that uses the engine. If the processes logged no error, returns
+    the text of `error`.
+    """
+    if stdout.is_file():
+        with stdout.open("rb") as file:
+            file.seek(max(0, stdout.stat().st_size - _READ_BYTES))
+            logged = _LOGGED_BY_THE_ENGINE.findall(file.read().decode(errors="replace"))
+        if logged:
+            place = f"{os.path.realpath(stdout)} on {socket.gethostname()}"
+            return f"{logged[-1]}\nthe whole output of its processes is in {place}"
+    return f"{type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ import psutil
 from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import DataError, InfraError
-from asyncrl.generation.engine_start import engine_starts
+from asyncrl.generation.engine_start import cause_of_death, engine_starts
 from asyncrl.generation.interfaces import Completion, LoadTimes
 from asyncrl.generation.shared_memory import segments_of, sweep_shared_memory
 from asyncrl.generation.vllm_weights import VLLMWeights
@@ -279,7 +279,7 @@ class VLLMEngine:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            raise InfraError(f"the engine failed: {type(error).__name__}: {error}", reason="engine") from error
+            raise InfraError(f"the engine failed: {cause_of_death(error)}", reason="engine") from error
         finally:
             self._running.discard(request_id)
         if aborts != self._aborts:  # vLLM misses an abort of a request that it is adding at that moment

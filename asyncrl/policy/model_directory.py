@@ -64,6 +64,8 @@ class ModelFiles:
 
     vocabulary: int | None
     """Number of tokens for which the model has embeddings."""
+    head_size: int | None
+    """Width of an attention head."""
     positions: int | None
     """Longest sequence that the model supports, in tokens."""
     tokens: int | None
@@ -81,6 +83,7 @@ def read_model(path: Path) -> ModelFiles:
     tokenizer = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile) if file.is_file() else None
     return ModelFiles(
         vocabulary=vocabulary,
+        head_size=_head_size(config),
         positions=_positions(config),
         tokens=None if tokenizer is None else _size(tokenizer.model.vocab),
         added=tuple(
@@ -89,6 +92,10 @@ def read_model(path: Path) -> ModelFiles:
             if vocabulary is not None and token.id >= vocabulary
         ),
     )
+
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of attention heads that vLLM 0.32's attention supports on CPUs (`get_supported_head_sizes` of its backend)."""
 
 
 def model_problems(found: ModelFiles, config: Config) -> list[str]:
@@ -105,7 +112,19 @@ def model_problems(found: ModelFiles, config: Config) -> list[str]:
             f"model.max_length = {config.model.max_length}: it must be at most {found.positions}, the "
             f"max_position_embeddings of {config.model.path}; lower it"
         )
+    if config.generator.gpus == 0 and found.head_size is not None and found.head_size not in CPU_HEAD_SIZES:
+        problems.append(
+            f"model.path = {config.model.path}: its attention heads have {found.head_size} dimensions, and vLLM on "
+            f"CPUs supports only {', '.join(map(str, CPU_HEAD_SIZES))}; choose another model, or generate on a GPU "
+            "(generator.gpus)"
+        )
     return problems
+
+
+def _head_size(config: dict[str, Any]) -> int | None:
+    explicit = _number(config, "head_dim")
+    width, heads = _number(config, "hidden_size", "n_embd"), _number(config, "num_attention_heads", "n_head")
+    return explicit or (width // heads if width and heads else None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

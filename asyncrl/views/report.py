@@ -107,12 +107,12 @@ def _facts(config: Config) -> str:
     >>> _facts(Config())
     'models/tiny-speller · reasoning_gym · decoupled_icepop · 16 × 8 samples per step · at most 2 versions old'
     """
-    task = config.environment.options.get("task")
+    own, task = config.data.dataset == "environment", config.environment.options.get("task")
     loss = config.algorithm.loss
     return " · ".join(
         [
             config.model.path,
-            config.environment.name + (f" ({task})" if isinstance(task, str) else ""),
+            config.environment.name + (f" ({task})" if isinstance(task, str) else "") if own else config.data.dataset,
             loss if isinstance(loss, str) else "custom objective",
             f"{config.learner.groups_per_step} × {config.learner.group_size} samples per step",
             f"at most {config.staleness.max_versions} versions old",

@@ -184,3 +184,13 @@ def test_what_an_own_advantage_raises_is_said_with_its_line() -> None:
         RunError, match=r"algorithm\.advantage = test_advantages:broken raised KeyError: 'beta' \(.*:\d+\)"
     ):
         compute_advantages(estimator, Samples(rewards_N=torch.ones(2), group_ids_N=torch.zeros(2)))
+
+
+def test_a_loop_of_ones_own_may_give_the_callable_itself() -> None:
+    def doubled(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+        return 2 * rewards
+
+    samples = Samples(rewards_N=torch.tensor([1.0, 3.0]), group_ids_N=torch.zeros(2))
+    assert compute_advantages(resolve_estimator(doubled), samples).tolist() == [2.0, 6.0]
+    with pytest.raises(ConfigError, match=r"it cannot be called with \(rewards, group_ids\)"):
+        resolve_estimator(lambda rewards: rewards)

@@ -107,3 +107,17 @@ def test_a_configuration_that_cannot_run_is_refused_and_no_file_is_left(
     Path("run.yaml").write_text("mine")
     assert runner.invoke(app, [*arguments, "--force"]).exit_code == 2
     assert Path("run.yaml").read_text() == "mine"
+
+
+def test_a_model_as_short_as_the_quickstarts_is_enough_for_short_answers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 16}))
+    rows = [{"prompt": f"word{n}>", "answer": "abcd"} for n in range(40)]
+    Path("words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = runner.invoke(app, ["init", "models/small", "words.jsonl"])
+    assert result.exit_code == 0, result.output
+    config = load_config([tmp_path / "run.yaml"], [])
+    assert config.model.max_length == 16
+    assert config.data.max_prompt_tokens + config.generator.max_completion_tokens == 16

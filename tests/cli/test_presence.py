@@ -36,10 +36,13 @@ def missing(*overrides: str, roles: Collection[Role] = tuple(Role)) -> list[str]
     return []
 
 
-def write_model(path: Path, *, vocabulary: int = 8, tokens: int = 8, added: int = 0, positions: int = 64) -> Path:
+def write_model(
+    path: Path, *, vocabulary: int = 8, tokens: int = 8, added: int = 0, positions: int = 64, head_size: int = 64
+) -> Path:
     """Writes the files of a model's directory that are read before a run starts."""
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps({"vocab_size": vocabulary, "max_position_embeddings": positions}))
+    sizes = {"vocab_size": vocabulary, "max_position_embeddings": positions, "head_dim": head_size}
+    (path / "config.json").write_text(json.dumps(sizes))
     vocab = {f"t{number}": number for number in range(tokens)}
     more = [{"id": tokens + number, "content": f"<a{number}>"} for number in range(added)]
     (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": more}))
@@ -277,3 +280,15 @@ def test_config_check_reports_what_is_missing_beside_the_rules_that_are_broken()
     result = CliRunner().invoke(app, ["config", "check", "-c", str(QUICKSTART), *mistakes])
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 3
+
+
+@pytest.mark.fault("F28")
+def test_a_head_size_that_vllm_does_not_support_on_cpus_is_refused_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model", head_size=16)
+    [line] = missing(f"model.path={model}", "model.tiny=null", "model.max_length=16")
+    assert f"model.path = {model}: its attention heads have 16 dimensions" in line
+    assert "32, 64, 80" in line
+    monkeypatch.setattr(presence, "_GPU_FILES", ("null",))
+    assert missing(f"model.path={model}", "model.tiny=null", "model.max_length=16", "generator.gpus=1") == []

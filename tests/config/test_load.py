@@ -305,3 +305,10 @@ def test_a_leading_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch) 
         "/home/ada/runs",
         "/home/ada/q.jsonl",
     )
+
+
+def test_an_advantage_with_a_name_replaces_the_one_below_with_its_options(tmp_path: Path) -> None:
+    base = _write(tmp_path / "a.yaml", "algorithm: {advantage: {name: 'm:ranked', temperature: 0.5}}\n")
+    assert load_config([base], ["algorithm.advantage={name: 'm:other'}"]).algorithm.advantage == {"name": "m:other"}
+    merged = load_config([base], ["algorithm.advantage.temperature=0.7"]).algorithm.advantage
+    assert merged == {"name": "m:ranked", "temperature": 0.7}

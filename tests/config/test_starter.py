@@ -63,7 +63,7 @@ def test_completions_give_way_to_prompts_where_the_model_is_short() -> None:
 @pytest.mark.parametrize(
     ("changes", "mend"),
     [
-        ({"longest_prompt": 90, "longest_model": 100}, "set --completion-tokens to at most 10"),
+        ({"longest_prompt": 90, "longest_answer": 12, "longest_model": 100}, "set --completion-tokens to at most 10"),
         ({"completion_tokens": 80, "longest_model": 100}, "set --completion-tokens to at most 59"),
         ({"longest_prompt": 100, "longest_model": 100}, "shorten the prompts"),
     ],

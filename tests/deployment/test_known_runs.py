@@ -1,6 +1,7 @@
 """Runs below a folder: live and dead runs are distinguished, and for an ended run the end is known."""
 
 import fcntl
+import json
 import os
 import socket
 import subprocess
@@ -209,16 +210,26 @@ def test_an_option_and_the_environment_come_before_what_a_run_says(
     assert running_address(live, "10.0.0.2:6379") == "10.0.0.2:6379"
 
 
-@pytest.mark.parametrize("command", ["status", "top"])
-def test_a_run_that_has_ended_is_no_reason_to_start_a_ray(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_has_ended_is_no_reason_to_start_a_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_ray(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (record(Path("runs"), "quick", **ENDED) / "report.html").touch()
-    answer = CliRunner().invoke(app, [command, "quick"])
-    assert answer.exit_code == 1
-    assert answer.stderr == "error: run quick finished 2026-11-20 16:50 UTC (done): see runs/quick/report.html\n"
+    ended = "run quick finished 2026-11-20 16:50 UTC (done): see runs/quick/report.html\n"
+    answer = CliRunner().invoke(app, ["top", "quick"])
+    assert (answer.exit_code, answer.stderr) == (1, f"error: {ended}")
+    answer = CliRunner().invoke(app, ["status", "quick"])
+    assert (answer.exit_code, answer.stdout) == (0, ended), "it shows what it was asked for"
+    answer = CliRunner().invoke(app, ["status", "quick", "--json"])
+    assert json.loads(answer.stdout)["state"] == "finished"
+
+
+def test_the_status_of_an_ended_run_has_its_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_ray(monkeypatch)
+    steps = [make_step(step, zero_variance_ratio=1.0) for step in range(3)]
+    path = write_run(tmp_path, steps)
+    _, warning = CliRunner().invoke(app, ["status", str(path)]).stdout.splitlines()
+    assert warning.startswith("warning: ")
+    assert "all rewards are equal" in warning
 
 
 def test_at_an_address_that_the_user_names_the_cluster_is_asked_first(
@@ -238,11 +249,9 @@ def test_a_dead_run_is_called_dead(command: str, tmp_path: Path, monkeypatch: py
     no_ray(monkeypatch)
     path, pid = dead_run(tmp_path, steps=3, saved=(2,))
     answer = CliRunner().invoke(app, [command, str(path)])
-    assert answer.exit_code == 1
-    assert answer.stderr.startswith(
-        f"error: run killed died without recording a reason (process {pid} is gone) after step 3 of "
-    )
-    assert answer.stderr.endswith(f"; newest weights: {path}/checkpoints/step-2/hf\n")
+    line = answer.output.removeprefix("error: ")
+    assert line.startswith(f"run killed died without recording a reason (process {pid} is gone) after step 3 of ")
+    assert f"; newest weights: {path}/checkpoints/step-2/hf\n" in line
 
 
 def test_the_report_of_a_dead_run_says_so_and_does_not_change_what_the_run_wrote(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import PlacementError, RunError
-from asyncrl.generation.engine_start import engine_starts
+from asyncrl.generation.engine_start import cause_of_death, engine_starts
 
 CORE = """\
 WARNING [cpu.py:224] Triton is not installed.
@@ -57,3 +57,22 @@ def test_a_stderr_that_is_no_file_is_above(tmp_path: Path) -> None:
 
 def test_our_own_errors_stay_what_they_are(stderr: Path) -> None:
     assert failed(stderr, PlacementError("no room")) == "no room"
+
+
+DEAD = """\
+(EngineCore pid=7) ERROR 11-22 21:04:45 [core.py:1512] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-22 21:04:45 [core.py:1512]   File "cpu_attn.py", line 253, in build
+(EngineCore pid=7) ERROR 11-22 21:04:45 [core.py:1512] RuntimeError: Unsupported CPU attention: head_dim=16
+(MainProcess pid=6) ERROR 11-22 21:04:45 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: See above.
+"""
+
+
+def test_the_cause_of_a_dead_engine_is_what_its_own_process_logged(tmp_path: Path) -> None:
+    stdout = tmp_path / "worker.out"
+    stdout.write_text("x" * 2**21 + "\n" + DEAD)
+    cause, rest = cause_of_death(RuntimeError("EngineDeadError"), stdout=stdout).splitlines()
+    assert cause == "RuntimeError: Unsupported CPU attention: head_dim=16"
+    assert str(stdout) in rest
+    stdout.write_text("nothing\n")
+    assert cause_of_death(RuntimeError("gone"), stdout=stdout) == "RuntimeError: gone"
+    assert cause_of_death(RuntimeError("gone"), stdout=tmp_path / "pipe") == "RuntimeError: gone"
