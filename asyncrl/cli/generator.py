@@ -36,10 +36,9 @@ def generator(
     cleanly on SIGTERM, on Ctrl-C, or when the terminal is closed.
 
     \b
-      ray get-auth-token --generate
-      RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 ray start --head --num-cpus=4
-      asyncrl learner   -c configs/quickstart.yaml          # one terminal
-      asyncrl generator -c configs/quickstart.yaml          # another terminal, or several
+      asyncrl head      -c configs/quickstart.yaml          # one terminal
+      asyncrl learner   -c configs/quickstart.yaml          # another
+      asyncrl generator -c configs/quickstart.yaml          # another, or several
     """
     outlive_terminal()
     config, warnings = checked_config(files, overrides, roles=[Role.GENERATOR], allow_public=allow_public)

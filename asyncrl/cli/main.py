@@ -18,6 +18,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("asyncrl.cli.up", "Run everything on this machine: Ray, generators, learner, live view."),
+    "head": ("asyncrl.cli.head", "Start a Ray cluster on this machine, for a run in several terminals."),
     "generator": ("asyncrl.cli.generator", "Add generators to a run on a Ray cluster."),
     "learner": ("asyncrl.cli.learner", "Start the learner of a run on a Ray cluster."),
     "init": ("asyncrl.cli.init", "Write a first configuration for your model and your data."),

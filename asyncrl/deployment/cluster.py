@@ -144,8 +144,7 @@ def join(address: str, *, namespace: str) -> None:
             ) from error
         raise RunError(
             f"no Ray cluster answers at ray.address = {address!r} ({str(error).splitlines()[0]}); start one with "
-            "`RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 ray start --head --num-cpus=4` (only this machine can reach it), or "
-            "use `asyncrl up`"
+            "`asyncrl head -c FILE` (only this machine can reach it), or use `asyncrl up`"
         ) from error
     warn_of_open_cluster(address)
 

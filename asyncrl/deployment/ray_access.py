@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ray
-from ray._private import ray_constants
+from ray._common.utils import reset_ray_address
+from ray._private import ray_constants, utils
 
 from asyncrl.errors import RunError
 
@@ -103,6 +104,20 @@ def check_own_address(address: str) -> None:
             f"Ray was asked to listen at {LOOPBACK} but listens at {address}: this release of Ray ({ray.__version__}) "
             "is open to the network; install the release that constraints.txt names"
         )
+
+
+@contextlib.contextmanager
+def advertised(address: str) -> Iterator[None]:
+    """Within it, `auto` means the Ray at `address` for every process of this machine, as after `ray start --head`.
+
+    Without the file that Ray reads for this, `auto` means any Ray that runs here.
+    """
+    utils.write_ray_address(address)
+    try:
+        yield
+    finally:
+        if utils.read_ray_address() == address:
+            reset_ray_address()
 
 
 def is_token_refused(error: BaseException) -> bool:

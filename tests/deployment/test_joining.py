@@ -41,7 +41,7 @@ def port() -> Iterator[int]:
 
 def test_where_nobody_listens_ray_is_not_even_asked(asked: list[str], port: int) -> None:
     for address in ("127.0.0.1:1", "[::1]:1", "localhost:1", "127.0.0.1:99999"):
-        with pytest.raises(RunError, match=r"no Ray cluster answers at ray\.address.*ray start --head"):
+        with pytest.raises(RunError, match=r"no Ray cluster answers at ray\.address.*asyncrl head"):
             cluster.join(address, namespace="run")
     assert asked == []
 

@@ -6,9 +6,9 @@ import json
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 from conftest import REPOSITORY
-from local_ray import patiently
 
 pytestmark = pytest.mark.integration
 
@@ -141,37 +140,32 @@ def test_nobody_joins_it_without_its_token(
     assert (tmp_path / ".ray" / "auth_token").exists() is False
 
 
-def test_the_readmes_head_is_of_this_machine_alone_and_is_joined(tmp_path: Path) -> None:
-    [line] = [line for line in README.read_text().splitlines() if "ray start --head" in line]
-    variables, arguments = line.split(" ray ")
-    once = ["--block", "--port=0", "--include-dashboard=false", "--disable-usage-stats"]
-    command = ["env", variables, sys.executable, "-m", "ray.scripts.scripts", *arguments.split(), *once]
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    # pytest's folder is too long for the paths of Ray's sockets
-    with tempfile.TemporaryDirectory(prefix="r") as folder:
-        environ = environment(tmp_path, RAY_TMPDIR=folder, **token)
-        head, address = patiently(lambda: started_head(command, environ, Path(folder, "ray", "ray_current_cluster")))
-        try:
-            done = joined(address, tmp_path, **token)
-            assert "answer 7" in done.stdout, done.stderr
-            assert {address for _, address in listening(head)} == {"127.0.0.1"}
-        finally:
-            family = [head, *head.children(recursive=True)]
-            head.terminate()
-            for left in psutil.wait_procs(family, timeout=120)[1]:
-                left.kill()
-
-
-def started_head(command: list[str], environ: dict[str, str], written: Path) -> tuple[psutil.Popen, str]:
-    """Starts a head of Ray, which writes its address into the file `written`."""
-    log = written.parents[1] / "head.log"
-    with log.open("w") as output:
-        head = psutil.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    while not (written.exists() and (address := written.read_text())):
-        if head.poll() is not None:
-            raise RuntimeError(log.read_text())
-        time.sleep(0.2)  # polling another process
-    return head, address
+def test_the_readmes_head_listens_on_this_machine_alone_is_joined_and_ends_when_it_is_stopped(tmp_path: Path) -> None:
+    [line] = [line for line in README.read_text().splitlines() if line.startswith("asyncrl head")]
+    command = [sys.executable, "-m", *line.partition("#")[0].split()]
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        head = psutil.Popen(
+            command, cwd=REPOSITORY, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + 400
+        while not (found := re.search(r"Ray runs at (\S+);", output.read_text())):
+            assert head.poll() is None, output.read_text()
+            assert time.monotonic() < deadline_s, output.read_text()
+            time.sleep(0.2)  # polls another process
+        done = joined("auto", tmp_path)
+        assert "answer 7" in done.stdout, done.stderr
+        assert {address for _, address in listening(head)} == {"127.0.0.1"}
+        daemons = head.children(recursive=True)
+        assert {"raylet", "gcs_server"} <= {process.name() for process in daemons}
+        head.send_signal(signal.SIGINT)
+        assert head.wait(120) == 0
+        assert psutil.wait_procs(daemons, timeout=60)[1] == []
+    finally:
+        if head.poll() is None:
+            head.kill()
 
 
 PAGE = {

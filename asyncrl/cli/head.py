@@ -1,0 +1,50 @@
+"""`asyncrl head`: starts a local Ray cluster for the deployments of runs in other terminals, until it is stopped."""
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from asyncrl.cli.options import ConfigFiles, Overrides, command_app
+from asyncrl.cli.terminal import outlive_terminal
+from asyncrl.config.load import load_config
+
+app = command_app()
+
+
+@app.command()
+def head(
+    files: ConfigFiles,
+    overrides: Overrides,
+    generators: Annotated[
+        int,
+        typer.Option("--generators", metavar="N", min=1, help="Generator deployments that the cluster has room for."),
+    ] = 1,
+) -> None:
+    """Start a Ray cluster that only this machine can reach, with room for the learner and the generators of a run.
+
+    `asyncrl learner` and `asyncrl generator` in other terminals find it by themselves. The cluster ends with this
+    command, which ends on Ctrl-C or SIGTERM. A cluster of several machines is started with `ray start` (deploy/).
+
+    \b
+      asyncrl head      -c configs/quickstart.yaml          # one terminal
+      asyncrl learner   -c configs/quickstart.yaml          # another
+      asyncrl generator -c configs/quickstart.yaml          # another, or several
+    """
+    outlive_terminal()
+    config = load_config(files, overrides)
+
+    from asyncrl.deployment.launch import log_to, run_until_done, use_ray_token
+
+    use_ray_token(own=True)
+    with log_to(None):
+        from asyncrl.deployment.cluster import start_local
+        from asyncrl.deployment.ray_access import advertised
+
+        async def main(stop: asyncio.Event) -> None:
+            address = start_local(config, generators=generators)
+            with advertised(address):
+                typer.echo(f"Ray runs at {address}; Ctrl-C ends it")
+                await stop.wait()
+
+        run_until_done(main)
