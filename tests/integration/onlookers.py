@@ -1,6 +1,7 @@
 """Checks the sentence about what limits a run, as a user sees it: in `asyncrl top` and `asyncrl status` during the run,
 and in its report."""
 
+import html
 import json
 import os
 import subprocess
@@ -65,5 +66,5 @@ def reported(run: Path) -> Bottleneck:
     steps = read_lines(run / "steps.jsonl", StepRecord)
     shares = (state_shares(steps, "learner_state_s"), state_shares(steps, "generator_state_s"))
     found = bottleneck(*shares, room=setting_at(run).room)
-    assert found.sentence in (run / "report.html").read_text()
+    assert found.sentence in html.unescape((run / "report.html").read_text())
     return found

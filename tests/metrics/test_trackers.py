@@ -20,6 +20,12 @@ pytestmark = pytest.mark.slow
 REWARDS = {1: 0.25, 2: 0.5}
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracker may need more than `CLOSE_S` on a busy machine."""
+    monkeypatch.setattr(module, "CLOSE_S", 600.0)
+
+
 def follow(name: str, folder: Path) -> None:
     """Logs a run of two steps and an evaluation to the tracker `name`."""
     trackers = Trackers([name], project="tests", run="quick", folder=folder, settings={"staleness.max_versions": 3})
