@@ -1,30 +1,12 @@
 """Starts a local Ray cluster for tests. A busy machine may need more than one attempt."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
-import psutil
 import ray
 
-Started = TypeVar("Started")
-
-STARTS = 3
-
-
-def patiently(start: Callable[[], Started]) -> Started:
-    """Calls `start` again if a node of Ray does not register within 30 s. Ray has no setting for this limit."""
-    for left in reversed(range(STARTS)):
-        before = psutil.Process().children(recursive=True)
-        try:
-            return start()
-        except Exception as error:
-            if not left or "timed out during startup" not in str(error):
-                raise
-            for process in set(psutil.Process().children(recursive=True)) - set(before):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-    raise AssertionError
+from asyncrl.deployment.cluster import patiently
 
 
 @contextlib.contextmanager

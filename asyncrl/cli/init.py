@@ -86,7 +86,8 @@ def _check_model(model: str) -> None:
 def _write_checked(output: Path, text: str) -> list[str]:
     """Writes the configuration and checks it. Returns warnings.
 
-    Raises ConfigError if the file cannot be written or the configuration cannot run. The file is then as before.
+    Raises ConfigError if the file cannot be written. Also raises it if the configuration cannot run, and restores the
+    file.
     """
     before = output.read_bytes() if output.exists() else None
     try:

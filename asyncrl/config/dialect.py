@@ -67,10 +67,10 @@ _adopt_resolvers(_Loader)
 _adopt_resolvers(_Dumper)
 
 
-def parse_yaml(text: str, *, source: str, mend: str = "") -> object:
+def parse_yaml(text: str, *, source: str, fix: str = "") -> object:
     """Returns the data of one YAML document; None for an empty document.
 
-    Raises ConfigError with `source`, line and column. `mend` is appended to the error if the text is not valid YAML;
+    Raises ConfigError with `source`, line and column. `fix` is appended to the error if the text is not valid YAML;
     it says what the user can do.
     """
     loader = None
@@ -82,10 +82,10 @@ def parse_yaml(text: str, *, source: str, mend: str = "") -> object:
         place = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
         problem = error.problem or error.context or "not YAML"
         if isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
-            problem = f"not YAML ({problem}){mend}"
+            problem = f"not YAML ({problem}){fix}"
         raise ConfigError(f"{place}: {problem}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{source}: not YAML ({error}){mend}") from None
+        raise ConfigError(f"{source}: not YAML ({error}){fix}") from None
     finally:
         if loader is not None:
             loader.dispose()

@@ -42,7 +42,7 @@ class _Neighbours:
         """Returns the share of memory that each engine may take if the engines keep to their share of the GPU."""
         return self.left / self.engines
 
-    def mend(self) -> str:
+    def fix(self) -> str:
         return f"lower it to {math.floor(self.most() * 100 + _ROUNDING) / 100:g}, or raise generator.gpus"
 
 
@@ -66,7 +66,7 @@ def share_violations(config: Config) -> Iterator[str]:
     if worst is not None:
         yield (
             f"generator.gpu_memory_utilization = {config.generator.gpu_memory_utilization:g}: {worst.words(config)} "
-            f"may share one GPU, and the engines would take {worst.taken(config):g} of its memory; {worst.mend()}"
+            f"may share one GPU, and the engines would take {worst.taken(config):g} of its memory; {worst.fix()}"
         )
 
 
@@ -77,7 +77,7 @@ def share_warnings(config: Config) -> Iterator[str]:
         yield (
             f"generator.gpu_memory_utilization = {config.generator.gpu_memory_utilization:g}: {worst.words(config)} "
             f"may share one GPU, and the engines take {worst.taken(config):g} of its memory: the process that starts "
-            f"last may not find enough; {worst.mend()}"
+            f"last may not find enough; {worst.fix()}"
         )
 
 

@@ -149,7 +149,7 @@ def _read_mapping(file: Path) -> dict[str, object]:
         raise ConfigError(f"{file}: is a directory; name a file with -c") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
-    data = parse_yaml(text, source=str(file), mend="; fix the file, or name a YAML config with -c")
+    data = parse_yaml(text, source=str(file), fix="; fix the file, or name a YAML config with -c")
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -165,8 +165,8 @@ def _parse_override(override: str) -> dict[str, object]:
     if not equals or not all(names):
         raise ConfigError(f"{override!r} is not an override; write section.key=value, e.g. staleness.max_versions=2")
     quoted = shlex.quote(json.dumps(text, ensure_ascii=False))
-    mend = f"; the value is read as YAML, and text like this needs quotes: {key}={quoted}"
-    tree: object = parse_yaml(text, source=f"override {override!r}", mend=mend)
+    fix = f"; the value is read as YAML, and text like this needs quotes: {key}={quoted}"
+    tree: object = parse_yaml(text, source=f"override {override!r}", fix=fix)
     for name in reversed(names):
         tree = {name: tree}
     assert isinstance(tree, dict)

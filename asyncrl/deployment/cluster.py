@@ -11,9 +11,9 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -48,6 +48,8 @@ ACTOR_CONCURRENCY = 10_000
 """Maximum number of concurrent calls of an actor. It is large because calls that wait, e.g. for a ticket, count too."""
 STATUS_TIMEOUT_S = 10.0
 """Deadline of a call to the buffer from a command such as `status`, seconds."""
+Started = TypeVar("Started")
+
 STARTS = 3
 """Number of attempts to start a local Ray cluster."""
 WORKER_NICENESS = 0
@@ -69,18 +71,27 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     if config.critic is not None:
         logical_cpus += config.critic.ranks * config.critic.cpus
     with _sigterm_stays_ours(), _children_in_sessions_of_their_own(), loopback_stays_loopback():
-        context = _started(
-            num_cpus=max(1, round(logical_cpus + 0.5)),
-            namespace=config.run.name,
-            object_store_memory=config.ray.object_store_mb * 2**20,
+        context: Any = patiently(
+            lambda: ray.init(
+                address="local",  # start a new cluster, even if another one runs on this machine
+                num_cpus=max(1, round(logical_cpus + 0.5)),
+                include_dashboard=False,
+                namespace=config.run.name,
+                object_store_memory=config.ray.object_store_mb * 2**20,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                configure_logging=False,
+                _node_ip_address=LOOPBACK,
+                _system_config={"worker_niceness": WORKER_NICENESS},
+            )
         )
     address = str(context.address_info["address"])
     check_own_address(address)
     return address
 
 
-def _started(**options: Any) -> Any:
-    """Starts a local Ray cluster and returns the result of `ray.init`. Raises RunError after `STARTS` failed attempts.
+def patiently(start: Callable[[], Started]) -> Started:
+    """Starts a Ray node with `start` and returns its result. Raises RunError after `STARTS` failed attempts.
 
     Ray's node manager must register within 30 s, and Ray has no setting for this limit. On a busy machine the first
     attempt may take longer. The next attempt is faster, because its files are in the page cache.
@@ -88,16 +99,7 @@ def _started(**options: Any) -> Any:
     for left in reversed(range(STARTS)):
         before = psutil.Process().children(recursive=True)
         try:
-            return ray.init(
-                address="local",  # start a new cluster, even if another one runs on this machine
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                configure_logging=False,
-                _node_ip_address=LOOPBACK,
-                _system_config={"worker_niceness": WORKER_NICENESS},
-                **options,
-            )
+            return start()
         except Exception as error:  # Ray raises a plain Exception
             if "timed out during startup" not in str(error):
                 raise

@@ -59,8 +59,8 @@ _BROKEN = Probe(succeeded=False, last_line="RuntimeError: operator torchvision::
 )
 def test_a_fact_is_judged_with_a_mend_unless_it_is_fine(finding: Finding, level: Level, says: str) -> None:
     assert finding.level is level
-    assert says in f"{finding.what} → {finding.mend}"
-    assert bool(finding.mend) is (level is not Level.OK)
+    assert says in f"{finding.what} → {finding.fix}"
+    assert bool(finding.fix) is (level is not Level.OK)
 
 
 def test_the_two_helps_say_the_same() -> None:
@@ -95,7 +95,7 @@ def test_the_exit_code_is_1_when_anything_failed(
     levels: list[str], exit_code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def findings(*, timeout_s: float) -> Iterator[Finding]:
-        yield from (Finding(level=Level(level), what=f"it is {level}", mend="fix it") for level in levels)
+        yield from (Finding(level=Level(level), what=f"it is {level}", fix="fix it") for level in levels)
 
     monkeypatch.setattr(doctor, "examine", findings)
     result = runner.invoke(app, ["doctor"])

@@ -61,15 +61,15 @@ def test_completions_give_way_to_prompts_where_the_model_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "mend"),
+    ("changes", "fix"),
     [
         ({"longest_prompt": 90, "longest_answer": 12, "longest_model": 100}, "set --completion-tokens to at most 10"),
         ({"completion_tokens": 80, "longest_model": 100}, "set --completion-tokens to at most 59"),
         ({"longest_prompt": 100, "longest_model": 100}, "shorten the prompts"),
     ],
 )
-def test_what_cannot_fit_the_model_is_refused_with_what_would(changes: dict[str, Any], mend: str) -> None:
-    with pytest.raises(ConfigError, match=mend):
+def test_what_cannot_fit_the_model_is_refused_with_what_would(changes: dict[str, Any], fix: str) -> None:
+    with pytest.raises(ConfigError, match=fix):
         config_of(**changes)
 
 

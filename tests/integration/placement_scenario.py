@@ -8,12 +8,11 @@ import json
 from typing import Any
 
 import ray
-from local_ray import patiently
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
 from asyncrl.config.schema import Config
-from asyncrl.deployment.cluster import placed
+from asyncrl.deployment.cluster import patiently, placed
 from asyncrl.deployment.generators import GeneratorDeployment, _Replica
 from asyncrl.errors import PlacementError
 from asyncrl.generation.vllm_generation import VLLMGeneration

@@ -13,7 +13,6 @@ import pytest
 pytestmark = pytest.mark.integration
 
 SCENARIO = Path(__file__).parent / "placement_scenario.py"
-TESTS = SCENARIO.parents[1]
 NICENESS = "RAY_worker_niceness"
 
 
@@ -21,8 +20,7 @@ NICENESS = "RAY_worker_niceness"
 def found() -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(SCENARIO)],
-        env={name: value for name, value in os.environ.items() if name == NICENESS or not name.startswith("RAY_")}
-        | {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])},
+        env={name: value for name, value in os.environ.items() if name == NICENESS or not name.startswith("RAY_")},
         capture_output=True,
         text=True,
         timeout=800,
