@@ -1,8 +1,13 @@
-"""A reward that usually differs between the samples of a group, so that every step of a short run has a gradient."""
+"""A reward that differs between the samples of a group, also after many steps."""
+
+import zlib
 
 from asyncrl.data.prompts import Task
 
 
-def by_length(task: Task, completion: str) -> float:
-    """Gives longer completions a higher reward."""
-    return len(completion) / 10
+def by_checksum(task: Task, completion: str) -> float:
+    """Gives each pair of prompt and completion a fixed number in [0, 1) that a policy cannot learn.
+
+    A policy can learn the length of a completion within 20 steps. All rewards would then be equal.
+    """
+    return zlib.crc32(f"{task.prompt}\n{completion}".encode()) / 2**32

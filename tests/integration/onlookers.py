@@ -12,7 +12,8 @@ import pytest
 from conftest import REPOSITORY, Command
 
 from asyncrl.learner.records import StepRecord, read_lines, state_shares
-from asyncrl.views.headline import Bottleneck, Bound, bottleneck
+from asyncrl.views.headline import Bottleneck, Bound, Concern, Headline, bottleneck
+from asyncrl.views.report import read_run
 from asyncrl.views.run_facts import setting_at
 
 HEARD_S = 400.0
@@ -66,5 +67,6 @@ def reported(run: Path) -> Bottleneck:
     steps = read_lines(run / "steps.jsonl", StepRecord)
     shares = (state_shares(steps, "learner_state_s"), state_shares(steps, "generator_state_s"))
     found = bottleneck(*shares, room=setting_at(run).room)
+    assert read_run(run).headline == Headline(concern=Concern.BOTTLENECK, sentence=found.sentence)
     assert found.sentence in html.unescape((run / "report.html").read_text())
     return found

@@ -67,7 +67,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 IMPORTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
 """Environment with which the command finds the same modules as the test."""
-DENSE = "environment.reward=dense_reward:by_length"
+DENSE = "environment.reward=dense_reward:by_checksum"
 """Override for rewards that differ within a group. Without it, the first sentence about the run would warn that all
 rewards are equal."""
 ENDLESS = "learner.total_steps=100000"
