@@ -80,9 +80,12 @@ def test_mlflow_has_the_history_of_every_metric(tmp_path: Path, monkeypatch: pyt
 
 
 def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     follow("wandb", tmp_path)
+    wandb.teardown()  # its process writes the log's end after `finish` has returned; Python's exit waits for it too
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     content = log.read_bytes()
     for text in (b"quick", b"staleness.max_versions", b"reward/mean", b"reward/heldout_mean"):
