@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.buffer.ledger import Account
-from asyncrl.buffer.membership import Deployment, Membership, Role, RunState
+from asyncrl.buffer.membership import Deployment, Membership
 from asyncrl.buffer.records import (
     CommitOutcome,
     Counts,
@@ -29,7 +29,6 @@ from asyncrl.buffer.records import (
     Refusal,
     ReplicaView,
     Reservation,
-    Version,
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
@@ -43,6 +42,8 @@ from asyncrl.metrics.catalogue import BUFFER_WAITS
 from asyncrl.metrics.recorders import BufferMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock, monotonic_at_process_start
+from asyncrl.run.roles import Role, RunState
+from asyncrl.run.version import Version
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from asyncrl.buffer.ledger import Account, Amount, Event, Fate, Ledger
-from asyncrl.buffer.records import GroupMeta, Ticket, Version
+from asyncrl.buffer.records import GroupMeta, Ticket
 from asyncrl.buffer.slots import DuePrompt, Front, ReadyQueue, Slot, amount_of
 from asyncrl.buffer.staleness import Limits
 from asyncrl.data.prompts import Task
+from asyncrl.run.version import Version
 
 # vLLM gives sample i of a request the seed + i. So the seed of a group is a multiple of the group size, which makes all
 # sample seeds different. The range leaves room below 2**63.

@@ -6,19 +6,12 @@ run has one learner.
 """
 
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 
 import msgspec
 
 from asyncrl.config.load import first_difference
 from asyncrl.errors import HandshakeError, RunLocked, RunMismatch
-
-
-class Role(StrEnum):
-    """The kind of a deployment."""
-
-    LEARNER = "learner"
-    GENERATOR = "generator"
+from asyncrl.run.roles import Role
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,16 +21,6 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     host: str
     pid: int
-
-
-class RunState(StrEnum):
-    """The state of the whole run."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    CLOSING = "closing"
-    FINISHED = "finished"
-    FAILED = "failed"
 
 
 class Membership:

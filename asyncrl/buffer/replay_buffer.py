@@ -36,13 +36,13 @@ from asyncrl.buffer.records import (
     ReplicaView,
     Reservation,
     Ticket,
-    Version,
     cut_text,
 )
 from asyncrl.buffer.replicas import Replicas
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, lease_violation
 from asyncrl.errors import FailureClass, StalenessViolation, VersionRegression
+from asyncrl.run.version import Version
 
 _REFUSED_COMMITS = {
     CommitOutcome.DUPLICATE: Event.COMMIT_DUPLICATE,

@@ -8,7 +8,8 @@ seconds.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncrl.buffer.records import Refusal, ReplicaView, Reservation, Version
+from asyncrl.buffer.records import Refusal, ReplicaView, Reservation
+from asyncrl.run.version import Version
 
 
 @dataclass(slots=True)

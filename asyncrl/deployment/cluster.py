@@ -21,7 +21,7 @@ from ray._private import services
 from ray.exceptions import RayError
 
 from asyncrl.buffer.actor import BufferActor, BufferClient
-from asyncrl.buffer.membership import Deployment, Role
+from asyncrl.buffer.membership import Deployment
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
@@ -38,12 +38,13 @@ from asyncrl.deployment.ray_access import (
     warn_of_open_cluster,
 )
 from asyncrl.errors import PlacementError, RunError
+from asyncrl.run.names import COORDINATOR, WEIGHTS
+from asyncrl.run.roles import Role
 from asyncrl.weights.store import WeightClient, WeightStore
 
 logger = logging.getLogger(__name__)
 
-BUFFER, WEIGHTS = "buffer", "weights"
-DETACHED_PREFIXES = (BUFFER, WEIGHTS, STORE_PREFIX, PARTITIONS)
+DETACHED_PREFIXES = (COORDINATOR, WEIGHTS, STORE_PREFIX, PARTITIONS)
 ACTOR_CONCURRENCY = 10_000
 """Maximum number of concurrent calls of an actor. It is large because calls that wait, e.g. for a ticket, count too."""
 STATUS_TIMEOUT_S = 10.0
@@ -234,7 +235,7 @@ async def check_admission(config: Config, *, role: Role) -> None:
     The commands call it first, so that nothing is started for a deployment that the run refuses.
     """
     try:
-        buffer: Any = ray.get_actor(BUFFER, namespace=config.run.name)
+        buffer: Any = ray.get_actor(COORDINATOR, namespace=config.run.name)
     except ValueError:
         return
     answer = buffer.check.remote(_member(deployment_id(role), role), shared_config(config))
@@ -252,7 +253,7 @@ async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Seque
     options["max_concurrency"] = ACTOR_CONCURRENCY
     buffer_handle: Any = (
         ray.remote(BufferActor)
-        .options(name=BUFFER, **options)
+        .options(name=COORDINATOR, **options)
         .remote(config=config, tasks=ray.put(list(tasks)), nonce=secrets.token_hex(8), rows=GroupRows(config))
     )
     weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
@@ -283,9 +284,11 @@ async def ray_nodes(*, timeout_s: float) -> list[dict[str, Any]]:
 def find_run(name: str) -> BufferClient:
     """Returns the buffer of a run on the joined cluster. Raises RunError if the cluster has no such run."""
     try:
-        return BufferClient(ray.get_actor(BUFFER, namespace=name), timeout_s=STATUS_TIMEOUT_S)
+        return BufferClient(ray.get_actor(COORDINATOR, namespace=name), timeout_s=STATUS_TIMEOUT_S)
     except ValueError:
-        runs = sorted(e["namespace"] for e in ray.util.list_named_actors(all_namespaces=True) if e["name"] == BUFFER)
+        runs = sorted(
+            e["namespace"] for e in ray.util.list_named_actors(all_namespaces=True) if e["name"] == COORDINATOR
+        )
         raise RunError(
             f"there is no run {name!r} on this cluster; existing runs: {', '.join(runs) or 'none'}"
         ) from None

@@ -18,7 +18,6 @@ import ray
 from ray.exceptions import RayTaskError
 
 from asyncrl.buffer.actor import RunStatus
-from asyncrl.buffer.membership import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import finished
 from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run, placed
@@ -28,6 +27,7 @@ from asyncrl.environments.secrets import read_secrets
 from asyncrl.errors import AsyncRLError, GeneratorPoolExhausted, RunError, StallError
 from asyncrl.generation.actor import GeneratorActor, ReplicaProcesses
 from asyncrl.generation.shared_memory import reap
+from asyncrl.run.roles import Role, RunState
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.buffer.actor import RunStatus
-from asyncrl.buffer.membership import Role, RunState
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
@@ -31,6 +30,7 @@ from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock
 from asyncrl.metrics.trackers import Trackers
 from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.run.roles import Role, RunState
 from asyncrl.value.lm_value import critic_config
 from asyncrl.value.tq_value import TQValue
 from asyncrl.views.live import LiveView

@@ -13,7 +13,7 @@ import msgspec
 import ray
 
 from asyncrl.buffer.actor import BufferClient
-from asyncrl.buffer.records import Failure, Version
+from asyncrl.buffer.records import Failure
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -29,6 +29,8 @@ from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import monotonic_at_process_start
+from asyncrl.run.names import COORDINATOR, WEIGHTS
+from asyncrl.run.version import Version
 from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
@@ -76,7 +78,7 @@ class GeneratorActor:
         scorer_started = asyncio.create_task(self._scorer.start())
         await asyncio.sleep(0)  # lets the scorer start its processes before the engine's start blocks the event loop
         tokenizer = load_tokenizer(model_path, chat=config.data.chat)
-        buffer = BufferClient(ray.get_actor("buffer", namespace=namespace), timeout_s=timeout_s)
+        buffer = BufferClient(ray.get_actor(COORDINATOR, namespace=namespace), timeout_s=timeout_s)
         await buffer.call("handshake", f"generator {self._name}", tokenizer_fingerprint(tokenizer))
         # The replica generates nothing before the learner has sent its first weights, so the engine does not read the
         # weights on the disk.
@@ -95,7 +97,7 @@ class GeneratorActor:
             config=config,
             name=self._name,
             engine=self._engine,
-            source=WeightClient(ray.get_actor("weights", namespace=namespace), timeout_s=timeout_s),
+            source=WeightClient(ray.get_actor(WEIGHTS, namespace=namespace), timeout_s=timeout_s),
             transport=ObjectStoreTransport(),
             parameters=expected_parameters(model_path, dtype=config.model.dtype),
             metrics=metrics,

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from asyncio_throttle.throttler import Throttler
 
 from asyncrl.buffer.actor import FailedTicket, ReplicaReport
-from asyncrl.buffer.records import CommitOutcome, Failure, GroupMeta, Refusal, Reservation, Ticket, Version
+from asyncrl.buffer.records import CommitOutcome, Failure, GroupMeta, Refusal, Reservation, Ticket
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
@@ -29,6 +29,7 @@ from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.catalogue import GENERATOR_STATES
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.states import SlotStates
+from asyncrl.run.version import Version
 from asyncrl.user_code import describe_error
 
 logger = logging.getLogger(__name__)

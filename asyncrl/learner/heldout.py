@@ -15,7 +15,7 @@ from typing import Protocol
 
 import ray
 
-from asyncrl.buffer.records import Failure, Version
+from asyncrl.buffer.records import Failure
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished
@@ -24,6 +24,7 @@ from asyncrl.learner.interfaces import Buffer, RunLog
 from asyncrl.learner.progress import replicas_in_words
 from asyncrl.learner.records import EvalRecord
 from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.run.version import Version
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.token_estimators import TokenEstimator
 from asyncrl.buffer.actor import RunStatus
-from asyncrl.buffer.records import Lease, LeaseWait, Version
+from asyncrl.buffer.records import Lease, LeaseWait
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord
+from asyncrl.run.version import Version
 
 
 class Trainer(Protocol):

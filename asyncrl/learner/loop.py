@@ -27,8 +27,7 @@ from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import advantage_of
 from asyncrl.algorithms.token_estimators import OUTCOME, DiscountedReturns, resolve_estimators
 from asyncrl.buffer.actor import RunStatus
-from asyncrl.buffer.membership import RunState
-from asyncrl.buffer.records import Lease, LeaseWait, Version
+from asyncrl.buffer.records import Lease, LeaseWait
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
@@ -45,6 +44,8 @@ from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.interfaces import StepReport
 from asyncrl.policy.step_plan import needs_proximal, needs_reference
+from asyncrl.run.roles import RunState
+from asyncrl.run.version import Version
 from asyncrl.weights.gate import should_publish
 from asyncrl.weights.parity import parity_tolerance_nats
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from asyncrl.buffer.records import Version
+from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest, Probe, TensorEntry
 from asyncrl.weights.publisher import DeliveredBucket, deliver, take_snapshot
 from asyncrl.weights.transports.interfaces import Transport

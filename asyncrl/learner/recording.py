@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.records import Lease, Version
+from asyncrl.buffer.records import Lease
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.learner.batch import Decode, StepSamples, counts_by_staleness, sample_record
@@ -24,6 +24,7 @@ from asyncrl.learner.interfaces import RunLog
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.interfaces import StepReport
+from asyncrl.run.version import Version
 from asyncrl.weights.parity import parity_tolerance_nats
 
 DISCARDED_FATES = (Fate.DROPPED, Fate.FILTERED, Fate.SKIPPED, Fate.ROWS_LOST, Fate.FAILED, Fate.RETURNED_ON_RESUME)

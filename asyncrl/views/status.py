@@ -7,9 +7,9 @@ import msgspec
 
 from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.membership import Role, RunState
 from asyncrl.learner.failures import groups_by_reason, in_words
 from asyncrl.metrics.scrape import Scrape
+from asyncrl.run.roles import Role, RunState
 from asyncrl.views.headline import Bottleneck, Headline, bottleneck, failed_share, headline
 from asyncrl.views.run_facts import Setting
 from asyncrl.views.top import equal_rewards, facts_of_scrapes

@@ -1,9 +1,10 @@
 """Helpers of the buffer's tests: a manual clock, a source of numbered prompts, and short ways to a buffer's states."""
 
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Ticket, Version
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
 from asyncrl.data.prompts import Task
+from asyncrl.run.version import Version
 
 
 class Clock:

@@ -12,9 +12,10 @@ from typing import Literal
 from buffer_scenes import Clock, NumberedPrompts, finished, limits
 
 from asyncrl.buffer.ledger import Account, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Ticket, Version
+from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.errors import FailureClass, StalenessViolation
+from asyncrl.run.version import Version
 from asyncrl.weights.gate import should_publish
 
 PATIENCE_TICKS = 50

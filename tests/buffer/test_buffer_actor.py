@@ -10,13 +10,15 @@ import pytest
 from buffer_scenes import finished
 
 from asyncrl.buffer.actor import BufferActor, FailedTicket, ReplicaReport
-from asyncrl.buffer.membership import Deployment, Role
-from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal, Reservation, Version
+from asyncrl.buffer.membership import Deployment
+from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal, Reservation
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass, RunLocked
 from asyncrl.metrics.catalogue import BUFFER_WAITS, REPLICA_STATES
+from asyncrl.run.roles import Role
+from asyncrl.run.version import Version
 
 FAR_S = 60.0
 NOW = Version(1, 0)

@@ -4,8 +4,9 @@ import pytest
 from buffer_scenes import Scene, finished
 
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal, Version
+from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal
 from asyncrl.errors import FailureClass, StalenessViolation
+from asyncrl.run.version import Version
 
 
 def test_the_stragglers_of_the_design_are_waited_for() -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from asyncrl.buffer.membership import Deployment, Membership, Role
+from asyncrl.buffer.membership import Deployment, Membership
 from asyncrl.errors import HandshakeError, RunLocked, RunMismatch
+from asyncrl.run.roles import Role
 
 
 class Clock:

@@ -9,9 +9,9 @@ import pytest
 from pool_simulation import Outcome, Pool, Simulation, discarded_groups
 
 from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.records import Version
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Room, admissible
+from asyncrl.run.version import Version
 
 pytestmark = pytest.mark.slow
 

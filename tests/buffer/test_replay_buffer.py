@@ -5,8 +5,9 @@ import pytest
 from buffer_scenes import Scene, finished
 
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal, Version
+from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal
 from asyncrl.errors import DataError, FailureClass, StalenessViolation, VersionRegression
+from asyncrl.run.version import Version
 
 OLD = Version(0, 0)
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from asyncrl.buffer.membership import Deployment, Membership, Role
+from asyncrl.buffer.membership import Deployment, Membership
 from asyncrl.cli.main import app
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment import cluster, generators, launch
 from asyncrl.errors import RunLocked, RunMismatch
+from asyncrl.run.roles import Role
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

@@ -10,12 +10,12 @@ import pytest
 from made_up_run import make_status
 
 from asyncrl.buffer.actor import RunStatus
-from asyncrl.buffer.membership import RunState
 from asyncrl.config.schema import Config
 from asyncrl.deployment import generators
 from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress, _Replica
 from asyncrl.deployment.launch import Prompts
 from asyncrl.errors import CallTimeout, ConfigError, GeneratorPoolExhausted, RunError
+from asyncrl.run.roles import RunState
 
 
 def deployment_of(config: Config) -> GeneratorDeployment:

@@ -9,7 +9,7 @@ from typing import Any
 from fake_engine import FakeEngine, log_prob_of
 
 from asyncrl.buffer.actor import BufferActor
-from asyncrl.buffer.records import CommitOutcome, Counts, GroupMeta, Lease, Reservation, Version
+from asyncrl.buffer.records import CommitOutcome, Counts, GroupMeta, Lease, Reservation
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
@@ -18,6 +18,7 @@ from asyncrl.generation.generator import Generator
 from asyncrl.generation.rollout import Rollouts
 from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
+from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Bucket, Manifest, Probe, checksum, layout
 from asyncrl.weights.store import Publication, WeightStore
 

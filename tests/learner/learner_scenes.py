@@ -12,7 +12,7 @@ from typing import Any
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
 from asyncrl.buffer.actor import BufferActor, FailedTicket, ReplicaReport, RunStatus
-from asyncrl.buffer.records import CommitOutcome, Failure, GroupMeta, Lease, LeaseWait, Ticket, Version
+from asyncrl.buffer.records import CommitOutcome, Failure, GroupMeta, Lease, LeaseWait, Ticket
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
@@ -35,6 +35,7 @@ from asyncrl.policy.complete_directory import COMPLETE
 from asyncrl.policy.interfaces import StepReport
 from asyncrl.policy.meta_driver import name_fields
 from asyncrl.policy.tq_policy import STEP_FIELDS
+from asyncrl.run.version import Version
 
 GROUPS_PER_STEP = 2
 GROUP_SIZE = 2

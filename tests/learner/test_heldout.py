@@ -6,9 +6,10 @@ import pytest
 from learner_scenes import Scene
 
 from asyncrl.buffer.actor import RunStatus
-from asyncrl.buffer.records import Failure, Version
+from asyncrl.buffer.records import Failure
 from asyncrl.data.prompts import Task
 from asyncrl.errors import CallTimeout, FailureClass, RunError, StallError
+from asyncrl.run.version import Version
 
 
 @pytest.mark.asyncio

@@ -13,7 +13,7 @@ from learner_scenes import Scene, decoded, judged, skipped, trained
 
 from asyncrl.buffer.actor import FailedTicket
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.records import Failure, Version
+from asyncrl.buffer.records import Failure
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass
@@ -21,6 +21,7 @@ from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import StepRecord, build_summary
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
 from asyncrl.metrics.recorders import MEASURED, LearnerMetrics
+from asyncrl.run.version import Version
 from asyncrl.views.live import LiveView
 from asyncrl.views.live_from_records import live_view
 from asyncrl.views.report import read_run, write_report

@@ -4,9 +4,11 @@ from typing import Any
 
 from asyncrl.buffer.actor import ReplicaReport, RunStatus
 from asyncrl.buffer.ledger import Account, Amount, Fate
-from asyncrl.buffer.membership import Deployment, Role, RunState
-from asyncrl.buffer.records import Counts, ReplicaView, Version
+from asyncrl.buffer.membership import Deployment
+from asyncrl.buffer.records import Counts, ReplicaView
 from asyncrl.learner.records import RunTotals, StepRecord
+from asyncrl.run.roles import Role, RunState
+from asyncrl.run.version import Version
 
 TOTALS = RunTotals(
     wall_s=50.0,
