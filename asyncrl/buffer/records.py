@@ -150,23 +150,6 @@ class LeaseWait(StrEnum):
     TOO_MANY_FAILURES = "too_many_failures"
 
 
-class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """The buffer's view of one replica. `version` is None if the replica has not completely loaded any version.
-
-    `reserved_groups` is the number of tickets that it holds: rollouts that run, wait for their start, or wait for their
-    commit. `free_slots` is the number of its concurrency slots without a ticket at its last heartbeat, less the tickets
-    that it got since. `refused_for` is the refusal of its last reserve at this version.
-    """
-
-    replica: str
-    version: Version | None
-    free_slots: int
-    reserved_groups: int
-    live: bool
-    silent_s: float
-    refused_for: Refusal | None
-
-
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """The current contents of the buffer, in groups unless the name has another unit.
 
@@ -229,6 +212,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         if self.prompt:
             cause += f" for prompt {self.prompt!r}"
         return cause + (f" and completion {self.completion!r}" if self.completion else "")
+
+
+class FailedTicket(msgspec.Struct, frozen=True, kw_only=True):
+    """A ticket whose rollout failed, and the failure."""
+
+    key: str
+    incarnation: int
+    failure: Failure
 
 
 class FailureCount(msgspec.Struct, frozen=True, kw_only=True):

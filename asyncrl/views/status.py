@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Fate
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.failures import groups_by_reason, in_words
 from asyncrl.metrics.scrape import Scrape
 from asyncrl.run.roles import Role, RunState

@@ -8,7 +8,8 @@ The module is pure and imports neither ray nor torch.
 
 from collections.abc import Iterable
 
-from asyncrl.buffer.records import Refusal, ReplicaView
+from asyncrl.buffer.records import Refusal
+from asyncrl.coordinator.replicas import ReplicaView
 from asyncrl.run.version import Version
 
 

@@ -74,7 +74,7 @@ class Scene:
         self.limits = limits(**changes)  # type: ignore[arg-type]
         self.prompts = NumberedPrompts(prompts)
         self.buffer = ReplayBuffer(
-            limits=self.limits, prompts=self.prompts, clock=self.clock.read, drop_last=drop_last, seed=seed
+            limits=self.limits, next_prompt=self.prompts.next, clock=self.clock.read, drop_last=drop_last, seed=seed
         )
 
     def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:

@@ -50,7 +50,7 @@ class CountsAdmissions(ReplayBuffer):
     """A broken buffer: counts all groups admitted since the start, instead of the slots in use."""
 
     def _room(self, version: Version) -> Room:
-        admitted = self._ledger._events[Event.ATTEMPT]
+        admitted = self.ledger._events[Event.ATTEMPT]
         return admissible(
             self._limits,
             slots=admitted - self._step * self._limits.groups_per_step,

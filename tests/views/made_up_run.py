@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from asyncrl.buffer.actor import ReplicaReport, RunStatus
 from asyncrl.buffer.ledger import Account, Amount, Fate
-from asyncrl.buffer.membership import Deployment
-from asyncrl.buffer.records import Counts, ReplicaView
+from asyncrl.buffer.records import Counts
+from asyncrl.coordinator.registry import Deployment
+from asyncrl.coordinator.replicas import ReplicaReport, ReplicaView
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.run.roles import Role, RunState
 from asyncrl.run.version import Version

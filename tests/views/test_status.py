@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from made_up_run import make_status
 
-from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Account, Amount, Fate
 from asyncrl.buffer.records import Failure, FailureCount, LeaseWait
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import FailureClass
 from asyncrl.metrics.discovery import Target
 from asyncrl.metrics.scrape import Scrape
