@@ -1,1 +1,1 @@
-"""The bounded replay buffer: tickets, leases, the ledger of the fates of all groups, and the members of the run."""
+"""The bounded replay buffer: tickets, leases, and the ledger of the fates of all groups. Pure."""

@@ -1,7 +1,6 @@
 """Counts failed rollouts, keeps the first failure of each kind, and detects when too many groups failed in a row.
 
-Memory is bounded, because the set of reasons is bounded and texts are cut (`Failure`). This module is pure. Only the
-buffer calls it.
+Memory is bounded, because the set of reasons is bounded and texts are cut (`Failure`). This module is pure.
 """
 
 from asyncrl.buffer.records import Failure, FailureCount, FailureStreak

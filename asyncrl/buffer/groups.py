@@ -6,14 +6,14 @@ reserved, ready, leased, waiting at the front, or ended.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
 
 from asyncrl.buffer.ledger import Account, Amount, Event, Fate, Ledger
-from asyncrl.buffer.records import GroupMeta, Ticket, Version
+from asyncrl.buffer.records import GroupMeta, Ticket
 from asyncrl.buffer.slots import DuePrompt, Front, ReadyQueue, Slot, amount_of
 from asyncrl.buffer.staleness import Limits
 from asyncrl.data.prompts import Task
+from asyncrl.run.version import Version
 
 # vLLM gives sample i of a request the seed + i. So the seed of a group is a multiple of the group size, which makes all
 # sample seeds different. The range leaves room below 2**63.
@@ -21,20 +21,15 @@ _SEED_RANGE = 2**62
 _GROUPS_A_SEED = 2**20
 
 
-class Prompts(Protocol):
-    """A source of new prompts. It gives them in the order in which they are issued."""
-
-    def next(self) -> Task | None:
-        """Returns the next prompt; None when there are no more."""
-        ...
-
-
 class Groups:
-    """All groups that were issued. The n-th new prompt is group n. A retry keeps the group, the prompt and the seed."""
+    """All groups that were issued. The n-th new prompt is group n. A retry keeps the group, the prompt and the seed.
 
-    def __init__(self, *, limits: Limits, prompts: Prompts, ledger: Ledger, seed: int) -> None:
+    `next_prompt` returns the next new prompt, or None when there are no more.
+    """
+
+    def __init__(self, *, limits: Limits, next_prompt: Callable[[], Task | None], ledger: Ledger, seed: int) -> None:
         self._limits = limits
-        self._prompts = prompts
+        self._next_prompt = next_prompt
         self._ledger = ledger
         self._seed = seed
         self._next_group = 0
@@ -63,7 +58,7 @@ class Groups:
         """Returns the earliest prompt at the front, else a new prompt; None if there is neither."""
         if due := self.front.pop():
             return due
-        task = None if self.exhausted else self._prompts.next()
+        task = None if self.exhausted else self._next_prompt()
         if task is None:
             self.exhausted = True
             return None

@@ -1,4 +1,4 @@
-"""Records that the buffer and its callers exchange: versions, tickets, group metadata, leases.
+"""Records that the buffer and its callers exchange: tickets, group metadata, leases, failures.
 
 They are frozen msgspec structs without tensors. This module imports neither torch nor ray nor vllm. The rows of a group
 are in the data plane under the group's key (`<group>.<attempt>`), the row of a sample under `<group>.<attempt>_g<i>`.
@@ -10,39 +10,10 @@ import msgspec
 
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass, RolloutError
+from asyncrl.run.version import Version
 
 MAX_FAILURE_CHARS = 1000
 """Maximum length of each text of a failure (message, prompt, completion). Longer texts are cut."""
-
-
-class Version(msgspec.Struct, frozen=True, order=True):
-    """A version of the weights: (incarnation, step). Its text form is `2.140`. Ordered by incarnation, then by step."""
-
-    incarnation: int
-    step: int
-
-    def __str__(self) -> str:
-        return f"{self.incarnation}.{self.step}"
-
-    @classmethod
-    def parse(cls, label: str) -> "Version":
-        """Returns the version with the text form `label`.
-
-        Raises ValueError for any other text, for example for vLLM's initial label `default`.
-        """
-        incarnation, dot, step = label.partition(".")
-        if not (dot and incarnation.isdecimal() and step.isdecimal()):
-            raise ValueError(f"{label!r} is not a weight version; versions look like '1.140'")
-        return cls(int(incarnation), int(step))
-
-    @property
-    def words(self) -> str:
-        """The version in words, for logs. The incarnation is left out if the learner was started only once.
-
-        >>> Version(1, 140).words, Version(2, 140).words
-        ('step 140', 'step 140 of incarnation 2')
-        """
-        return f"step {self.step}" + (f" of incarnation {self.incarnation}" if self.incarnation > 1 else "")
 
 
 class Refusal(StrEnum):
@@ -179,23 +150,6 @@ class LeaseWait(StrEnum):
     TOO_MANY_FAILURES = "too_many_failures"
 
 
-class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """The buffer's view of one replica. `version` is None if the replica has not completely loaded any version.
-
-    `reserved_groups` is the number of tickets that it holds: rollouts that run, wait for their start, or wait for their
-    commit. `free_slots` is the number of its concurrency slots without a ticket at its last heartbeat, less the tickets
-    that it got since. `refused_for` is the refusal of its last reserve at this version.
-    """
-
-    replica: str
-    version: Version | None
-    free_slots: int
-    reserved_groups: int
-    live: bool
-    silent_s: float
-    refused_for: Refusal | None
-
-
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """The current contents of the buffer, in groups unless the name has another unit.
 
@@ -258,6 +212,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         if self.prompt:
             cause += f" for prompt {self.prompt!r}"
         return cause + (f" and completion {self.completion!r}" if self.completion else "")
+
+
+class FailedTicket(msgspec.Struct, frozen=True, kw_only=True):
+    """A ticket whose rollout failed, and the failure."""
+
+    key: str
+    incarnation: int
+    failure: Failure
 
 
 class FailureCount(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ These statements are true after every call:
 - The ledger's account is closed.
 - Calls are idempotent by id. A repeated, late or unknown call is counted and changes nothing.
 
-The state machine has no threads and no sockets, and the clock is an argument. `actor.py` is its shell.
+The state machine has no threads and no sockets, and the clock is an argument. `asyncrl.coordinator` runs it.
 """
 
 import math
@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable
 import msgspec
 
 from asyncrl.buffer.failures import FailureLog
-from asyncrl.buffer.groups import Groups, Prompts
+from asyncrl.buffer.groups import Groups
 from asyncrl.buffer.ledger import Account, Event, Fate, Ledger
 from asyncrl.buffer.records import (
     CommitOutcome,
@@ -33,16 +33,15 @@ from asyncrl.buffer.records import (
     Lease,
     LeaseWait,
     Refusal,
-    ReplicaView,
     Reservation,
     Ticket,
-    Version,
     cut_text,
 )
-from asyncrl.buffer.replicas import Replicas
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, lease_violation
-from asyncrl.errors import FailureClass, StalenessViolation, VersionRegression
+from asyncrl.data.prompts import Task
+from asyncrl.errors import FailureClass, StalenessViolation
+from asyncrl.run.version import Version
 
 _REFUSED_COMMITS = {
     CommitOutcome.DUPLICATE: Event.COMMIT_DUPLICATE,
@@ -55,16 +54,23 @@ _REFUSED_COMMITS = {
 class ReplayBuffer:
     """The groups between the generators and the learner.
 
-    `clock` returns monotonic seconds. `step` is the learner's version v at the start. The order of the prompts and
-    their seeds depend only on the source and `seed`, so that a run with η = 0 trains the same batches as a sequential
-    loop.
+    `next_prompt` returns the next new prompt, or None when there are no more. `clock` returns monotonic seconds. `step`
+    is the learner's version v at the start. The order of the prompts and their seeds depend only on their source and
+    `seed`, so that a run with η = 0 trains the same batches as a sequential loop.
+
+    Attributes for the owner of the buffer:
+
+    - `paused`: while it is True, no new group is admitted. Admitted groups continue.
+    - `dropped`: the keys of dropped groups. The owner clears their rows and empties the list.
+    - `failures`: the failed rollouts so far.
+    - `ledger`: counts fates and events. The owner counts the events that it finds itself, such as a lost replica.
     """
 
     def __init__(
         self,
         *,
         limits: Limits,
-        prompts: Prompts,
+        next_prompt: Callable[[], Task | None],
         clock: Callable[[], float],
         incarnation: int = 1,
         step: int = 0,
@@ -76,33 +82,28 @@ class ReplayBuffer:
         self._incarnation = incarnation
         self._step = step
         self._drop_last = drop_last
-        self._ledger = Ledger()
-        self._groups = Groups(limits=limits, prompts=prompts, ledger=self._ledger, seed=seed)
-        self._replicas = Replicas(timeout_s=limits.heartbeat_timeout_s)
+        self.ledger = Ledger()
+        self.failures = FailureLog(max_streak=limits.max_data_failures)
+        self.paused = False
+        self.dropped: list[str] = []
+        self._groups = Groups(limits=limits, next_prompt=next_prompt, ledger=self.ledger, seed=seed)
         self._lease: Lease | None = None
-        self._dropped: list[str] = []
         self._last_end: tuple[Fate, int, tuple[str, ...]] | None = None
         self._lease_wait: LeaseWait | None = None
-        self._published: Version | None = None
-        self._paused = False
-        self._failures = FailureLog(max_streak=limits.max_data_failures)
 
     # For generators.
 
-    def heartbeat(self, replica: str, *, version: Version | None, free_slots: int, held: Collection[str]) -> None:
-        """Records a heartbeat of the replica and of the tickets `held`, by key.
+    def renew(self, replica: str, *, held: Collection[str]) -> None:
+        """Renews the tickets `held`, by key, of a replica that sent a heartbeat.
 
         A ticket whose reserve reply was lost is not in `held`, so it expires.
         """
         now_s = self._clock()
-        self._replicas.heard(replica, version=version, free_slots=free_slots, now_s=now_s)
         for key in held:
             self._groups.heard(key, replica=replica, now_s=now_s)
 
     def leave(self, replica: str) -> tuple[str, ...]:
-        """Removes a replica that ends. Its tickets expire at once. Returns their keys; rows under them may be
-        cleared."""
-        self._replicas.forget(replica)
+        """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared."""
         return self._expire([slot for slot in self._groups.reserved.values() if slot.ticket.replica == replica])
 
     def reserve(self, replica: str, *, version: Version, count: int) -> Reservation:
@@ -118,9 +119,7 @@ class ReplayBuffer:
                 refusal = Refusal.NO_PROMPTS
                 break
             tickets.append(self._groups.admit(prompt, replica=replica, version=version, step=self._step, now_s=now_s))
-        answer = Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
-        self._replicas.reserved(replica, version=version, asked=count, answer=answer, now_s=now_s)
-        return answer
+        return Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
 
     def commit(self, meta: GroupMeta) -> CommitOutcome:
         """Makes a group ready. The caller has generated and scored the group and has stored its rows.
@@ -131,11 +130,11 @@ class ReplayBuffer:
         slot = self._groups.reserved.get(meta.key)
         if slot is None or meta.incarnation != self._incarnation:
             outcome = self._why_refused(meta)
-            self._ledger.count(_REFUSED_COMMITS[outcome])
+            self.ledger.count(_REFUSED_COMMITS[outcome])
             return outcome
         self._check(meta, slot.ticket)
         self._groups.commit(slot, meta, step=self._step)
-        self._failures.succeeded()
+        self.failures.succeeded()
         return CommitOutcome.ACCEPTED
 
     def fail(self, key: str, *, incarnation: int, failure: Failure) -> bool:
@@ -148,23 +147,21 @@ class ReplayBuffer:
         """
         slot = self._groups.reserved.get(key)
         if slot is None or incarnation != self._incarnation:
-            self._ledger.count(Event.FAIL_REFUSED)
+            self.ledger.count(Event.FAIL_REFUSED)
             return False
         failure = msgspec.structs.replace(failure, prompt=cut_text(slot.ticket.task.prompt))
         tried_again = failure.failure_class is FailureClass.INFRA and self._groups.retry(slot)
         if failure.failure_class is FailureClass.DATA:
             self._groups.fail(slot)
-        self._failures.failed(failure, ended_group=not tried_again)
+        self.failures.failed(failure, ended_group=not tried_again)
         return True
 
     def expire(self) -> tuple[str, ...]:
-        """Removes replicas and ends tickets without a heartbeat within the timeout. The prompts go to the front.
+        """Ends tickets that were not renewed within the timeout. The prompts go to the front.
 
         Returns the keys of these tickets; rows under them may be cleared.
         """
-        now_s = self._clock()
-        self._ledger.count(Event.REPLICA_LOST, self._replicas.forget_silent(now_s=now_s))
-        return self._expire(self._groups.unheard_before(now_s - self._limits.heartbeat_timeout_s))
+        return self._expire(self._groups.unheard_before(self._clock() - self._limits.heartbeat_timeout_s))
 
     # For the learner.
 
@@ -172,20 +169,14 @@ class ReplayBuffer:
         """Returns the groups of one step, earliest deadline first, ties in prompt order; or the reason why not now.
 
         A repeated call returns the current lease again. When the prompts have run out, the last lease may be short.
-        With `drop_last`, the groups of a short step are dropped instead: see `take_dropped`.
+        With `drop_last`, the groups of a short step are dropped instead: see `dropped`.
         """
         if self._lease is not None:
-            self._ledger.count(Event.LEASE_REPEATED)
+            self.ledger.count(Event.LEASE_REPEATED)
             return self._lease
         answer = self._start_lease()
         self._lease_wait = None if isinstance(answer, Lease) else answer
         return answer
-
-    def take_dropped(self) -> tuple[str, ...]:
-        """Returns the keys of groups that were dropped since the last call of this method. Their rows may be
-        cleared."""
-        dropped, self._dropped = tuple(self._dropped), []
-        return dropped
 
     def ack(self, incarnation: int, step: int) -> tuple[str, ...]:
         """Ends the lease of a step that was trained. The learner's version increases by one.
@@ -204,11 +195,11 @@ class ReplayBuffer:
     def give_back(self, incarnation: int, step: int) -> bool:
         """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
         if not self._holds_lease(incarnation, step):
-            self._ledger.count(Event.LEASE_CALL_REFUSED)
+            self.ledger.count(Event.LEASE_CALL_REFUSED)
             return False
         self._lease = None
         self._groups.return_leased()
-        self._ledger.count(Event.LEASE_GIVEN_BACK)
+        self.ledger.count(Event.LEASE_GIVEN_BACK)
         return True
 
     def rows_lost(self, keys: Iterable[str]) -> tuple[str, ...]:
@@ -219,35 +210,11 @@ class ReplayBuffer:
         """
         named = set(keys)
         lost = {slot.ticket.key: slot for slot in self._groups.ready.slots() if slot.ticket.key in named}
-        self._ledger.count(Event.ROWS_LOST_REFUSED, len(named) - len(lost))
+        self.ledger.count(Event.ROWS_LOST_REFUSED, len(named) - len(lost))
         self._groups.lose_rows(lost.values())
         return tuple(lost)
 
-    def publish(self, version: Version) -> None:
-        """Records that the learner published `version`.
-
-        A repeated call does nothing. A version of another incarnation is counted and ignored.
-        """
-        if version.incarnation != self._incarnation:
-            self._ledger.count(Event.PUBLISH_REFUSED)
-            return
-        if version.step > self._step:
-            raise ValueError(f"version {version} was published, but the learner has acked only {self._step} steps")
-        if self._published is not None and version < self._published:
-            raise VersionRegression(
-                f"version {version} was published after {self._published}; versions must not decrease"
-            )
-        self._published = version
-
     # For supervisors and views of the run.
-
-    def pause(self) -> None:
-        """Stops the admission of new groups until `resume`. Admitted groups continue."""
-        self._paused = True
-
-    def resume(self) -> None:
-        """Starts the admission of new groups again."""
-        self._paused = False
 
     @property
     def version(self) -> Version:
@@ -255,19 +222,13 @@ class ReplayBuffer:
         return Version(self._incarnation, self._step)
 
     @property
-    def published(self) -> Version | None:
-        """The newest version that the learner published in this incarnation."""
-        return self._published
-
-    @property
-    def ledger(self) -> Account:
+    def account(self) -> Account:
         """The account at this moment, including open groups. Takes O(slots)."""
         return self._groups.account()
 
-    def replicas(self) -> tuple[ReplicaView, ...]:
-        """Returns the views of all known replicas, sorted by name."""
-        held = Counter(slot.ticket.replica for slot in self._groups.reserved.values())
-        return self._replicas.views(reserved_groups=held, now_s=self._clock())
+    def reserved_by_replica(self) -> Counter[str]:
+        """Returns the number of tickets that each replica holds."""
+        return Counter(slot.ticket.replica for slot in self._groups.reserved.values())
 
     def counts(self) -> Counts:
         """Returns the current contents of the buffer."""
@@ -283,21 +244,16 @@ class ReplayBuffer:
             lease_wait=self._lease_wait,
         )
 
-    @property
-    def failures(self) -> FailureLog:
-        """The failed rollouts so far."""
-        return self._failures
-
     def _room(self, version: Version) -> Room:
         """Returns how many groups a replica at `version` may reserve now, and the reason why not more."""
         if version.incarnation != self._incarnation:
-            self._ledger.count(Event.RESERVE_OLD_INCARNATION)
+            self.ledger.count(Event.RESERVE_OLD_INCARNATION)
             return Room(0, Refusal.OLD_INCARNATION)
         if version.step > self._step:
             raise ValueError(f"a replica reports version {version}, but the learner has acked only {self._step} steps")
-        if self._failures.too_many:
+        if self.failures.too_many:
             return Room(0, Refusal.TOO_MANY_FAILURES)
-        if self._paused:
+        if self.paused:
             return Room(0, Refusal.PAUSED)
         if self._groups.exhausted and not self._groups.front:
             return Room(0, Refusal.NO_PROMPTS)
@@ -345,7 +301,7 @@ class ReplayBuffer:
     def _expire(self, slots: Collection[Slot]) -> tuple[str, ...]:
         for slot in slots:
             self._groups.retry(slot)
-        self._ledger.count(Event.TICKET_EXPIRED, len(slots))
+        self.ledger.count(Event.TICKET_EXPIRED, len(slots))
         return tuple(slot.ticket.key for slot in slots)
 
     def _start_lease(self) -> Lease | LeaseWait:
@@ -353,13 +309,13 @@ class ReplayBuffer:
         groups, size = self._groups, self._limits.groups_per_step
         if self._step >= self._limits.total_steps:
             return LeaseWait.FINISHED
-        if self._failures.too_many:
+        if self.failures.too_many:
             return LeaseWait.TOO_MANY_FAILURES
         if len(groups.ready) < size:
             if groups.reserved or groups.front or not groups.exhausted:
                 return LeaseWait.NOT_ENOUGH_READY
             if self._drop_last:
-                self._dropped += groups.drop_ready()
+                self.dropped += groups.drop_ready()
             if not groups.ready:
                 return LeaseWait.FINISHED
         share = earliest(groups.ready.by_deadline(), size)
@@ -380,7 +336,7 @@ class ReplayBuffer:
 
     def _end_lease(self, incarnation: int, step: int, *, fate: Fate) -> tuple[str, ...]:
         if not self._holds_lease(incarnation, step):
-            self._ledger.count(Event.LEASE_CALL_REFUSED)
+            self.ledger.count(Event.LEASE_CALL_REFUSED)
             # The reply to the first call may have been lost, and the caller still needs the keys whose rows it may
             # clear.
             last = self._last_end

@@ -20,6 +20,8 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from asyncrl.buffer.records import Refusal
+from asyncrl.config.checks import worst_case_group_bytes
+from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
 
@@ -61,6 +63,23 @@ class Limits:
                 "buffer.capacity_bytes",
                 key="buffer.capacity_bytes",
             )
+
+
+def limits_of(config: Config) -> Limits:
+    """Returns the buffer's limits from the config."""
+    learner, staleness = config.learner, config.staleness
+    return Limits(
+        max_staleness_versions=staleness.max_versions,
+        groups_per_step=learner.groups_per_step,
+        group_size=learner.group_size,
+        capacity_groups=config.buffer.capacity_groups or (staleness.max_versions + 1) * learner.groups_per_step,
+        capacity_bytes=config.buffer.capacity_bytes,
+        worst_group_bytes=worst_case_group_bytes(config),
+        total_steps=learner.total_steps,
+        max_attempts=config.buffer.max_attempts,
+        max_data_failures=config.generator.max_data_failures,
+        heartbeat_timeout_s=config.buffer.heartbeat_timeout_s,
+    )
 
 
 class Room(NamedTuple):

@@ -15,12 +15,12 @@ import typer
 
 from asyncrl.algorithms.baselines import OwnEstimator, resolve_advantage
 from asyncrl.algorithms.presets import advantage_of, is_own_loss
-from asyncrl.buffer.membership import Role
 from asyncrl.cli.presence import model_directory
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import FIRST_ROWS, Task
 from asyncrl.errors import ConfigError, DatasetError, InfraError
+from asyncrl.run.roles import Role
 
 if TYPE_CHECKING:
     from asyncrl.deployment.launch import Prompts

@@ -6,7 +6,6 @@ All output goes to the log on stderr, so that progress and errors have one forma
 import asyncio
 import logging
 
-from asyncrl.buffer.membership import Role
 from asyncrl.cli.before_start import prepare
 from asyncrl.cli.options import (
     Address,
@@ -19,6 +18,7 @@ from asyncrl.cli.options import (
     ray_address,
 )
 from asyncrl.cli.terminal import outlive_terminal
+from asyncrl.run.roles import Role
 
 logger = logging.getLogger(__name__)
 

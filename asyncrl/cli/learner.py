@@ -3,7 +3,6 @@
 import asyncio
 from functools import partial
 
-from asyncrl.buffer.membership import Role
 from asyncrl.cli.before_start import prepare
 from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
@@ -22,6 +21,7 @@ from asyncrl.cli.options import (
     weights_named,
 )
 from asyncrl.cli.terminal import outlive_terminal, show_cursor
+from asyncrl.run.roles import Role
 
 app = command_app()
 

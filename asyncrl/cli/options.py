@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl.algorithms.checks import check_algorithm
-from asyncrl.buffer.membership import Role
 from asyncrl.cli.presence import check_presence
 from asyncrl.config.checks import check_config
 from asyncrl.config.exposure import check_exposure
 from asyncrl.config.load import config_origins, load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.run.roles import Role
 
 if TYPE_CHECKING:
     from asyncrl.deployment.run_dir import RunDir

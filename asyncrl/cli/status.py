@@ -51,6 +51,7 @@ def status(
         print_headline(directory)
         return
     use_ray_token()
+    from asyncrl.coordinator.coordinator import Coordinator
     from asyncrl.deployment.cluster import find_run, join
     from asyncrl.metrics.discovery import targets_of
     from asyncrl.metrics.scrape import scrape
@@ -61,7 +62,7 @@ def status(
     name = directory.name
     try:
         join(running_address(directory, address), namespace=name)
-        found = asyncio.run(find_run(name).status())
+        found = asyncio.run(find_run(name).call(Coordinator.status))
     except RunError as error:
         if named_address(address) is None:
             check_there(directory)

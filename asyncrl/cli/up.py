@@ -4,7 +4,6 @@ import asyncio
 import time
 from functools import partial
 
-from asyncrl.buffer.membership import Role
 from asyncrl.cli.before_start import prepare
 from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
@@ -21,6 +20,7 @@ from asyncrl.cli.options import (
     weights_named,
 )
 from asyncrl.cli.terminal import outlive_terminal, show_cursor
+from asyncrl.run.roles import Role
 
 app = command_app()
 

@@ -1,7 +1,7 @@
 """Ray: joining or starting a cluster, and the run's detached actors that every deployment shares.
 
-The first deployment of a run creates the buffer and the weight store. The last deployment that leaves ends them. Every
-placement has a deadline, because on a cluster without room Ray waits forever and reports nothing.
+The first deployment of a run creates the coordinator and the weight store. The last deployment that leaves ends them.
+Every placement has a deadline, because on a cluster without room Ray waits forever and reports nothing.
 """
 
 import asyncio
@@ -20,13 +20,14 @@ import ray
 from ray._private import services
 from ray.exceptions import RayError
 
-from asyncrl.buffer.actor import BufferActor, BufferClient
-from asyncrl.buffer.membership import Deployment, Role
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.actor import CoordinatorActor
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished, room
-from asyncrl.data_plane.clients import GroupRows
 from asyncrl.data_plane.partition_actor import PARTITIONS
 from asyncrl.data_plane.row_store import STORE_PREFIX
 from asyncrl.deployment.ray_access import (
@@ -38,16 +39,17 @@ from asyncrl.deployment.ray_access import (
     warn_of_open_cluster,
 )
 from asyncrl.errors import PlacementError, RunError
+from asyncrl.run.names import COORDINATOR, WEIGHTS
+from asyncrl.run.roles import Role
 from asyncrl.weights.store import WeightClient, WeightStore
 
 logger = logging.getLogger(__name__)
 
-BUFFER, WEIGHTS = "buffer", "weights"
-DETACHED_PREFIXES = (BUFFER, WEIGHTS, STORE_PREFIX, PARTITIONS)
+DETACHED_PREFIXES = (COORDINATOR, WEIGHTS, STORE_PREFIX, PARTITIONS)
 ACTOR_CONCURRENCY = 10_000
 """Maximum number of concurrent calls of an actor. It is large because calls that wait, e.g. for a ticket, count too."""
 STATUS_TIMEOUT_S = 10.0
-"""Deadline of a call to the buffer from a command such as `status`, seconds."""
+"""Deadline of a call to the coordinator from a command such as `status`, seconds."""
 Started = TypeVar("Started")
 
 STARTS = 3
@@ -218,9 +220,8 @@ class RunHandles:
     """Handles of the run's shared actors, and this deployment's entry in the run."""
 
     deployment: Deployment
-    buffer: BufferClient
+    coordinator: CoordinatorClient
     weights: WeightClient
-    nonce: str
 
 
 def deployment_id(role: Role) -> str:
@@ -234,11 +235,11 @@ async def check_admission(config: Config, *, role: Role) -> None:
     The commands call it first, so that nothing is started for a deployment that the run refuses.
     """
     try:
-        buffer: Any = ray.get_actor(BUFFER, namespace=config.run.name)
+        handle: Any = ray.get_actor(COORDINATOR, namespace=config.run.name)
     except ValueError:
         return
-    answer = buffer.check.remote(_member(deployment_id(role), role), shared_config(config))
-    await placed(answer, config=config, what="the buffer", cpus=0)
+    coordinator = await _coordinator(handle, config)
+    await coordinator.call(Registry.check, _member(deployment_id(role), role), shared=shared_config(config))
 
 
 async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Sequence[Task]) -> RunHandles:
@@ -247,25 +248,26 @@ async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Seque
     Raises RunMismatch, which names a config key whose value differs from the run's. Raises RunLocked, which names the
     learner that the run has already.
     """
-    namespace, timeout_s = config.run.name, config.buffer.call_timeout_s
-    options = {"namespace": namespace, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
+    options = {"namespace": config.run.name, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
     options["max_concurrency"] = ACTOR_CONCURRENCY
-    buffer_handle: Any = (
-        ray.remote(BufferActor)
-        .options(name=BUFFER, **options)
-        .remote(config=config, tasks=ray.put(list(tasks)), nonce=secrets.token_hex(8), rows=GroupRows(config))
+    handle: Any = (
+        ray.remote(CoordinatorActor)
+        .options(name=COORDINATOR, **options)
+        .remote(config=config, tasks=ray.put(list(tasks)), nonce=secrets.token_hex(8))
     )
     weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
-    buffer = BufferClient(buffer_handle, timeout_s=timeout_s)
+    coordinator = await _coordinator(handle, config)
+    await coordinator.call(Coordinator.start)
     member = _member(deployment, role)
-    nonce = await placed(buffer_handle.start.remote(), config=config, what="the buffer", cpus=0)
-    await buffer.call("attach", member, shared_config(config))
-    return RunHandles(
-        deployment=member,
-        buffer=buffer,
-        weights=WeightClient(weights_handle, timeout_s=timeout_s),
-        nonce=nonce,
-    )
+    await coordinator.call(Registry.attach, member, shared=shared_config(config))
+    weights = WeightClient(weights_handle, timeout_s=config.buffer.call_timeout_s)
+    return RunHandles(deployment=member, coordinator=coordinator, weights=weights)
+
+
+async def _coordinator(handle: Any, config: Config) -> CoordinatorClient:
+    """Returns a client of the run's coordinator, once Ray has placed it. Raises PlacementError."""
+    await placed(handle.__ray_ready__.remote(), config=config, what="the buffer", cpus=0)
+    return CoordinatorClient.over_ray(handle, timeout_s=config.buffer.call_timeout_s)
 
 
 def _member(deployment: str, role: Role) -> Deployment:
@@ -280,33 +282,36 @@ async def ray_nodes(*, timeout_s: float) -> list[dict[str, Any]]:
         raise RunError(f"Ray does not list its nodes: {error}") from error
 
 
-def find_run(name: str) -> BufferClient:
-    """Returns the buffer of a run on the joined cluster. Raises RunError if the cluster has no such run."""
+def find_run(name: str) -> CoordinatorClient:
+    """Returns a client of the coordinator of a run on the joined cluster. Raises RunError if there is no such run."""
     try:
-        return BufferClient(ray.get_actor(BUFFER, namespace=name), timeout_s=STATUS_TIMEOUT_S)
+        handle = ray.get_actor(COORDINATOR, namespace=name)
     except ValueError:
-        runs = sorted(e["namespace"] for e in ray.util.list_named_actors(all_namespaces=True) if e["name"] == BUFFER)
+        runs = sorted(
+            e["namespace"] for e in ray.util.list_named_actors(all_namespaces=True) if e["name"] == COORDINATOR
+        )
         raise RunError(
             f"there is no run {name!r} on this cluster; existing runs: {', '.join(runs) or 'none'}"
         ) from None
+    return CoordinatorClient.over_ray(handle, timeout_s=STATUS_TIMEOUT_S)
 
 
 async def leave_run(handles: RunHandles, *, namespace: str) -> None:
     """Detaches this deployment from the run. The last deployment that leaves ends the run's detached actors."""
-    left = await handles.buffer.call("detach", handles.deployment.id)
+    left = await handles.coordinator.call(Registry.detach, handles.deployment.id)
     if left == 0:
         end_actors(namespace)
 
 
 async def keep_attached(handles: RunHandles, *, every_s: float) -> None:
-    """Sends the buffer a heartbeat of this deployment every `every_s` seconds, until it is cancelled.
+    """Sends the coordinator a heartbeat of this deployment every `every_s` seconds, until it is cancelled.
 
-    A failed heartbeat is logged and sent again. It raises nothing: if the buffer is dead, the calls that need an answer
-    from it raise the error.
+    A failed heartbeat is logged and sent again. It raises nothing: if the coordinator is dead, the calls that need an
+    answer from it raise the error.
     """
     while True:
         try:
-            await handles.buffer.call("keep", handles.deployment.id)
+            await handles.coordinator.call(Registry.keep, handles.deployment.id)
         except (RunError, TimeoutError) as error:
             logger.warning("the heartbeat of %s did not reach the buffer: %s", handles.deployment.id, error)
         await asyncio.sleep(every_s)

@@ -17,9 +17,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from asyncrl.buffer.actor import RunStatus
-from asyncrl.buffer.membership import Role, RunState
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.calls import finished
 from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run, placed
 from asyncrl.deployment.launch import Prompts
@@ -28,6 +28,7 @@ from asyncrl.environments.secrets import read_secrets
 from asyncrl.errors import AsyncRLError, GeneratorPoolExhausted, RunError, StallError
 from asyncrl.generation.actor import GeneratorActor, ReplicaProcesses
 from asyncrl.generation.shared_memory import reap
+from asyncrl.run.roles import Role, RunState
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ class GeneratorDeployment:
         lost: list[str] = []
         progress = Progress({replica.name for replica in replicas})
         while not stop.is_set():
-            status = await handles.buffer.status()
+            status = await handles.coordinator.call(Coordinator.status)
             if line := progress.line(status):
                 logger.info("%s", line)
             if status.state in (RunState.FINISHED, RunState.FAILED):

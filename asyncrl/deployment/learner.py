@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from asyncrl.buffer.actor import RunStatus
-from asyncrl.buffer.membership import Role, RunState
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.registry import Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
 from asyncrl.deployment.closing import Stopped, unless_stopped
@@ -18,12 +18,14 @@ from asyncrl.deployment.launch import Prompts, fitting_prompts
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import CheckpointError, RunError
 from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.failures import FailureWatch, groups_by_reason, in_words
+from asyncrl.learner.failure_watch import FailureWatch
+from asyncrl.learner.failures import groups_by_reason, in_words
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publication import Publisher
 from asyncrl.learner.recording import described_metrics
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, Summary, build_summary
+from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.discovery import Target, ray_targets, target_groups, targets_of, write_targets
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -31,6 +33,7 @@ from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock
 from asyncrl.metrics.trackers import Trackers
 from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.run.roles import Role, RunState
 from asyncrl.value.lm_value import critic_config
 from asyncrl.value.tq_value import TQValue
 from asyncrl.views.live import LiveView
@@ -121,7 +124,7 @@ class LearnerDeployment:
             port=config.metrics.learner_port,
             discovery=lambda: target_groups(run=config.run.name, targets=self._targets),
         )
-        self._failures = failures = FailureWatch(buffer=handles.buffer, keep=self._run_dir.write_failures)
+        self._failures = failures = FailureWatch(coordinator=handles.coordinator, keep=self._run_dir.write_failures)
         beside = [
             asyncio.create_task(failures.run()),
             asyncio.create_task(keep_attached(handles, every_s=config.buffer.heartbeat_timeout_s / 5)),
@@ -133,7 +136,7 @@ class LearnerDeployment:
         critic: TQValue | None = None
         failure = ""
         try:
-            await handles.buffer.call("add_target", "learner", server.address)
+            await handles.coordinator.call(Registry.add_target, "learner", server.address)
             self._enter("preparing the model")
             model_path = await unless_stopped(stop, self._model_path)
             policy = TQPolicy(config, model_path=model_path, dp_cfg=config.data_plane)
@@ -175,7 +178,7 @@ class LearnerDeployment:
                 await asyncio.sleep(server.linger_s)
             await asyncio.to_thread(self._trackers.close)
             with contextlib.suppress(Exception):
-                await handles.buffer.call("set_state", state, failure)
+                await handles.coordinator.call(Registry.set_state, state, failure)
             with contextlib.suppress(Exception):
                 await leave_run(handles, namespace=config.run.name)
             for ranks in (critic, policy):
@@ -202,7 +205,8 @@ class LearnerDeployment:
         config = self._config
         self._enter("checking the prompts")
         tokenizer = load_tokenizer(model_path, chat=config.data.chat)
-        await handles.buffer.call("handshake", "the learner", tokenizer_fingerprint(tokenizer))
+        fingerprint = tokenizer_fingerprint(tokenizer)
+        await handles.coordinator.call(Registry.handshake, who="the learner", fingerprint=fingerprint)
         # The buffer already has all prompts, also those that this call drops. If such a prompt is issued, it fails as
         # DATA.
         prompts = await fitting_prompts(config, prompts, tokenizer=tokenizer)
@@ -218,20 +222,21 @@ class LearnerDeployment:
             metrics.published(bytes=manifest.nbytes, phase_seconds=seconds)
 
         publisher = Publisher(
-            ranks=policy,
+            policy=policy,
             entries=layout(policy.weights_metadata(), config.weights.bucket_bytes),
             probe_tokens=probe_sequences(tokenizer, prompts.train, max_length=config.model.max_length),
             transport=ObjectStoreTransport(),
-            announce=lambda version: handles.buffer.call("published", version),
-            offer=handles.weights.publish,
+            coordinator=handles.coordinator,
+            weights=handles.weights,
             delivered=delivered,
         )
+        log = RunLog(append_step=self.append_step, append_eval=self.append_eval, write_samples=self.write_samples)
         heldout = HeldoutEvaluation(
             config=config,
             tasks=prompts.heldout,
-            buffer=handles.buffer,
+            coordinator=handles.coordinator,
             replicas=ReplicaClient(namespace=config.run.name, timeout_s=config.eval.timeout_s),
-            log=self,
+            log=log,
             metrics=metrics,
             started_s=self._started_s,
         )
@@ -243,13 +248,13 @@ class LearnerDeployment:
             policy=policy,
             critic=critic,
             publisher=publisher,
-            buffer=handles.buffer,
+            coordinator=handles.coordinator,
             heldout=heldout,
             checkpoints=self._checkpoints,
-            log=self,
+            log=log,
             metrics=metrics,
             states=self._states,
-            decode=lambda ids, special=False: str(tokenizer.decode(list(ids), skip_special_tokens=not special)),
+            decode=lambda ids, special: str(tokenizer.decode(list(ids), skip_special_tokens=not special)),
             started_s=self._started_s,
         )
         return await self._loop.run(stop)
@@ -301,7 +306,7 @@ class LearnerDeployment:
         """Updates Prometheus' targets every `TARGETS_EVERY_S`, because replicas and Ray's nodes come and go."""
         while True:
             try:
-                status: RunStatus = await handles.buffer.status()
+                status = await handles.coordinator.call(Coordinator.status)
                 nodes = await ray_nodes(timeout_s=self._config.buffer.call_timeout_s)
             except (RunError, TimeoutError) as error:
                 logger.warning("Prometheus' targets are not up to date: %s", error)

@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 import ray
 
-from asyncrl.buffer.actor import BufferClient
-from asyncrl.buffer.records import Failure, Version
+from asyncrl.buffer.records import Failure
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.registry import Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.clients import GroupRows
@@ -29,6 +30,8 @@ from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import monotonic_at_process_start
+from asyncrl.run.names import COORDINATOR, WEIGHTS
+from asyncrl.run.version import Version
 from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
@@ -76,8 +79,10 @@ class GeneratorActor:
         scorer_started = asyncio.create_task(self._scorer.start())
         await asyncio.sleep(0)  # lets the scorer start its processes before the engine's start blocks the event loop
         tokenizer = load_tokenizer(model_path, chat=config.data.chat)
-        buffer = BufferClient(ray.get_actor("buffer", namespace=namespace), timeout_s=timeout_s)
-        await buffer.call("handshake", f"generator {self._name}", tokenizer_fingerprint(tokenizer))
+        handle = ray.get_actor(COORDINATOR, namespace=namespace)
+        coordinator = CoordinatorClient.over_ray(handle, timeout_s=timeout_s)
+        fingerprint = tokenizer_fingerprint(tokenizer)
+        await coordinator.call(Registry.handshake, who=f"generator {self._name}", fingerprint=fingerprint)
         # The replica generates nothing before the learner has sent its first weights, so the engine does not read the
         # weights on the disk.
         self._engine = await VLLMEngine.start(config, model_path=model_path, load_weights=False)
@@ -95,7 +100,7 @@ class GeneratorActor:
             config=config,
             name=self._name,
             engine=self._engine,
-            source=WeightClient(ray.get_actor("weights", namespace=namespace), timeout_s=timeout_s),
+            source=WeightClient(ray.get_actor(WEIGHTS, namespace=namespace), timeout_s=timeout_s),
             transport=ObjectStoreTransport(),
             parameters=expected_parameters(model_path, dtype=config.model.dtype),
             metrics=metrics,
@@ -105,7 +110,7 @@ class GeneratorActor:
             name=self._name,
             deployment=self._deployment,
             rollouts=self._rollouts,
-            buffer=buffer,
+            coordinator=coordinator,
             rows=GroupRows(config),
             weights=updates,
             metrics=metrics,

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import RunError, TornReplica, WeightError
 from asyncrl.generation.batch import continue_rows
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.vllm_engine import VLLMEngine, preload, prepare_environment
+from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Parameters, check_published, is_news
 from asyncrl.weights.transports.ipc import SharedGroup
 from asyncrl.weights.transports.peers import Rendezvous

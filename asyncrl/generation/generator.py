@@ -1,4 +1,4 @@
-"""One replica of the generator pool: runs rollouts, reports to the buffer, and updates its weights.
+"""One replica of the generator pool: runs rollouts, reports to the coordinator, and updates its weights.
 
 Four loops run at once: admission (reserves tickets and starts rollouts), delivery (stores rows, then commits their
 groups), heartbeat, and weight updates (`weight_updates.py`). Invariants:
@@ -13,22 +13,25 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
 from asyncio_throttle.throttler import Throttler
 
-from asyncrl.buffer.actor import FailedTicket, ReplicaReport
-from asyncrl.buffer.records import CommitOutcome, Failure, GroupMeta, Refusal, Reservation, Ticket, Version
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Refusal, Ticket
 from asyncrl.config.schema import Config
-from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.failures import FailureReports
+from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.data.prompts import Task
+from asyncrl.data_plane.clients import GroupRows
 from asyncrl.errors import DataError, InfraError, RolloutError, RunError
 from asyncrl.generation.rollout import FinishedGroup, Rollouts
-from asyncrl.generation.weight_updates import WeightUpdates
+from asyncrl.generation.weight_updates import UpdateHooks, WeightUpdates
 from asyncrl.metrics.catalogue import GENERATOR_STATES
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.states import SlotStates
+from asyncrl.run.version import Version
 from asyncrl.user_code import describe_error
 
 logger = logging.getLogger(__name__)
@@ -42,21 +45,6 @@ RESERVE_WAIT_S = 20.0
 """Seconds that a reserve waits in the buffer for a ticket, after a first one was refused."""
 HEARTBEATS_PER_TIMEOUT = 5
 """At least this many heartbeats are sent within `buffer.heartbeat_timeout_s`."""
-
-
-class Buffer(Protocol):
-    """The calls of the buffer that a generator uses."""
-
-    async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation: ...
-    async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]: ...
-    async def call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any: ...
-
-
-class RowSink(Protocol):
-    """Stores the rows of finished groups."""
-
-    async def put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None: ...
-    async def clear(self, keys: Sequence[str]) -> None: ...
 
 
 class Generator:
@@ -73,8 +61,8 @@ class Generator:
         name: str,
         deployment: str,
         rollouts: Rollouts,
-        buffer: Buffer,
-        rows: RowSink,
+        coordinator: CoordinatorClient,
+        rows: GroupRows,
         weights: WeightUpdates,
         metrics: GeneratorMetrics,
         started_s: float,
@@ -85,7 +73,7 @@ class Generator:
         self._name = name
         self._deployment = deployment
         self._rollouts = rollouts
-        self._buffer = buffer
+        self._coordinator = coordinator
         self._rows = rows
         self._weights = weights
         self._metrics = metrics
@@ -121,10 +109,11 @@ class Generator:
 
     async def run(self) -> None:
         """Generates until `drain` is called. Returns when every held ticket has been committed or has failed."""
+        hooks = UpdateHooks(show_loading=self._show_loading, fail_unverified=self._fail_unverified, report=self.report)
         loops = {
             "admission": self._admit(),
             "delivery": self._deliver(),
-            "weights": self._weights.run(self),
+            "weights": self._weights.run(hooks),
             "heartbeat": self._heartbeat(),
         }
         tasks = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
@@ -143,7 +132,7 @@ class Generator:
                 task.cancel()
             await asyncio.gather(*tasks, drained, *self._running.values(), return_exceptions=True)
             with contextlib.suppress(Exception):
-                await self._buffer.call("leave", self._name)
+                await self._coordinator.call(Coordinator.leave, self._name)
 
     def drain(self) -> None:
         """Stops admission. Rollouts in flight are finished and committed."""
@@ -172,7 +161,7 @@ class Generator:
     async def _heldout_failed(self, failure: Failure) -> Failure:
         """Reports the failure at once: the evaluation may go on for minutes."""
         try:
-            await self._buffer.call("heldout_failed", failure)
+            await self._coordinator.call(FailureReports.heldout_failed, failure)
         except (RunError, TimeoutError) as lost:
             logger.warning("the failure of a held-out question did not reach the buffer: %s", lost)
         return failure
@@ -188,7 +177,7 @@ class Generator:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
                 continue
-            reservation = await self._buffer.reserve(self._name, version, free, wait_s=wait_s)
+            reservation = await self._coordinator.call(Coordinator.reserve, self._name, version, free, wait_s=wait_s)
             # The first call returns at once and gives the reason of a refusal. Later calls wait for a change.
             wait_s = 0.0 if reservation.refusal is None else RESERVE_WAIT_S
             self._set_free_state(REFUSED_STATE.get(reservation.refusal, "idle") if reservation.refusal else "idle")
@@ -259,7 +248,7 @@ class Generator:
         if not keys:
             return
         try:
-            await self._buffer.call("fail", list(tickets))
+            await self._coordinator.call(Coordinator.fail, list(tickets))
         except (RunError, TimeoutError) as lost:
             logger.warning("could not report that groups %s failed, so their tickets will expire: %s", keys, lost)
         finally:
@@ -271,7 +260,7 @@ class Generator:
     async def _deliver(self) -> None:
         while True:
             await self._something_finished.wait()
-            # Groups stay in `_finished` until the verdict: `fail_unverified` fails what it finds there.
+            # Groups stay in `_finished` until the verdict: `_fail_unverified` fails what it finds there.
             await self._weights.verdict()
             ended = self._take_finished()
             groups = [each for each in ended if isinstance(each, FinishedGroup)]
@@ -285,7 +274,7 @@ class Generator:
                     await self._commit([each for each in part if isinstance(each, FinishedGroup)])
 
     async def _commit(self, groups: Sequence[FinishedGroup]) -> None:
-        outcomes = await self._buffer.commit([group.meta for group in groups])
+        outcomes = await self._coordinator.call(Coordinator.commit, [group.meta for group in groups])
         refused: list[str] = []
         for group, outcome in zip(groups, outcomes, strict=True):
             self._settle(group.meta.key)
@@ -318,13 +307,13 @@ class Generator:
             return InfraError(f"could not store the rows of finished groups: {error}", reason="row_store")
         return None
 
-    # --- calls of a weight update (`weight_updates.Replica`) ----------------------------------------------------------
+    # --- calls of a weight update ---------------------------------------------------------------------------------
 
-    def show_loading(self, loading: bool) -> None:
+    def _show_loading(self, loading: bool) -> None:
         self._loading = loading
         self._show_states()
 
-    async def fail_unverified(self, error: InfraError) -> None:
+    async def _fail_unverified(self, error: InfraError) -> None:
         self._spoiled |= dict.fromkeys(self._running, error)
         await self._fail([self._as_failed(each, error) for each in self._take_finished()])
 
@@ -343,7 +332,9 @@ class Generator:
             weight_updates=self._weights.updates,
             parity_max_nats=self._weights.parity_max_nats,
         )
-        await self._buffer.call("heartbeat", self._name, self._weights.version, free, list(self._held), report)
+        await self._coordinator.call(
+            Coordinator.heartbeat, self._name, self._weights.version, free, list(self._held), report
+        )
 
     # --- heartbeat ----------------------------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ stops the run (after `generator.max_data_failures` in a row) instead of being re
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,17 +20,12 @@ from asyncrl.data.prompts import Task
 from asyncrl.data.specs import NO_VERSION
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.environments.prompt_lengths import counted, longest_prompt_tokens
+from asyncrl.environments.scoring import Scorer
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion, InferenceEngine
 
 GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
 """Columns of a finished group's rows. Later columns of the same samples are stored under the same keys."""
-
-
-class GroupScorer(Protocol):
-    """Scores completions of a task."""
-
-    def score(self, task: Task, completions: Sequence[str]) -> Awaitable[list[float]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +46,7 @@ class Rollouts:
         config: Config,
         engine: InferenceEngine,
         tokenizer: Any,
-        scorer: GroupScorer,
+        scorer: Scorer,
         replica: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -11,17 +11,18 @@ Invariants:
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
-from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import InfraError, ManifestMismatch, ManifestVoid, ParityError, TornReplica, WeightError
 from asyncrl.generation.interfaces import InferenceEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
+from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest, check_buckets, check_parameters, is_news
 from asyncrl.weights.parity import parity_tolerance_nats
-from asyncrl.weights.store import Publication
+from asyncrl.weights.store import Publication, WeightClient
+from asyncrl.weights.transports.interfaces import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -31,33 +32,18 @@ RETRY_PAUSE_S = 1.0
 """Seconds before a torn replica asks for weights again."""
 
 
-class WeightSource(Protocol):
-    """The source of new versions, for example the weight store's client."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateHooks:
+    """The calls of a weight update to the replica whose weights change.
 
-    async def newer_than(self, version: Version | None, *, wait_s: float) -> Publication | None: ...
+    `show_loading` records that generation has paused for an update (True) or goes on (False). `fail_unverified` fails
+    the rollouts that run, and the groups that are finished and wait for the verdict of the probe: bad weights may have
+    produced both. `report` reports the loaded version to the coordinator at once.
+    """
 
-
-class BucketReceiver(Protocol):
-    """The receiving side of a transport."""
-
-    async def receive(self, handles: list[Any], *, timeout_s: float) -> list[memoryview]: ...
-
-
-class Replica(Protocol):
-    """The calls of a weight update to the replica whose weights change."""
-
-    def show_loading(self, loading: bool) -> None:
-        """Records that generation has paused for an update (True) or goes on (False)."""
-        ...
-
-    async def fail_unverified(self, error: InfraError) -> None:
-        """Fails the rollouts that run, and the groups that are finished and wait for the verdict of the probe: bad
-        weights may have produced both."""
-        ...
-
-    async def report(self) -> None:
-        """Reports the loaded version to the buffer at once."""
-        ...
+    show_loading: Callable[[bool], None]
+    fail_unverified: Callable[[InfraError], Awaitable[None]]
+    report: Callable[[], Awaitable[None]]
 
 
 class WeightUpdates:
@@ -69,8 +55,8 @@ class WeightUpdates:
         config: Config,
         name: str,
         engine: InferenceEngine,
-        source: WeightSource,
-        transport: BucketReceiver,
+        source: WeightClient,
+        transport: Transport,
         parameters: Mapping[str, tuple[tuple[int, ...], str]],
         metrics: GeneratorMetrics,
         clock: Callable[[], float] = time.monotonic,
@@ -117,8 +103,8 @@ class WeightUpdates:
         """Waits until the last update is verified. From then on finished groups may be committed."""
         await self._verified.wait()
 
-    async def run(self, replica: Replica) -> None:
-        """Loads each new version into the engine of `replica`."""
+    async def run(self, replica: UpdateHooks) -> None:
+        """Loads each new version into the engine, and calls the hooks of its replica."""
         newest = None
         torn_since_s: float | None = None
         while True:
@@ -155,7 +141,7 @@ class WeightUpdates:
             self._serial = publication.serial
             self._may_start.set()
 
-    async def _tear(self, error: WeightError, replica: Replica) -> None:
+    async def _tear(self, error: WeightError, replica: UpdateHooks) -> None:
         """Drops the version and stops admission. After a failed probe also fails all unverified groups as INFRA."""
         self._version = None
         self._may_start.clear()
@@ -163,7 +149,7 @@ class WeightUpdates:
             await self._engine.abort()
             await replica.fail_unverified(InfraError(str(error), reason="parity"))
 
-    async def _update(self, publication: Publication, replica: Replica) -> None:
+    async def _update(self, publication: Publication, replica: UpdateHooks) -> None:
         manifest = publication.manifest
         if not is_news(manifest.version, self._version):
             self._metrics.weight_update(outcome="repeated", phase_seconds={})
@@ -188,7 +174,7 @@ class WeightUpdates:
         self._metrics.weight_update(outcome="applied", phase_seconds=seconds)
         await replica.report()
 
-    async def _load(self, manifest: Manifest, buckets: list[memoryview], replica: Replica) -> dict[str, float]:
+    async def _load(self, manifest: Manifest, buckets: list[memoryview], replica: UpdateHooks) -> dict[str, float]:
         """Loads the weights into the engine. Returns the seconds of each phase."""
         timeout_s = self._limits.load_timeout_s
         try:

@@ -8,9 +8,8 @@ limit η of its ticket is a bug of asyncrl.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -25,6 +24,9 @@ from asyncrl.errors import StalenessViolation
 from asyncrl.generation.rollout import GENERATED_FIELDS
 from asyncrl.learner.records import SampleRecord
 from asyncrl.policy.meta_rank import LIMIT, STEP
+
+Decode = Callable[[Sequence[int], bool], str]
+"""Decodes token ids to text. The text contains the special tokens if the second argument is True."""
 
 
 def check_staleness(lease: Lease) -> None:
@@ -144,12 +146,6 @@ def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
     return histograms
 
 
-class Decode(Protocol):
-    """Decodes token ids to text. With `special`, the text contains the special tokens."""
-
-    def __call__(self, ids: Sequence[int], special: bool = False) -> str: ...
-
-
 def sample_record(
     leased: LeasedGroup,
     rows: BatchedDataDict,
@@ -178,8 +174,8 @@ def sample_record(
         step=step,
         group=leased.meta.group,
         prompt=leased.task.prompt,
-        rendered_prompt=decode(rows["input_ids"][row, :prompt].tolist(), special=True),
-        completion=decode(rows["input_ids"][row, cut].tolist()),
+        rendered_prompt=decode(rows["input_ids"][row, :prompt].tolist(), True),
+        completion=decode(rows["input_ids"][row, cut].tolist(), False),
         answer=leased.task.answer,
         reward=leased.meta.rewards[sample],
         advantage=float(advantage),

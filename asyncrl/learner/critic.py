@@ -15,9 +15,9 @@ from asyncrl.algorithms.value_loss import ClippedValueLoss, explained_variance
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ConfigError
-from asyncrl.learner.interfaces import Critic
 from asyncrl.policy.interfaces import StepReport
 from asyncrl.value.estimators import GAE, VTrace
+from asyncrl.value.tq_value import TQValue
 
 
 class CriticStages:
@@ -26,7 +26,7 @@ class CriticStages:
     Each stage returns when all ranks have completed it, and raises RowsLost when rows are lost.
     """
 
-    def __init__(self, *, config: Config, critic: Critic) -> None:
+    def __init__(self, *, config: Config, critic: TQValue) -> None:
         if config.critic is None:
             raise ConfigError(
                 "the learner got a critic, but the configuration has no section `critic`: add the section, or pass no "

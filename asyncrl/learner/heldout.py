@@ -11,35 +11,25 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import ray
 
-from asyncrl.buffer.records import Failure, Version
+from asyncrl.buffer.records import Failure
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished
 from asyncrl.errors import ActorGone, RunError, StallError
-from asyncrl.learner.interfaces import Buffer, RunLog
 from asyncrl.learner.progress import replicas_in_words
 from asyncrl.learner.records import EvalRecord
+from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.run.version import Version
 
 logger = logging.getLogger(__name__)
 
 REPLICA_POLL_S = 0.1
-
-
-class Replicas(Protocol):
-    """Calls replicas of the generators by the name of their actor."""
-
-    async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
-        """Generates a completion for each task with greedy sampling, and scores it.
-
-        Returns the version that the replica has loaded afterwards, and for each task the reward or the failure of its
-        rollout. Raises ActorGone when the replica's process has ended.
-        """
-        ...
 
 
 class ReplicaClient:
@@ -50,6 +40,11 @@ class ReplicaClient:
         self._timeout_s = timeout_s
 
     async def evaluate(self, actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
+        """Generates a completion for each task with greedy sampling on the replica `actor`, and scores it.
+
+        Returns the version that the replica has loaded afterwards, and for each task the reward or the failure of its
+        rollout. Raises ActorGone when the replica's process has ended.
+        """
         try:
             handle = ray.get_actor(actor, namespace=self._namespace)
         except ValueError as error:
@@ -68,15 +63,15 @@ class HeldoutEvaluation:
         *,
         config: Config,
         tasks: Sequence[Task],
-        buffer: Buffer,
-        replicas: Replicas,
+        coordinator: CoordinatorClient,
+        replicas: ReplicaClient,
         log: RunLog,
         metrics: LearnerMetrics,
         started_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tasks = list(tasks[: config.eval.prompts])
-        self._buffer = buffer
+        self._coordinator = coordinator
         self._replicas = replicas
         self._log = log
         self._metrics = metrics
@@ -99,7 +94,7 @@ class HeldoutEvaluation:
         """
         deadline_s = self._clock() + self._stall_timeout_s
         while True:
-            status = await self._buffer.status()
+            status = await self._coordinator.call(Coordinator.status)
             for view in status.replicas:
                 if view.live and view.version == version and view.replica in status.reports:
                     actor = status.reports[view.replica].actor

@@ -1,10 +1,4 @@
-"""The learner's loop: lease a step's groups, compute advantages, train, acknowledge, publish the weights.
-
-The stages of a step depend on the algorithm:
-
-- advantages per sample: lease, filters and advantages, train;
-- advantages per token: lease, filters, log-probs, advantages, train;
-- a critic: lease, filters, values, log-probs, advantages, train the critic, train the policy.
+"""The learner's loop: lease a step's groups, train on them (`stages.py`), acknowledge, publish the weights.
 
 A held-out evaluation runs before the first and after the last step. The loop keeps these invariants:
 
@@ -21,30 +15,32 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from asyncrl.algorithms.advantages import Estimator
-from asyncrl.algorithms.filters import build_filters
-from asyncrl.algorithms.loss import build_loss
-from asyncrl.algorithms.presets import advantage_of
-from asyncrl.algorithms.token_estimators import OUTCOME, DiscountedReturns, resolve_estimators
-from asyncrl.buffer.actor import RunStatus
-from asyncrl.buffer.membership import RunState
-from asyncrl.buffer.records import Lease, LeaseWait, Version
+from asyncrl.buffer.records import Lease, LeaseWait
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.partitions import group_of
 from asyncrl.errors import NonFiniteError, ParityError, RowsLost
-from asyncrl.learner.batch import Decode, StepSamples, check_staleness, judge_samples, sample_ids, step_meta
-from asyncrl.learner.critic import CriticStages
+from asyncrl.learner.batch import Decode, check_staleness, sample_ids, step_meta
+from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
-from asyncrl.learner.interfaces import Buffer, Critic, Publications, RunLog, Saves, Trainer
 from asyncrl.learner.progress import check_progress
+from asyncrl.learner.publication import Publisher
 from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import RunTotals
+from asyncrl.learner.run_log import RunLog
+from asyncrl.learner.stages import Stages
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.interfaces import StepReport
-from asyncrl.policy.step_plan import needs_proximal, needs_reference
+from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.run.roles import RunState
+from asyncrl.run.version import Version
+from asyncrl.value.tq_value import TQValue
 from asyncrl.weights.gate import should_publish
 from asyncrl.weights.parity import parity_tolerance_nats
 
@@ -68,12 +64,12 @@ class LearnerLoop:
         self,
         *,
         config: Config,
-        policy: Trainer,
-        critic: Critic | None = None,
-        publisher: Publications,
-        buffer: Buffer,
+        policy: TQPolicy,
+        critic: TQValue | None = None,
+        publisher: Publisher,
+        coordinator: CoordinatorClient,
         heldout: HeldoutEvaluation,
-        checkpoints: Saves,
+        checkpoints: Checkpoints,
         log: RunLog,
         metrics: LearnerMetrics,
         states: StateClock,
@@ -84,19 +80,13 @@ class LearnerLoop:
         self._config = config
         self._policy = policy
         self._publisher = publisher
-        self._buffer = buffer
+        self._coordinator = coordinator
         self._heldout = heldout
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._clock = clock
-        self._loss = build_loss(config)
-        self._critic = None if critic is None else CriticStages(config=config, critic=critic)
-        self._estimator: Estimator | None = None
-        self._by_token: DiscountedReturns | None = None
-        if critic is None:  # with a critic, `CriticStages` has the estimator
-            self._estimator, self._by_token = resolve_estimators(advantage_of(config.algorithm))
-        self._filters = build_filters(config)
         self._states = states
+        self._stages = Stages(config=config, policy=policy, critic=critic, states=states, clock=clock)
         self._recorder = StepRecorder(
             log=log,
             metrics=metrics,
@@ -115,12 +105,12 @@ class LearnerLoop:
         samples = learner.groups_per_step * learner.group_size
         await asyncio.to_thread(self._policy.prepare_step, samples, learner.group_size)
         # Admission stays paused until the first version is published and evaluated: see `asyncrl.learner.heldout`.
-        await self._buffer.call("pause")
-        first = version = (await self._buffer.status()).version
+        await self._coordinator.call(Coordinator.pause)
+        first = version = (await self._coordinator.call(Coordinator.status)).version
         await self._publish(version)
         await self._evaluate(version, stop)
-        await self._buffer.call("resume")
-        await self._buffer.call("set_state", RunState.RUNNING)
+        await self._coordinator.call(Coordinator.resume)
+        await self._coordinator.call(Registry.set_state, RunState.RUNNING)
         self.phase = "training"
         while not stop.is_set():
             lease = await self._lease(stop)
@@ -129,16 +119,16 @@ class LearnerLoop:
             try:
                 version = await self._step(lease)
             except BaseException:
-                # The buffer refuses and counts a give-back of a lease that has already ended. An error of the give-back
-                # is suppressed, so that the caller gets the error that ended the step.
+                # The coordinator refuses and counts a give-back of a lease that has already ended. An error of the
+                # give-back is suppressed, so that the caller gets the error that ended the step.
                 with contextlib.suppress(Exception):
-                    await self._buffer.call("give_back", lease.incarnation, lease.step)
+                    await self._coordinator.call(Coordinator.give_back, lease.incarnation, lease.step)
                 raise
             if self._checkpoints.due(version.step):
                 await self._while_saving(self._checkpoints.save_or_go_on(version.step), version)
         self.phase = "closing"
         self._states.enter("other")
-        await self._buffer.call("set_state", RunState.CLOSING)
+        await self._coordinator.call(Registry.set_state, RunState.CLOSING)
         if not stop.is_set():
             if self._publisher.published != version:
                 await self._publish(version)
@@ -147,7 +137,7 @@ class LearnerLoop:
         if version != first:  # a run that trained no step has no new weights to save
             await self._while_saving(self._checkpoints.save_last(version.step), version)
         rows = await self._rows_outstanding(until_none=not stop.is_set())
-        return self._recorder.run_totals(await self._buffer.status(), rows_outstanding=rows)
+        return self._recorder.run_totals(await self._coordinator.call(Coordinator.status), rows_outstanding=rows)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -158,23 +148,26 @@ class LearnerLoop:
         """
         self._states.enter("waiting_for_groups")
         while not stop.is_set():
-            answer = await self._buffer.lease(wait_s=min(LEASE_WAIT_S, self._config.run.stall_timeout_s))
+            wait_s = min(LEASE_WAIT_S, self._config.run.stall_timeout_s)
+            answer = await self._coordinator.call(Coordinator.lease, wait_s=wait_s)
             if isinstance(answer, Lease):
                 self._states.enter("other")
                 return answer
             if answer is LeaseWait.FINISHED:
                 return None
-            check_progress(await self._buffer.status(), waits=answer, config=self._config)
+            check_progress(await self._coordinator.call(Coordinator.status), waits=answer, config=self._config)
         return None
 
     async def _step(self, lease: Lease) -> Version:
         """Trains the groups of one lease and ends the lease. Returns the learner's version afterwards."""
         started_s = self._clock()
         check_staleness(lease)
-        samples = judge_samples(lease.groups, estimator=self._estimator, filters=self._filters)
+        samples = self._stages.judge(lease.groups)
         meta = step_meta(lease)
+        waits = self._stages.policy_waits(lease.step)
+        self.phase = "training only the critic (critic.warmup_steps)" if waits else "training"
         try:
-            report, critic_report = await self._train(meta, samples, step=lease.step)
+            report, critic_report = await self._stages.train(meta, samples, step=lease.step)
         except RowsLost as lost:
             return await self._give_back(lease, lost)
         # NaN log-probs skip the step. They do not show whether the engine's and the learner's weights agree.
@@ -200,93 +193,16 @@ class LearnerLoop:
         self._check_nonfinite([report, critic_report], lease)
         return status.version
 
-    async def _train(
-        self, meta: KVBatchMeta, samples: StepSamples, *, step: int
-    ) -> tuple[StepReport, StepReport | None]:
-        """Runs the stages of a step in order and returns the reports of the policy and the critic.
-
-        Raises RowsLost when rows are lost; the policy is then not trained. The critic is trained before the policy, so
-        it may be trained already. The remaining rows are then leased again: the critic trains on them a second time,
-        and their advantages are computed again.
-        """
-        policy, critic = self._policy, self._critic
-        # A second meta for the same rows. It names the columns that only the estimator and the critic read, so that the
-        # policy's training does not fetch them.
-        aside = meta.slice(0, meta.size)
-        read: frozenset[str] = getattr(self._loss, "columns", frozenset())
-        columns = {"sample_mask": samples.mask_B}
-        # Some objectives average over prompts (`group_ids`) or imitate rows with a high reward (`rewards`).
-        columns |= {"rewards": samples.rewards_B} if "rewards" in read else {}
-        columns |= {"group_ids": samples.group_ids_B} if "group_ids" in read else {}
-        if critic is None and self._by_token is None:
-            await asyncio.to_thread(policy.write_to_dataplane, meta, {"advantages": samples.advantages_B, **columns})
-        else:
-            made_of = {OUTCOME: samples.advantages_B} if critic is None else {"rewards": samples.rewards_B}
-            await asyncio.to_thread(policy.write_to_dataplane, aside, columns | made_of)
-            meta = meta.with_fields(["advantages", *columns])
-        with self._states.within("log_probs"):
-            await self._score(meta, aside)
-        critic_report = None
-        if critic is not None:
-            critic_report = await self._timed(critic.train(aside))
-        waits = critic is not None and critic.policy_waits(step)
-        self.phase = "training only the critic (critic.warmup_steps)" if waits else "training"
-        return await self._timed(self._train_policy(meta, eval_mode=waits)), critic_report
-
-    async def _score(self, meta: KVBatchMeta, aside: KVBatchMeta) -> None:
-        """Writes the columns that the objective reads for each token, and the advantages if they are per token.
-
-        The log-probs come before the advantages, because an estimator may read them.
-        """
-        policy, critic, updates = self._policy, self._critic, self._config.learner.updates_per_step
-        reads: tuple[str, ...] = ()
-        if critic is not None:
-            reads = critic.reads
-            await critic.write_values(aside)
-        elif self._by_token is not None:
-            reads = self._by_token.reads
-        if needs_reference(self._loss) or "reference_policy_logprobs" in reads:
-            await asyncio.to_thread(policy.get_reference_policy_logprobs_from_meta, meta)
-        if needs_proximal(self._loss, updates=updates) or "prev_logprobs" in reads:
-            await asyncio.to_thread(policy.get_logprobs_from_meta, meta)
-        if critic is not None:
-            await critic.write_advantages(aside)
-        elif self._by_token is not None:
-            await asyncio.to_thread(policy.get_advantages_from_meta, aside, self._by_token)
-
-    async def _train_policy(self, meta: KVBatchMeta, *, eval_mode: bool) -> StepReport:
-        """Trains the policy on the rows. In eval mode it computes the same report but changes no weights."""
-        updates = self._config.learner.updates_per_step
-        # A last, short step whose rows cannot be divided evenly among updates and ranks is trained in one update.
-        gbs = meta.size if meta.size % (updates * self._config.learner.ranks) else meta.size // updates
-        result = await asyncio.to_thread(self._policy.train_from_meta, meta, self._loss, eval_mode=eval_mode, gbs=gbs)
-        report: StepReport = result["report"]
-        return report
-
-    async def _timed(self, training: Awaitable[StepReport]) -> StepReport:
-        """Awaits a training call and divides its time among the learner's states. Returns the report of the call.
-
-        The report has the seconds of each stage as the ranks measured them. The rest of the call's time is `other`.
-        """
-        self._states.enter("forward_backward")
-        started_s = self._clock()
-        report = await training
-        elsewhere = {name: report.seconds.get(name, 0.0) for name in ("log_probs", "optimizer")}
-        elsewhere["other"] = max(0.0, self._clock() - started_s - sum(report.seconds.values()))
-        self._states.enter("other")
-        self._states.reattribute("forward_backward", elsewhere)
-        return report
-
     async def _give_back(self, lease: Lease, lost: RowsLost) -> Version:
-        """Ends a lease of which rows are lost, and reports the lost groups to the buffer.
+        """Ends a lease of which rows are lost, and reports the lost groups to the coordinator.
 
         The policy was not trained. The remaining groups of the step are leased again, and other groups take the places
         of the lost ones. Returns the learner's unchanged version.
         """
         logger.warning("step %d was not trained and is repeated without the lost rows: %s", lease.step, lost)
         keys = {group_of(sample): None for sample in lost.sample_ids}
-        await self._buffer.call("give_back", lease.incarnation, lease.step)
-        await self._buffer.call("rows_lost", list(keys))
+        await self._coordinator.call(Coordinator.give_back, lease.incarnation, lease.step)
+        await self._coordinator.call(Coordinator.rows_lost, list(keys))
         samples = [name for g in lease.groups if g.meta.key in keys for name in sample_ids(g)]
         await asyncio.to_thread(self._policy.discard_samples, samples, TRAIN_PARTITION)
         return Version(lease.incarnation, lease.step)
@@ -322,12 +238,11 @@ class LearnerLoop:
         """Returns the log-prob columns that sample records contain; only columns that this run computes."""
         if not self._config.learner.logprobs_logged:
             return []
-        computed = needs_proximal(self._loss, updates=self._config.learner.updates_per_step)
-        return ["generation_logprobs", *(["prev_logprobs"] if computed else [])]
+        return ["generation_logprobs", *(["prev_logprobs"] if self._stages.writes_logprobs else [])]
 
     async def _ack(self, lease: Lease) -> RunStatus:
         """Acknowledges a trained step, which increments the version. Publishes the version if the gate allows it."""
-        status: RunStatus = await self._buffer.call("ack", lease.incarnation, lease.step)
+        status = await self._coordinator.call(Coordinator.ack, lease.incarnation, lease.step)
         if should_publish(
             version=status.version,
             published=self._publisher.published,
@@ -345,8 +260,8 @@ class LearnerLoop:
             lease.step,
             _names(lease),
         )
-        await self._buffer.call("skip", lease.incarnation, lease.step)
-        return await self._buffer.status()
+        await self._coordinator.call(Coordinator.skip, lease.incarnation, lease.step)
+        return await self._coordinator.call(Coordinator.status)
 
     def _check_parity(self, report: StepReport, *, step: int) -> None:
         """Compares the learner's and the engine's log-probs of on-policy tokens, which must agree.
@@ -402,7 +317,7 @@ class LearnerLoop:
         await self._publisher.settle()
         if not self._heldout.wanted:
             return
-        await self._buffer.call("pause")
+        await self._coordinator.call(Coordinator.pause)
         evaluation = asyncio.create_task(self._heldout_reward(version), name=f"evaluation of {version}")
         stopping = asyncio.create_task(stop.wait(), name="stopping")
         try:

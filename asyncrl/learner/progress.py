@@ -1,8 +1,8 @@
 """Decides when a waiting learner must end the run: nothing moves, or too many rollouts failed. Pure functions."""
 
-from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.records import FailureStreak, LeaseWait
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import RunError, StallError
 from asyncrl.learner.failures import in_words
 

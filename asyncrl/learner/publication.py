@@ -6,50 +6,42 @@ a time, so versions reach the weight store in order.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
-from asyncrl.buffer.records import Version
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest, Probe, TensorEntry
 from asyncrl.weights.publisher import DeliveredBucket, deliver, take_snapshot
+from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.interfaces import Transport
-
-
-class Ranks(Protocol):
-    """Runs a function on each of the policy's ranks and returns the results by rank. Both calls block.
-
-    `on_ranks` runs it between the steps of a rank, in the order of the calls. `beside_ranks` runs it at the same time
-    as the steps.
-    """
-
-    def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
-    def beside_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
 
 
 class Publisher:
     """Publishes the current weights of the policy's ranks.
 
-    `announce` sends the published version to the buffer. `offer` sends the manifest to the weight store. `delivered`
-    records the size of the publication and the seconds of its phases.
+    The coordinator gets the published version, and the weight store `weights` gets the manifest. `delivered` records
+    the size of the publication and the seconds of its phases.
     """
 
     def __init__(
         self,
         *,
-        ranks: Ranks,
+        policy: TQPolicy,
         entries: tuple[TensorEntry, ...],
         probe_tokens: Sequence[Sequence[int]],
         transport: Transport,
-        announce: Callable[[Version], Awaitable[Any]],
-        offer: Callable[[Manifest, list[Any]], Awaitable[Any]],
+        coordinator: CoordinatorClient,
+        weights: WeightClient,
         delivered: Callable[[Manifest, dict[str, float]], None],
     ) -> None:
-        self._ranks = ranks
+        self._policy = policy
         self._entries = entries
         self._probe_tokens = tuple(tuple(tokens) for tokens in probe_tokens)
         self._transport = transport
-        self._announce = announce
-        self._offer = offer
+        self._coordinator = coordinator
+        self._weights = weights
         self._delivered = delivered
         self._published: Version | None = None
         self._delivery: asyncio.Task[None] | None = None
@@ -66,7 +58,7 @@ class Publisher:
         """
         await self.settle()
         started_s = time.monotonic()
-        logprobs = (await asyncio.to_thread(self._ranks.on_ranks, take_snapshot, self._entries, self._probe_tokens))[0]
+        logprobs = (await asyncio.to_thread(self._policy.on_ranks, take_snapshot, self._entries, self._probe_tokens))[0]
         snapshot_s = time.monotonic() - started_s
         probe = Probe(tokens=self._probe_tokens, logprobs=tuple(tuple(row) for row in logprobs))
         previous, self._published = self._published, version
@@ -83,7 +75,7 @@ class Publisher:
     async def _deliver(self, version: Version, *, previous: Version | None, probe: Probe, snapshot_s: float) -> None:
         started_s = time.monotonic()
         by_rank: list[list[DeliveredBucket]] = await asyncio.to_thread(
-            self._ranks.beside_ranks, deliver, self._transport
+            self._policy.beside_ranks, deliver, self._transport
         )
         buckets = sorted((bucket for rank in by_rank for bucket in rank), key=lambda bucket: bucket.index)
         manifest = Manifest(
@@ -93,8 +85,9 @@ class Publisher:
             buckets=tuple(bucket.bucket for bucket in buckets),
             probe=probe,
         )
-        # The buffer must get the version before any replica can load it: a replica may load it right after the offer,
-        # and the gate (asyncrl/weights/gate.py) compares the replicas' versions with the published one.
-        await self._announce(version)
-        await self._offer(manifest, [bucket.handle for bucket in buckets])
+        # The coordinator must get the version before any replica can load it: a replica may load it as soon as the
+        # weight store has it, and the gate (asyncrl/weights/gate.py) compares the replicas' versions with the published
+        # one.
+        await self._coordinator.call(Coordinator.published, version)
+        await self._weights.publish(manifest, [bucket.handle for bucket in buckets])
         self._delivered(manifest, {"snapshot": snapshot_s, "deliver": time.monotonic() - started_s})

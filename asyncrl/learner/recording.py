@@ -12,18 +12,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.records import Lease, Version
+from asyncrl.buffer.records import Lease
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.learner.batch import Decode, StepSamples, counts_by_staleness, sample_record
 from asyncrl.learner.critic import critic_numbers
 from asyncrl.learner.failures import groups_by_reason
-from asyncrl.learner.interfaces import RunLog
 from asyncrl.learner.records import RunTotals, StepRecord
+from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.policy.interfaces import StepReport
+from asyncrl.run.version import Version
 from asyncrl.weights.parity import parity_tolerance_nats
 
 DISCARDED_FATES = (Fate.DROPPED, Fate.FILTERED, Fate.SKIPPED, Fate.ROWS_LOST, Fate.FAILED, Fate.RETURNED_ON_RESUME)

@@ -325,7 +325,7 @@ class GeneratorMetrics(ProcessMetrics):
 
 
 class BufferMetrics(ProcessMetrics):
-    """The metrics of the buffer actor."""
+    """The metrics of the coordinator, whose process has the role `buffer`."""
 
     role = Role.BUFFER
 

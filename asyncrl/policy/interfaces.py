@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.algorithms.interfaces import LossFunction
-    from asyncrl.buffer.records import Version
     from asyncrl.data.batched_data_dict import BatchedDataDict
+    from asyncrl.run.version import Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ from typing import Any
 
 import ray
 
-from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import CollectiveError
 from asyncrl.policy.interfaces import ColocatablePolicyInterface, ParameterSpec
 from asyncrl.policy.rank_driver import RankDriver, ignore_arguments
+from asyncrl.run.version import Version
 from asyncrl.weights.transports.ipc import SharedGroup
 from asyncrl.weights.transports.peers import Rendezvous
 

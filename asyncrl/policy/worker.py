@@ -18,7 +18,6 @@ from asyncrl.algorithms.baselines import reward_kl
 from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
 from asyncrl.algorithms.presets import advantage_of
-from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CollectiveError, WeightError
@@ -34,6 +33,7 @@ from asyncrl.policy.sharded import gather_weights, move_model, parameter_specs
 from asyncrl.policy.sharded_worker import HOST, ShardedWorker
 from asyncrl.policy.step_plan import PlannedUpdate, add_update_shares, calibrated_loss, needs_reference
 from asyncrl.policy.step_report import RankRecord
+from asyncrl.run.version import Version
 from asyncrl.weights.manifest import layout
 from asyncrl.weights.publisher import Snapshot, take_snapshot
 from asyncrl.weights.transports.collective import broadcast_snapshot, join_collective, leave_collective

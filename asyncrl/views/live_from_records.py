@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from asyncrl.buffer.actor import limits_of
+from asyncrl.buffer.staleness import limits_of
 from asyncrl.config.schema import Config
 from asyncrl.learner.records import EvalRecord, StepRecord, mean, state_shares
 from asyncrl.views.headline import headline

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.membership import Role, RunState
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.failures import groups_by_reason, in_words
 from asyncrl.metrics.scrape import Scrape
+from asyncrl.run.roles import Role, RunState
 from asyncrl.views.headline import Bottleneck, Headline, bottleneck, failed_share, headline
 from asyncrl.views.run_facts import Setting
 from asyncrl.views.top import equal_rewards, facts_of_scrapes

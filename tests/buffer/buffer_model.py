@@ -10,9 +10,10 @@ import copy
 from buffer_scenes import Clock, NumberedPrompts, finished, limits
 
 from asyncrl.buffer.ledger import Amount, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Refusal, Ticket, Version
+from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Refusal, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.errors import FailureClass
+from asyncrl.run.version import Version
 
 TIMEOUT_S = 10.0
 MAX_ATTEMPTS = 3
@@ -41,7 +42,7 @@ class BufferModel:
         )
         self.clock = Clock()
         self.buffer = ReplayBuffer(
-            limits=self.limits, prompts=NumberedPrompts(prompts), clock=self.clock.read, drop_last=drop_last
+            limits=self.limits, next_prompt=NumberedPrompts(prompts).next, clock=self.clock.read, drop_last=drop_last
         )
         self.v = 0
         self.published = 0
@@ -107,7 +108,7 @@ class BufferModel:
 
     def heartbeat(self, replica: str) -> None:
         held = set(self.known[replica])
-        self.buffer.heartbeat(replica, version=Version(1, self.loaded[replica]), free_slots=1, held=held)
+        self.buffer.renew(replica, held=held)
         for key in held:
             self.heard_at_s[key] = self.clock.now_s
 
@@ -222,7 +223,6 @@ class BufferModel:
             getattr(self.buffer, end)(incarnation, step)
 
     def publish(self) -> None:
-        self.buffer.publish(Version(1, self.v))
         self.published = self.v
 
     def lose_rows(self, pick: int) -> None:
@@ -238,10 +238,10 @@ class BufferModel:
             self.waiting.add(self.tickets[key].group)
 
     def is_refused_while_paused(self, replica: str) -> None:
-        self.buffer.pause()
+        self.buffer.paused = True
         answer = self.buffer.reserve(replica, version=Version(1, self.loaded[replica]), count=3)
         assert (answer.tickets, answer.refusal) == ((), Refusal.PAUSED)
-        self.buffer.resume()
+        self.buffer.paused = False
 
     # Checks after every call, written from the definitions of the rules.
 
@@ -267,7 +267,7 @@ class BufferModel:
                 assert self.due(deadline, "reserved", "ready") <= max(0, deadline - self.v) * per_step
 
     def check_ledger(self) -> None:
-        account = self.buffer.ledger
+        account = self.buffer.account
         assert account.closed
         counts = self.buffer.counts()
         assert account.fates[Fate.READY].groups == counts.ready
@@ -288,7 +288,7 @@ class BufferModel:
         self.continue_fairly(buffer, lease=lease, held=held)
 
     def continue_fairly(self, buffer: ReplayBuffer, *, lease: Lease | None, held: list[Ticket]) -> None:
-        """Continues with the copy: publishes, loads, generates admitted groups, and trains a lease."""
+        """Continues with the copy: reserves with the newest weights, generates admitted groups, and trains a lease."""
         for _ in range(60):
             answer = lease or buffer.lease()
             if isinstance(answer, Lease):
@@ -297,7 +297,6 @@ class BufferModel:
                 return
             if answer is LeaseWait.FINISHED:
                 return
-            buffer.publish(buffer.version)
             if not held:
                 asked = buffer.reserve("fresh", version=buffer.version, count=2)
                 held = list(asked.tickets)

@@ -1,9 +1,10 @@
 """Helpers of the buffer's tests: a manual clock, a source of numbered prompts, and short ways to a buffer's states."""
 
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Ticket, Version
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
 from asyncrl.data.prompts import Task
+from asyncrl.run.version import Version
 
 
 class Clock:
@@ -73,7 +74,7 @@ class Scene:
         self.limits = limits(**changes)  # type: ignore[arg-type]
         self.prompts = NumberedPrompts(prompts)
         self.buffer = ReplayBuffer(
-            limits=self.limits, prompts=self.prompts, clock=self.clock.read, drop_last=drop_last, seed=seed
+            limits=self.limits, next_prompt=self.prompts.next, clock=self.clock.read, drop_last=drop_last, seed=seed
         )
 
     def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:

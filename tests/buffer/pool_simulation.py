@@ -1,4 +1,4 @@
-"""A simulation of a whole run under a virtual clock: the real buffer and gate, simulated generators and learner.
+"""A simulation of a whole run under a virtual clock: real buffer, replicas and gate, simulated generators and learner.
 
 One tick is one second. Replicas generate groups of random, heavy-tailed length. They load weights late, crash without a
 message, and come back. The learner takes a random time for each step, and sometimes skips one. A run is dead if nothing
@@ -12,9 +12,11 @@ from typing import Literal
 from buffer_scenes import Clock, NumberedPrompts, finished, limits
 
 from asyncrl.buffer.ledger import Account, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Ticket, Version
+from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.coordinator.replicas import Replicas
 from asyncrl.errors import FailureClass, StalenessViolation
+from asyncrl.run.version import Version
 from asyncrl.weights.gate import should_publish
 
 PATIENCE_TICKS = 50
@@ -97,9 +99,11 @@ class Simulation:
                 max_attempts=10**6,
                 heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             ),
-            prompts=NumberedPrompts(pool.prompts),
+            next_prompt=NumberedPrompts(pool.prompts).next,
             clock=self.clock.read,
         )
+        self.seen = Replicas(timeout_s=HEARTBEAT_TIMEOUT_S, clock=self.clock.read)
+        self.published: Version | None = None
         self.replicas = [_Replica(f"r{i}") for i in range(pool.replicas)]
         self.lease: Lease | None = None
         self.step_left = 0
@@ -116,6 +120,7 @@ class Simulation:
                 return self._outcome("beyond deadline")
             for replica in self.replicas:
                 self._replica(replica)
+            self.seen.forget_silent()
             self.buffer.expire()
             self.clock.now_s += 1.0
             before, progress = progress, (self.buffer.version, self.buffer.counts().ready)
@@ -123,7 +128,7 @@ class Simulation:
         return self._outcome("stuck")
 
     def _outcome(self, end: Literal["finished", "stuck", "beyond deadline"]) -> Outcome:
-        return Outcome(end=end, staleness=self.staleness, trained=self.trained, account=self.buffer.ledger)
+        return Outcome(end=end, staleness=self.staleness, trained=self.trained, account=self.buffer.account)
 
     def _learner(self) -> LeaseWait | None:
         if self.lease is None:
@@ -145,11 +150,11 @@ class Simulation:
             self.lease = None
         if should_publish(
             version=self.buffer.version,
-            published=self.buffer.published,
+            published=self.published,
             publish_every_steps=self.pool.publish_every,
-            replicas=self.buffer.replicas(),
+            replicas=self.seen.views(reserved_groups=self.buffer.reserved_by_replica()),
         ):
-            self.buffer.publish(self.buffer.version)
+            self.published = self.buffer.version
         return None
 
     def _replica(self, replica: _Replica) -> None:
@@ -164,23 +169,21 @@ class Simulation:
         self._load(replica)
         self._finish_groups(replica)
         free_slots = self.pool.slots_a_replica - len(replica.running)
-        self.buffer.heartbeat(
-            replica.name,
-            version=replica.version,
-            free_slots=free_slots,
-            held=replica.running,
-        )
+        self.seen.heard(replica.name, version=replica.version, free_slots=free_slots)
+        self.buffer.renew(replica.name, held=replica.running)
         if replica.version is not None and free_slots > 0:
-            for ticket in self.buffer.reserve(replica.name, version=replica.version, count=free_slots).tickets:
+            answer = self.buffer.reserve(replica.name, version=replica.version, count=free_slots)
+            self.seen.reserved(replica.name, version=replica.version, asked=free_slots, answer=answer)
+            for ticket in answer.tickets:
                 slow = self.rng.random() < self.pool.straggler_rate
                 ticks = self.pool.straggler_ticks if slow else self.rng.randint(0, 2)
                 replica.running[ticket.key] = (ticket, ticks)
 
     def _load(self, replica: _Replica) -> None:
-        if replica.load_left is None and replica.version != self.buffer.published:
+        if replica.load_left is None and replica.version != self.published:
             replica.load_left = self.rng.randint(0, self.pool.load_ticks)
         if replica.load_left == 0:
-            replica.version, replica.load_left = self.buffer.published, None
+            replica.version, replica.load_left = self.published, None
         elif replica.load_left is not None:
             replica.load_left -= 1
 

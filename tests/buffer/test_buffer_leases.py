@@ -4,8 +4,9 @@ import pytest
 from buffer_scenes import Scene, finished
 
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal, Version
+from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal
 from asyncrl.errors import FailureClass, StalenessViolation
+from asyncrl.run.version import Version
 
 
 def test_the_stragglers_of_the_design_are_waited_for() -> None:
@@ -94,7 +95,7 @@ def test_calls_that_match_no_lease_are_counted_and_change_nothing() -> None:
         assert scene.buffer.ack(incarnation, step) == ()
         assert scene.buffer.skip(incarnation, step) == ()
         assert not scene.buffer.give_back(incarnation, step)
-    assert scene.buffer.ledger.events[Event.LEASE_CALL_REFUSED] == 10
+    assert scene.buffer.account.events[Event.LEASE_CALL_REFUSED] == 10
     assert scene.buffer.counts().leased == 1
     assert scene.buffer.version == Version(1, 0)
 
@@ -108,7 +109,7 @@ def test_a_repeated_ack_moves_nothing_but_says_again_what_may_be_cleared() -> No
     assert scene.buffer.skip(1, 0) == ()
     assert scene.buffer.ack(0, 0) == ()
     assert scene.buffer.version == Version(1, 1)
-    assert scene.buffer.ledger.fates[Fate.TRAINED].groups == 1
+    assert scene.buffer.account.fates[Fate.TRAINED].groups == 1
 
 
 def test_a_lease_that_is_given_back_can_be_leased_again() -> None:
@@ -118,7 +119,7 @@ def test_a_lease_that_is_given_back_can_be_leased_again() -> None:
     assert scene.buffer.give_back(1, 0)
     assert scene.buffer.counts().ready == 4
     assert scene.lease() == lease
-    assert scene.buffer.ledger.events[Event.LEASE_GIVEN_BACK] == 1
+    assert scene.buffer.account.events[Event.LEASE_GIVEN_BACK] == 1
 
 
 def test_a_skipped_step_leaves_the_version_and_other_prompts_replace_its_groups() -> None:
@@ -131,7 +132,7 @@ def test_a_skipped_step_leaves_the_version_and_other_prompts_replace_its_groups(
     assert [ticket.group for ticket in replacements] == [2, 3]
     scene.commit(*replacements)
     assert scene.train().step == 0
-    account = scene.buffer.ledger
+    account = scene.buffer.account
     assert account.fates[Fate.SKIPPED] == account.fates[Fate.TRAINED] == Amount(2, 4, 6)
     assert account.closed
 
@@ -143,9 +144,9 @@ def test_lost_rows_of_ready_groups_are_generated_anew_and_the_rest_stays() -> No
     scene.commit(g0, g1)
     scene.lease()
     assert scene.buffer.rows_lost([g0.key, g1.key, g2.key, "nonsense"]) == (g1.key,)
-    assert scene.buffer.ledger.events[Event.ROWS_LOST_REFUSED] == 3
+    assert scene.buffer.account.events[Event.ROWS_LOST_REFUSED] == 3
     assert scene.buffer.rows_lost([g1.key]) == ()
-    account = scene.buffer.ledger
+    account = scene.buffer.account
     assert account.fates[Fate.ROWS_LOST] == Amount(1, 2, 3)
     assert account.closed
     assert scene.buffer.commit(finished(g1)) is CommitOutcome.LATE
@@ -154,7 +155,7 @@ def test_lost_rows_of_ready_groups_are_generated_anew_and_the_rest_stays() -> No
     assert (again.group, again.attempt, again.seed) == (g1.group, 1, g1.seed)
     scene.commit(g2, again)
     assert [scene.groups(scene.train()) for _ in range(2)] == [[2], [1]]
-    account = scene.buffer.ledger
+    account = scene.buffer.account
     assert (account.issued.groups, account.fates[Fate.TRAINED].groups) == (4, 3)
     assert account.closed
 
@@ -171,7 +172,7 @@ def test_when_prompts_run_out_the_last_step_is_short() -> None:
     scene.commit(g0)
     assert scene.groups(scene.train()) == [0]
     assert scene.buffer.lease() is LeaseWait.FINISHED
-    assert scene.buffer.ledger.fates[Fate.TRAINED].groups == 3
+    assert scene.buffer.account.fates[Fate.TRAINED].groups == 3
 
 
 def test_a_short_last_step_that_is_given_back_and_loses_its_rows_is_generated_anew() -> None:
@@ -207,7 +208,7 @@ def test_drop_last_drops_what_fills_no_step_and_counts_it() -> None:
     scene.commit(*scene.reserve(4))
     scene.train()
     assert scene.buffer.lease() is LeaseWait.FINISHED
-    account = scene.buffer.ledger
+    account = scene.buffer.account
     assert account.fates[Fate.DROPPED] == Amount(1, 2, 3)
     assert account.closed
     counts = scene.buffer.counts()

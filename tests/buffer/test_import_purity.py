@@ -9,19 +9,24 @@ import pytest
 
 import asyncrl.buffer
 import asyncrl.config
+import asyncrl.run
 
 
 def modules_of(package: ModuleType) -> list[str]:
-    """Returns the modules of a package. The buffer's actor.py is left out, because it is the shell for Ray."""
+    """Returns the modules of a package."""
     assert package.__file__
     stems = sorted(path.stem for path in Path(package.__file__).parent.glob("*.py"))
-    return [package.__name__] + [f"{package.__name__}.{stem}" for stem in stems if stem not in ("__init__", "actor")]
+    return [package.__name__] + [f"{package.__name__}.{stem}" for stem in stems if stem != "__init__"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "modules",
-    [["asyncrl"], modules_of(asyncrl.config), [*modules_of(asyncrl.buffer), "asyncrl.weights.gate"]],
+    [
+        ["asyncrl"],
+        modules_of(asyncrl.config),
+        [*modules_of(asyncrl.buffer), *modules_of(asyncrl.run), "asyncrl.coordinator.status", "asyncrl.weights.gate"],
+    ],
     ids=["asyncrl", "config", "state machines"],
 )
 def test_importing_pulls_in_no_heavy_package(modules: list[str]) -> None:

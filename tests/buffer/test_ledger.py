@@ -31,24 +31,24 @@ def test_every_fate_of_the_design_has_its_line_and_every_event_starts_at_zero() 
 def test_a_group_has_no_tokens_until_its_commit() -> None:
     scene = Scene(eta=1, per_step=1, group_size=3)
     first, _ = scene.reserve(2)
-    assert scene.buffer.ledger.issued == scene.buffer.ledger.fates[Fate.RESERVED] == Amount(2, 6, 0)
+    assert scene.buffer.account.issued == scene.buffer.account.fates[Fate.RESERVED] == Amount(2, 6, 0)
     scene.commit(first)
-    account = scene.buffer.ledger
+    account = scene.buffer.account
     assert account.issued == Amount(2, 6, 6)
     assert (account.fates[Fate.RESERVED], account.fates[Fate.READY]) == (Amount(1, 3, 0), Amount(1, 3, 6))
     scene.lease()
-    assert scene.buffer.ledger.fates[Fate.LEASED] == Amount(1, 3, 6)
-    assert scene.buffer.ledger.fates[Fate.READY] == Amount()
+    assert scene.buffer.account.fates[Fate.LEASED] == Amount(1, 3, 6)
+    assert scene.buffer.account.fates[Fate.READY] == Amount()
 
 
 def test_a_group_whose_prompt_waits_for_its_next_attempt_stays_reserved_and_is_issued_once() -> None:
     scene = Scene()
     scene.reserve(2)
     scene.buffer.leave("a")
-    account = scene.buffer.ledger
+    account = scene.buffer.account
     assert account.issued == account.fates[Fate.RESERVED] == Amount(2, 4, 0)
     scene.reserve(1)
-    account = scene.buffer.ledger
+    account = scene.buffer.account
     assert account.issued == account.fates[Fate.RESERVED] == Amount(2, 4, 0)
     assert (account.events[Event.ATTEMPT], account.events[Event.RETRY]) == (3, 2)
 
@@ -56,5 +56,5 @@ def test_a_group_whose_prompt_waits_for_its_next_attempt_stays_reserved_and_is_i
 def test_an_account_survives_json() -> None:
     scene = Scene()
     scene.commit(*scene.reserve(2))
-    account = scene.buffer.ledger
+    account = scene.buffer.account
     assert msgspec.json.decode(msgspec.json.encode(account), type=Account) == account

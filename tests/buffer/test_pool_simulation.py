@@ -9,9 +9,9 @@ import pytest
 from pool_simulation import Outcome, Pool, Simulation, discarded_groups
 
 from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.records import Version
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Room, admissible
+from asyncrl.run.version import Version
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ class CountsAdmissions(ReplayBuffer):
     """A broken buffer: counts all groups admitted since the start, instead of the slots in use."""
 
     def _room(self, version: Version) -> Room:
-        admitted = self._ledger._events[Event.ATTEMPT]
+        admitted = self.ledger._events[Event.ATTEMPT]
         return admissible(
             self._limits,
             slots=admitted - self._step * self._limits.groups_per_step,

@@ -5,14 +5,11 @@ import pytest
 from buffer_scenes import Scene, finished
 
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal, Version
-from asyncrl.errors import DataError, FailureClass, StalenessViolation, VersionRegression
+from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal
+from asyncrl.errors import DataError, FailureClass, StalenessViolation
+from asyncrl.run.version import Version
 
 OLD = Version(0, 0)
-
-
-def beat(scene: Scene, replica: str = "a", *, held: tuple[str, ...] = (), version: Version | None = None) -> None:
-    scene.buffer.heartbeat(replica, version=version or scene.buffer.version, free_slots=2, held=held)
 
 
 # Tickets.
@@ -63,11 +60,11 @@ def test_nothing_is_generated_that_no_step_would_train() -> None:
 
 def test_a_replica_is_refused_while_paused_and_when_it_holds_weights_of_an_older_incarnation() -> None:
     scene = Scene()
-    scene.buffer.pause()
+    scene.buffer.paused = True
     assert scene.buffer.reserve("a", version=Version(1, 0), count=1).refusal is Refusal.PAUSED
-    scene.buffer.resume()
+    scene.buffer.paused = False
     assert scene.buffer.reserve("a", version=OLD, count=1).refusal is Refusal.OLD_INCARNATION
-    assert scene.buffer.ledger.events[Event.RESERVE_OLD_INCARNATION] == 1
+    assert scene.buffer.account.events[Event.RESERVE_OLD_INCARNATION] == 1
     assert len(scene.reserve(1)) == 1
 
 
@@ -84,7 +81,7 @@ def test_a_heartbeat_keeps_exactly_the_tickets_that_it_names() -> None:
     kept, lost = scene.reserve(2)
     for _ in range(3):
         scene.clock.now_s += 8.0
-        beat(scene, held=(kept.key,))
+        scene.buffer.renew("a", held=(kept.key,))
     assert scene.buffer.expire() == (lost.key,)
     scene.commit(kept)
 
@@ -93,7 +90,7 @@ def test_a_heartbeat_does_not_keep_another_replicas_ticket() -> None:
     scene = Scene()
     (ticket,) = scene.reserve(1, replica="a")
     scene.clock.now_s += 8.0
-    beat(scene, "b", held=(ticket.key,))
+    scene.buffer.renew("b", held=(ticket.key,))
     scene.clock.now_s += 8.0
     assert scene.buffer.expire() == (ticket.key,)
 
@@ -103,7 +100,6 @@ def test_a_replica_that_leaves_frees_its_tickets_at_once_and_only_its_own() -> N
     (first,) = scene.reserve(1, replica="a")
     (second,) = scene.reserve(1, replica="b")
     assert scene.buffer.leave("a") == (first.key,)
-    assert [view.replica for view in scene.buffer.replicas()] == ["b"]
     scene.commit(second)
 
 
@@ -140,7 +136,7 @@ def test_an_infra_failure_goes_to_the_front_with_the_same_seed_until_attempts_ru
     )
     (replacement,) = scene.reserve(1, step=0)
     assert (replacement.group, replacement.attempt) == (3, 0)
-    account = scene.buffer.ledger
+    account = scene.buffer.account
     assert account.fates[Fate.FAILED] == Amount(1, 2, 0)
     [count] = scene.buffer.failures.counts()
     assert (count.first.label, count.rollouts, count.groups) == ("infra/engine", 3, 1)
@@ -159,7 +155,7 @@ def test_a_data_failure_is_not_tried_again_and_another_prompt_takes_the_slot() -
     assert [ticket.group for ticket in scene.reserve(9)] == [4, 5]
     scene.commit(tickets[2])
     assert scene.buffer.failures.streak is None
-    assert scene.buffer.ledger.fates[Fate.FAILED].groups == 2
+    assert scene.buffer.account.fates[Fate.FAILED].groups == 2
 
 
 def failed(text: str, *, failure_class: FailureClass = FailureClass.DATA, reason: str = "reward_raised") -> Failure:
@@ -231,7 +227,7 @@ def test_a_failure_of_a_ticket_that_is_over_or_of_an_older_incarnation_changes_n
             key, incarnation=incarnation, failure=Failure(failure_class=FailureClass.DATA, reason="late")
         )
     assert scene.buffer.counts() == before
-    assert scene.buffer.ledger.events[Event.FAIL_REFUSED] == 4
+    assert scene.buffer.account.events[Event.FAIL_REFUSED] == 4
     assert scene.buffer.failures.counts() == ()
 
 
@@ -241,20 +237,19 @@ def test_tickets_of_a_killed_generator_expire_and_go_elsewhere_with_the_same_see
     lost = scene.reserve(2, replica="killed")
     scene.commit(lost[0])
     scene.clock.now_s += 10.0
-    beat(scene, "survivor")
+    scene.buffer.renew("survivor", held=())
     assert scene.buffer.expire() == ()
     scene.clock.now_s += 0.1
     assert scene.buffer.expire() == (lost[1].key,)
     assert scene.buffer.expire() == ()
-    assert [view.replica for view in scene.buffer.replicas()] == ["survivor"]
     (again,) = scene.reserve(1, replica="survivor")
     assert (again.group, again.attempt, again.seed, again.task) == (1, 1, lost[1].seed, lost[1].task)
     scene.commit(again)
     assert scene.groups(scene.train()) == [0, 1]
-    account = scene.buffer.ledger
+    account = scene.buffer.account
     assert account.closed
     assert account.fates[Fate.TRAINED] == account.issued == Amount(2, 4, 6)
-    assert (account.events[Event.TICKET_EXPIRED], account.events[Event.REPLICA_LOST]) == (1, 1)
+    assert account.events[Event.TICKET_EXPIRED] == 1
 
 
 @pytest.mark.fault("F40")
@@ -273,8 +268,8 @@ def test_a_generator_that_comes_back_from_the_dead_is_refused_by_its_attempt() -
     assert (trained.meta.attempt, trained.meta.replica) == (1, "b")
     assert scene.buffer.commit(finished(zombie)) is CommitOutcome.LATE  # after the group was trained
     assert scene.buffer.commit(finished(winner)) is CommitOutcome.DUPLICATE
-    assert scene.buffer.ledger.events[Event.COMMIT_LATE] == 4
-    assert scene.buffer.ledger.closed
+    assert scene.buffer.account.events[Event.COMMIT_LATE] == 4
+    assert scene.buffer.account.closed
 
 
 # Commits.
@@ -286,7 +281,7 @@ def test_a_commit_twice_late_unknown_or_after_a_restore_is_counted_and_changes_n
     first, second, third = scene.reserve(3)
     scene.commit(first, second)
     scene.buffer.leave("a")  # the third ticket expires
-    before, account = scene.buffer.counts(), scene.buffer.ledger
+    before, account = scene.buffer.counts(), scene.buffer.account
     never = msgspec.structs.replace(finished(first), group=9)
     future = msgspec.structs.replace(finished(first), attempt=1)
     negative = msgspec.structs.replace(finished(first), attempt=-1)
@@ -301,7 +296,7 @@ def test_a_commit_twice_late_unknown_or_after_a_restore_is_counted_and_changes_n
     ]:
         assert scene.buffer.commit(meta) is outcome
     assert scene.buffer.counts() == before
-    after = scene.buffer.ledger
+    after = scene.buffer.account
     assert (after.issued, after.fates) == (account.issued, account.fates)
     events = after.events
     assert events[Event.COMMIT_DUPLICATE] == events[Event.COMMIT_LATE] == events[Event.COMMIT_OLD_INCARNATION] == 1
@@ -391,74 +386,16 @@ def test_bytes_are_booked_at_their_worst_and_refunded_at_commit() -> None:
 # The views for other parts.
 
 
-def test_replicas_are_seen_with_their_slots_what_they_were_refused_for_and_whether_they_live() -> None:
-    scene = Scene(eta=0, per_step=2)
-    scene.buffer.heartbeat("a", version=Version(1, 0), free_slots=3, held=())
-    scene.buffer.heartbeat("loading", version=None, free_slots=4, held=())
-    scene.clock.now_s += 9.0
-    scene.reserve(3, replica="a")
-    scene.clock.now_s += 2.0
-    scene.clock.now_s -= 1.0
-    assert [view.live for view in scene.buffer.replicas()] == [
-        True,
-        True,
-    ]  # silence of exactly the timeout still counts as live
-    scene.clock.now_s += 1.0
-    asking, loading = scene.buffer.replicas()
-    assert (asking.replica, asking.free_slots, asking.reserved_groups) == ("a", 1, 2)
-    assert (asking.refused_for, asking.live, asking.silent_s) == (Refusal.STALENESS, True, 2.0)
-    assert (loading.version, loading.refused_for, loading.live) == (None, None, False)
-
-
 def test_a_replica_holds_the_groups_that_it_reserved_until_they_are_committed_or_failed() -> None:
     scene = Scene(eta=1, per_step=2)
     first, second, third = scene.reserve(3, replica="a")
     scene.reserve(1, replica="b")
-    assert [view.reserved_groups for view in scene.buffer.replicas()] == [3, 1]
+    assert scene.buffer.reserved_by_replica() == {"a": 3, "b": 1}
     scene.commit(first)
     scene.buffer.fail(second.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
-    assert [view.reserved_groups for view in scene.buffer.replicas()] == [1, 1]
+    assert scene.buffer.reserved_by_replica() == {"a": 1, "b": 1}
     scene.commit(third)
-    assert [view.reserved_groups for view in scene.buffer.replicas()] == [0, 1]
-
-
-def test_a_refusal_is_forgotten_with_the_version_it_was_for_and_with_the_next_full_answer() -> None:
-    scene = Scene(eta=0, per_step=1)
-    scene.commit(*scene.reserve(2))
-    assert scene.buffer.replicas()[0].refused_for is Refusal.STALENESS
-    beat(scene)
-    assert scene.buffer.replicas()[0].refused_for is Refusal.STALENESS
-    scene.train()
-    beat(scene, version=Version(1, 1))
-    assert scene.buffer.replicas()[0].refused_for is None
-    scene.reserve(2)
-    assert scene.buffer.replicas()[0].refused_for is Refusal.STALENESS
-    scene.buffer.leave("a")
-    scene.reserve(1)
-    assert scene.buffer.replicas()[0].refused_for is None
-
-
-def test_a_replica_that_reserves_before_its_first_heartbeat_is_known_by_what_it_asked_for() -> None:
-    scene = Scene(eta=0, per_step=2)
-    scene.reserve(3, replica="new")
-    (view,) = scene.buffer.replicas()
-    assert (view.replica, view.version, view.free_slots, view.reserved_groups) == ("new", Version(1, 0), 1, 2)
-
-
-@pytest.mark.fault("F13")
-def test_a_publication_is_repeated_without_effect_never_undone_and_refused_from_another_incarnation() -> None:
-    scene = Scene(eta=1, per_step=1)
-    scene.commit(*scene.reserve(2))
-    scene.train()
-    scene.buffer.publish(Version(1, 1))
-    scene.buffer.publish(Version(1, 1))
-    with pytest.raises(VersionRegression, match=r"1\.0.*1\.1"):
-        scene.buffer.publish(Version(1, 0))
-    with pytest.raises(ValueError, match=r"1\.2.*acked only 1"):
-        scene.buffer.publish(Version(1, 2))
-    scene.buffer.publish(OLD)
-    assert scene.buffer.ledger.events[Event.PUBLISH_REFUSED] == 1
-    assert scene.buffer.published == Version(1, 1)
+    assert scene.buffer.reserved_by_replica() == {"b": 1}
 
 
 def test_the_age_is_that_of_the_group_reserved_longest_ago() -> None:

@@ -4,9 +4,10 @@ from buffer_scenes import Scene
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.buffer.records import Ticket, Version
+from asyncrl.buffer.records import Ticket
 from asyncrl.buffer.slots import DuePrompt, Front, ReadyQueue, Slot
 from asyncrl.data.prompts import Task
+from asyncrl.run.version import Version
 
 TASK = Task(question="q", prompt="p", answer="a")
 

@@ -15,7 +15,9 @@ from asyncrl.errors import ConfigError
 DEADLINES = st.dictionaries(st.integers(3, 9), st.integers(0, 5))
 
 
-@pytest.mark.parametrize("module", ["asyncrl.buffer.records", "asyncrl.buffer.staleness", "asyncrl.weights.gate"])
+@pytest.mark.parametrize(
+    "module", ["asyncrl.buffer.records", "asyncrl.buffer.staleness", "asyncrl.run.version", "asyncrl.weights.gate"]
+)
 def test_the_examples_in_the_docstrings_hold(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0

@@ -12,7 +12,6 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 from typer.testing import CliRunner
 
-from asyncrl.buffer.membership import Role
 from asyncrl.cli import before_start
 from asyncrl.cli.before_start import look, prepare
 from asyncrl.cli.main import app
@@ -20,6 +19,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, DatasetError
 from asyncrl.policy.tiny_model import build_tokenizer
+from asyncrl.run.roles import Role
 
 pytestmark = pytest.mark.slow
 

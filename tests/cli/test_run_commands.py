@@ -11,11 +11,11 @@ import pytest
 from made_up_run import TOTALS, make_status, make_step
 from typer.testing import CliRunner
 
-from asyncrl.buffer.actor import RunStatus
 from asyncrl.cli.main import app
 from asyncrl.cli.options import again, print_outcome, print_previous, weights_named
 from asyncrl.cli.status import status
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.deployment import cluster
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import Summary, build_summary
@@ -155,7 +155,7 @@ def test_status_says_what_limits_the_run_by_its_endpoints_and_json_says_the_same
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunStatus]:
-    """The status of a run, which its fake buffer returns. Its learner and its generator serve their metrics."""
+    """The status of a run, which its fake coordinator returns. Its learner and its generator serve their metrics."""
     learner, generator = LearnerMetrics(), GeneratorMetrics(environment="math")
     for metrics in (learner, generator):
         metrics.run_info(Config.model_validate({"run": {"name": "quick"}}))
@@ -167,11 +167,11 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunStatus]:
     ):
         found = make_status(targets={"learner": of_learner.address, "generator-a": of_generator.address})
 
-        async def answer() -> RunStatus:
+        async def answer(_: object) -> RunStatus:
             return found
 
         # The command sets this variable in this process. monkeypatch removes it after the test.
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
         monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
-        monkeypatch.setattr(cluster, "find_run", lambda _: SimpleNamespace(status=answer))
+        monkeypatch.setattr(cluster, "find_run", lambda _: SimpleNamespace(call=answer))
         yield found

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.buffer.membership import Role
 from asyncrl.cli.presence import check_presence
 from asyncrl.config.checks import check_config
 from asyncrl.config.exposure import check_exposure
 from asyncrl.config.load import config_origins, load_config
+from asyncrl.run.roles import Role
 
 
 @pytest.fixture

@@ -8,27 +8,33 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from asyncrl.buffer.membership import Deployment, Membership, Role
 from asyncrl.cli.main import app
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.client import Call
+from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.deployment import cluster, generators, launch
 from asyncrl.errors import RunLocked, RunMismatch
+from asyncrl.run.roles import Role
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def a_run_is_there(config: Config, monkeypatch: pytest.MonkeyPatch) -> Membership:
+def a_run_is_there(config: Config, monkeypatch: pytest.MonkeyPatch) -> Registry:
     """Puts a run into the fake cluster, and returns the members of the run."""
-    members = Membership(shared=shared_config(config), timeout_s=10.0, clock=lambda: 0.0)
+    members = Registry(shared=shared_config(config), timeout_s=10.0, clock=lambda: 0.0)
 
-    async def check(member: Deployment, shared: dict[str, object]) -> None:
-        members.check(member, shared=shared)
+    async def ready() -> None:
+        """Stands for Ray's answer that the actor is placed."""
+
+    async def perform(call: Call) -> None:
+        assert (call.door, call.method) == ("Registry", "check")
+        members.check(*call.arguments, **call.options)
 
     def get_actor(name: str, *, namespace: str) -> Any:
         if (name, namespace) != ("buffer", config.run.name):
             raise ValueError("no such actor")
-        return SimpleNamespace(check=SimpleNamespace(remote=check))
+        return SimpleNamespace(__ray_ready__=SimpleNamespace(remote=ready), perform=SimpleNamespace(remote=perform))
 
     monkeypatch.setattr(cluster.ray, "get_actor", get_actor)
     return members

@@ -9,13 +9,14 @@ import msgspec
 import pytest
 from made_up_run import make_status
 
-from asyncrl.buffer.actor import RunStatus
-from asyncrl.buffer.membership import RunState
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.deployment import generators
 from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress, _Replica
 from asyncrl.deployment.launch import Prompts
 from asyncrl.errors import CallTimeout, ConfigError, GeneratorPoolExhausted, RunError
+from asyncrl.run.roles import RunState
 
 
 def deployment_of(config: Config) -> GeneratorDeployment:
@@ -119,16 +120,16 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = asyncio.Event()
-    calls: list[str] = []
+    calls: list[object] = []
 
-    async def call(method: str, *_: Any) -> int:
+    async def call(method: object, *_: Any) -> int:
         calls.append(method)
-        if method == "keep":
+        if method is Registry.keep:
             kept.set()
         return 1
 
     async def enter_run(*_: Any, **__: Any) -> Any:
-        return SimpleNamespace(buffer=SimpleNamespace(call=call), deployment=SimpleNamespace(id="d"))
+        return SimpleNamespace(coordinator=SimpleNamespace(call=call), deployment=SimpleNamespace(id="d"))
 
     async def never(*_: Any) -> None:
         await asyncio.Event().wait()
@@ -149,7 +150,7 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
         await kept.wait()
         stop.set()
         await running
-    assert calls[-1] == "detach", "no heartbeat may follow the detach"
+    assert calls[-1] is Registry.detach, "no heartbeat may follow the detach"
 
 
 @pytest.mark.asyncio
@@ -171,13 +172,13 @@ async def test_a_deployment_that_lost_a_replica_goes_on_while_enough_are_left(
     async def killed() -> None:
         raise RuntimeError("the worker died")
 
-    async def status() -> RunStatus:
+    async def status(_: object) -> RunStatus:
         return make_status(state=RunState.FINISHED if ended and survives else RunState.RUNNING)
 
     left, lost = replicas
     left.running = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
     lost.running = asyncio.create_task(killed())
-    handles: Any = SimpleNamespace(buffer=SimpleNamespace(status=status))
+    handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=status))
     async with asyncio.timeout(60):
         watching = deployment._watch(replicas, handles, asyncio.Event())
         if survives:

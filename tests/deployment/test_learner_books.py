@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.config.schema import CheckpointSection, Config
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.failures import FailureReports
 from asyncrl.deployment import learner
 from asyncrl.deployment.closing import Stopped
 from asyncrl.deployment.launch import Prompts
@@ -113,19 +115,18 @@ def deployment_without_ray(
     failures: tuple[FailureCount, ...] = (),
     steps: Sequence[StepRecord] = (),
 ) -> LearnerDeployment:
-    """A learner deployment with a fake buffer, which lists two endpoints.
+    """A learner deployment with a fake coordinator, which lists two endpoints.
 
     It has recorded `steps`, trains with `train`, and calls `ended` when its ranks end.
     """
 
-    async def status() -> Any:
-        return SimpleNamespace(targets={"learner": "127.0.0.1:1", "buffer": "127.0.0.1:2"})
-
-    async def call(method: str, *_: object, **__: object) -> object:
-        return failures if method == "failures" else None
+    async def call(method: object, *_: object, **__: object) -> object:
+        if method is Coordinator.status:
+            return SimpleNamespace(targets={"learner": "127.0.0.1:1", "buffer": "127.0.0.1:2"})
+        return failures if method is FailureReports.more_than else None
 
     async def run_of(*_: object, **__: object) -> Any:
-        return SimpleNamespace(buffer=SimpleNamespace(call=call, status=status))
+        return SimpleNamespace(coordinator=SimpleNamespace(call=call))
 
     monkeypatch.setattr(learner, "enter_run", run_of)
     monkeypatch.setattr(learner, "leave_run", nothing)
@@ -403,7 +404,7 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
             raise answer
         return answer
 
-    async def status() -> Any:
+    async def status(_: object) -> Any:
         return SimpleNamespace(targets={"learner": "127.0.0.1:1"})
 
     found = asyncio.Event()
@@ -412,7 +413,7 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
     monkeypatch.setattr(learner, "write_targets", lambda path, **arguments: found.set())
     with RunDir.create(config) as run:
         deployment = deployment_in(run, config)
-        handles: Any = SimpleNamespace(buffer=SimpleNamespace(status=status))
+        handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=status))
         discovering = asyncio.create_task(deployment._discover(handles))
         await asyncio.wait_for(found.wait(), DEADLINE_S)
         discovering.cancel()

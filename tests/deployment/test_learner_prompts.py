@@ -37,7 +37,7 @@ class RefusingPolicy:
 
 
 async def accept(*_: Any) -> None:
-    """Stands for a buffer that accepts every call."""
+    """Stands for a coordinator that accepts every call."""
 
 
 @pytest.mark.asyncio
@@ -62,7 +62,7 @@ async def test_a_prompt_that_is_too_long_ends_the_run_before_anything_is_publish
         )
         with pytest.raises(DatasetError, match=r"row 2: the prompt 'abcd>' has 5 tokens, but must have 1 to 4 "):
             await deployment._train(
-                SimpleNamespace(buffer=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
+                SimpleNamespace(coordinator=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
                 UnusedPolicy(),  # type: ignore[arg-type]
                 None,
                 await deployment._model_path,
@@ -97,7 +97,7 @@ async def test_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_end(tm
         async with asyncio.timeout(120):
             with pytest.raises(Stopped):
                 await deployment._train(
-                    SimpleNamespace(buffer=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
+                    SimpleNamespace(coordinator=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
                     HangingPolicy(),  # type: ignore[arg-type]
                     None,
                     str(tmp_path / "model"),
@@ -127,7 +127,7 @@ async def test_the_first_prompt_is_printed_as_the_model_gets_it_before_the_ranks
         )
         with pytest.raises(RunError, match="no ranks"):
             await deployment._train(
-                SimpleNamespace(buffer=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
+                SimpleNamespace(coordinator=SimpleNamespace(call=accept)),  # type: ignore[arg-type]
                 RefusingPolicy(),  # type: ignore[arg-type]
                 None,
                 await deployment._model_path,

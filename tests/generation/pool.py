@@ -1,4 +1,4 @@
-"""A generator pool in one process without Ray: real buffer, weight store and generators, but fake engines."""
+"""A generator pool in one process without Ray: real coordinator, weight store and generators, but fake engines."""
 
 import asyncio
 import contextlib
@@ -8,9 +8,10 @@ from typing import Any
 
 from fake_engine import FakeEngine, log_prob_of
 
-from asyncrl.buffer.actor import BufferActor
-from asyncrl.buffer.records import CommitOutcome, Counts, GroupMeta, Lease, Reservation, Version
+from asyncrl.buffer.records import Counts, Lease
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.errors import DataError, ManifestVoid
@@ -18,6 +19,7 @@ from asyncrl.generation.generator import Generator
 from asyncrl.generation.rollout import Rollouts
 from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
+from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Bucket, Manifest, Probe, checksum, layout
 from asyncrl.weights.store import Publication, WeightStore
 
@@ -50,22 +52,6 @@ class MemoryRows:
     async def clear(self, keys: Sequence[str]) -> None:
         for key in keys:
             self.kept.pop(key, None)
-
-
-class LocalBuffer:
-    """Has the methods of `BufferClient`, without Ray."""
-
-    def __init__(self, actor: BufferActor) -> None:
-        self._actor = actor
-
-    async def call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
-        return await getattr(self._actor, method)(*arguments)
-
-    async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation:
-        return await self._actor.reserve(replica, version, count, wait_s)
-
-    async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
-        return await self._actor.commit(metas)
 
 
 class LocalWeights:
@@ -107,7 +93,7 @@ class LengthScorer:
 
 
 class Pool:
-    """One buffer, one weight store, and any number of generators."""
+    """One coordinator, one weight store, and any number of generators."""
 
     def __init__(self, **overrides: Any) -> None:
         settings: dict[str, Any] = {
@@ -120,11 +106,11 @@ class Pool:
         self.config = Config.model_validate(settings)
         self.clock = Clock()
         self.rows = MemoryRows()
-        self.buffer = BufferActor(
+        self.coordinator = Coordinator(
             config=self.config,
             tasks=TASKS,
             nonce="n",
-            rows=self.rows,  # type: ignore[arg-type]
+            clear_rows=self.rows.clear,
             started_s=0.0,
             clock=self.clock,
         )
@@ -153,7 +139,7 @@ class Pool:
             name=name,
             deployment="d",
             rollouts=rollouts,
-            buffer=LocalBuffer(self.buffer),
+            coordinator=CoordinatorClient.in_process(self.coordinator),
             rows=self.rows,
             weights=updates,
             metrics=metrics,
@@ -166,14 +152,14 @@ class Pool:
 
     async def publish(self, step: int, *, parameters: Any = None, handles: Sequence[Any] = (WEIGHTS,)) -> None:
         manifest = manifest_of(step, parameters=parameters)
-        await self.buffer.published(manifest.version)
+        self.coordinator.published(manifest.version)
         await self.store.publish(manifest, list(handles))
 
     async def train(self) -> Lease:
         """Leases one step and acks it. Returns the lease."""
-        lease = await self.buffer.lease(60.0)
+        lease = await self.coordinator.lease(wait_s=60.0)
         assert isinstance(lease, Lease)
-        await self.buffer.ack(lease.incarnation, lease.step)
+        await self.coordinator.ack(lease.incarnation, lease.step)
         return lease
 
     async def step(self) -> Lease:
@@ -184,12 +170,12 @@ class Pool:
 
     @property
     def counts(self) -> Counts:
-        return self.buffer._buffer.counts()
+        return self.coordinator._buffer.counts()
 
     @property
     def failures(self) -> Counter[str]:
         """Counts failed rollouts by class and reason."""
-        return Counter({count.first.label: count.rollouts for count in self.buffer._buffer.failures.counts()})
+        return Counter({count.first.label: count.rollouts for count in self.coordinator._buffer.failures.counts()})
 
     async def close(self) -> None:
         for task in self.running.values():

@@ -7,13 +7,13 @@ import pytest
 import torch
 from fake_engine import FakeEngine
 
-from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import NO_VERSION
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.batch import continue_rows
 from asyncrl.generation.interfaces import Completion, verify_right_padding
+from asyncrl.run.version import Version
 
 pytestmark = pytest.mark.asyncio
 

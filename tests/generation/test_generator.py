@@ -10,12 +10,14 @@ from pool import TASKS, empty_pool, everything_else_runs, started_pool, until
 
 from asyncrl import __version__
 from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.records import Failure, Refusal, Version
+from asyncrl.buffer.records import Failure, Refusal
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorGone, DataError, FailureClass
 from asyncrl.generation.interfaces import LoadTimes
 from asyncrl.metrics.catalogue import GENERATOR_STATES
+from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest
 
 
@@ -31,7 +33,7 @@ async def test_steps_are_filled_and_every_sample_is_accounted_for() -> None:
                 assert rows["token_mask"].sum(1).tolist() == list(group.meta.completion_tokens)
                 sampled = rows["weight_versions"][rows["token_mask"] > 0]
                 assert (len(sampled), sampled.min()) == (group.meta.generated_tokens, group.meta.oldest)
-        status = await pool.buffer.status()
+        status = pool.coordinator.status()
         assert status.account.closed
         assert status.account.fates[Fate.TRAINED].groups == 24
         read = pool.metrics["a"].registry.get_sample_value
@@ -45,9 +47,9 @@ async def test_steps_are_filled_and_every_sample_is_accounted_for() -> None:
 async def test_a_replica_asks_for_nothing_before_it_has_loaded_a_version() -> None:
     async with empty_pool() as pool:
         engine = pool.add("a")
-        await until(lambda: "a" in pool.buffer._reports)
+        await until(lambda: "a" in pool.coordinator._replicas.reports)
         await everything_else_runs()
-        assert (await pool.buffer.status()).account.issued.groups == 0
+        assert pool.coordinator.status().account.issued.groups == 0
         await pool.publish(0)
         await until(lambda: engine.running > 0)
 
@@ -59,9 +61,9 @@ async def test_a_ticket_that_waits_for_the_throttle_takes_a_slot_like_one_that_i
         await until(lambda: len(generator._held) > 1)
         held = len(generator._held)
         await generator.report()
-        (view,) = (await pool.buffer.status()).replicas
+        (view,) = pool.coordinator.status().replicas
         assert (view.reserved_groups, view.free_slots) == (held, generator._slots - held)
-        report = pool.buffer._reports["a"]
+        report = pool.coordinator._replicas.reports["a"]
         assert (report.running_groups, report.slots) == (1, generator._slots), "the other groups wait for their start"
 
 
@@ -107,19 +109,19 @@ async def test_a_killed_replica_loses_its_tickets_and_no_committed_group() -> No
         doomed.gate.clear()
         await until(lambda: doomed.running > 0)
         committed = dict(pool.rows.kept)
-        pool.generators["a"]._buffer.call = _no_answer  # type: ignore[method-assign]  # a dead process says no goodbye
+        pool.generators["a"]._coordinator.call = _no_answer  # type: ignore[method-assign]  # a dead process says no goodbye
         pool.running["a"].cancel()
         await asyncio.gather(pool.running["a"], return_exceptions=True)
         held = set(pool.generators["a"]._held)
         assert held
         pool.add("b")
         pool.clock.now_s += 100.0
-        expired = pool.buffer._buffer.expire()
+        expired = pool.coordinator._buffer.expire()
         assert set(expired) == held
-        await pool.buffer._notify()
+        await pool.coordinator._waiting.changed()
         trained = {group.meta.key for _ in range(3) for group in (await pool.step()).groups}
         assert set(committed) - held <= trained | set(pool.rows.kept)
-        status = await pool.buffer.status()
+        status = pool.coordinator.status()
         assert status.account.closed
         assert status.account.events[Event.TICKET_EXPIRED] == len(held)
         assert status.account.fates[Fate.FAILED].groups == 0
@@ -138,7 +140,7 @@ async def test_a_failing_reward_is_a_data_failure_and_the_prompt_is_replaced() -
         await until(lambda: pool.failures["data/reward_raised"] >= 5)
         pool.scorer.fail = False
         await pool.step()
-        status = await pool.buffer.status()
+        status = pool.coordinator.status()
         exported = pool.metrics["a"].registry.get_sample_value(
             "asyncrl_reward_failures_total", {"reason": "reward_raised"}
         )
@@ -168,7 +170,7 @@ async def test_failures_do_not_overtake_groups_whose_rows_are_still_being_stored
         for _ in range(4):
             await pool.step()
         assert pool.failures["data/reward_raised"] > 10
-        assert not pool.buffer._buffer.failures.too_many
+        assert not pool.coordinator._buffer.failures.too_many
 
 
 @pytest.mark.asyncio
@@ -178,7 +180,7 @@ async def test_the_buffer_keeps_the_text_prompt_and_completion_of_a_failed_rollo
         pool.add("a")
         await pool.publish(0)
         await until(lambda: pool.failures)
-        [count] = (await pool.buffer.status()).failures
+        [count] = pool.coordinator.status().failures
         first = count.first
         assert first.message == "the reward raised"
         assert first.prompt in {task.prompt for task in TASKS}
@@ -213,7 +215,7 @@ async def test_a_drained_replica_commits_what_is_in_flight_and_takes_nothing_new
 async def test_a_cancelled_wait_for_tickets_leaks_no_slot() -> None:
     async with started_pool() as (pool, _):
         await until(lambda: pool.counts.ready == 8)
-        waiting = asyncio.create_task(pool.buffer.reserve("b", Version(1, 0), 3, 60.0))
+        waiting = asyncio.create_task(pool.coordinator.reserve("b", Version(1, 0), 3, wait_s=60.0))
         for _ in range(5):
             await asyncio.sleep(0)
         assert not waiting.done()
@@ -228,8 +230,8 @@ async def test_a_cancelled_wait_for_tickets_leaks_no_slot() -> None:
 @pytest.mark.asyncio
 async def test_a_refused_reserve_says_why_after_its_wait() -> None:
     async with empty_pool() as pool:
-        await pool.buffer.pause()
-        reservation = await pool.buffer.reserve("b", Version(1, 0), 3, 0.0)
+        pool.coordinator.pause()
+        reservation = await pool.coordinator.reserve("b", Version(1, 0), 3, wait_s=0.0)
         assert reservation.refusal is Refusal.PAUSED
 
 
@@ -241,7 +243,7 @@ async def test_generator_and_buffer_say_in_their_metrics_which_run_they_are_of()
             "run_name": pool.config.run.name, "version": __version__, "model": "models/m",
             "environment": "reasoning_gym", "loss": "tis",
         }  # fmt: skip
-        for metrics in (pool.metrics["a"], pool.buffer._metrics):
+        for metrics in (pool.metrics["a"], pool.coordinator._metrics):
             assert metrics.registry.get_sample_value("asyncrl_run_info", labels) == 1
 
 
@@ -251,17 +253,17 @@ async def test_a_replica_that_was_declared_dead_clears_the_rows_that_it_comes_ba
     async with started_pool() as (pool, engine):
         engine.gate.clear()
         await until(lambda: engine.running > 0)
-        buffer = pool.buffer._buffer
+        buffer = pool.coordinator._buffer
         mine = {key for key, slot in buffer._groups.reserved.items() if slot.ticket.replica == "a"}
-        await pool.buffer.pause()
+        pool.coordinator.pause()
         buffer.leave("a")  # the buffer counts it as dead, although it was only slow
         engine.gate.set()
-        await until(lambda: buffer.ledger.events[Event.COMMIT_LATE] == len(mine))
+        await until(lambda: buffer.account.events[Event.COMMIT_LATE] == len(mine))
         await until(lambda: not mine & pool.rows.kept.keys())
-        await pool.buffer.resume()
+        await pool.coordinator.resume()
         leases = [await pool.step() for _ in range(3)]
         assert not mine & {group.meta.key for lease in leases for group in lease.groups}
-        assert (await pool.buffer.status()).account.closed
+        assert pool.coordinator.status().account.closed
 
 
 @pytest.mark.asyncio
@@ -274,7 +276,7 @@ async def test_groups_whose_rows_could_not_be_stored_are_generated_again() -> No
         assert pool.rows.fail_next_put is None
         for lease in leases:
             assert {group.meta.key for group in lease.groups} <= pool.rows.kept.keys()
-        status = await pool.buffer.status()
+        status = pool.coordinator.status()
         assert pool.failures["infra/row_store"] > 0
         assert status.account.closed
 
@@ -285,20 +287,20 @@ async def test_a_failure_that_the_buffer_did_not_hear_of_expires() -> None:
         pool.scorer.fail = True
         pool.add("a")
         generator = pool.generators["a"]
-        call = generator._buffer.call
+        call = generator._coordinator.call
 
-        async def unheard(method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
-            if method == "fail":
+        async def unheard(method: Any, /, *arguments: Any, **options: Any) -> Any:
+            if method is Coordinator.fail:
                 raise TimeoutError("the buffer's fail took longer than 30 s")
-            return await call(method, *arguments, wait_s=wait_s)
+            return await call(method, *arguments, **options)
 
-        generator._buffer.call = unheard  # type: ignore[method-assign]
+        generator._coordinator.call = unheard  # type: ignore[method-assign]
         await pool.publish(0)
         # Heartbeats would renew tickets that stay held, and these would never expire.
         await until(lambda: pool.counts.reserved == 8 and not generator._running and not generator._held)
         pool.clock.now_s += 100.0
         await generator.report()
-        assert len(pool.buffer._buffer.expire()) == 8
+        assert len(pool.coordinator._buffer.expire()) == 8
 
 
 @pytest.mark.asyncio
@@ -322,9 +324,9 @@ async def test_a_heldout_question_whose_reward_fails_does_not_spoil_the_others()
             prompt=TASKS[1].prompt,
             completion="c",
         )
-        [reported] = pool.buffer._buffer.failures.counts()
+        [reported] = pool.coordinator._buffer.failures.counts()
         assert (reported.rollouts, reported.groups, reported.first) == (1, 0, rewards[1])
-        assert pool.buffer._buffer.failures.streak is None, "it is no group of the training"
+        assert pool.coordinator._buffer.failures.streak is None, "it is no group of the training"
 
 
 @pytest.mark.asyncio
@@ -343,10 +345,10 @@ async def test_the_endpoint_of_a_replica_that_left_is_no_target_any_more() -> No
     async with started_pool() as (pool, _):
         pool.generators["a"]._metrics_address = "127.0.0.1:9"
         await pool.generators["a"].report()
-        assert (await pool.buffer.status()).targets == {"a": "127.0.0.1:9"}
+        assert pool.coordinator.status().targets == {"a": "127.0.0.1:9"}
         pool.generators["a"].drain()
         await pool.running["a"]
-        status = await pool.buffer.status()
+        status = pool.coordinator.status()
         assert status.targets == {}
         assert "a" in status.reports, "the run's totals still count its report"
 

@@ -11,10 +11,10 @@ from pool import Pool, empty_pool, everything_else_runs, started_pool, until
 from update_scene import Scene, waits
 
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.records import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ManifestMismatch, ParityError, TornReplica, WeightError
 from asyncrl.generation.interfaces import LoadTimes
+from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest
 
 MakeScene = Callable[..., Scene]
@@ -92,7 +92,7 @@ async def test_a_torn_replica_stays_paused_until_a_whole_update() -> None:
         await until(lambda: pool.generators["a"].version == Version(1, 1))
         for _ in range(3):
             await pool.step()
-        assert (await pool.buffer.status()).account.closed
+        assert pool.coordinator.status().account.closed
 
 
 def versions_at_each_load(pool: Pool, engine: FakeEngine) -> list[Version | None]:
@@ -115,15 +115,15 @@ async def test_nothing_is_committed_from_weights_that_fail_the_probe() -> None:
         engine.score_error_nats = 0.5
         await pool.step()
         await until(lambda: pool.generators["a"].version is None)
-        committed = (await pool.buffer.status()).account.issued.tokens
+        committed = pool.coordinator.status().account.issued.tokens
         await everything_else_runs()
-        status = await pool.buffer.status()
+        status = pool.coordinator.status()
         assert status.account.issued.tokens == committed, "a group was committed without a verdict"
         assert any(label.startswith("infra/") for label in pool.failures)
         engine.score_error_nats = 0.0
         for _ in range(4):
             await pool.step()
-        status = await pool.buffer.status()
+        status = pool.coordinator.status()
         assert status.account.closed
         assert status.account.fates[Fate.FAILED].groups == 0
 
@@ -163,7 +163,7 @@ async def test_a_group_of_weights_that_fail_the_probe_is_not_committed_after_the
         leases = [await pool.step() for _ in range(4)]
         trained = {group.meta.key for lease in leases for group in lease.groups}
         assert not spoiled & (trained | set(pool.rows.kept))
-        assert (await pool.buffer.status()).account.fates[Fate.FAILED].groups == 0
+        assert pool.coordinator.status().account.fates[Fate.FAILED].groups == 0
 
 
 @pytest.mark.asyncio
@@ -185,8 +185,8 @@ async def test_tickets_that_arrive_while_the_replica_is_torn_wait_for_a_whole_up
         await pool.publish(1)
         generator = pool.generators["a"]
         await until(lambda: engine.loads == [Version(1, 0), Version(1, 1)] and generator.version is None)
-        ready = next(iter(pool.buffer._buffer._groups.ready.slots())).ticket.key
-        await pool.buffer.rows_lost([ready])
+        ready = next(iter(pool.coordinator._buffer._groups.ready.slots())).ticket.key
+        await pool.coordinator.rows_lost([ready])
         await until(lambda: generator._held)
         await everything_else_runs()
         assert generator._held

@@ -8,12 +8,12 @@ from typing import Any
 from fake_engine import FakeEngine
 from pool import PARAMETERS, WEIGHTS, Clock, Wire, everything_else_runs, manifest_of
 
-from asyncrl.buffer.records import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import InfraError
 from asyncrl.generation.interfaces import LoadTimes
-from asyncrl.generation.weight_updates import WeightUpdates
+from asyncrl.generation.weight_updates import UpdateHooks, WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
+from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.store import Publication
 
@@ -55,15 +55,13 @@ class Scene:
             metrics=self.metrics,
             clock=self.clock,
         )
-        self.running = asyncio.create_task(self.updates.run(self))
+        hooks = UpdateHooks(show_loading=self.loading.append, fail_unverified=self.fail_unverified, report=self.report)
+        self.running = asyncio.create_task(self.updates.run(hooks))
 
     async def _gated_load(self, manifest: Manifest, buckets: Any, *, on_paused: Callable[[], None]) -> LoadTimes:
         on_paused()
         await self.may_load.wait()
         return await self._load(manifest, buckets)
-
-    def show_loading(self, loading: bool) -> None:
-        self.loading.append(loading)
 
     async def fail_unverified(self, error: InfraError) -> None:
         self.failed.append(error)

@@ -17,7 +17,6 @@ from torch.distributed import FileStore
 from asyncrl.algorithms.interfaces import LossInputType, LossType, masked_mean
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss, gather_logprobs
 from asyncrl.algorithms.presets import PRESETS, resolve_objective
-from asyncrl.buffer.records import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.errors import Offloaded, RunError, WeightError
@@ -28,6 +27,7 @@ from asyncrl.policy.sharded_worker import ShardedWorker
 from asyncrl.policy.step_plan import needs_proximal, needs_reference
 from asyncrl.policy.step_report import step_report
 from asyncrl.policy.worker import PolicyWorker
+from asyncrl.run.version import Version
 
 WorkerT = TypeVar("WorkerT", bound=ShardedWorker[Any])
 

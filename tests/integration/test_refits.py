@@ -24,7 +24,6 @@ from local_ray import local_ray
 
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
-from asyncrl.buffer.records import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import (
@@ -43,6 +42,7 @@ from asyncrl.generation.refit import refit_by_broadcast, refit_colocated
 from asyncrl.generation.shared_memory import segments_of
 from asyncrl.generation.vllm_generation import VLLMGeneration
 from asyncrl.policy.lm_policy import Policy
+from asyncrl.run.version import Version
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""Runs a learner's loop in one process without Ray: with the real buffer and fakes for all other parts of the loop.
+"""Runs a learner's loop in one process without Ray: with the real coordinator and fakes for all of its other parts.
 
 One replica, `a`, loads a version as soon as it is delivered. It fills the buffer each time the learner has to wait.
 """
@@ -6,14 +6,18 @@ One replica, `a`, loads a version as soon as it is delivered. It fills the buffe
 import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
-from asyncrl.buffer.actor import BufferActor, FailedTicket, ReplicaReport, RunStatus
-from asyncrl.buffer.records import CommitOutcome, Failure, GroupMeta, Lease, LeaseWait, Ticket, Version
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, Lease, LeaseWait, Ticket
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.client import Call, CoordinatorClient, perform
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.replicas import ReplicaReport
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import TRAIN_PARTITION
@@ -25,16 +29,17 @@ from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import sample_rows
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
-from asyncrl.learner.interfaces import RunLog
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.recording import described_metrics
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord
+from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.complete_directory import COMPLETE
 from asyncrl.policy.interfaces import StepReport
 from asyncrl.policy.meta_driver import name_fields
 from asyncrl.policy.tq_policy import STEP_FIELDS
+from asyncrl.run.version import Version
 
 GROUPS_PER_STEP = 2
 GROUP_SIZE = 2
@@ -42,7 +47,7 @@ TASKS = [Task(question=f"q{index}", prompt=f"q{index}", answer="a") for index in
 HELDOUT = [Task(question=f"h{index}", prompt=f"h{index}", answer="a") for index in range(5)]
 
 
-def decoded(ids: Sequence[int], special: bool = False) -> str:
+def decoded(ids: Sequence[int], special: bool) -> str:
     """Returns token ids as text; text with special tokens is in brackets."""
     text = " ".join(map(str, ids))
     return f"[{text}]" if special else text
@@ -83,24 +88,22 @@ class BufferRows:
         self._client.clear_samples(ids_of(keys), TRAIN_PARTITION)
 
 
-class LocalBuffer:
-    """`BufferClient` without Ray. A lease never waits: a call without an answer runs `waiting` instead."""
+class LocalClient(CoordinatorClient):
+    """A client in the process of the coordinator. A lease never waits: a call without an answer runs `waiting`
+    instead."""
 
-    def __init__(self, actor: BufferActor, *, waiting: Callable[[float], Awaitable[None]]) -> None:
-        self._actor = actor
+    def __init__(self, coordinator: Coordinator, *, waiting: Callable[[float], Awaitable[None]]) -> None:
+        super().__init__(self._perform)
+        self._coordinator = coordinator
         self.waiting = waiting
 
-    async def call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
-        return await getattr(self._actor, method)(*arguments)
-
-    async def lease(self, *, wait_s: float) -> Lease | LeaseWait:
-        answer = await self._actor.lease(0.0)
+    async def _perform(self, call: Call) -> Any:
+        if call.method != "lease":
+            return await perform(self._coordinator, call)
+        answer = await perform(self._coordinator, replace(call, options={"wait_s": 0.0}))
         if not isinstance(answer, Lease) and answer is not LeaseWait.FINISHED:
-            await self.waiting(wait_s)
+            await self.waiting(call.options["wait_s"])
         return answer
-
-    async def status(self) -> RunStatus:
-        return await self._actor.status()
 
 
 class FakePublisher:
@@ -312,21 +315,21 @@ class Scene:
         self.loaded: Version | None = None
         self.asked: list[tuple[Version | None, int]] = []
         self.ended: set[str] = set()
-        self.actor = BufferActor(
+        self.coordinator = Coordinator(
             config=self.config,
             tasks=TASKS,
             nonce="n",
-            rows=BufferRows(self.trainer.client),  # type: ignore[arg-type]
+            clear_rows=BufferRows(self.trainer.client).clear,
             started_s=0.0,
             clock=self.clock,
         )
-        self.buffer = LocalBuffer(self.actor, waiting=self.generate)
+        self.client = LocalClient(self.coordinator, waiting=self.generate)
         self.publisher = FakePublisher(self.deliver)
         self.stop = asyncio.Event()
         self.heldout = HeldoutEvaluation(
             config=self.config,
             tasks=HELDOUT,
-            buffer=self.buffer,
+            coordinator=self.client,
             replicas=self,
             log=log or self.log,
             metrics=self.metrics,
@@ -346,7 +349,7 @@ class Scene:
             policy=self.trainer,
             critic=self.critic,
             publisher=self.publisher,
-            buffer=self.buffer,
+            coordinator=self.client,
             heldout=self.heldout,
             checkpoints=self.checkpoints,
             log=log or self.log,
@@ -361,12 +364,12 @@ class Scene:
         return await self.loop.run(self.stop)
 
     async def status(self) -> RunStatus:
-        return await self.actor.status()
+        return self.coordinator.status()
 
     # The replica.
 
     async def deliver(self, version: Version, *, replica: str = "a") -> None:
-        await self.actor.published(version)
+        self.coordinator.published(version)
         self.loaded = version
         await self._heartbeat(replica)
 
@@ -382,20 +385,22 @@ class Scene:
         await self.publisher.settle()
         for ticket in await self._tickets():
             self.trainer.client.put_samples(ids_of([ticket.key]), TRAIN_PARTITION, fields=_rows(ticket))
-            assert await self.actor.commit([_meta(ticket)]) == [CommitOutcome.ACCEPTED]
+            assert await self.coordinator.commit([_meta(ticket)]) == [CommitOutcome.ACCEPTED]
 
     async def fail(self, wait_s: float) -> None:
         """Reports a failure for each ticket that the buffer grants."""
         for ticket in await self._tickets():
             failure = Failure(failure_class=FailureClass.DATA, reason="too_long", message="the prompt is too long")
-            await self.actor.fail([FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
+            await self.coordinator.fail([FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
 
     async def hang(self, wait_s: float) -> None:
         """Advances the clock by `wait_s` without generating."""
         self.clock.now_s += wait_s
 
     async def _tickets(self) -> tuple[Ticket, ...]:
-        return (await self.actor.reserve("a", self.loaded or Version(1, 0), 2 * GROUPS_PER_STEP, 0.0)).tickets
+        return (
+            await self.coordinator.reserve("a", self.loaded or Version(1, 0), 2 * GROUPS_PER_STEP, wait_s=0.0)
+        ).tickets
 
     async def _heartbeat(self, replica: str = "a") -> None:
         report = ReplicaReport(
@@ -410,7 +415,7 @@ class Scene:
             weight_updates=len(self.publisher.history),
             parity_max_nats=2e-6,
         )
-        await self.actor.heartbeat(replica, self.loaded, 2 * GROUPS_PER_STEP, (), report)
+        await self.coordinator.heartbeat(replica, self.loaded, 2 * GROUPS_PER_STEP, (), report)
 
 
 def _rows(ticket: Ticket) -> BatchedDataDict:

@@ -68,7 +68,7 @@ async def test_vapo_has_its_papers_lambdas_where_none_are_set(
     assert critic.estimators == [GAE(gamma=1.0, lam=0.95, value_lam=value_lam, length_alpha=length_alpha)] * 3
     # The published values belong to VAPO's own estimator: with another one they are not used.
     other, _ = scene(critic=section, algorithm={**vapo, "advantage": "vtrace"})
-    assert isinstance(other.loop._critic._estimator, VTrace)  # type: ignore[union-attr]
+    assert isinstance(other.loop._stages._critic._estimator, VTrace)  # type: ignore[union-attr]
 
 
 @pytest.mark.asyncio

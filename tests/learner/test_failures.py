@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.records import Failure, FailureCount
+from asyncrl.coordinator.client import Call, CoordinatorClient
 from asyncrl.errors import FailureClass, RunError
-from asyncrl.learner.failures import COUNTS_EVERY_S, FailureWatch, groups_by_reason
+from asyncrl.learner.failure_watch import COUNTS_EVERY_S, FailureWatch
+from asyncrl.learner.failures import groups_by_reason
 
 
 def counted(reason: str, rollouts: int, *, groups: int | None = None) -> FailureCount:
@@ -23,9 +25,9 @@ def counted(reason: str, rollouts: int, *, groups: int | None = None) -> Failure
 
 
 class Scene:
-    """A FailureWatch with a fake clock and a fake buffer. `kept` has the counts that the watch passed on.
+    """A FailureWatch with a fake clock and scripted answers of the coordinator.
 
-    `shown` returns the lines that were logged since the last call.
+    `kept` has the counts that the watch passed on. `shown` returns the lines that were logged since the last call.
     """
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -33,12 +35,14 @@ class Scene:
         self.kept: list[Sequence[FailureCount]] = []
         self.answers: list[tuple[FailureCount, ...] | Exception] = []
         self.asked: list[int] = []
-        self.watch = FailureWatch(buffer=self, keep=self.kept.append, clock=lambda: self.now_s)
+        self.watch = FailureWatch(
+            coordinator=CoordinatorClient(self.send), keep=self.kept.append, clock=lambda: self.now_s
+        )
         self._log = caplog
 
-    async def call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
-        assert method == "failures"
-        self.asked.append(arguments[0])
+    async def send(self, call: Call) -> Any:
+        assert (call.door, call.method) == ("FailureReports", "more_than")
+        self.asked.append(call.arguments[0])
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -108,7 +112,7 @@ async def test_the_buffer_is_asked_for_more_than_is_known_and_may_be_silent_for_
         if len(pauses) == 3:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr("asyncrl.learner.failures.asyncio.sleep", pause)
+    monkeypatch.setattr("asyncrl.learner.failure_watch.asyncio.sleep", pause)
     scene.answers = [(counted("reward_raised", 2),), RunError("no answer"), ()]
     with pytest.raises(asyncio.CancelledError):
         await scene.watch.run()

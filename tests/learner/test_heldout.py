@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import pytest
 from learner_scenes import Scene
 
-from asyncrl.buffer.actor import RunStatus
-from asyncrl.buffer.records import Failure, Version
+from asyncrl.buffer.records import Failure
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.data.prompts import Task
 from asyncrl.errors import CallTimeout, FailureClass, RunError, StallError
+from asyncrl.run.version import Version
 
 
 @pytest.mark.asyncio
@@ -26,11 +27,13 @@ async def test_only_a_replica_that_has_loaded_the_version_is_asked() -> None:
     await scene.deliver(Version(1, 0))
     assert await scene.heldout.replica_at(Version(1, 0)) == "generator-a"
 
-    async def status_after_a_while() -> RunStatus:
-        scene.clock.now_s += 61.0
-        return await scene.actor.status()
+    status = scene.coordinator.status
 
-    scene.buffer.status = status_after_a_while  # type: ignore[method-assign]
+    def status_after_a_while() -> RunStatus:
+        scene.clock.now_s += 61.0
+        return status()
+
+    scene.coordinator.status = status_after_a_while  # type: ignore[method-assign]
     with pytest.raises(
         StallError, match=r"loaded the weights of step 1 within.*= 60 s; .*a at step 0.*, no heartbeats"
     ):

@@ -12,13 +12,14 @@ from learner_scenes import GROUPS_PER_STEP, Scene, skipped, trained
 
 from asyncrl.algorithms.token_estimators import resolve_estimators
 from asyncrl.buffer.ledger import Event, Fate
-from asyncrl.buffer.membership import RunState
-from asyncrl.buffer.records import Version
+from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ActorGone, NonFiniteError, ParityError, RowsLost, RunError, StallError
 from asyncrl.generation.rollout import GENERATED_FIELDS
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.policy.interfaces import StepReport
+from asyncrl.run.roles import RunState
+from asyncrl.run.version import Version
 
 
 async def groups_by_fate(scene: Scene) -> dict[Fate, int]:
@@ -106,7 +107,7 @@ async def test_time_until_a_lease_is_waiting_for_groups_and_time_after_it_is_not
         scene.clock.now_s += 3.0
         write(meta, fields)
 
-    scene.buffer.waiting = slow_generators
+    scene.client.waiting = slow_generators
     scene.trainer.write_to_dataplane = slow_write  # type: ignore[method-assign]
     await scene.run()
     seconds = scene.log.steps[-1].learner_state_s
@@ -370,7 +371,7 @@ async def test_an_alarm_about_parity_is_logged_and_shown_and_the_run_goes_on(cap
 @pytest.mark.fault("F5")
 async def test_a_run_that_stands_still_stops_and_names_both_sides() -> None:
     scene = Scene(run={"stall_timeout_s": 60.0})
-    scene.buffer.waiting = scene.hang
+    scene.client.waiting = scene.hang
     with pytest.raises(StallError, match=r"stall_timeout_s = 60\).*learner waits \(not_enough_ready\); .*a at step 0,"):
         await scene.run()
     assert 60.0 < scene.clock.now_s < 70.0
@@ -380,8 +381,12 @@ async def test_a_run_that_stands_still_stops_and_names_both_sides() -> None:
 @pytest.mark.fault("F5")
 async def test_without_any_generator_the_error_says_how_to_start_one() -> None:
     scene = Scene(eval={"prompts": 0})
-    scene.buffer.waiting = scene.hang
-    scene.publisher._delivered = scene.actor.published
+    scene.client.waiting = scene.hang
+
+    async def delivered(version: Version) -> None:
+        scene.coordinator.published(version)
+
+    scene.publisher._delivered = delivered
     with pytest.raises(StallError, match=r"no generator has joined: start one with `asyncrl generator`"):
         await scene.run()
 
@@ -389,7 +394,7 @@ async def test_without_any_generator_the_error_says_how_to_start_one() -> None:
 @pytest.mark.asyncio
 async def test_prompts_that_nobody_can_answer_stop_the_run_and_name_the_reason() -> None:
     scene = Scene(generator={"max_data_failures": 3})
-    scene.buffer.waiting = scene.fail
+    scene.client.waiting = scene.fail
     with pytest.raises(
         RunError, match=r"3 times in a row \(generator\.max_data_failures = 3\): the prompt is too long"
     ):
@@ -400,14 +405,14 @@ async def test_prompts_that_nobody_can_answer_stop_the_run_and_name_the_reason()
 async def test_the_first_cause_is_raised_although_the_lease_could_not_be_given_back() -> None:
     scene = Scene()
     scene.trainer.answers = [RuntimeError("rank 1 died")]
-    call = scene.buffer.call
+    call = scene.client.call
 
-    async def dead(method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
-        if method == "give_back":
+    async def dead(method: Any, /, *arguments: Any, **options: Any) -> Any:
+        if method is Coordinator.give_back:
             raise ActorGone("the buffer is gone")
-        return await call(method, *arguments, wait_s=wait_s)
+        return await call(method, *arguments, **options)
 
-    scene.buffer.call = dead  # type: ignore[method-assign]
+    scene.client.call = dead  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="rank 1 died"):
         await scene.run()
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from learner_scenes import Scene, decoded, judged, skipped, trained
 
-from asyncrl.buffer.actor import FailedTicket
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.records import Failure, Version
+from asyncrl.buffer.records import FailedTicket, Failure
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass
@@ -21,6 +20,7 @@ from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import StepRecord, build_summary
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
 from asyncrl.metrics.recorders import MEASURED, LearnerMetrics
+from asyncrl.run.version import Version
 from asyncrl.views.live import LiveView
 from asyncrl.views.live_from_records import live_view
 from asyncrl.views.report import read_run, write_report
@@ -270,10 +270,10 @@ async def test_groups_that_failed_are_told_apart_by_reason_and_those_that_expire
     tickets = await scene._tickets()
     for ticket in tickets[:3]:
         failure = Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="m")
-        await scene.actor.fail([FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
+        await scene.coordinator.fail([FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
     for _ in range(scene.config.buffer.max_attempts):
         await scene._tickets()
-        await scene.actor.leave("a")
+        await scene.coordinator.leave("a")
     status = await scene.status()
     assert status.account.fates[Fate.FAILED].groups == 3 + 4
     totals = scene.loop._recorder.run_totals(status, rows_outstanding=0)

@@ -19,7 +19,7 @@ from asyncrl.buffer.records import GroupMeta, Lease, LeasedGroup
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.learner import loop
+from asyncrl.learner import stages
 from asyncrl.learner.batch import StepSamples, judge_samples, step_meta
 from asyncrl.policy.interfaces import StepReport
 
@@ -109,7 +109,7 @@ async def test_shares_that_were_not_measured_are_no_numbers_in_metrics_and_recor
     def judged_without(*given: Any, **settings: Any) -> StepSamples:
         return dataclasses.replace(judge_samples(*given, **settings), **unmeasured)
 
-    monkeypatch.setattr(loop, "judge_samples", judged_without)
+    monkeypatch.setattr(stages, "judge_samples", judged_without)
     scene = Scene()
     await scene.run()
     read = scene.metrics.registry.get_sample_value

@@ -2,11 +2,14 @@
 
 from typing import Any
 
-from asyncrl.buffer.actor import ReplicaReport, RunStatus
 from asyncrl.buffer.ledger import Account, Amount, Fate
-from asyncrl.buffer.membership import Deployment, Role, RunState
-from asyncrl.buffer.records import Counts, ReplicaView, Version
+from asyncrl.buffer.records import Counts
+from asyncrl.coordinator.registry import Deployment
+from asyncrl.coordinator.replicas import ReplicaReport, ReplicaView
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.records import RunTotals, StepRecord
+from asyncrl.run.roles import Role, RunState
+from asyncrl.run.version import Version
 
 TOTALS = RunTotals(
     wall_s=50.0,

@@ -6,13 +6,14 @@ import msgspec
 import pytest
 from made_up_run import make_status
 
-from asyncrl.buffer.actor import RunStatus
 from asyncrl.buffer.ledger import Account, Amount, Fate
-from asyncrl.buffer.membership import Role, RunState
-from asyncrl.buffer.records import Failure, FailureCount, LeaseWait, Version
+from asyncrl.buffer.records import Failure, FailureCount, LeaseWait
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import FailureClass
 from asyncrl.metrics.discovery import Target
 from asyncrl.metrics.scrape import Scrape
+from asyncrl.run.roles import Role, RunState
+from asyncrl.run.version import Version
 from asyncrl.views.status import status_json, status_lines
 from asyncrl.views.top import GENERATOR_SECONDS, LEARNER_SECONDS
 

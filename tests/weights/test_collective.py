@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.buffer.records import Version
 from asyncrl.errors import CollectiveError, ManifestMismatch, UpdateRefused
+from asyncrl.run.version import Version
 from asyncrl.weights.manifest import layout
 from asyncrl.weights.publisher import take_snapshot
 from asyncrl.weights.transports import collective

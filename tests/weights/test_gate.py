@@ -3,7 +3,9 @@
 import msgspec
 import pytest
 
-from asyncrl.buffer.records import Refusal, ReplicaView, Version
+from asyncrl.buffer.records import Refusal
+from asyncrl.coordinator.replicas import ReplicaView
+from asyncrl.run.version import Version
 from asyncrl.weights.gate import should_publish
 
 PUBLISHED = Version(1, 4)

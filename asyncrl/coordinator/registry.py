@@ -1,24 +1,18 @@
-"""The members of a run: its deployments, which are checked when they attach and removed when they are silent too long.
+"""The registry of a run: its deployments, its state, its metrics endpoints, and its newest published version.
 
 Pure: the clock is an argument. The first deployment sets the run's shared config. Each later deployment must agree with
 it key by key. The check is needed because Ray's get-or-create of an actor ignores the arguments of the second caller. A
-run has one learner.
+run has one learner. A deployment that is silent for too long is no longer a member.
 """
 
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 
 import msgspec
 
 from asyncrl.config.load import first_difference
-from asyncrl.errors import HandshakeError, RunLocked, RunMismatch
-
-
-class Role(StrEnum):
-    """The kind of a deployment."""
-
-    LEARNER = "learner"
-    GENERATOR = "generator"
+from asyncrl.errors import HandshakeError, RunLocked, RunMismatch, VersionRegression
+from asyncrl.run.roles import Role, RunState
+from asyncrl.run.version import Version
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,20 +24,12 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
 
 
-class RunState(StrEnum):
-    """The state of the whole run."""
+class Registry:
+    """The deployments and the state of one run.
 
-    STARTING = "starting"
-    RUNNING = "running"
-    CLOSING = "closing"
-    FINISHED = "finished"
-    FAILED = "failed"
-
-
-class Membership:
-    """The deployments of one run. `timeout_s` is the time without a heartbeat after which a deployment counts as gone.
-
-    `shared` is the run's shared config by dotted key.
+    `timeout_s` is the time without a heartbeat after which a deployment counts as gone. `shared` is the run's shared
+    config by dotted key. `targets` maps the name of a process to its metrics endpoint. `published` is the newest
+    version that the learner published in this incarnation.
     """
 
     def __init__(self, *, shared: Mapping[str, object], timeout_s: float, clock: Callable[[], float]) -> None:
@@ -52,6 +38,10 @@ class Membership:
         self._clock = clock
         self._members: dict[str, tuple[Deployment, float]] = {}
         self._fingerprint: tuple[str, str] | None = None
+        self._progress_at_s = clock()
+        self.state, self.message = RunState.STARTING, ""
+        self.targets: dict[str, str] = {}
+        self.published: Version | None = None
 
     def attach(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
         """Admits a deployment. Raises the errors of `check`."""
@@ -59,7 +49,7 @@ class Membership:
         self._members[deployment.id] = (deployment, self._clock())
 
     def check(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
-        """Raises an error if the deployment may not attach.
+        """Raises an error if the deployment may not attach, and changes nothing.
 
         RunMismatch names the first key whose value differs from the run's. RunLocked names the learner that the run
         has already.
@@ -87,7 +77,7 @@ class Membership:
         return True
 
     def detach(self, deployment_id: str) -> int:
-        """Removes a deployment. Returns how many live ones remain."""
+        """Removes a deployment that leaves. Returns how many live ones remain."""
         self._members.pop(deployment_id, None)
         return len(self.live())
 
@@ -109,3 +99,38 @@ class Membership:
                 f"{who} has tokenizer and vocabulary {fingerprint}, but {first} has {expected}; make both pools read "
                 "the same files at model.path"
             )
+
+    def add_target(self, name: str, address: str) -> None:
+        """Adds the metrics endpoint of a process."""
+        self.targets[name] = address
+
+    def set_state(self, state: RunState, message: str = "") -> None:
+        """Sets the state of the run. The learner calls it. A new state is progress."""
+        self.state, self.message = state, message
+        self.progressed()
+
+    def progressed(self) -> None:
+        """Records that the run made progress: a committed group, an acked step, or a new state."""
+        self._progress_at_s = self._clock()
+
+    @property
+    def quiet_s(self) -> float:
+        """The seconds since the last progress."""
+        return self._clock() - self._progress_at_s
+
+    def publish(self, version: Version, *, learner: Version) -> bool:
+        """Records that the learner, which is at the version `learner`, published `version`.
+
+        A repeated call does nothing. Returns False for a version of another incarnation, which is ignored. Raises
+        VersionRegression if `version` is older than the newest published version.
+        """
+        if version.incarnation != learner.incarnation:
+            return False
+        if version.step > learner.step:
+            raise ValueError(f"version {version} was published, but the learner has acked only {learner.step} steps")
+        if self.published is not None and version < self.published:
+            raise VersionRegression(
+                f"version {version} was published after {self.published}; versions must not decrease"
+            )
+        self.published = version
+        return True

@@ -1,0 +1,21 @@
+"""The Ray actor that runs the coordinator. `run.names.COORDINATOR` is its name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.config.schema import Config
+from asyncrl.coordinator.client import Call, perform
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.data.prompts import Task
+from asyncrl.data_plane.clients import GroupRows
+
+
+class CoordinatorActor:
+    """The class of the actor. Callers use it through `CoordinatorClient`."""
+
+    def __init__(self, *, config: Config, tasks: Sequence[Task], nonce: str) -> None:
+        self._coordinator = Coordinator(config=config, tasks=tasks, nonce=nonce, clear_rows=GroupRows(config).clear)
+
+    async def perform(self, call: Call) -> Any:
+        """Performs a call of the client."""
+        return await perform(self._coordinator, call)

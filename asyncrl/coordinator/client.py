@@ -1,0 +1,89 @@
+"""The typed client of the coordinator. It takes the method that is called, and sends its name.
+
+    lease = await client.call(Coordinator.lease, wait_s=5.0)
+    await client.call(Registry.keep, deployment_id)
+
+A call reaches the coordinator in another process (`over_ray`) or in this one (`in_process`).
+"""
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.failures import FailureReports
+from asyncrl.coordinator.registry import Registry
+from asyncrl.data_plane.calls import finished
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+Door = TypeVar("Door", Coordinator, Registry, FailureReports)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a method of a door (`Coordinator`, `Registry` or `FailureReports`), in the form in which it is sent."""
+
+    door: str
+    method: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+async def perform(coordinator: Coordinator, call: Call) -> Any:
+    """Performs a call in the process of the coordinator, and returns the answer."""
+    doors = {type(door).__name__: door for door in (coordinator, coordinator.registry, coordinator.failures)}
+    answer = getattr(doors[call.door], call.method)(*call.arguments, **call.options)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+class CoordinatorClient:
+    """Calls the coordinator. `send` delivers a call and returns its answer."""
+
+    def __init__(self, send: Callable[[Call], Awaitable[Any]]) -> None:
+        self._send = send
+
+    @classmethod
+    def over_ray(cls, handle: Any, *, timeout_s: float) -> "CoordinatorClient":
+        """Returns a client of a `CoordinatorActor`.
+
+        A call raises CallTimeout after `timeout_s` seconds plus the `wait_s` that it passes to its method. It raises
+        ActorGone if the actor's process has ended.
+        """
+
+        async def send(call: Call) -> Any:
+            wait_s: float = call.options.get("wait_s", 0.0)
+            what = f"the buffer's {call.method}"
+            return await finished(handle.perform.remote(call), timeout_s=timeout_s + wait_s, what=what)
+
+        return cls(send)
+
+    @classmethod
+    def in_process(cls, coordinator: Coordinator) -> "CoordinatorClient":
+        """Returns a client of a coordinator in this process."""
+        return cls(functools.partial(perform, coordinator))
+
+    @overload
+    async def call(
+        self,
+        method: Callable[Concatenate[Door, Arguments], Awaitable[Answer]],
+        /,
+        *arguments: Arguments.args,
+        **options: Arguments.kwargs,
+    ) -> Answer: ...
+
+    @overload
+    async def call(
+        self,
+        method: Callable[Concatenate[Door, Arguments], Answer],
+        /,
+        *arguments: Arguments.args,
+        **options: Arguments.kwargs,
+    ) -> Answer: ...
+
+    async def call(self, method: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+        """Calls a method of `Coordinator`, `Registry` or `FailureReports` with these arguments. Returns its answer."""
+        door, _, name = method.__qualname__.rpartition(".")
+        return await self._send(Call(door, name, arguments, options))

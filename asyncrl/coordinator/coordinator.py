@@ -1,0 +1,316 @@
+"""The coordinator: moves each group from its ticket to its ack, and tells every caller of the run's state.
+
+It adds waiting (with deadlines, and cancellable), the expiry clock and metrics to the state machine `ReplayBuffer`,
+which makes all decisions. If the reply with a ticket is lost, no heartbeat names the ticket as held, and it expires.
+
+The path of a group through this file: `reserve` and `commit` (a generator), `lease` and `ack` (the learner).
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from asyncrl.buffer.ledger import Event
+from asyncrl.buffer.records import (
+    CommitOutcome,
+    FailedTicket,
+    GroupMeta,
+    Lease,
+    LeaseWait,
+    Refusal,
+    Reservation,
+)
+from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.buffer.staleness import limits_of
+from asyncrl.config.load import shared_config
+from asyncrl.config.schema import Config
+from asyncrl.coordinator.failures import FailureReports
+from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
+from asyncrl.coordinator.status import RunStatus
+from asyncrl.coordinator.waiting import Waiting
+from asyncrl.data.prompts import PromptSource, Task
+from asyncrl.metrics.catalogue import BUFFER_WAITS
+from asyncrl.metrics.recorders import BufferMetrics
+from asyncrl.metrics.server import MetricsServer
+from asyncrl.metrics.states import StateClock, monotonic_at_process_start
+from asyncrl.run.names import COORDINATOR
+from asyncrl.run.roles import Role
+from asyncrl.run.version import Version
+
+logger = logging.getLogger(__name__)
+
+_NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
+"""Answers to a lease call that stay the same for the rest of the run, so that waiting is useless."""
+
+
+class Coordinator:
+    """The groups, deployments and replicas of one run.
+
+    `clear_rows` drops the rows of groups that will never be trained, by key. The seconds of the states count from
+    `started_s` (monotonic); if it is left out, from the start of the process. `registry` has the deployments and the
+    state of the run, `failures` the failed rollouts.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        tasks: Sequence[Task],
+        nonce: str,
+        clear_rows: Callable[[Sequence[str]], Awaitable[None]],
+        started_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._nonce = nonce
+        self._clock = clock
+        self._clear_rows = clear_rows
+        self._clearing: set[asyncio.Task[None]] = set()
+        self._limits = limits_of(config)
+        prompts = PromptSource(tasks, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs)
+        self._buffer = ReplayBuffer(
+            limits=self._limits,
+            next_prompt=prompts.next,
+            clock=clock,
+            seed=config.run.seed,
+            drop_last=config.data.drop_last,
+        )
+        timeout_s = config.buffer.heartbeat_timeout_s
+        self.registry = Registry(shared=shared_config(config), timeout_s=timeout_s, clock=clock)
+        self._replicas = Replicas(timeout_s=timeout_s, clock=clock)
+        self._states = StateClock(
+            states=BUFFER_WAITS,
+            initial="starting",
+            started_s=monotonic_at_process_start() if started_s is None else started_s,
+            clock=clock,
+        )
+        self._waiting = Waiting(states=self._states, clock=clock)
+        self.failures = FailureReports(self._buffer.failures, waiting=self._waiting)
+        self._metrics = BufferMetrics()
+        self._metrics.states_from(self._states.seconds)
+        self._metrics.run_info(config)
+        self._metrics.limits(
+            max_staleness_versions=self._limits.max_staleness_versions,
+            capacity_groups=self._limits.capacity_groups,
+            capacity_bytes=self._limits.capacity_bytes,
+        )
+        self._server: MetricsServer | None = None
+        self._expiry: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Starts the expiry clock and the metrics endpoint. A second call does nothing."""
+        if self._expiry is None:
+            self._server = MetricsServer(self._metrics.registry, host=self._config.metrics.host, port=0)
+            self.registry.add_target(COORDINATOR, self._server.address)
+            self._states.enter("nobody_waits")
+            self._expiry = asyncio.create_task(self._expire_regularly(), name="expiry")
+
+    def status(self) -> RunStatus:
+        """Returns the state of the run."""
+        buffer, registry, replicas = self._buffer, self.registry, self._replicas
+        return RunStatus(
+            run=self._config.run.name,
+            state=registry.state,
+            message=registry.message,
+            nonce=self._nonce,
+            version=buffer.version,
+            published=registry.published,
+            total_steps=self._limits.total_steps,
+            max_staleness_versions=self._limits.max_staleness_versions,
+            capacity_groups=self._limits.capacity_groups,
+            counts=buffer.counts(),
+            account=buffer.account,
+            failures=buffer.failures.counts(),
+            failure_streak=buffer.failures.streak,
+            replicas=self._views(),
+            reports=dict(replicas.reports),
+            deployments=tuple(registry.live()),
+            quiet_s=registry.quiet_s,
+            targets=registry.targets | replicas.targets(),
+        )
+
+    # --- generators ---------------------------------------------------------------------------------------------
+
+    async def heartbeat(
+        self,
+        replica: str,
+        version: Version | None,
+        free_slots: int,
+        held: Collection[str],
+        report: ReplicaReport,
+    ) -> None:
+        """Receives the state of a replica and the keys of the tickets that it holds, which this call renews."""
+        self._buffer.renew(replica, held=held)
+        self._replicas.reports[replica] = report
+        if self._replicas.heard(replica, version=version, free_slots=free_slots):
+            await self._waiting.changed()
+
+    async def leave(self, replica: str) -> None:
+        """Removes a replica that ends cleanly. Its tickets expire at once."""
+        self._replicas.forget(replica)
+        self._clear(self._buffer.leave(replica))
+        await self._waiting.changed()
+
+    async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation:
+        """Waits up to `wait_s` seconds until at least one ticket can be issued.
+
+        Returns the tickets, or the reason why there are none.
+        """
+
+        def ask() -> Reservation:
+            # While this call waited, the replica may have loaded newer weights and reported them in a heartbeat.
+            newest = max(version, self._replicas.loaded(replica) or version)
+            answer = self._buffer.reserve(replica, version=newest, count=count)
+            self._replicas.reserved(replica, version=newest, asked=count, answer=answer)
+            return answer
+
+        started_s = self._clock()
+        reservation = await self._waiting.answer(
+            ask,
+            final=lambda answer: bool(answer.tickets) or answer.refusal is Refusal.OLD_INCARNATION,
+            wait_s=wait_s,
+            role=Role.GENERATOR,
+        )
+        self._metrics.reserve_waited(self._clock() - started_s)
+        return reservation
+
+    async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
+        """Makes generated groups ready, whose rows are stored. Returns one outcome for each."""
+        outcomes = [self._buffer.commit(meta) for meta in metas]
+        if CommitOutcome.ACCEPTED in outcomes:
+            self.registry.progressed()
+        await self._waiting.changed()
+        return outcomes
+
+    async def fail(self, tickets: Sequence[FailedTicket]) -> None:
+        """Ends the attempts of tickets whose rollouts failed."""
+        for ticket in tickets:
+            self._buffer.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
+        await self._waiting.changed()
+
+    # --- learner ------------------------------------------------------------------------------------------------
+
+    async def lease(self, *, wait_s: float) -> Lease | LeaseWait:
+        """Waits up to `wait_s` seconds for the groups of one step. Returns the lease, or the reason why there is
+        none."""
+
+        def ask() -> Lease | LeaseWait:
+            answer = self._buffer.lease()
+            dropped, self._buffer.dropped = self._buffer.dropped, []
+            self._clear(dropped)
+            return answer
+
+        started_s = self._clock()
+        answer = await self._waiting.answer(
+            ask,
+            final=lambda answer: isinstance(answer, Lease) or answer in _NO_LEASE_EVER,
+            wait_s=wait_s,
+            role=Role.LEARNER,
+        )
+        self._metrics.lease_waited(self._clock() - started_s)
+        return answer
+
+    async def ack(self, incarnation: int, step: int) -> RunStatus:
+        """Ends a lease whose step was trained. Returns the state of the run."""
+        self._buffer.ack(incarnation, step)
+        self.registry.progressed()
+        await self._waiting.changed()
+        return self.status()
+
+    async def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
+        """Ends a lease whose step changed no weights. Returns the keys of its groups."""
+        keys = self._buffer.skip(incarnation, step)
+        await self._waiting.changed()
+        return keys
+
+    async def give_back(self, incarnation: int, step: int) -> bool:
+        """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
+        given = self._buffer.give_back(incarnation, step)
+        await self._waiting.changed()
+        return given
+
+    async def rows_lost(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Removes ready groups whose rows are lost, e.g. with their node. Their prompts go to the front.
+
+        Returns the keys of the groups that were removed.
+        """
+        lost = self._buffer.rows_lost(keys)
+        await self._waiting.changed()
+        return lost
+
+    def published(self, version: Version) -> None:
+        """Records that the learner published a version. Counts and ignores a version of another incarnation."""
+        if not self.registry.publish(version, learner=self._buffer.version):
+            self._buffer.ledger.count(Event.PUBLISH_REFUSED)
+
+    def pause(self) -> None:
+        """Stops the admission of new groups. Groups in flight continue."""
+        self._buffer.paused = True
+
+    async def resume(self) -> None:
+        """Starts the admission of new groups again."""
+        self._buffer.paused = False
+        await self._waiting.changed()
+
+    # --- private ------------------------------------------------------------------------------------------------
+
+    def _views(self) -> tuple[ReplicaView, ...]:
+        return self._replicas.views(reserved_groups=self._buffer.reserved_by_replica())
+
+    async def _expire_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, self._limits.heartbeat_timeout_s / 5))
+            try:
+                await self._expire()
+                self._record()
+            except Exception:
+                # Expiry must go on after an error: without it, the tickets of dead replicas would block the run.
+                logger.exception("the buffer failed to expire tickets; it tries again")
+
+    async def _expire(self) -> None:
+        """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
+        self._buffer.ledger.count(Event.REPLICA_LOST, self._replicas.forget_silent())
+        if keys := self._buffer.expire():
+            self._clear(keys)
+            await self._waiting.changed()
+
+    def _clear(self, keys: Sequence[str]) -> None:
+        if keys:
+            task = asyncio.create_task(self._cleared(keys), name="clear rows")
+            self._clearing.add(task)
+            task.add_done_callback(self._clearing.discard)
+
+    async def _cleared(self, keys: Sequence[str]) -> None:
+        try:
+            await self._clear_rows(keys)
+        except Exception as error:
+            logger.warning("the rows of groups that will not be trained were not cleared: %s", error)
+
+    def _record(self) -> None:
+        counts, account = self._buffer.counts(), self._buffer.account
+        self._metrics.heartbeat(unix_time_s=time.time())
+        self._metrics.fill(
+            reserved=counts.reserved,
+            ready=counts.ready,
+            leased=counts.leased,
+            bytes=counts.booked_bytes,
+            oldest_group_age_s=counts.oldest_group_age_s,
+        )
+        self._metrics.events({event.value: total for event, total in account.events.items()})
+        self._metrics.replicas(Counter(_replica_state(view) for view in self._views()))
+        self._metrics.ledger(
+            issued_groups=account.issued.groups,
+            groups={fate.value: amount.groups for fate, amount in account.fates.items()},
+            tokens={fate.value: amount.tokens for fate, amount in account.fates.items()},
+        )
+
+
+def _replica_state(view: ReplicaView) -> str:
+    if not view.live:
+        return "silent"
+    if view.version is None:
+        return "without_weights"
+    return "generating" if view.reserved_groups else "waiting"

@@ -1,0 +1,27 @@
+"""Failed rollouts, as other processes report and read them. Failures of groups arrive with `Coordinator.fail`."""
+
+from asyncrl.buffer.failures import FailureLog
+from asyncrl.buffer.records import Failure, FailureCount
+from asyncrl.coordinator.waiting import Waiting
+
+
+class FailureReports:
+    """Access to the buffer's log of failed rollouts."""
+
+    def __init__(self, log: FailureLog, *, waiting: Waiting) -> None:
+        self._log = log
+        self._waiting = waiting
+
+    async def heldout_failed(self, failure: Failure) -> None:
+        """Reports a failed rollout of a held-out evaluation."""
+        self._log.heldout_failed(failure)
+        await self._waiting.changed()
+
+    async def more_than(self, known_rollouts: int, *, wait_s: float) -> tuple[FailureCount, ...]:
+        """Returns the counts of failed rollouts.
+
+        Waits until there are more than `known_rollouts`, but at most `wait_s` seconds.
+        """
+        return await self._waiting.answer(
+            self._log.counts, final=lambda _: self._log.rollouts > known_rollouts, wait_s=wait_s
+        )

@@ -1,0 +1,36 @@
+"""The status of a run: one message with everything that the coordinator knows."""
+
+import msgspec
+
+from asyncrl.buffer.ledger import Account
+from asyncrl.buffer.records import Counts, FailureCount, FailureStreak
+from asyncrl.coordinator.registry import Deployment
+from asyncrl.coordinator.replicas import ReplicaReport, ReplicaView
+from asyncrl.run.roles import RunState
+from asyncrl.run.version import Version
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of the run at one moment. `asyncrl status` and the live view read it.
+
+    `quiet_s` is the time since the last progress (a committed group, an acked step, a new state), seconds.
+    """
+
+    run: str
+    state: RunState
+    message: str
+    nonce: str
+    version: Version
+    published: Version | None
+    total_steps: int
+    max_staleness_versions: int
+    capacity_groups: int
+    counts: Counts
+    account: Account
+    failures: tuple[FailureCount, ...]
+    failure_streak: FailureStreak | None
+    replicas: tuple[ReplicaView, ...]
+    reports: dict[str, ReplicaReport]
+    deployments: tuple[Deployment, ...]
+    quiet_s: float
+    targets: dict[str, str]

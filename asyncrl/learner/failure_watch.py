@@ -1,0 +1,92 @@
+"""Shows failed rollouts on the learner's terminal and in its log during the run.
+
+The first failure of each class and reason is shown in full. After that, one line with counts follows every
+`COUNTS_EVERY_S` seconds if there were more failures since the last line. The call to the coordinator returns when there
+are new failures, or after `WAIT_S` seconds. A run without failures therefore makes one call every `WAIT_S` seconds.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from asyncrl.buffer.records import FailureCount
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.failures import FailureReports
+from asyncrl.errors import RunError
+from asyncrl.learner.failures import first_failure, in_words
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 10.0
+COUNTS_EVERY_S = 10.0
+PAUSE_S = 0.5
+"""Seconds between two calls, so that many failures in a row do not become as many calls."""
+
+
+class FailureWatch:
+    """Polls the coordinator for failed rollouts and logs them.
+
+    `run` polls until it is cancelled. `finish` then logs the failures that were not shown yet. `keep` is called with
+    all counts each time something was logged.
+    """
+
+    def __init__(
+        self,
+        *,
+        coordinator: CoordinatorClient,
+        keep: Callable[[Sequence[FailureCount]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._coordinator = coordinator
+        self._keep = keep
+        self._clock = clock
+        self._seen: set[str] = set()
+        self._shown_rollouts = 0
+        self._shown_s = clock()
+        self.counts: tuple[FailureCount, ...] = ()
+
+    @property
+    def rollouts(self) -> int:
+        """The number of failed rollouts at the last answer of the coordinator."""
+        return sum(count.rollouts for count in self.counts)
+
+    async def run(self) -> None:
+        """Shows failures until it is cancelled. When the coordinator does not answer, it tries again after `WAIT_S`
+        seconds."""
+        while True:
+            try:
+                counts = await self._coordinator.call(FailureReports.more_than, self.rollouts, wait_s=WAIT_S)
+            except (RunError, TimeoutError) as error:
+                logger.warning("failed rollouts cannot be shown until the buffer answers again: %s", error)
+                await asyncio.sleep(WAIT_S)
+                continue
+            self.show(counts)
+            await asyncio.sleep(PAUSE_S)
+
+    async def finish(self) -> None:
+        """Reads the counts a last time and shows all failures that were not shown yet."""
+        counts = await self._coordinator.call(FailureReports.more_than, -1, wait_s=0.0)
+        self.show(counts, at_once=True)
+
+    def show(self, counts: Sequence[FailureCount], *, at_once: bool = False) -> None:
+        """Shows the new failures of `counts`.
+
+        The line with counts is shown at most every `COUNTS_EVERY_S` seconds, unless `at_once` is set.
+        """
+        self.counts = tuple(counts)
+        new = [count for count in counts if count.first.label not in self._seen]
+        for count in new:
+            self._seen.add(count.first.label)
+            logger.warning("%s", first_failure(count))
+        if new and self.rollouts == self._shown_rollouts + len(new):
+            # Each new failure is the only one of its kind and was just shown in full: a line of counts adds nothing.
+            self._shown_rollouts = self.rollouts
+            self._shown_s = self._clock()
+        due = at_once or self._clock() - self._shown_s >= COUNTS_EVERY_S
+        more = self.rollouts > self._shown_rollouts
+        if due and more:
+            self._shown_rollouts, self._shown_s = self.rollouts, self._clock()
+            logger.warning("rollouts that failed so far: %s", in_words(counts))
+        if new or (due and more):
+            self._keep(self.counts)

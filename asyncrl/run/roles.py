@@ -1,0 +1,20 @@
+"""The roles of a run's deployments, and the states of a run."""
+
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """The kind of a deployment."""
+
+    LEARNER = "learner"
+    GENERATOR = "generator"
+
+
+class RunState(StrEnum):
+    """The state of the whole run."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    CLOSING = "closing"
+    FINISHED = "finished"
+    FAILED = "failed"

@@ -1,0 +1,131 @@
+"""The typed client: the same calls give the same answers in the coordinator's process and over Ray."""
+
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from buffer_scenes import finished
+from local_ray import local_ray
+
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Lease, LeaseWait
+from asyncrl.config.load import shared_config
+from asyncrl.config.schema import Config
+from asyncrl.coordinator.actor import CoordinatorActor
+from asyncrl.coordinator.client import CoordinatorClient
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.failures import FailureReports
+from asyncrl.coordinator.registry import Deployment, Registry
+from asyncrl.data.prompts import Task
+from asyncrl.errors import ActorGone, FailureClass, RunLocked
+from asyncrl.run.roles import Role, RunState
+from asyncrl.run.version import Version
+
+NOW = Version(1, 0)
+CONFIG = Config.model_validate({"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max_versions": 0}})
+TASKS = [Task(question=str(i), prompt=str(i), answer="") for i in range(20)]
+TIMEOUT_S = 60.0
+
+
+@asynccontextmanager
+async def in_process() -> AsyncIterator[CoordinatorClient]:
+    async def clear_rows(keys: Any) -> None:
+        """No row was stored."""
+
+    coordinator = Coordinator(config=CONFIG, tasks=TASKS, nonce="n", clear_rows=clear_rows)
+    yield CoordinatorClient.in_process(coordinator)
+
+
+def actor() -> Any:
+    return ray.remote(CoordinatorActor).options(num_cpus=0, max_concurrency=100).remote(
+        config=CONFIG, tasks=TASKS, nonce="n"
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def over_ray() -> AsyncIterator[CoordinatorClient]:
+    handle = actor()
+    yield CoordinatorClient.over_ray(handle, timeout_s=TIMEOUT_S)
+    ray.kill(handle)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with local_ray(cpus=1, namespace=uuid.uuid4().hex):
+        yield
+
+
+Opened = Callable[[], AbstractAsyncContextManager[CoordinatorClient]]
+
+
+@pytest.fixture(params=["in process", pytest.param("over Ray", marks=[pytest.mark.slow, pytest.mark.integration])])
+def opened(request: pytest.FixtureRequest) -> Opened:
+    if request.param == "in process":
+        return in_process
+    request.getfixturevalue("cluster")
+    return over_ray
+
+
+@pytest.mark.asyncio
+async def test_a_group_goes_from_its_ticket_to_its_ack(opened: Opened) -> None:
+    async with opened() as client:
+        tickets = (await client.call(Coordinator.reserve, "a", NOW, 9, wait_s=0.0)).tickets
+        assert len(tickets) == 2
+        assert await client.call(Coordinator.lease, wait_s=0.0) is LeaseWait.NOT_ENOUGH_READY
+        outcomes = await client.call(Coordinator.commit, [finished(ticket) for ticket in tickets])
+        assert outcomes == [CommitOutcome.ACCEPTED] * 2
+        lease = await client.call(Coordinator.lease, wait_s=TIMEOUT_S)
+        assert isinstance(lease, Lease)
+        status = await client.call(Coordinator.ack, lease.incarnation, lease.step)
+        assert status.version == Version(1, 1)
+        assert status.account.closed
+
+
+@pytest.mark.asyncio
+async def test_each_door_answers_and_its_errors_arrive_unchanged(opened: Opened) -> None:
+    shared = shared_config(CONFIG)
+    first, second = (Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second"))
+    failure = Failure(failure_class=FailureClass.DATA, reason="x")
+    async with opened() as client:
+        await client.call(Registry.attach, first, shared=shared)
+        with pytest.raises(RunLocked, match="pid 7 on h"):
+            await client.call(Registry.check, second, shared=shared)
+        await client.call(Registry.set_state, RunState.CLOSING, "why")
+        [ticket] = (await client.call(Coordinator.reserve, "a", NOW, 1, wait_s=0.0)).tickets
+        await client.call(Coordinator.fail, [FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
+        await client.call(FailureReports.heldout_failed, failure)
+        [count] = await client.call(FailureReports.more_than, 1, wait_s=TIMEOUT_S)
+        assert (count.rollouts, count.groups) == (2, 1)
+        status = await client.call(Coordinator.status)
+        assert (status.state, status.message, status.deployments) == (RunState.CLOSING, "why", (first,))
+
+
+@pytest.mark.asyncio
+async def test_the_deadline_of_a_call_includes_the_wait_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[tuple[str, float]] = []
+
+    async def finished_at_once(ref: Any, *, timeout_s: float, what: str) -> None:
+        deadlines.append((what, timeout_s))
+
+    monkeypatch.setattr("asyncrl.coordinator.client.finished", finished_at_once)
+    handle = SimpleNamespace(perform=SimpleNamespace(remote=lambda call: call))
+    client = CoordinatorClient.over_ray(handle, timeout_s=30.0)
+    await client.call(Coordinator.lease, wait_s=5.0)
+    await client.call(Coordinator.status)
+    assert deadlines == [("the buffer's lease", 35.0), ("the buffer's status", 30.0)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.usefixtures("cluster")
+async def test_a_call_of_an_actor_that_has_ended_says_so() -> None:
+    handle = actor()
+    client = CoordinatorClient.over_ray(handle, timeout_s=TIMEOUT_S)
+    await client.call(Coordinator.start)
+    ray.kill(handle)
+    with pytest.raises(ActorGone, match="the buffer's status"):
+        await client.call(Coordinator.status)

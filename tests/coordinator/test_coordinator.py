@@ -1,0 +1,321 @@
+"""The coordinator: cancelled waits hold no slot, and rows of ended tickets are cleared."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from buffer_scenes import finished
+
+from asyncrl.buffer.ledger import Event
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, LeaseWait, Refusal, Reservation
+from asyncrl.config.load import shared_config
+from asyncrl.config.schema import Config
+from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.registry import Deployment
+from asyncrl.coordinator.replicas import ReplicaReport
+from asyncrl.data.prompts import Task
+from asyncrl.errors import FailureClass, RunLocked
+from asyncrl.metrics.catalogue import BUFFER_WAITS, REPLICA_STATES
+from asyncrl.run.roles import Role
+from asyncrl.run.version import Version
+
+FAR_S = 60.0
+NOW = Version(1, 0)
+CONFIG = {"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max_versions": 0}}
+"""A buffer with room for two groups: η = 0 and two groups in a step."""
+
+
+class ClearedRows:
+    """A row client that only records the keys that it should clear."""
+
+    def __init__(self) -> None:
+        self.cleared: list[list[str]] = []
+
+    async def clear(self, keys: Sequence[str]) -> None:
+        self.cleared.append(list(keys))
+
+
+def made(
+    rows: ClearedRows,
+    *,
+    started_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    tasks: int = 20,
+    **sections: Any,
+) -> Coordinator:
+    config = Config.model_validate(CONFIG | sections)
+    questions = [Task(question=str(i), prompt=str(i), answer="") for i in range(tasks)]
+    return Coordinator(
+        config=config,
+        tasks=questions,
+        nonce="n",
+        clear_rows=rows.clear,
+        started_s=started_s,
+        clock=clock,
+    )
+
+
+def report_of(replica: str) -> ReplicaReport:
+    return ReplicaReport(
+        actor=replica,
+        deployment="d",
+        metrics_address="",
+        state_seconds={},
+        slots=2,
+        running_groups=0,
+        samples=0,
+        completion_tokens=0,
+        weight_updates=0,
+        parity_max_nats=0.0,
+    )
+
+
+async def a_waiting_reserve(coordinator: Coordinator) -> asyncio.Task[Reservation]:
+    waiting = asyncio.create_task(coordinator.reserve("b", NOW, 2, wait_s=FAR_S))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done(), "a full buffer issued tickets"
+    return waiting
+
+
+async def free_a_slot(coordinator: Coordinator, key: str) -> None:
+    await coordinator.fail(
+        [FailedTicket(key=key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))]
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F16")
+async def test_a_wait_ends_with_a_ticket_as_soon_as_a_slot_is_free() -> None:
+    coordinator = made(ClearedRows())
+    held = await coordinator.reserve("a", NOW, 2, wait_s=0.0)
+    waiting = await a_waiting_reserve(coordinator)
+    await free_a_slot(coordinator, held.tickets[0].key)
+    assert len((await waiting).tickets) == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F16")
+async def test_a_wait_cancelled_in_the_moment_of_its_ticket_leaks_no_slot() -> None:
+    coordinator = made(ClearedRows())
+    held = await coordinator.reserve("a", NOW, 2, wait_s=0.0)
+    waiting = await a_waiting_reserve(coordinator)
+    await free_a_slot(coordinator, held.tickets[0].key)  # wakes the waiting task, which has not run yet
+    waiting.cancel()
+    assert isinstance((await asyncio.gather(waiting, return_exceptions=True))[0], asyncio.CancelledError)
+    assert coordinator._buffer.counts().reserved == 1
+    assert len((await coordinator.reserve("c", NOW, 9, wait_s=0.0)).tickets) == 1, "the cancelled wait kept the slot"
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F16")
+async def test_a_full_buffer_says_why_when_the_wait_is_over() -> None:
+    coordinator = made(ClearedRows())
+    await coordinator.reserve("a", NOW, 2, wait_s=0.0)
+    assert await coordinator.reserve("b", NOW, 2, wait_s=0.0) == Reservation(tickets=(), refusal=Refusal.STALENESS)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F40")
+async def test_rows_of_a_generator_that_was_declared_dead_are_cleared_and_its_commit_is_refused() -> None:
+    rows = ClearedRows()
+    coordinator = made(rows)
+    (ticket, other) = (await coordinator.reserve("zombie", NOW, 2, wait_s=0.0)).tickets
+    await coordinator.heartbeat("zombie", NOW, 0, [ticket.key, other.key], report_of("zombie"))
+    await coordinator.leave("zombie")
+    await asyncio.gather(*coordinator._clearing)
+    assert rows.cleared == [[ticket.key, other.key]]
+    (winner, _) = (await coordinator.reserve("b", NOW, 2, wait_s=0.0)).tickets
+    assert (winner.group, winner.seed) == (ticket.group, ticket.seed)
+    assert winner.key != ticket.key, "rows of two attempts must not have the same key"
+    assert await coordinator.commit([finished(winner), finished(ticket)]) == [
+        CommitOutcome.ACCEPTED,
+        CommitOutcome.LATE,
+    ]
+
+
+@pytest.mark.asyncio
+async def test_state_seconds_say_who_waits_and_add_up() -> None:
+    now_s = 7.0
+    coordinator = made(ClearedRows(), started_s=3.0, clock=lambda: now_s)
+    await coordinator.start()
+    tasks: list[asyncio.Task[Any]] = []
+    try:
+        now_s = 8.0
+        tickets = (await coordinator.reserve("a", NOW, 2, wait_s=FAR_S)).tickets  # takes all tickets, without a wait
+        tasks.append(await a_waiting_reserve(coordinator))
+        now_s = 10.0
+        tasks.append(asyncio.create_task(coordinator.lease(wait_s=FAR_S)))
+        await asyncio.sleep(0)
+        now_s = 14.0
+        await coordinator.commit([finished(ticket) for ticket in tickets])
+        await tasks[1]
+        now_s = 22.0
+        tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        now_s = 38.0
+        read, name = coordinator._metrics.registry.get_sample_value, "asyncrl_buffer_state_seconds_total"
+        assert {state: read(name, {"state": state}) for state in BUFFER_WAITS} == {
+            "starting": 4.0,
+            "nobody_waits": 1.0 + 16.0,
+            "generators_wait": 2.0 + 8.0,
+            "both_wait": 4.0,
+            "learner_waits": 0.0,
+        }
+        await coordinator.ack(1, 0)
+        tasks.append(asyncio.create_task(coordinator.lease(wait_s=FAR_S)))
+        await asyncio.sleep(0)
+        now_s = 39.0
+        assert read(name, {"state": "learner_waits"}) == 1.0
+    finally:
+        for task in (*tasks, coordinator._expiry):
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if coordinator._server is not None:
+            coordinator._server.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F5")
+async def test_only_a_commit_that_is_accepted_is_progress() -> None:
+    now_s = 0.0
+    config = Config.model_validate({"learner": {"groups_per_step": 2, "group_size": 2}})
+    tasks = [Task(question="q", prompt="q", answer="")]
+    rows = ClearedRows()
+    coordinator = Coordinator(
+        config=config, tasks=tasks, nonce="n", clear_rows=rows.clear, started_s=0.0, clock=lambda: now_s
+    )
+    [ticket] = (await coordinator.reserve("a", NOW, 1, wait_s=0.0)).tickets
+    now_s = 5.0
+    assert await coordinator.commit([finished(ticket)]) == [CommitOutcome.ACCEPTED]
+    assert coordinator.status().quiet_s == 0.0
+    now_s = 9.0
+    assert await coordinator.commit([finished(ticket)]) == [CommitOutcome.DUPLICATE]
+    await coordinator.commit([])
+    assert coordinator.status().quiet_s == 4.0, "a repeated commit must not reset the stall watchdog"
+
+
+@pytest.mark.asyncio
+async def test_metrics_show_replicas_by_state_and_an_account_that_closes_while_groups_are_under_way() -> None:
+    coordinator = made(ClearedRows())
+    await coordinator.heartbeat("new", None, 2, [], report_of("new"))
+    await coordinator.heartbeat("idle", NOW, 2, [], report_of("idle"))
+    await coordinator.reserve("busy", NOW, 2, wait_s=0.0)
+    coordinator._record()
+    read = coordinator._metrics.registry.get_sample_value
+    shown = {state: read("asyncrl_replicas", {"state": state}) for state in REPLICA_STATES}
+    assert shown == {"generating": 1, "waiting": 1, "without_weights": 1, "silent": 0}
+    assert read("asyncrl_ledger_issued_groups_total") == 2
+    assert read("asyncrl_ledger_unaccounted_groups") == 0
+
+
+@pytest.mark.asyncio
+async def test_who_asks_whether_it_may_join_has_not_joined() -> None:
+    coordinator = made(ClearedRows())
+    shared = shared_config(Config.model_validate(CONFIG))
+    learners = [Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second")]
+    for learner in learners:
+        coordinator.registry.check(learner, shared=shared)
+    coordinator.registry.attach(learners[0], shared=shared)
+    with pytest.raises(RunLocked):
+        coordinator.registry.check(learners[1], shared=shared)
+
+
+@pytest.mark.asyncio
+async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() -> None:
+    coordinator = made(ClearedRows())
+    for name, address in (("a", "127.0.0.1:1"), ("b", "127.0.0.1:2"), ("starting", "")):
+        report = msgspec.structs.replace(report_of(name), metrics_address=address)
+        await coordinator.heartbeat(name, NOW, 2, [], report)
+    assert coordinator.status().targets == {"a": "127.0.0.1:1", "b": "127.0.0.1:2"}
+    await coordinator.leave("a")
+    assert coordinator.status().targets == {"b": "127.0.0.1:2"}, "the replica has left, although its report is kept"
+
+
+@pytest.mark.asyncio
+async def test_the_age_of_what_waits_longest_is_shown() -> None:
+    now_s = 0.0
+    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    await coordinator.reserve("a", NOW, 1, wait_s=0.0)
+    now_s = 7.0
+    coordinator._record()
+    assert coordinator._metrics.registry.get_sample_value("asyncrl_buffer_oldest_group_age_seconds") == 7.0
+
+
+@pytest.mark.asyncio
+async def test_failures_are_answered_as_soon_as_there_are_more_than_the_caller_knows() -> None:
+    coordinator = made(ClearedRows())
+    tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    waiting = asyncio.create_task(coordinator.failures.more_than(0, wait_s=FAR_S))
+    await asyncio.sleep(0)
+    await coordinator.heartbeat("a", NOW, 0, [], report_of("a"))
+    assert not waiting.done()
+    await free_a_slot(coordinator, tickets[0].key)
+    async with asyncio.timeout(FAR_S / 2):
+        [count] = await waiting
+    assert (count.first.reason, count.rollouts) == ("x", 1)
+    assert await coordinator.failures.more_than(1, wait_s=0.0) == (count,), (
+        "without new failures the answer comes at the end of the wait"
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_learner_that_waits_learns_at_once_that_too_many_groups_failed() -> None:
+    coordinator = made(ClearedRows(), generator={"max_data_failures": 2})
+    tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    waiting = asyncio.create_task(coordinator.lease(wait_s=FAR_S))
+    await asyncio.sleep(0)
+    for ticket in tickets:
+        await free_a_slot(coordinator, ticket.key)
+    async with asyncio.timeout(FAR_S / 2):
+        assert await waiting is LeaseWait.TOO_MANY_FAILURES
+    streak = coordinator.status().failure_streak
+    assert streak is not None
+    assert streak.groups == 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F2")
+async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tickets_go_elsewhere() -> None:
+    now_s, rows = 0.0, ClearedRows()
+    coordinator = made(rows, clock=lambda: now_s)
+    timeout_s = coordinator._config.buffer.heartbeat_timeout_s
+    lost = (await coordinator.reserve("killed", NOW, 1, wait_s=0.0)).tickets[0]
+    kept = (await coordinator.reserve("survivor", NOW, 1, wait_s=0.0)).tickets[0]
+    now_s = timeout_s
+    await coordinator.heartbeat("survivor", NOW, 0, [kept.key], report_of("survivor"))
+    waiting = await a_waiting_reserve(coordinator)
+    now_s = timeout_s + 0.1
+    await coordinator._expire()
+    assert (await waiting).tickets[0].group == lost.group
+    await asyncio.gather(*coordinator._clearing)
+    assert rows.cleared == [[lost.key]]
+    status = coordinator.status()
+    assert (status.account.events[Event.REPLICA_LOST], status.account.events[Event.TICKET_EXPIRED]) == (1, 1)
+    assert [view.replica for view in status.replicas] == ["b", "survivor"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F13")
+async def test_a_publication_of_another_incarnation_is_counted_and_ignored() -> None:
+    coordinator = made(ClearedRows())
+    coordinator.published(NOW)
+    coordinator.published(Version(0, 0))
+    status = coordinator.status()
+    assert (status.published, status.account.events[Event.PUBLISH_REFUSED]) == (NOW, 1)
+
+
+@pytest.mark.asyncio
+async def test_rows_of_a_dropped_step_are_cleared_once() -> None:
+    rows = ClearedRows()
+    coordinator = made(rows, data={"drop_last": True, "epochs": 1}, tasks=1)
+    [ticket] = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    await coordinator.commit([finished(ticket)])
+    for _ in range(2):
+        assert await coordinator.lease(wait_s=0.0) is LeaseWait.FINISHED
+    await asyncio.gather(*coordinator._clearing)
+    assert rows.cleared == [[ticket.key]]

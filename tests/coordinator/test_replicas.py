@@ -1,0 +1,104 @@
+"""The coordinator's views of the replicas: slots, versions, refusals, silence and endpoints."""
+
+from buffer_scenes import Scene
+
+from asyncrl.buffer.records import Failure, Refusal, Ticket
+from asyncrl.coordinator.replicas import Replicas, ReplicaView
+from asyncrl.errors import FailureClass
+from asyncrl.run.version import Version
+
+
+class Seen(Scene):
+    """The scene of a buffer with the replicas that reserve in it."""
+
+    def __init__(self, **changes: int) -> None:
+        super().__init__(**changes)
+        self.replicas = Replicas(timeout_s=self.limits.heartbeat_timeout_s, clock=self.clock.read)
+
+    def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:
+        version = self.buffer.version if step is None else Version(1, step)
+        answer = self.buffer.reserve(replica, version=version, count=count)
+        self.replicas.reserved(replica, version=version, asked=count, answer=answer)
+        return answer.tickets
+
+    def views(self) -> tuple[ReplicaView, ...]:
+        return self.replicas.views(reserved_groups=self.buffer.reserved_by_replica())
+
+
+def test_replicas_are_seen_with_their_slots_what_they_were_refused_for_and_whether_they_live() -> None:
+    scene = Seen(eta=0, per_step=2)
+    scene.replicas.heard("a", version=Version(1, 0), free_slots=3)
+    scene.replicas.heard("loading", version=None, free_slots=4)
+    scene.clock.now_s += 9.0
+    scene.reserve(3, replica="a")
+    scene.clock.now_s += 2.0
+    scene.clock.now_s -= 1.0
+    assert [view.live for view in scene.views()] == [
+        True,
+        True,
+    ]  # silence of exactly the timeout still counts as live
+    scene.clock.now_s += 1.0
+    asking, loading = scene.views()
+    assert (asking.replica, asking.free_slots, asking.reserved_groups) == ("a", 1, 2)
+    assert (asking.refused_for, asking.live, asking.silent_s) == (Refusal.STALENESS, True, 2.0)
+    assert (loading.version, loading.refused_for, loading.live) == (None, None, False)
+
+
+def test_a_replica_holds_the_groups_that_it_reserved_until_they_are_committed_or_failed() -> None:
+    scene = Seen(eta=1, per_step=2)
+    first, second, third = scene.reserve(3, replica="a")
+    scene.reserve(1, replica="b")
+    assert [view.reserved_groups for view in scene.views()] == [3, 1]
+    scene.commit(first)
+    scene.buffer.fail(second.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
+    assert [view.reserved_groups for view in scene.views()] == [1, 1]
+    scene.commit(third)
+    assert [view.reserved_groups for view in scene.views()] == [0, 1]
+
+
+def test_a_refusal_is_forgotten_with_the_version_it_was_for_and_with_the_next_full_answer() -> None:
+    scene = Seen(eta=0, per_step=1)
+    scene.commit(*scene.reserve(2))
+    assert scene.views()[0].refused_for is Refusal.STALENESS
+    scene.replicas.heard("a", version=Version(1, 0), free_slots=2)
+    assert scene.views()[0].refused_for is Refusal.STALENESS
+    scene.train()
+    scene.replicas.heard("a", version=Version(1, 1), free_slots=2)
+    assert scene.views()[0].refused_for is None
+    scene.reserve(2)
+    assert scene.views()[0].refused_for is Refusal.STALENESS
+    scene.replicas.forget("a")
+    scene.buffer.leave("a")
+    scene.reserve(1)
+    assert scene.views()[0].refused_for is None
+
+
+def test_a_replica_that_reserves_before_its_first_heartbeat_is_known_by_what_it_asked_for() -> None:
+    scene = Seen(eta=0, per_step=2)
+    scene.reserve(3, replica="new")
+    (view,) = scene.views()
+    assert (view.replica, view.version, view.free_slots, view.reserved_groups) == ("new", Version(1, 0), 1, 2)
+
+
+def test_a_silent_replica_is_removed_and_counted_once() -> None:
+    scene = Seen()
+    scene.replicas.heard("silent", version=Version(1, 0), free_slots=2)
+    scene.clock.now_s += 10.0
+    scene.replicas.heard("alive", version=Version(1, 0), free_slots=2)
+    assert scene.replicas.forget_silent() == 0, "silence of exactly the timeout still counts as live"
+    scene.clock.now_s += 0.1
+    assert scene.replicas.forget_silent() == 1
+    assert scene.replicas.forget_silent() == 0
+    assert [view.replica for view in scene.views()] == ["alive"]
+
+
+def test_a_replica_reports_each_version_that_it_has_loaded_once() -> None:
+    replicas = Seen().replicas
+    assert not replicas.heard("a", version=None, free_slots=2)
+    assert replicas.heard("a", version=Version(1, 0), free_slots=2)
+    assert not replicas.heard("a", version=Version(1, 0), free_slots=1)
+    assert not replicas.heard("a", version=None, free_slots=1), "a torn replica has loaded no other version"
+    assert replicas.loaded("a") == Version(1, 0)
+    assert replicas.heard("a", version=Version(1, 1), free_slots=2)
+    replicas.forget("a")
+    assert replicas.loaded("a") is None
