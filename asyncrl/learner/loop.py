@@ -32,7 +32,7 @@ from asyncrl.buffer.records import Lease, LeaseWait, Version
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.data_plane.partitions import group_of
+from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.errors import NonFiniteError, ParityError, RowsLost
 from asyncrl.learner.batch import Decode, StepSamples, check_staleness, judge_samples, sample_ids, step_meta
 from asyncrl.learner.critic import CriticStages
