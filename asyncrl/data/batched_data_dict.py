@@ -24,11 +24,7 @@ from asyncrl.data.sharding import (
     SequencePackingArgs,
     ShardPlan,
     caller_rows,
-    check_modes,
-    plan_dynamic,
-    plan_even,
-    plan_packed,
-    plan_uneven,
+    plan_shards,
     require,
 )
 
@@ -121,33 +117,20 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         too long.
         """
         self._check_rows()
-        check_modes(
+        plans = plan_shards(
+            self.size,
+            shards=shards,
+            lengths=lambda name: torch.as_tensor(self.data[name]).tolist(),
+            width=lambda name: int(self.data[name].shape[1]),
             batch_size=batch_size,
             allow_uneven_shards=allow_uneven_shards,
-            dynamic=dynamic_batching_args is not None,
-            packed=sequence_packing_args is not None,
+            dynamic=dynamic_batching_args,
+            packing=sequence_packing_args,
         )
-        if dynamic_batching_args is not None:
-            plans = plan_dynamic(
-                torch.as_tensor(self.data[dynamic_batching_args["input_lengths_key"]]).tolist(),
-                shards=shards,
-                args=dynamic_batching_args,
-                batch_size=batch_size,
-                width=self.data[dynamic_batching_args["input_key"]].shape[1],
-            )
-        elif sequence_packing_args is not None:
-            plans = plan_packed(
-                torch.as_tensor(self.data[sequence_packing_args["input_lengths_key"]]).tolist(),
-                shards=shards,
-                args=sequence_packing_args,
-                batch_size=batch_size,
-                allow_uneven_shards=allow_uneven_shards,
-            )
-        elif allow_uneven_shards:
-            return [self._shard(plan) for plan in plan_uneven(self.size, shards=shards)]
-        else:
-            return [self._shard(plan) for plan in plan_even(self.size, shards=shards, batch_size=batch_size)]
-        return [self._shard(plan) for plan in plans], caller_rows(plans)
+        cut = [self._shard(plan) for plan in plans]
+        if dynamic_batching_args is None and sequence_packing_args is None:
+            return cut
+        return cut, caller_rows(plans)
 
     def reorder_data(self, indices: Sequence[int]) -> None:
         """Moves row i to row indices[i], in place. Raises ValueError unless `indices` has each row number once."""

@@ -14,7 +14,7 @@ The same functions cut batches of tensors (`BatchedDataDict.shard_by_batch_size`
 (the data plane). Arguments that do not fit the batch raise AssertionError with the numbers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypedDict
@@ -73,17 +73,52 @@ def require(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def check_modes(*, batch_size: int | None, allow_uneven_shards: bool, dynamic: bool, packed: bool) -> None:
-    """Raises AssertionError for modes that exclude each other."""
-    require(not (dynamic and packed), "dynamic_batching_args and sequence_packing_args cannot be passed together")
+def plan_shards(
+    total_rows: int,
+    *,
+    shards: int,
+    lengths: Callable[[str], Sequence[int]],
+    width: Callable[[str], int],
+    batch_size: int | None,
+    allow_uneven_shards: bool,
+    dynamic: DynamicBatchingArgs | None,
+    packing: SequencePackingArgs | None,
+) -> list[ShardPlan]:
+    """Cuts with the mode that the arguments name. `lengths` and `width` return the column of lengths (tokens) and the
+    width (tokens) of the column of tokens with a name; they are called only if the mode needs them.
+
+    Raises AssertionError for modes that exclude each other.
+    """
+    require(
+        dynamic is None or packing is None, "dynamic_batching_args and sequence_packing_args cannot be passed together"
+    )
     require(
         batch_size is None or not allow_uneven_shards,
         f"uneven shards need all rows in one chunk, but batch_size is {batch_size}; omit one of the two",
     )
     require(
-        not (dynamic and allow_uneven_shards),
+        dynamic is None or not allow_uneven_shards,
         "uneven shards and dynamic batching exclude each other: ranks would have different numbers of micro-batches",
     )
+    if dynamic is not None:
+        return plan_dynamic(
+            lengths(dynamic["input_lengths_key"]),
+            shards=shards,
+            args=dynamic,
+            batch_size=batch_size,
+            width=width(dynamic["input_key"]),
+        )
+    if packing is not None:
+        return plan_packed(
+            lengths(packing["input_lengths_key"]),
+            shards=shards,
+            args=packing,
+            batch_size=batch_size,
+            allow_uneven_shards=allow_uneven_shards,
+        )
+    if allow_uneven_shards:
+        return plan_uneven(total_rows, shards=shards)
+    return plan_even(total_rows, shards=shards, batch_size=batch_size)
 
 
 def plan_even(total_rows: int, *, shards: int, batch_size: int | None = None) -> list[ShardPlan]:

@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     )
     from asyncrl.data_plane.sharding import shard_meta_for_dp
 
-_MODULES = {
-    "PAD_SEQLEN": "interfaces",
-    "DataPlaneClient": "interfaces",
-    "KVBatchMeta": "interfaces",
-    "from_nested": "jagged",
-    "materialize": "jagged",
-    "pack_jagged_fields": "jagged",
-    "response_from_nested": "jagged",
-    "to_nested_by_length": "jagged",
-    "shard_meta_for_dp": "sharding",
-}
-
 __all__ = [
     "PAD_SEQLEN",
     "DataPlaneClient",
@@ -43,7 +31,12 @@ __all__ = [
 ]
 
 
+_MODULES = ("interfaces", "jagged", "sharding")
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name in __all__:
+        for module in map(import_module, (f"{__name__}.{module}" for module in _MODULES)):
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

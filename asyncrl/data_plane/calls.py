@@ -1,15 +1,25 @@
-"""Waits for Ray calls, always with a deadline. Cancelling a wait cancels the call. Also describes the resources of a
-cluster in which Ray cannot place an actor."""
+"""Starts Ray calls, and waits for them, always with a deadline. Cancelling a wait cancels the call. Also describes the
+resources of a cluster in which Ray cannot place an actor."""
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from asyncrl.errors import ActorGone, AsyncRLError, CallTimeout
+
+P = ParamSpec("P")
+
+
+def start(actor: Any, method: Callable[Concatenate[Any, P], Any], *arguments: P.args, **options: P.kwargs) -> Any:
+    """Calls a method of an actor, given as a method of the actor's class, e.g. `start(actor, RowStore.clear, keys)`.
+
+    A handle of Ray has no types. mypy checks name and arguments here. Returns the reference of the result.
+    """
+    return getattr(actor, method.__name__).remote(*arguments, **options)
 
 
 def _late(what: str, timeout_s: float) -> str:

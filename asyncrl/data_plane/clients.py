@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import Config
-from asyncrl.data_plane.partitions import samples_of
+from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import RunError
 
 if TYPE_CHECKING:

@@ -246,10 +246,16 @@ def _laid_out(rows: list[torch.Tensor], *, like: torch.Tensor) -> Column:
 
 def _flat(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """Returns a copy as an array, so that the writer may change the tensor afterwards."""
+    return np.array(_array(tensor))
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Returns a contiguous tensor's memory as an array. An integer type carries the values of a dtype that NumPy
+    lacks."""
     try:
-        return np.array(tensor.numpy())
-    except TypeError:  # a dtype that NumPy lacks
-        return np.array(tensor.contiguous().view(_CARRIERS[tensor.element_size()]).numpy())
+        return tensor.numpy()
+    except TypeError:
+        return tensor.contiguous().view(_CARRIERS[tensor.element_size()]).numpy()
 
 
 def _joined(
@@ -281,16 +287,8 @@ def _joined(
         )
     batch = torch.full((len(places), width, *trailing.pop()), pad_value, dtype=first.dtype)
     # Write through an array of the carrier's type, because shared and read-only rows can be copied into it unchanged.
-    array = batch.numpy() if _has_numpy(first.dtype) else batch.view(_CARRIERS[first.dtype.itemsize]).numpy()
+    array = _array(batch)
     for i, ((column, row), limit) in enumerate(zip(places, limits, strict=True)):
         tokens = column.row(row)[:limit]
         array[i, : len(tokens)] = tokens
     return batch
-
-
-def _has_numpy(dtype: torch.dtype) -> bool:
-    try:
-        torch.empty(0, dtype=dtype).numpy()
-    except TypeError:
-        return False
-    return True

@@ -19,23 +19,24 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
-from asyncrl.data_plane.calls import answer
+from asyncrl.data_plane.calls import answer, start
 from asyncrl.data_plane.codec import Column, WireColumn
-from asyncrl.data_plane.partition_actor import ActorBooks, StoredAt
+from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
-from asyncrl.data_plane.partitions import group_of
-from asyncrl.data_plane.row_store import ensure_row_store
+from asyncrl.data_plane.partitions import StoredAt
+from asyncrl.data_plane.row_store import RowStore, ensure_row_store
+from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.errors import ActorGone, RowsLost
 
 Address = tuple[str, str]
 """(row store, key) of an object."""
 
 
-class ObjectStoreClient(PartitionedClient[StoredAt]):
+class ObjectStoreClient(PartitionedClient):
     """A process's access to the rows of the run `namespace`. Every call to an actor has the deadline `timeout_s`."""
 
     def __init__(self, *, namespace: str, timeout_s: float) -> None:
-        super().__init__(ActorBooks(namespace=namespace, timeout_s=timeout_s))
+        super().__init__(Index(namespace=namespace, timeout_s=timeout_s))
         self._namespace = namespace
         self._timeout_s = timeout_s
         self._own_store: str | None = None
@@ -66,11 +67,11 @@ class ObjectStoreClient(PartitionedClient[StoredAt]):
         """Stores the objects. If the store has died since its last use, starts a new one, once."""
         what = f"storing {len(objects)} objects of rows in {store}"
         try:
-            answer(self._handle(store).put.remote(objects), timeout_s=self._timeout_s, what=what)
+            answer(start(self._handle(store), RowStore.put, objects), timeout_s=self._timeout_s, what=what)
         except ActorGone:
             self._handles.pop(store, None)
             ensure_row_store(namespace=self._namespace)
-            answer(self._handle(store).put.remote(objects), timeout_s=self._timeout_s, what=what)
+            answer(start(self._handle(store), RowStore.put, objects), timeout_s=self._timeout_s, what=what)
 
     def _load(
         self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[StoredAt]]
@@ -88,18 +89,14 @@ class ObjectStoreClient(PartitionedClient[StoredAt]):
                 f"{self._timeout_s:g} s (buffer.call_timeout_s): {', '.join(lost[:5])}",
                 sample_ids=lost,
             )
-        columns: dict[tuple[Address, str], Column] = {}
-
-        def column(place: StoredAt, name: str) -> Column:
-            address = (place.store, place.key)
-            if (address, name) not in columns:
-                columns[address, name] = Column.from_wire(objects[address][name])
-            return columns[address, name]
-
-        return {name: [(column(place, name), place.row) for place in of_field] for name, of_field in places.items()}
-
-    def _release(self, partition_id: str, sample_ids: Sequence[str] | None, places: Sequence[StoredAt]) -> None:
-        """Does nothing, because the index's actor tells the row stores."""
+        columns = {
+            address: {name: Column.from_wire(wire) for name, wire in stored.items()}
+            for address, stored in objects.items()
+        }
+        return {
+            name: [(columns[place.store, place.key][name], place.row) for place in of_field]
+            for name, of_field in places.items()
+        }
 
     def _references(self, addresses: Sequence[Address]) -> dict[Address, Any]:
         """Returns references to the objects that the living row stores have. All stores are asked at once. A restarted
@@ -111,7 +108,7 @@ class ObjectStoreClient(PartitionedClient[StoredAt]):
         found: dict[Address, Any] = {}
         for store, of_store in keys.items():
             with contextlib.suppress(ActorGone):
-                asked[store] = self._handle(store).refs.remote(of_store)
+                asked[store] = start(self._handle(store), RowStore.refs, of_store)
         for store, ref in asked.items():
             what = f"finding {len(keys[store])} objects in {store}"
             try:

@@ -1,96 +1,42 @@
-"""The common part of all clients. An index ("books") says where rows are, a store keeps them, and the codec encodes
-them.
+"""The common part of all clients: the index says where rows are, a store keeps them, and the codec encodes them.
 
-A client consists of three methods (`_store`, `_load` and `_release`) and an index. `Bookkeeping` is the interface of
-`Partitions` for a process: under a lock, or behind an actor. The index is updated after the rows are stored, so that
-every row in the index can be read.
+A client consists of an index and of two methods, `_store` and `_load`. The index is updated after the rows are stored,
+so that every row in the index can be read.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.claims import Claim
 from asyncrl.data_plane.codec import Column, decode, encode, row_lengths
 from asyncrl.data_plane.interfaces import LENGTHS_FIELD, PAD_SEQLEN, DataPlaneClient, KVBatchMeta
-from asyncrl.data_plane.partitions import Claim, Located
+from asyncrl.data_plane.partition_actor import Index
+from asyncrl.data_plane.partitions import Partitions, StoredAt
 from asyncrl.errors import RowsLost, RunError
-
-T = TypeVar("T")
-W = TypeVar("W")
 
 READ_ATTEMPTS = 3
 """Attempts to read rows. Rows may be cleared or replaced between the look into the index and the fetch."""
 
 
-class Bookkeeping(Protocol[W]):
-    """The methods of `Partitions`, usable from several threads."""
-
-    def register(
-        self,
-        partition_id: str,
-        *,
-        fields: Sequence[str],
-        num_samples: int,
-        consumer_tasks: Sequence[str],
-        group_size: int | None,
-    ) -> None: ...
-
-    def check_registered(self, partition_id: str) -> None: ...
-
-    def produce(
-        self,
-        partition_id: str,
-        sample_ids: Sequence[str],
-        *,
-        fields: Sequence[str],
-        where: Sequence[W],
-        lengths: Sequence[int] | None,
-        tags: Sequence[Mapping[str, Any]] | None,
-    ) -> list[int] | None:
-        """Enters a put. Returns the lengths of these samples, known from this put or an earlier one, as `lengths_of`
-        does."""
-
-    def claim(
-        self, partition_id: str, task: str, *, fields: Sequence[str], batch_size: int, wait_s: float
-    ) -> Claim | None:
-        """Waits up to `wait_s` seconds for enough rows. Returns None if there are not enough."""
-
-    def ready(self, partition_id: str, task: str, *, fields: Sequence[str]) -> int: ...
-
-    def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> Located[W]: ...
-
-    def fields_of(self, partition_id: str, sample_ids: Sequence[str]) -> set[str]: ...
-
-    def lengths_of(self, partition_id: str, sample_ids: Sequence[str]) -> list[int] | None: ...
-
-    def consumed(self, partition_id: str, tasks: Sequence[str]) -> bool: ...
-
-    def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> list[W]: ...
-
-    def rows_outstanding(self) -> dict[str, int]: ...
-
-
-class PartitionedClient(DataPlaneClient, Generic[W]):
+class PartitionedClient(DataPlaneClient):
     """Implements `DataPlaneClient` with an index and a store."""
 
-    def __init__(self, books: Bookkeeping[W]) -> None:
-        self._books_when_open = books
+    def __init__(self, index: Index) -> None:
+        self._index_when_open = index
         self._closed = False
+        self._registered: set[str] = set()
 
     @abstractmethod
-    def _store(self, partition_id: str, sample_ids: Sequence[str], columns: Mapping[str, Column]) -> Sequence[W]:
+    def _store(self, partition_id: str, sample_ids: Sequence[str], columns: Mapping[str, Column]) -> Sequence[StoredAt]:
         """Stores the columns. Returns the place of each sample's rows."""
 
     @abstractmethod
     def _load(
-        self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[W]]
+        self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[StoredAt]]
     ) -> Mapping[str, Sequence[tuple[Column, int]]]:
         """Returns column and row of each sample, by field. Raises KeyError or RowsLost for rows that are gone."""
-
-    @abstractmethod
-    def _release(self, partition_id: str, sample_ids: Sequence[str] | None, places: Sequence[W]) -> None:
-        """Releases rows that have been removed from the index."""
 
     def register_partition(
         self,
@@ -100,13 +46,8 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None = None,
     ) -> None:
-        self._books.register(
-            partition_id,
-            fields=list(fields),
-            num_samples=num_samples,
-            consumer_tasks=list(consumer_tasks),
-            group_size=grpo_group_size,
-        )
+        tasks = list(consumer_tasks)
+        self._index.call(Partitions.register, partition_id, list(fields), num_samples, tasks, grpo_group_size)
 
     def put_samples(
         self,
@@ -117,27 +58,24 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
     ) -> KVBatchMeta:
         ids = list(sample_ids)
         columns = encode({} if fields is None else fields)  # `fields or {}` would raise for a TensorDict
-        _check_put(ids, columns, tags)
-        self._books.check_registered(partition_id)  # check before any row is stored
+        given_tags = None if tags is None else [dict(tag) for tag in tags]
+        _check_put(ids, columns, given_tags)
+        if partition_id not in self._registered:  # a partition stays registered, so one check for each is enough
+            self._index.call(Partitions.fields_of, partition_id, [])  # raises KeyError before any row is stored
+            self._registered.add(partition_id)
         lengths: list[int] | None = []
         if ids:
             where = self._store(partition_id, ids, columns)
-            lengths = self._books.produce(
+            lengths = self._index.call(
+                Partitions.produce,
                 partition_id,
                 ids,
                 fields=list(columns),
                 where=where,
                 lengths=row_lengths(columns[LENGTHS_FIELD]) if LENGTHS_FIELD in columns else None,
-                tags=None if tags is None else [dict(tag) for tag in tags],
+                tags=given_tags,
             )
-        return KVBatchMeta(
-            partition_id=partition_id,
-            task_name=None,
-            sample_ids=ids,
-            fields=list(columns),
-            sequence_lengths=lengths,
-            tags=None if tags is None else [dict(tag) for tag in tags],
-        )
+        return KVBatchMeta(partition_id, None, ids, list(columns), lengths, tags=given_tags)
 
     def get_samples(
         self,
@@ -147,7 +85,8 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
         *,
         pad_value_dict: Mapping[str, float] | None = None,
     ) -> BatchedDataDict:
-        return self._read(partition_id, sample_ids, select_fields, width=None, pad_value_dict=pad_value_dict)
+        rows = KVBatchMeta(partition_id, None, list(sample_ids), list(select_fields))
+        return self.get_data(rows, pad_value_dict=pad_value_dict)
 
     def get_data(
         self,
@@ -159,8 +98,17 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:
             raise ValueError("get_data: neither select_fields nor the meta's fields name a field; give one of them")
+        names = list(dict.fromkeys(fields))
+        for attempt in range(1, READ_ATTEMPTS + 1):
+            located = self._index.call(Partitions.locate, meta.partition_id, meta.sample_ids, fields=names)
+            try:
+                rows = self._load(meta.partition_id, meta.sample_ids, located.places)
+                break
+            except (KeyError, RowsLost):
+                if attempt == READ_ATTEMPTS:
+                    raise
         width = meta.extra_info.get(PAD_SEQLEN)
-        return self._read(meta.partition_id, meta.sample_ids, fields, width=width, pad_value_dict=pad_value_dict)
+        return decode(rows, lengths=located.lengths, width=width, pad_value_dict=pad_value_dict)
 
     def claim_meta(
         self,
@@ -173,13 +121,15 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
         fields = list(required_fields)
-        claim = self._books.claim(
-            partition_id, task_name, fields=fields, batch_size=batch_size, wait_s=timeout_s if blocking else 0.0
+        wait_s = timeout_s if blocking else 0.0
+        claim = self._index.wait(
+            wait_s, Partitions.claim, partition_id, task_name, fields=fields, batch_size=batch_size
         )
         if claim is None:
             if blocking:
-                ready = self._books.ready(partition_id, task_name, fields=fields)
-                unknown = sorted(set(fields) - self._books.fields_of(partition_id, []))
+                ready = self._index.call(Partitions.ready, partition_id, task_name, fields=fields)
+                registered = self._index.call(Partitions.fields_of, partition_id, [])
+                unknown = sorted(set(fields) - registered)
                 raise TimeoutError(
                     f"task {task_name!r} waited {timeout_s:g} s (timeout_s) for {batch_size} rows of partition "
                     f"{partition_id!r} with {fields}, but only {ready} are ready"
@@ -197,56 +147,28 @@ class PartitionedClient(DataPlaneClient, Generic[W]):
         )
 
     def fields_of(self, sample_ids: Sequence[str], partition_id: str) -> set[str] | None:
-        return self._books.fields_of(partition_id, list(sample_ids))
+        return self._index.call(Partitions.fields_of, partition_id, list(sample_ids))
 
     def lengths_of(self, sample_ids: Sequence[str], partition_id: str) -> list[int] | None:
-        return self._books.lengths_of(partition_id, list(sample_ids))
+        return self._index.call(Partitions.lengths_of, partition_id, list(sample_ids))
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        return self._books.consumed(partition_id, list(task_names))
+        return self._index.call(Partitions.consumed, partition_id, list(task_names))
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        ids = None if sample_ids is None else list(sample_ids)
-        self._release(partition_id, ids, self._books.clear(partition_id, ids))
+        self._index.call(Partitions.clear, partition_id, None if sample_ids is None else list(sample_ids))
 
     def rows_outstanding(self) -> dict[str, int]:
-        return self._books.rows_outstanding()
+        return self._index.call(Partitions.rows_outstanding)
 
     def close(self) -> None:
         self._closed = True
 
     @property
-    def _books(self) -> Bookkeeping[W]:
+    def _index(self) -> Index:
         if self._closed:
             raise RunError("this data-plane client is closed; open a new one")
-        return self._books_when_open
-
-    def _read(
-        self,
-        partition_id: str,
-        sample_ids: Sequence[str],
-        fields: Sequence[str],
-        *,
-        width: int | None,
-        pad_value_dict: Mapping[str, float] | None,
-    ) -> BatchedDataDict:
-        ids, names = list(sample_ids), list(dict.fromkeys(fields))
-
-        def load() -> tuple[Mapping[str, Sequence[tuple[Column, int]]], Sequence[int | None]]:
-            located = self._books.locate(partition_id, ids, fields=names)
-            return self._load(partition_id, ids, located.places), located.lengths
-
-        rows, lengths = _again_when_missing(load)
-        return decode(rows, lengths=lengths, width=width, pad_value_dict=pad_value_dict)
-
-
-def _again_when_missing(load: Callable[[], T]) -> T:
-    for _ in range(READ_ATTEMPTS - 1):
-        try:
-            return load()
-        except (KeyError, RowsLost):
-            continue
-    return load()
+        return self._index_when_open
 
 
 def _check_put(ids: Sequence[str], columns: Mapping[str, Column], tags: Sequence[Mapping[str, Any]] | None) -> None:

@@ -1,104 +1,86 @@
-"""The index behind every client ("the books"): which sample has which field, where it is, and which tasks have claimed
-it. Pure.
+"""The index of the rows: which sample has which field, and where it is stored. Pure.
 
-It holds no rows: `where` is any value with which the client finds a row. The order of a partition is the order of each
-sample's first put. Invariants:
+The index holds no rows. A row is found by its place: the row store of a node, and the key of an object there. The order
+of a partition is the order of each sample's first put. Invariants:
 
-- A task claims a sample at most once, and only when the sample has all fields of the claim.
-- A claim returns exactly the requested number of rows, or none.
 - Clearing removes a sample completely: a later put of the same id creates a new row.
+- An object of a row store is unused as soon as no field of any sample is in it, and never before. `take_unused` returns
+  each unused object once.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
-W = TypeVar("W")
+from asyncrl.data_plane.claims import Claim, Claims
 
 
-def group_of(sample_id: str) -> str:
-    """Returns the group of a sample: `7.0` for `7.0_g3`. A sample id of another form is a group of its own.
+class StoredAt(NamedTuple):
+    """The place of a row: row number `row` of object `key` in the row store `store`.
 
-    >>> group_of("7.0_g3")
-    '7.0'
+    `store` is empty if the rows are not in a row store. The index then never reports their objects as unused.
     """
-    group, _, number = sample_id.rpartition("_g")
-    return group if group and number.isdecimal() else sample_id
 
-
-def samples_of(group: str, *, count: int) -> list[str]:
-    """Returns the ids of a group's samples.
-
-    >>> samples_of("7.0", count=2)
-    ['7.0_g0', '7.0_g1']
-    """
-    return [f"{group}_g{i}" for i in range(count)]
+    store: str
+    key: str
+    row: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """Rows that a task has claimed. `sequence_lengths` is None if the length of any row is unknown."""
-
-    sample_ids: list[str]
-    sequence_lengths: list[int] | None
-    tags: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Located(Generic[W]):
+class Located:
     """The place of each sample, by field, and the tokens of each sample (None if unknown)."""
 
-    places: dict[str, list[W]]
+    places: dict[str, list[StoredAt]]
     lengths: list[int | None]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Row(Generic[W]):
-    where: dict[str, W] = field(default_factory=dict)
+class _Row:
+    where: dict[str, StoredAt] = field(default_factory=dict)
     tags: dict[str, Any] = field(default_factory=dict)
     length: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
-class _Partition(Generic[W]):
-    fields: dict[str, None] = field(default_factory=dict)
-    num_samples: int = 0
-    group_size: int | None = None
-    rows: dict[str, _Row[W]] = field(default_factory=dict)
-    put: int = 0
-    """Rows created since the registration, or since the whole partition was last cleared."""
-    unclaimed: dict[str, dict[str, None]] = field(default_factory=dict)
-    """For each task, its unclaimed samples in the partition's order. A sample that is not here was claimed."""
+class _Partition:
+    claims: Claims
+    fields: set[str] = field(default_factory=set)
+    rows: dict[str, _Row] = field(default_factory=dict)
+
+    def having(self, fields: Sequence[str]) -> list[str]:
+        """Returns the samples with all these fields, oldest first."""
+        needed = set(fields)
+        return [sample_id for sample_id, row in self.rows.items() if row.where.keys() >= needed]
 
 
-class Partitions(Generic[W]):
+class Partitions:
     """The partitions of one data plane. Only one thread may use it at a time."""
 
     def __init__(self) -> None:
-        self._partitions: dict[str, _Partition[W]] = {}
+        self._partitions: dict[str, _Partition] = {}
+        self._references: Counter[tuple[str, str]] = Counter()
+        self._stores: set[str] = set()
+        self._unused: dict[str, list[str]] = {}
 
     def register(
         self,
         partition_id: str,
-        *,
         fields: Sequence[str],
         num_samples: int,
         consumer_tasks: Sequence[str],
-        group_size: int | None,
+        group_size: int | None = None,
     ) -> None:
-        """Declares a partition or extends one. Rows and cursors stay. A new task may claim the existing rows."""
+        """Declares a partition or extends one. Rows and claims stay. A new task may claim the existing rows."""
         for name, value in (("num_samples", num_samples), ("grpo_group_size", group_size)):
             if value is not None and value < 1:
                 raise ValueError(f"partition {partition_id!r}: {name} is {value}, but must be at least 1")
-        partition = self._partitions.setdefault(partition_id, _Partition())
-        partition.fields.update(dict.fromkeys(fields))
-        partition.num_samples, partition.group_size = num_samples, group_size
+        partition = self._partitions.setdefault(partition_id, _Partition(claims=Claims(partition_id=partition_id)))
+        partition.fields.update(fields)
+        claims = partition.claims
+        claims.num_samples, claims.group_size = num_samples, group_size
         for task in consumer_tasks:
-            partition.unclaimed.setdefault(task, dict.fromkeys(partition.rows))
-
-    def check_registered(self, partition_id: str) -> None:
-        """Raises KeyError if the partition is not registered."""
-        self._partition(partition_id)
+            claims.claimed.setdefault(task, set())
 
     def produce(
         self,
@@ -106,70 +88,37 @@ class Partitions(Generic[W]):
         sample_ids: Sequence[str],
         *,
         fields: Sequence[str],
-        where: Sequence[W],
+        where: Sequence[StoredAt],
         lengths: Sequence[int] | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[W]:
+    ) -> list[int] | None:
         """Records that `fields` of sample i are at `where[i]`, and registers new fields.
 
-        Returns the replaced places, one for each replaced field.
+        Returns the tokens of these samples, known from this put or an earlier one, as `lengths_of` does.
         """
         partition = self._partition(partition_id)
-        partition.fields.update(dict.fromkeys(fields))
-        replaced: list[W] = []
+        partition.fields.update(fields)
+        for place in where if fields else []:
+            if place.store:
+                self._stores.add(place.store)
+                self._references[place.store, place.key] += len(fields)
         for i, sample_id in enumerate(sample_ids):
-            row = partition.rows.get(sample_id)
-            if row is None:
-                row = partition.rows[sample_id] = _Row()
-                partition.put += 1
-                for unclaimed in partition.unclaimed.values():
-                    unclaimed[sample_id] = None
-            for name in fields:
-                if name in row.where:
-                    replaced.append(row.where[name])
-                row.where[name] = where[i]
+            if sample_id not in partition.rows:
+                partition.rows[sample_id] = _Row()
+                partition.claims.put += 1
+            row = partition.rows[sample_id]
+            self._release(row.where[name] for name in fields if name in row.where)
+            row.where.update(dict.fromkeys(fields, where[i]))
             if lengths is not None:
                 row.length = lengths[i]
             if tags is not None:
                 row.tags.update(tags[i])
-        return replaced
+        return self.lengths_of(partition_id, sample_ids)
 
-    def claim(self, partition_id: str, task: str, *, fields: Sequence[str], batch_size: int) -> Claim | None:
-        """Claims the task's next rows, oldest first. If fewer than `batch_size` are ready, returns None and changes
-        nothing.
-
-        In a partition with a group size, groups are claimed whole, in the order in which they become complete. A field
-        that is not registered may still be put, so no row is ready for it yet.
-        """
-        partition = self._partition(partition_id)
-        size = partition.group_size or 1
-        if batch_size < 1 or batch_size % size:
-            raise ValueError(
-                f"cannot claim a batch of {batch_size} from partition {partition_id!r}: it must be a positive multiple "
-                f"of its grpo_group_size, {size}"
-            )
-        unclaimed = self._unclaimed(partition_id, task)
-        taken: list[str] = []
-        for unit in self._ready(partition, unclaimed, fields=fields):
-            taken.extend(unit)
-            if len(taken) == batch_size:
-                break
-        else:
-            return None
-        for sample_id in taken:
-            del unclaimed[sample_id]
-        rows = [partition.rows[sample_id] for sample_id in taken]
-        return Claim(sample_ids=taken, sequence_lengths=_lengths(rows), tags=[dict(row.tags) for row in rows])
-
-    def ready(self, partition_id: str, task: str, *, fields: Sequence[str]) -> int:
-        """Returns the number of rows that the task could claim now."""
-        partition = self._partition(partition_id)
-        return sum(map(len, self._ready(partition, self._unclaimed(partition_id, task), fields=fields)))
-
-    def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> Located[W]:
+    def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> Located:
         """Returns the place of each field of each sample. Raises KeyError, which names the first missing one."""
         rows = self._rows(partition_id, sample_ids)
-        places: dict[str, list[W]] = {}
+        places: dict[str, list[StoredAt]] = {}
         for name in fields:
             places[name] = []
             for sample_id, row in zip(sample_ids, rows, strict=True):
@@ -182,7 +131,8 @@ class Partitions(Generic[W]):
         return Located(places=places, lengths=[row.length for row in rows])
 
     def fields_of(self, partition_id: str, sample_ids: Sequence[str]) -> set[str]:
-        """Returns the fields that all these samples have. Raises KeyError, which names the first missing sample."""
+        """Returns the fields that all these samples have; without samples, the fields of the partition. Raises
+        KeyError, which names the first missing sample, or the partition if it is not registered."""
         rows = self._rows(partition_id, sample_ids)
         if not rows:
             return set(self._partition(partition_id).fields)
@@ -191,34 +141,61 @@ class Partitions(Generic[W]):
     def lengths_of(self, partition_id: str, sample_ids: Sequence[str]) -> list[int] | None:
         """Returns the tokens of each sample; None if any is unknown. Raises KeyError, which names the first missing
         sample."""
-        return _lengths(self._rows(partition_id, sample_ids))
+        rows = self._rows(partition_id, sample_ids)
+        lengths = [row.length for row in rows if row.length is not None]
+        return lengths if len(lengths) == len(rows) else None
 
-    def consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
-        """Returns True if the tasks have claimed every existing row, and at least `num_samples` rows were put."""
-        partition = self._partition(partition_id)
-        left = [self._unclaimed(partition_id, task) for task in tasks]
-        return partition.put >= partition.num_samples and not any(left)
+    def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> list[str]:
+        """Removes samples (None: all, and resets the count of rows). Returns the removed samples that had fields.
 
-    def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> list[W]:
-        """Removes samples (None: all, and resets the count of rows). Returns their places, one for each field."""
+        Removing all samples also makes the objects unused that a writer stored in a row store, but never produced.
+        """
         partition = self._partition(partition_id)
         if sample_ids is None:
             sample_ids = list(partition.rows)
-            partition.put = 0
-        released: list[W] = []
-        for sample_id in sample_ids:
-            row = partition.rows.pop(sample_id, None)
-            if row is not None:
-                released.extend(row.where.values())
-                for unclaimed in partition.unclaimed.values():
-                    unclaimed.pop(sample_id, None)
-        return released
+            partition.claims.put = 0
+            for store in self._stores:
+                self._unused.setdefault(store, []).append(f"{partition_id}/")
+        removed = {name: partition.rows.pop(name) for name in sample_ids if name in partition.rows}
+        partition.claims.forget(removed)
+        self._release(place for row in removed.values() for place in row.where.values())
+        return [sample_id for sample_id, row in removed.items() if row.where]
 
     def rows_outstanding(self) -> dict[str, int]:
         """Returns the number of rows by partition."""
         return {partition_id: len(partition.rows) for partition_id, partition in self._partitions.items()}
 
-    def _partition(self, partition_id: str) -> _Partition[W]:
+    def take_unused(self) -> dict[str, list[str]]:
+        """Returns the keys of the objects that became unused since the last call, by row store. A key that ends in "/"
+        stands for all keys that begin with it."""
+        unused, self._unused = self._unused, {}
+        return unused
+
+    # --- claims -------------------------------------------------------------------------------------------------
+
+    def claim(self, partition_id: str, task: str, *, fields: Sequence[str], batch_size: int) -> Claim | None:
+        """Claims the task's next rows with these fields, see `Claims.take`. A field that is not registered may still
+        be put, so no row is ready for it yet."""
+        partition = self._partition(partition_id)
+        taken = partition.claims.take(task, partition.having(fields), batch_size=batch_size)
+        if taken is None:
+            return None
+        tags = [dict(partition.rows[sample_id].tags) for sample_id in taken]
+        return Claim(sample_ids=taken, sequence_lengths=self.lengths_of(partition_id, taken), tags=tags)
+
+    def ready(self, partition_id: str, task: str, *, fields: Sequence[str]) -> int:
+        """Returns the number of rows that the task could claim now."""
+        partition = self._partition(partition_id)
+        return len(partition.claims.ready(task, partition.having(fields)))
+
+    def consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
+        """Returns True if the tasks have claimed every existing row, and at least `num_samples` rows were put."""
+        partition = self._partition(partition_id)
+        return partition.claims.consumed(tasks, partition.rows)
+
+    # --- private ------------------------------------------------------------------------------------------------
+
+    def _partition(self, partition_id: str) -> _Partition:
         if partition_id not in self._partitions:
             raise KeyError(
                 f"partition {partition_id!r} is not registered; registered are {sorted(self._partitions)}; call "
@@ -226,35 +203,17 @@ class Partitions(Generic[W]):
             )
         return self._partitions[partition_id]
 
-    def _rows(self, partition_id: str, sample_ids: Sequence[str]) -> list[_Row[W]]:
+    def _rows(self, partition_id: str, sample_ids: Sequence[str]) -> list[_Row]:
         rows = self._partition(partition_id).rows
         for sample_id in sample_ids:
             if sample_id not in rows:
                 raise KeyError(f"partition {partition_id!r} has no sample {sample_id!r}: it was never put, or cleared")
         return [rows[sample_id] for sample_id in sample_ids]
 
-    def _unclaimed(self, partition_id: str, task: str) -> dict[str, None]:
-        tasks = self._partition(partition_id).unclaimed
-        if task not in tasks:
-            raise ValueError(
-                f"partition {partition_id!r} has no task {task!r}; it has {sorted(tasks)}; register the task first"
-            )
-        return tasks[task]
-
-    @staticmethod
-    def _ready(partition: _Partition[W], unclaimed: Iterable[str], *, fields: Sequence[str]) -> Iterable[list[str]]:
-        """Yields the units that can be claimed: single samples, or whole groups."""
-        groups: dict[str, list[str]] = {}
-        size = partition.group_size or 1
-        for sample_id in unclaimed:
-            where = partition.rows[sample_id].where
-            if all(name in where for name in fields):
-                group = groups.setdefault(group_of(sample_id) if size > 1 else sample_id, [])
-                group.append(sample_id)
-                if len(group) == size:
-                    yield groups.pop(group_of(sample_id) if size > 1 else sample_id)
-
-
-def _lengths(rows: Sequence[_Row[Any]]) -> list[int] | None:
-    lengths = [row.length for row in rows if row.length is not None]
-    return lengths if len(lengths) == len(rows) else None
+    def _release(self, places: Iterable[StoredAt]) -> None:
+        for store, key, _ in places:
+            if store:
+                self._references[store, key] -= 1
+                if not self._references[store, key]:
+                    del self._references[store, key]
+                    self._unused.setdefault(store, []).append(key)

@@ -4,7 +4,7 @@ A Ray object dies with the process that put it. To keep finished groups when the
 puts the values itself. Keys begin with the name of the partition.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -26,17 +26,16 @@ class RowStore:
             if key not in self._objects:
                 self._objects[key] = ray.put(rows)
 
-    def refs(self, keys: list[str]) -> dict[str, Any]:
+    def refs(self, keys: Sequence[str]) -> dict[str, Any]:
         """Returns references to the objects of the keys that exist. The reader fetches them with `ray.get`."""
         return {key: self._objects[key] for key in keys if key in self._objects}
 
-    def clear(self, keys: list[str]) -> int:
-        """Drops the keys that exist. Returns how many they were."""
-        return sum(self._objects.pop(key, None) is not None for key in keys)
-
-    def clear_prefix(self, prefix: str) -> int:
-        """Drops every key that begins with `prefix`. Returns how many they were."""
-        return self.clear([key for key in self._objects if key.startswith(prefix)])
+    def clear(self, keys: Sequence[str]) -> int:
+        """Drops the keys that exist. A key that ends in "/" stands for all keys that begin with it. Returns how many
+        were dropped."""
+        folders = tuple(key for key in keys if key.endswith("/"))
+        below = [key for key in self._objects if key.startswith(folders)] if folders else []
+        return sum(self._objects.pop(key, None) is not None for key in [*keys, *below])
 
 
 def ensure_row_store(*, namespace: str) -> str:

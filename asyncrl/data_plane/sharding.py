@@ -5,19 +5,12 @@ carries its cut in `extra_info`, and ranks use it unchecked: `micro_batch_indice
 `elem_counts_per_gb` have the same meaning as the attributes of a cut batch.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 from asyncrl.data.sharding import (
     DynamicBatchingArgs,
     SequencePackingArgs,
     ShardPlan,
     caller_rows,
-    check_modes,
-    plan_dynamic,
-    plan_even,
-    plan_packed,
-    plan_uneven,
+    plan_shards,
 )
 from asyncrl.data_plane.interfaces import CUT_KEYS, PAD_SEQLEN, KVBatchMeta
 
@@ -47,41 +40,19 @@ def shard_meta_for_dp(
         )
     if sequence_packing_args is not None and dynamic_batching_args is not None:
         raise ValueError("shard_meta_for_dp: sequence_packing_args and dynamic_batching_args exclude each other")
-    check_modes(
+    lengths: list[int] = meta.sequence_lengths
+    plans = plan_shards(
+        meta.size,
+        shards=dp_world,
+        lengths=lambda _: lengths,
+        width=lambda _: meta.extra_info.get(PAD_SEQLEN) or max(lengths),  # rows are padded to the stamped width
         batch_size=batch_size,
         allow_uneven_shards=allow_uneven_shards,
-        dynamic=dynamic_batching_args is not None,
-        packed=sequence_packing_args is not None,
+        dynamic=dynamic_batching_args,
+        packing=sequence_packing_args,
     )
-    lengths = meta.sequence_lengths
-    if sequence_packing_args is not None:
-        plans = plan_packed(
-            lengths,
-            shards=dp_world,
-            args=sequence_packing_args,
-            batch_size=batch_size,
-            allow_uneven_shards=allow_uneven_shards,
-        )
-    elif dynamic_batching_args is not None:
-        plans = plan_dynamic(
-            lengths,
-            shards=dp_world,
-            args=dynamic_batching_args,
-            batch_size=batch_size,
-            width=_width(meta.extra_info, lengths),
-        )
-    elif allow_uneven_shards:
-        plans = plan_uneven(meta.size, shards=dp_world)
-    else:
-        plans = plan_even(meta.size, shards=dp_world, batch_size=batch_size)
     order = caller_rows(plans)
     return [_shard(meta, plan) for plan in plans], None if order == list(range(meta.size)) else order
-
-
-def _width(extra_info: dict[str, Any], lengths: Sequence[int]) -> int:
-    """Returns the width to which the rows will be padded, which limits the width of a micro-batch."""
-    stamped: int | None = extra_info.get(PAD_SEQLEN)
-    return max(lengths) if stamped is None else stamped
 
 
 def _shard(meta: KVBatchMeta, plan: ShardPlan) -> KVBatchMeta:

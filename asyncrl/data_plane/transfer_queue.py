@@ -6,13 +6,14 @@ the index are asyncrl's (`partition_actor.py`), as on Ray's object store.
 - Its controller and storage units are Ray actors with one logical CPU each. Without room for them its `init` waits
   forever without a message. Therefore this module checks the room first, and `init` has a deadline.
 - One controller serves a cluster and dies with the process that started it. Later processes attach to it.
-- Its calls have deadlines of minutes. Therefore each call runs in a thread that is abandoned after `timeout_s`.
+- Its calls have deadlines of minutes. Therefore each call runs in a thread of its own that is abandoned after
+  `timeout_s`. The thread is a daemon, so that a call that hangs does not keep the process alive.
 """
 
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,8 +21,9 @@ import ray
 import torch
 
 from asyncrl.data_plane.codec import Column, encode
-from asyncrl.data_plane.partition_actor import ActorBooks
+from asyncrl.data_plane.partition_actor import Index
 from asyncrl.data_plane.partitioned_client import PartitionedClient
+from asyncrl.data_plane.partitions import Partitions, StoredAt
 from asyncrl.errors import ConfigError, PlacementError
 
 T = TypeVar("T")
@@ -32,7 +34,7 @@ POLL_S = 0.2
 """Seconds between two checks for free CPUs."""
 
 
-class TransferQueueClient(PartitionedClient[str]):
+class TransferQueueClient(PartitionedClient):
     """A process's access to the rows of the run `namespace`. Every call has the deadline `timeout_s`.
 
     It attaches to the cluster's TransferQueue, or starts one with `storage_units` within `start_timeout_s`. Raises
@@ -44,9 +46,8 @@ class TransferQueueClient(PartitionedClient[str]):
     ) -> None:
         self._package = _package()
         self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="transfer-queue")
         self._started_it = _start(self._package, storage_units=storage_units, timeout_s=start_timeout_s)
-        super().__init__(ActorBooks(namespace=namespace, timeout_s=timeout_s))
+        super().__init__(Index(namespace=namespace, timeout_s=timeout_s))
 
     def close(self) -> None:
         """Ends TransferQueue if this client started it. In an attached process it does not call TransferQueue's
@@ -56,9 +57,8 @@ class TransferQueueClient(PartitionedClient[str]):
         super().close()
         if self._started_it:
             self._call(self._package.close, what="closing TransferQueue")
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _store(self, partition_id: str, sample_ids: Sequence[str], columns: Mapping[str, Column]) -> list[str]:
+    def _store(self, partition_id: str, sample_ids: Sequence[str], columns: Mapping[str, Column]) -> list[StoredAt]:
         if columns:
             from tensordict import TensorDict
 
@@ -68,10 +68,10 @@ class TransferQueueClient(PartitionedClient[str]):
                 lambda: self._package.kv_batch_put(keys=list(sample_ids), partition_id=partition_id, fields=batch),
                 what=f"storing {len(sample_ids)} rows in TransferQueue",
             )
-        return list(sample_ids)
+        return [StoredAt(store="", key=sample_id, row=0) for sample_id in sample_ids]
 
     def _load(
-        self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[str]]
+        self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[StoredAt]]
     ) -> dict[str, list[tuple[Column, int]]]:
         keys, names = list(dict.fromkeys(sample_ids)), list(places)
         if not keys or not names:
@@ -83,10 +83,11 @@ class TransferQueueClient(PartitionedClient[str]):
         row_of = {key: row for row, key in enumerate(keys)}
         # Each column is encoded by itself. A put may have stored more tokens than the row's length: decoding cuts them.
         columns = {name: encode({name: _from_tensordict(batch, name)})[name] for name in names}
-        return {name: [(columns[name], row_of[key]) for key in of_field] for name, of_field in places.items()}
+        return {name: [(columns[name], row_of[sample_id]) for sample_id in sample_ids] for name in names}
 
-    def _release(self, partition_id: str, sample_ids: Sequence[str] | None, places: Sequence[str]) -> None:
-        keys = list(dict.fromkeys(places))
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        ids = None if sample_ids is None else list(sample_ids)
+        keys = self._index.call(Partitions.clear, partition_id, ids)
         if keys:
             self._call(
                 lambda: self._package.kv_clear(keys=keys, partition_id=partition_id),
@@ -94,12 +95,24 @@ class TransferQueueClient(PartitionedClient[str]):
             )
 
     def _call(self, call: Callable[[], T], *, what: str) -> T:
-        future: Future[T] = self._threads.submit(call)
         try:
-            return future.result(timeout=self._timeout_s)
+            return _in_thread(call, timeout_s=self._timeout_s)
         except TimeoutError:
-            future.cancel()
             raise TimeoutError(f"{what} took longer than {self._timeout_s:g} s") from None
+
+
+def _in_thread(call: Callable[[], T], *, timeout_s: float) -> T:
+    """Runs a call of TransferQueue. Raises TimeoutError after `timeout_s`; the call then goes on in its thread."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="transfer-queue", daemon=True).start()
+    return future.result(timeout=timeout_s)
 
 
 def _package() -> Any:
@@ -126,25 +139,12 @@ def _start(package: Any, *, storage_units: int, timeout_s: float) -> bool:
             )
         time.sleep(POLL_S)
     settings = {"backend": {"SimpleStorage": {"num_data_storage_units": storage_units}}}
-    failures: list[BaseException] = []
-
-    def init() -> None:
-        try:
-            package.init(settings)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(
-        target=init, name="transfer-queue-init", daemon=True
-    )  # daemon, because it may hang forever
-    thread.start()
-    thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
-    if thread.is_alive():
+    try:
+        _in_thread(lambda: package.init(settings), timeout_s=max(0.0, deadline_s - time.monotonic()))
+    except TimeoutError:
         raise PlacementError(
             f"TransferQueue did not start within {timeout_s:g} s; check that the cluster has room for {cpus} CPUs"
-        )
-    if failures:
-        raise failures[0]
+        ) from None
     return started
 
 

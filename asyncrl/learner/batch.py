@@ -19,7 +19,7 @@ from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.data_plane.partitions import samples_of
+from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import StalenessViolation
 from asyncrl.generation.rollout import GENERATED_FIELDS
 from asyncrl.learner.records import SampleRecord

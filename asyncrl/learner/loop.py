@@ -23,7 +23,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.data_plane.partitions import group_of
+from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.errors import NonFiniteError, ParityError, RowsLost
 from asyncrl.learner.batch import Decode, check_staleness, sample_ids, step_meta
 from asyncrl.learner.checkpoint import Checkpoints

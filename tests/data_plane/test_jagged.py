@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_client import MemoryClient
 
 from asyncrl.data_plane import (
     from_nested,
@@ -15,7 +16,6 @@ from asyncrl.data_plane import (
     response_from_nested,
     to_nested_by_length,
 )
-from asyncrl.data_plane.memory import MemoryClient
 
 pytestmark = pytest.mark.slow  # jagged tensors take seconds to import
 

@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 from client_contract import IDS, ClientContract, Connect
+from memory_client import MemoryClient
 
-from asyncrl.data_plane.memory import MemoryClient, Place
+from asyncrl.data_plane.codec import Column
+from asyncrl.data_plane.partitions import StoredAt
 
 
 class TestMemoryClient(ClientContract):
@@ -23,8 +25,8 @@ class RewrittenMeanwhile(MemoryClient):
         self.replacements = replacements
 
     def _load(
-        self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[dict[str, Place]]]
-    ) -> dict[str, list[Place]]:
+        self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[StoredAt]]
+    ) -> dict[str, list[tuple[Column, int]]]:
         if self.replacements:
             self.replacements -= 1
             self.put_samples(sample_ids, partition_id, fields={"kept": [self.replacements] * len(sample_ids)})
@@ -32,7 +34,19 @@ class RewrittenMeanwhile(MemoryClient):
         return super()._load(partition_id, sample_ids, places)
 
 
-def test_a_read_that_meets_a_put_asks_the_books_again() -> None:
+def test_objects_without_rows_are_dropped() -> None:
+    client = MemoryClient()
+    client.register_partition("p", ["kept"], 4, ["train"])
+    client.put_samples(IDS, "p", fields={"kept": [1] * 4})
+    client.put_samples(IDS, "p", fields={"kept": [2] * 4})
+    client.put_samples(IDS, "p", tags=[{}] * 4)
+    client.clear_samples(IDS[:3], "p")
+    assert len(client.objects) == 1
+    client.clear_samples(IDS[3:], "p")
+    assert not client.objects
+
+
+def test_a_read_that_meets_a_put_asks_the_index_again() -> None:
     client = RewrittenMeanwhile(replacements=2)
     client.register_partition("p", ["kept"], 4, ["train"])
     client.put_samples(IDS, "p", fields={"kept": [9] * 4})

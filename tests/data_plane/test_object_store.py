@@ -13,7 +13,8 @@ from client_contract import IDS, ClientContract, Connect
 from local_ray import local_ray
 
 from asyncrl.data_plane.object_store import ObjectStoreClient
-from asyncrl.data_plane.partition_actor import PARTITIONS, ActorBooks
+from asyncrl.data_plane.partition_actor import Index
+from asyncrl.data_plane.partitions import Partitions
 from asyncrl.data_plane.row_store import ensure_row_store
 from asyncrl.errors import RowsLost
 
@@ -47,8 +48,8 @@ def stored(partition: str) -> int:
     """Returns how many objects of the partition this node's row store holds, by telling it to drop them."""
     store = ray.get_actor(ensure_row_store(namespace=NAMESPACE), namespace=NAMESPACE)
     # The index's actor calls the store too. A call to that actor makes sure that its earlier calls come first.
-    ray.get(ray.get_actor(PARTITIONS, namespace=NAMESPACE).rows_outstanding.remote(), timeout=TIMEOUT_S)
-    count: int = ray.get(store.clear_prefix.remote(f"{partition}/"), timeout=TIMEOUT_S)
+    Index(namespace=NAMESPACE, timeout_s=TIMEOUT_S).call(Partitions.rows_outstanding)
+    count: int = ray.get(store.clear.remote([f"{partition}/"]), timeout=TIMEOUT_S)
     return count
 
 
@@ -82,18 +83,18 @@ class TestObjectStoreClient(ClientContract):
             connect_client().put_samples(IDS, "nowhere", fields={"kept": [1] * 4})
         assert stored("nowhere") == 0
 
-    def test_the_books_are_asked_once_whether_a_partition_is_registered(
+    def test_the_index_is_asked_once_whether_a_partition_is_registered(
         self, partition: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked: list[str] = []
-        ask = ActorBooks._call
+        ask = Index.call
 
-        def recorded(books: ActorBooks[Any], method: str, *arguments: Any, **options: Any) -> Any:
-            if method == "check_registered":
+        def recorded(index: Index, method: Any, *arguments: Any, **options: Any) -> Any:
+            if method is Partitions.fields_of:
                 asked.append(arguments[0])
-            return ask(books, method, *arguments, **options)
+            return ask(index, method, *arguments, **options)
 
-        monkeypatch.setattr(ActorBooks, "_call", recorded)
+        monkeypatch.setattr(Index, "call", recorded)
         client = connect_client()
         for field in ("kept", "not declared"):
             client.put_samples(IDS, partition, fields={field: [1] * 4})

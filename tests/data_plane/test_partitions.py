@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asyncrl.data_plane.partitions import Partitions, group_of
+from asyncrl.data_plane.partitions import Partitions, StoredAt
+from asyncrl.data_plane.sample_ids import group_of
 
 FIELDS = ("rollout", "advantages", "logprobs")
 TASKS = ("train", "score")
@@ -17,14 +18,17 @@ some_fields = st.lists(st.sampled_from(FIELDS), unique=True)
 
 
 class Histories(RuleBasedStateMachine):
-    """`fields` and `claimed` are the model. The `where` of a put is the put's number, which identifies the last one."""
+    """`fields` and `claimed` are the model. A put makes one object, or one for each group. `kept` are the objects, as
+    (store, key), that the index has not reported as unused."""
 
     grouped = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.books: Partitions[int] = Partitions()
-        self.fields: dict[str, dict[str, int]] = {}
+        self.books = Partitions()
+        self.fields: dict[str, dict[str, StoredAt]] = {}
+        self.kept: set[tuple[str, str]] = set()
+        self.stores: set[str] = set()
         self.claimed: dict[str, set[str]] = {"train": set()}
         self.ever = 0
         self.puts = 0
@@ -32,13 +36,7 @@ class Histories(RuleBasedStateMachine):
         self.register()
 
     def register(self) -> None:
-        self.books.register(
-            "p",
-            fields=FIELDS,
-            num_samples=self.num_samples,
-            consumer_tasks=list(self.claimed),
-            group_size=GROUP_SIZE if self.grouped else None,
-        )
+        self.books.register("p", FIELDS, self.num_samples, list(self.claimed), GROUP_SIZE if self.grouped else None)
 
     @rule(num_samples=st.integers(1, 6), task=st.sampled_from(TASKS))
     def register_again(self, num_samples: int, task: str) -> None:
@@ -46,17 +44,19 @@ class Histories(RuleBasedStateMachine):
         self.claimed.setdefault(task, set())
         self.register()
 
-    @rule(ids=some_ids, fields=some_fields)
-    def put(self, ids: list[str], fields: list[str]) -> None:
+    @rule(ids=some_ids, fields=some_fields, whole=st.booleans(), store=st.sampled_from(["rows-a", "rows-b", ""]))
+    def put(self, ids: list[str], fields: list[str], whole: bool, store: str) -> None:
         self.puts += 1
-        replaced = self.books.produce("p", ids, fields=fields, where=[self.puts] * len(ids))
-        expected = []
-        for sample_id in ids:
+        keys = [f"p/{'rows' if whole else group_of(sample_id)}/{self.puts}" for sample_id in ids]
+        where = [StoredAt(store, key, row) for row, key in enumerate(keys)]
+        if store and fields and ids:
+            self.stores.add(store)
+            self.kept.update((store, key) for key in keys)
+        for _ in range(2):  # a put whose answer was lost is repeated, and changes nothing
+            self.books.produce("p", ids, fields=fields, where=where)
+        for sample_id, place in zip(ids, where, strict=True):
             self.ever += sample_id not in self.fields
-            row = self.fields.setdefault(sample_id, {})
-            expected += [row[name] for name in fields if name in row]
-            row.update(dict.fromkeys(fields, self.puts))
-        assert sorted(replaced) == sorted(expected)
+            self.fields.setdefault(sample_id, {}).update(dict.fromkeys(fields, place))
 
     def ready(self, task: str, fields: list[str]) -> list[str]:
         """Returns the rows that may be claimed, in their order; only whole groups if rows are grouped."""
@@ -95,11 +95,28 @@ class Histories(RuleBasedStateMachine):
     def clear_everything(self) -> None:
         self.check_cleared(list(self.fields), self.books.clear("p", None))
         self.ever = 0
+        assert self.drop_unused() == self.stores, "a store must also drop the objects that were never produced"
 
-    def check_cleared(self, ids: list[str], released: list[int]) -> None:
-        assert sorted(released) == sorted(put for i in ids for put in self.fields.pop(i, {}).values())
+    def check_cleared(self, ids: list[str], removed: list[str]) -> None:
+        assert sorted(removed) == sorted(i for i in ids if self.fields.get(i))
+        for sample_id in ids:
+            self.fields.pop(sample_id, None)
         for claimed in self.claimed.values():
             claimed.difference_update(ids)
+
+    def drop_unused(self) -> set[str]:
+        """Removes the unused objects from `kept`. Returns the stores that are to drop the whole partition."""
+        unused = [(store, key) for store, keys in self.books.take_unused().items() for key in keys]
+        for store, key in unused:
+            if key != "p/":
+                self.kept.remove((store, key))  # raises KeyError for an object that was reported twice
+        return {store for store, key in unused if key == "p/"}
+
+    @invariant()
+    def exactly_the_objects_without_rows_are_unused(self) -> None:
+        assert not self.drop_unused()
+        places = [place for row in self.fields.values() for place in row.values()]
+        assert self.kept == {(place.store, place.key) for place in places if place.store}
 
     @invariant()
     def the_books_say_what_the_model_says(self) -> None:
@@ -135,9 +152,11 @@ def test_samples_without_a_group_in_their_name_are_groups_of_their_own() -> None
 
 
 def test_a_group_is_handed_out_once_even_with_more_members_than_its_size() -> None:
-    books: Partitions[int] = Partitions()
-    books.register("p", fields=["x"], num_samples=3, consumer_tasks=["t"], group_size=2)
-    books.produce("p", ["0.0_g0", "0.0_g1", "0.0_g2"], fields=["x"], where=[0, 0, 0])
+    books = Partitions()
+    books.register("p", ["x"], 3, ["t"], 2)
+    books.produce(
+        "p", ["0.0_g0", "0.0_g1", "0.0_g2"], fields=["x"], where=[StoredAt("rows-a", "k", i) for i in range(3)]
+    )
     claim = books.claim("p", "t", fields=["x"], batch_size=2)
     assert claim is not None
     assert claim.sample_ids == ["0.0_g0", "0.0_g1"]

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from memory_client import MemoryClient
 
 from asyncrl.data_plane import materialize, pack_jagged_fields
 from asyncrl.data_plane.codec import encode
-from asyncrl.data_plane.memory import MemoryClient
 
 tensordict = pytest.importorskip("tensordict", reason="TensorDict is not installed")
 

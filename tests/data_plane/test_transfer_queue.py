@@ -29,7 +29,9 @@ def connect_client() -> TransferQueueClient:
 
 
 def test_without_room_for_its_actors_the_start_ends_with_the_numbers() -> None:
-    with pytest.raises(PlacementError, match=r"needs 5 logical CPUs \(a controller and 4 storage units\), 3 are free"):
+    with pytest.raises(
+        PlacementError, match=r"needs 5 logical CPUs \(a controller and 4 storage units\), but only 3 are free"
+    ):
         TransferQueueClient(namespace=NAMESPACE, timeout_s=30.0, storage_units=4, start_timeout_s=0.0)
 
 

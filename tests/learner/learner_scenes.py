@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memory_client import MemoryClient
+
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, Lease, LeaseWait, Ticket
@@ -22,8 +24,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.data_plane.memory import MemoryClient
-from asyncrl.data_plane.partitions import group_of, samples_of
+from asyncrl.data_plane.sample_ids import group_of, samples_of
 from asyncrl.errors import ActorGone, FailureClass
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import sample_rows
@@ -159,7 +160,7 @@ class FakeTrainer:
     @property
     def kept(self) -> set[str]:
         """The groups that have rows in the data plane."""
-        return {group_of(sample) for sample in self.client._books._partitions._partitions[TRAIN_PARTITION].rows}
+        return {group_of(sample) for sample in self.client.samples(TRAIN_PARTITION)}
 
     def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
         self.client.register_partition(TRAIN_PARTITION, STEP_FIELDS, num_samples, ["train"], group_size)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from memory_client import MemoryClient
 from tiny_groups import make_config
 
 from asyncrl.algorithms.loss import ObjectiveLoss
@@ -11,7 +12,6 @@ from asyncrl.algorithms.presets import PRESETS
 from asyncrl.config.schema import Config
 from asyncrl.data import BatchedDataDict
 from asyncrl.data_plane import KVBatchMeta
-from asyncrl.data_plane.memory import MemoryClient
 from asyncrl.errors import RowsLost
 from asyncrl.policy import meta_driver
 from asyncrl.policy.rank_driver import RankDriver

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_client import MemoryClient
 from noted_ranks import DYNAMIC, LOSS, PACKED, named, settings, stored, tq_on
 from tiny_groups import make_batch
 
@@ -12,7 +13,6 @@ from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.token_estimators import DiscountedReturns
 from asyncrl.data_plane import PAD_SEQLEN, KVBatchMeta
-from asyncrl.data_plane.memory import MemoryClient
 from asyncrl.errors import CallRefused, MissingColumns, RowsLost, RunError
 from asyncrl.policy import meta_driver
 from asyncrl.policy.lm_policy import Policy
