@@ -63,8 +63,8 @@ def _refusal(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 def parse_yaml(text: str, *, source: str, fix: str = "") -> object:
     """Returns the data of one YAML document; None for an empty document.
 
-    Raises ConfigError with `source`, line and column. It also refuses data that JSON cannot express (sets, bytes,
-    cycles). `fix` is appended to the error if the text is not valid YAML; it says what the user can do.
+    Raises ConfigError with `source`, line and column. Data that JSON cannot express (sets, bytes, cycles) is refused
+    too. `fix` is appended to the error if the text is not valid YAML; it says what the user can do.
     """
     try:
         data = yaml.load(text, _Loader)
@@ -78,13 +78,12 @@ def parse_yaml(text: str, *, source: str, fix: str = "") -> object:
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source}: not YAML ({error}){fix}") from None
     try:
-        # The deep copy gives every key its own object: YAML aliases make several keys share one, and layers of a
-        # configuration are merged in place.
-        return json.loads(json.dumps(data))
+        json.dumps(data)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{source}: a config may hold only text, numbers, lists and mappings ({error}); replace the value"
         ) from None
+    return data
 
 
 def dump_yaml(data: object) -> str:

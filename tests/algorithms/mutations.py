@@ -551,6 +551,17 @@ TOKEN_ESTIMATORS = [
     ("whitening where none is wanted", 'if rule.whiten == "none":', "if False:"),
     ("a shape of its own", "if column_BS.shape != mask_BS.shape:", "if False:"),
 ]
+AXIS_ERRORS = [
+    ("the fields of any kind", "kind.tag_field is None or value[kind.tag_field] == kind.tag", "True"),
+    ("no choices are named", "if choices:", "if False:"),
+    ("the choices of an enumeration are not named", "case EnumType(cls=cls):", "case EnumType(cls=cls) if False:"),
+    ("infinity is not explained", 'startswith("inf")', 'startswith("?")'),
+]
+OWN_LOSS = [
+    ("signatures are not checked", "if problem := _call_problem(loss):", "if problem := None:"),
+    ("a loss of log-probs is called with logits", "if kind == LossInputType.LOGPROB:", "if False:"),
+    ("any object is a loss", "if not _is_loss(loss):", "if False:"),
+]
 
 MUTATIONS = [
     Mutation(name, file, old, new)
@@ -570,6 +581,8 @@ MUTATIONS = [
         ("objective_properties.py", OBJECTIVE_PROPERTIES),
         ("checks.py", CHECKS),
         ("token_estimators.py", TOKEN_ESTIMATORS),
+        ("axis_errors.py", AXIS_ERRORS),
+        ("own_loss.py", OWN_LOSS),
     )
     for name, old, new in found
 ]
