@@ -17,7 +17,7 @@ order.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -67,10 +67,8 @@ class Samples:
                 )
 
 
-class Estimator(Protocol):
-    """Computes the advantages [N] of a step's samples."""
-
-    def __call__(self, samples: Samples, /) -> torch.Tensor: ...
+Estimator = Callable[[Samples], torch.Tensor]
+"""Computes the advantages [N] of a step's samples."""
 
 
 @dataclass(frozen=True, slots=True)

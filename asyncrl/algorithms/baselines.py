@@ -7,14 +7,13 @@ formulas of all rows.
 """
 
 import math
-import re
-import typing
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
 
+from asyncrl.algorithms.axis_errors import explained
 from asyncrl.config.import_path import is_import_path, suggest
 from asyncrl.errors import ConfigError
 
@@ -165,6 +164,9 @@ class OwnEstimator(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
 
 
+Advantage = Outcome | CriticBased | OwnEstimator
+"""What `algorithm.advantage` may name: a row of one of the two tables below, or an estimator of the user."""
+
 OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
     {
         "group_norm": Outcome(baseline="group_mean", scale="group_std"),
@@ -207,7 +209,7 @@ def advantage_name(advantage: str | Mapping[str, Any] | None) -> str | None:
     return advantage if advantage is None or isinstance(advantage, str) else advantage.get("name")
 
 
-def has_token_advantages(axes: Outcome | CriticBased | OwnEstimator) -> bool:
+def has_token_advantages(axes: Advantage) -> bool:
     """Returns True if each token of a sample has its own advantage."""
     return isinstance(axes, CriticBased) or (isinstance(axes, DiscountedOutcome) and axes.by_token)
 
@@ -218,7 +220,7 @@ def reward_kl(advantage: str | Mapping[str, Any]) -> RewardKL | None:
     return axes.kl if isinstance(axes, DiscountedOutcome | CriticBased) else None
 
 
-def resolve_advantage(advantage: str | Mapping[str, Any]) -> Outcome | CriticBased | OwnEstimator:
+def resolve_advantage(advantage: str | Mapping[str, Any]) -> Advantage:
     """Returns the row that `advantage` names with its axes replaced, or a user's estimator with its options.
 
     Raises ConfigError with the key, the value and the choices. It also refuses an option that has no effect. If each
@@ -253,9 +255,8 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Outcome | CriticBas
     try:
         found = msgspec.convert({**msgspec.to_builtins(row), **options}, type(row))
     except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{KEY}: {error}{_choices(str(error), type(row), options)} ({dict(options)!r})", key=KEY
-        ) from error
+        problem = explained(error, struct=type(row), axes=options)
+        raise ConfigError(f"{KEY}: {problem} ({options!r})", key=KEY) from error
     if isinstance(found, DiscountedOutcome) and found.by_token and "whiten" not in options:
         found = msgspec.structs.replace(found, whiten="tokens")
     idle = dict(_idle(found))
@@ -286,22 +287,3 @@ def _idle(axes: Outcome | CriticBased) -> Iterator[tuple[str, str]]:
         yield "temperature", f"baseline {axes.baseline} has no temperature"
     if axes.rewards == "total":
         yield "weights", "rewards is total, so there is one reward"
-
-
-_FIELD = re.compile(r"at `\$\.(?P<path>[\w.]+)`")
-
-
-def _choices(error: str, row: type[msgspec.Struct], options: Mapping[str, Any]) -> str:
-    """Returns the allowed names for the field in msgspec's error, as text. It is empty if the field takes no names."""
-    found = _FIELD.search(error)
-    if found is None:
-        return ""
-    kind: Any = row
-    value: Any = options
-    for field in found["path"].split("."):
-        # an optional mapping has two types; this takes the type that has fields
-        structs = [part for part in (kind, *typing.get_args(kind)) if hasattr(part, "__struct_fields__")]
-        kind = typing.get_type_hints(structs[0])[field]
-        value = value.get(field) if isinstance(value, Mapping) else None
-    names = [choice for choice in typing.get_args(kind) if isinstance(choice, str)]
-    return f"; the choices are {', '.join(names)}{suggest(str(value), names)}" if names else ""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from asyncrl.algorithms.diagnostics import MAX_FLOAT64_LOG_RATIO
 from asyncrl.algorithms.objective import Clamp, Gamma, Gate, Inverse, Objective, Weight, Weighted, reads_effective_share
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -37,6 +38,10 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True):
     def log_ratio(self, p: str, q: str) -> torch.Tensor:
         """Returns log p − log q of every token, float64."""
         return self.sources[p].double() - self.sources[q].double()
+
+    def bounded_ratio(self, p: str, q: str) -> torch.Tensor:
+        """Returns p/q of every token, float64, so bounded that the square of a ratio fits float64."""
+        return self.log_ratio(p, q).clamp(-MAX_FLOAT64_LOG_RATIO, MAX_FLOAT64_LOG_RATIO).exp()
 
 
 def needs_calibration(objective: Objective) -> bool:
@@ -65,8 +70,7 @@ def calibrated(objective: Objective, *, tokens: StepTokens, reduce: Reduce) -> O
 
 def _effective_share(tokens: StepTokens, *, reduce: Reduce) -> float:
     """Returns e = (Σρ)² / (N · Σρ²) of ρ = current/behaviour over the tokens of all ranks; 1 if there are none."""
-    # the limit keeps the square of a ratio, e^600 at most, within float64
-    ratio = tokens.log_ratio("current", "behaviour").clamp(-300, 300).exp()
+    ratio = tokens.bounded_ratio("current", "behaviour")
     sums = torch.stack([ratio.sum(), ratio.square().sum(), torch.tensor(float(ratio.numel()), dtype=torch.float64)])
     first, second, count = reduce(sums).tolist()
     return min(1.0, first**2 / (count * second)) if count else 1.0
@@ -122,8 +126,7 @@ def _capped(weight: Weight, *, tokens: StepTokens, reduce: Reduce) -> Weight:
     """Returns the weight with `hi` set to the largest cap for which the effective share of the clamped weights,
     (Σw)² / (N · Σw²), is at least `min_ess`."""
     assert weight.min_ess is not None
-    # the limit keeps the square of a ratio, e^600 at most, within float64
-    ratio = tokens.log_ratio(weight.p, weight.q).clamp(-300, 300).exp()
+    ratio = tokens.bounded_ratio(weight.p, weight.q)
     [count] = reduce(torch.tensor([ratio.numel()], dtype=torch.float64)).tolist()
 
     def sums(bound: float) -> tuple[float, float]:

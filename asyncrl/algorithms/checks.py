@@ -8,6 +8,7 @@ import msgspec
 
 from asyncrl.algorithms.baselines import (
     CRITIC_BASED,
+    Advantage,
     CriticBased,
     Outcome,
     OwnEstimator,
@@ -15,10 +16,9 @@ from asyncrl.algorithms.baselines import (
     resolve_advantage,
     reward_kl,
 )
-from asyncrl.algorithms.objective import (
-    Objective,
-    Reinforce,
-    Weighted,
+from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.objective_properties import (
+    averages_advantages,
     corrects_twice,
     inert_in_one_update,
     is_corrected,
@@ -44,14 +44,15 @@ effective share of samples uses it."""
 def check_algorithm(config: Config) -> list[str]:
     """Returns the warnings about an algorithm that can run. Raises ConfigError with all violations of one that
     cannot."""
-    violations, warnings = [*_critic(config), *_filters(config)], list[str]()
-    advantage: Outcome | CriticBased | OwnEstimator | None = None
+    violations, warnings = list(_filters(config)), list[str]()
+    advantage: Advantage | None = None
     try:
         advantage = resolve_advantage(advantage_of(config.algorithm))
     except ConfigError as error:
         violations.append(str(error))
-    else:
-        violations += [*_baseline(config, advantage), *_unavailable(config, advantage), *_group_size(config, advantage)]
+    violations += _critic(config, advantage)
+    if isinstance(advantage, Outcome):
+        violations += _outcome(config, advantage)
         warnings += _single(config, advantage)
     if is_own_loss(config.algorithm):
         violations += _own(config)
@@ -88,16 +89,12 @@ def nearest_corrected(objective: Objective, *, with_critic: bool) -> list[str]:
     `with_critic` is True.
     """
     ours = msgspec.to_builtins(objective)
-
-    def distance(name: str) -> int:
-        return _differences(ours, msgspec.to_builtins(PRESETS[name].objective))
-
     usable = [
         name
         for name, preset in PRESETS.items()
         if is_corrected(preset.objective) and (with_critic or preset.baseline not in NEEDS_CRITIC)
     ]
-    return sorted(usable, key=distance)
+    return sorted(usable, key=lambda name: _differences(ours, msgspec.to_builtins(PRESETS[name].objective)))
 
 
 def _differences(ours: object, theirs: object) -> int:
@@ -110,63 +107,61 @@ def _differences(ours: object, theirs: object) -> int:
     return int(ours != theirs)
 
 
-def _baseline(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:
-    name = baseline_of(config.algorithm)
-    if isinstance(advantage, CriticBased) and config.critic is None:
+def _critic(config: Config, advantage: Advantage | None) -> Iterator[str]:
+    critic, name = config.critic, baseline_of(config.algorithm)
+    if isinstance(advantage, CriticBased) and critic is None:
         because = (
-            "without one, its weight on an early token is the product of the ratios of all later tokens"
+            ": without one, its weight on an early token is the product of the ratios of all later tokens"
             if name == "vtrace"
             else ""
         )
         yield (
-            f"algorithm.advantage = {name} needs a critic, but this run has none{because and ': ' + because}; add the "
-            "section critic (`critic: {}` uses its defaults), or set algorithm.advantage to a group estimator such as "
-            "group_norm, which keeps only the policy's part of the preset"
+            f"algorithm.advantage = {name} needs a critic, but this run has none{because}; add the section critic "
+            "(`critic: {}` uses its defaults), or set algorithm.advantage to a group estimator such as group_norm, "
+            "which keeps only the policy's part of the preset"
         )
-    if not isinstance(advantage, CriticBased) and config.critic is not None:
+    if isinstance(advantage, Outcome | OwnEstimator) and critic is not None:
         yield (
             f"critic: algorithm.advantage = {name} does not use a critic; remove the section critic, or set "
             f"algorithm.advantage to one of {', '.join(NEEDS_CRITIC)}"
         )
-
-
-def _unavailable(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:
-    """Refuses estimators that read columns which a run does not have, or that cannot take the run's rewards."""
-    if not isinstance(advantage, Outcome):
-        return
-    name = baseline_of(config.algorithm)
-    if advantage.rewards == "components":
-        yield (
-            f"algorithm.advantage = {name} reads several rewards of a sample, but a run's environment gives one "
-            "reward; set algorithm.advantage to an estimator of one reward such as group_norm, or write your own loop "
-            "and call `compute_advantages` with `Samples(components=...)`"
-        )
-    if advantage.baseline == "greedy":
-        yield (
-            f"algorithm.advantage = {name} reads the reward of a greedy completion of each prompt, but a run generates "
-            "no greedy completions for training; set algorithm.advantage to a group estimator such as leave_one_out, "
-            "or write your own loop and call `compute_advantages` with `Samples(greedy_rewards_N=...)`"
-        )
-    if advantage.refuses_negative_rewards and config.algorithm.overlong == "penalise":
-        yield (
-            f"algorithm.overlong = penalise: it lowers a reward by up to 1, so that a reward may become negative, but "
-            f"algorithm.advantage = {name} needs rewards of at least 0; set algorithm.overlong to mask or keep"
-        )
-
-
-def _critic(config: Config) -> Iterator[str]:
-    critic = config.critic
-    if critic is None or baseline_of(config.algorithm) != "vtrace":
-        return
-    for key in ("value_lam", "length_alpha"):
-        if getattr(critic, key) is not None:
+    for key in ("value_lam", "length_alpha") if name == "vtrace" else ():
+        if critic is not None and getattr(critic, key) is not None:
             yield (
                 f"critic.{key} = {getattr(critic, key):g}: it is an option of gae, but algorithm.advantage = vtrace "
                 "does not have a λ; remove it"
             )
 
 
-def _pooled(config: Config, objective: Objective, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:
+def _outcome(config: Config, advantage: Outcome) -> Iterator[str]:
+    """Refuses estimators that read columns which a run does not have, or that cannot take the run's rewards or
+    groups."""
+    named, group_size = f"algorithm.advantage = {baseline_of(config.algorithm)}", config.learner.group_size
+    if advantage.rewards == "components":
+        yield (
+            f"{named} reads several rewards of a sample, but a run's environment gives one reward; set "
+            "algorithm.advantage to an estimator of one reward such as group_norm, or write your own loop and call "
+            "`compute_advantages` with `Samples(components=...)`"
+        )
+    if advantage.baseline == "greedy":
+        yield (
+            f"{named} reads the reward of a greedy completion of each prompt, but a run generates no greedy "
+            "completions for training; set algorithm.advantage to a group estimator such as leave_one_out, or write "
+            "your own loop and call `compute_advantages` with `Samples(greedy_rewards_N=...)`"
+        )
+    if advantage.refuses_negative_rewards and config.algorithm.overlong == "penalise":
+        yield (
+            f"algorithm.overlong = penalise: it lowers a reward by up to 1, so that a reward may become negative, but "
+            f"{named} needs rewards of at least 0; set algorithm.overlong to mask or keep"
+        )
+    if advantage.compares_a_group and group_size < 2:
+        yield (
+            f"learner.group_size = {group_size}: {named} compares the samples of a group, so a group of one sample has "
+            "an advantage of 0; set learner.group_size to at least 2"
+        )
+
+
+def _pooled(config: Config, objective: Objective, advantage: Advantage) -> Iterator[str]:
     name = baseline_of(config.algorithm)
     if has_token_advantages(advantage) and averages_advantages(objective):
         options = "" if isinstance(advantage, CriticBased) else " with kl or gamma"
@@ -188,25 +183,9 @@ def _pulls_twice(config: Config, objective: Objective) -> Iterator[str]:
         )
 
 
-def averages_advantages(objective: Objective) -> bool:
-    """Returns True if every token of a sequence gets the gradient of the sequence's mean advantage. This happens when
-    the gradient goes through a ratio of the whole sequence."""
-    through_the_ratio = not isinstance(objective.surrogate, Reinforce | Weighted)
-    return through_the_ratio and objective.level in ("sequence_mean", "sequence_sum")
-
-
-def _group_size(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:
+def _single(config: Config, advantage: Outcome) -> Iterator[str]:
     group_size = config.learner.group_size
-    if isinstance(advantage, Outcome) and advantage.compares_a_group and group_size < 2:
-        yield (
-            f"learner.group_size = {group_size}: algorithm.advantage = {baseline_of(config.algorithm)} compares the "
-            "samples of a group, so a group of one sample has an advantage of 0; set learner.group_size to at least 2"
-        )
-
-
-def _single(config: Config, advantage: Outcome | CriticBased | OwnEstimator) -> Iterator[str]:
-    group_size = config.learner.group_size
-    if isinstance(advantage, Outcome) and advantage.single == "raw" and group_size > 1:
+    if advantage.single == "raw" and group_size > 1:
         yield (
             f"algorithm.advantage.single = raw: it has no effect, because it is for groups of one sample and "
             f"learner.group_size = {group_size}; remove it, or set learner.group_size=1"

@@ -9,12 +9,14 @@ of samples would always look healthy.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
-MAX_LOG_RATIO = 300.0
-"""Limit of |log ρ| in nats. e^600 still fits float64, so the square of every ρ up to this limit can be summed (F22)."""
+MAX_FLOAT64_LOG_RATIO = 300.0
+"""Limit of |log ρ| in nats, for sums in float64: e^600 still fits, so the square of every ρ up to this limit can be
+summed (F22). The loss itself is computed in float32 and has the limit `token_terms.MAX_FLOAT32_LOG_RATIO`."""
 
 AVERAGED_METRICS = frozenset({"lr", "wd", "reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length"})
 """Metrics of a loss that have the same meaning in every micro-batch and are not parts of a sum."""
@@ -22,7 +24,8 @@ AVERAGED_METRICS = frozenset({"lr", "wd", "reward", "global_valid_seqs", "global
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicySums:
-    """Sums over the trained tokens of one micro-batch, rank or step. `+` combines two of them.
+    """Sums over the trained tokens of one micro-batch, rank or step. `+` adds two of them; of fields with `max` in
+    their name it takes the maximum.
 
     The `on_policy_*` fields cover only tokens that were sampled with the weight version of the step. For these tokens
     sampler and trainer are the same policy, so their log-probs must agree. A difference shows an error in a cache, a
@@ -44,21 +47,11 @@ class OffPolicySums:
     on_policy_parity_max_nats: float = 0.0
 
     def __add__(self, other: "OffPolicySums") -> "OffPolicySums":
-        return OffPolicySums(
-            tokens=self.tokens + other.tokens,
-            weight=self.weight + other.weight,
-            weight_squared=self.weight_squared + other.weight_squared,
-            weight_max=max(self.weight_max, other.weight_max),
-            exp_abs_log_rho=self.exp_abs_log_rho + other.exp_abs_log_rho,
-            abs_log_rho_max_nats=max(self.abs_log_rho_max_nats, other.abs_log_rho_max_nats),
-            k1_nats=self.k1_nats + other.k1_nats,
-            k3_nats=self.k3_nats + other.k3_nats,
-            entropy_nats=self.entropy_nats + other.entropy_nats,
-            reference_tokens=self.reference_tokens + other.reference_tokens,
-            reference_k3_nats=self.reference_k3_nats + other.reference_k3_nats,
-            on_policy_tokens=self.on_policy_tokens + other.on_policy_tokens,
-            on_policy_parity_max_nats=max(self.on_policy_parity_max_nats, other.on_policy_parity_max_nats),
-        )
+        total: dict[str, Any] = {}
+        for name in (field.name for field in fields(self)):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            total[name] = max(ours, theirs) if _extreme(name) else ours + theirs
+        return OffPolicySums(**total)
 
     @property
     def ess(self) -> float:
@@ -103,11 +96,13 @@ def off_policy_sums(
     log_rho = (proximal_BT.double() - behaviour_BT.double())[mask_BT]
     if log_rho.numel() == 0:
         return OffPolicySums()
-    bounded = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    bounded = log_rho.clamp(-MAX_FLOAT64_LOG_RATIO, MAX_FLOAT64_LOG_RATIO)
     rho = bounded.exp()
     reference_k3 = 0.0
     if reference_BT is not None:
-        log_ratio = (reference_BT.double() - proximal_BT.double())[mask_BT].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_ratio = (reference_BT.double() - proximal_BT.double())[mask_BT].clamp(
+            -MAX_FLOAT64_LOG_RATIO, MAX_FLOAT64_LOG_RATIO
+        )
         reference_k3 = float((log_ratio.exp() - 1 - log_ratio).sum())
     # max() ignores NaN, so a NaN is replaced by inf
     parity = log_rho[on_policy_BT[mask_BT]].abs().nan_to_num(nan=torch.inf)

@@ -1,67 +1,29 @@
-"""Computes any `Objective` on tensors.
+"""Computes any `Objective` on tensors: a `LossFunction` that sums the terms of the tokens.
 
 Legend: B rows, S tokens, V vocabulary, T = S − 1. The first token of a row has no prefix and is never trained.
 
-Invariants:
+Invariants, in addition to those of `token_terms.py`:
 
-- Only the current log-probs carry gradient.
-- Values at masked positions are replaced before any exp, so NaN there has no effect.
 - Weights and gates never change a denominator.
-- Exponents are bounded in log space.
-- Sequences are identified by segment ids, so a packed row and padded rows give the same loss and gradient.
-- All arithmetic is in float32 or wider, for every dtype of the inputs.
+- Values at masked positions have no effect, even if they are NaN.
+- A packed row and padded rows give the same loss and gradient.
 """
 
-import inspect
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
 
-from asyncrl.algorithms.interfaces import (
-    LossFunction,
-    LossInputType,
-    LossType,
-    MetricNormalization,
-    input_type_of,
-    masked_mean,
-)
-from asyncrl.algorithms.objective import (
-    Aggregation,
-    Clamp,
-    Clipped,
-    Gamma,
-    Gate,
-    Inverse,
-    Linear,
-    Objective,
-    Penalty,
-    Quadratic,
-    Regression,
-    Reinforce,
-    SoftGate,
-    Surrogate,
-    Weight,
-    pooled_sources,
-    uses_ratio,
-)
+from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType, MetricNormalization, masked_mean
+from asyncrl.algorithms.objective import Aggregation, Objective
+from asyncrl.algorithms.objective_properties import pooled_sources
+from asyncrl.algorithms.own_loss import load_loss
 from asyncrl.algorithms.presets import is_own_loss, resolve_objective
-from asyncrl.config.import_path import resolve
+from asyncrl.algorithms.token_terms import Segments, TokenTerms, is_half, token_terms, wide
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import ConfigError, ImpreciseColumns, RunError
-from asyncrl.user_code import describe_error
-
-MAX_LOG_RATIO = 40.0
-"""Limit of a log-ratio, in nats. A ratio or an unbounded weight above e^40 ≈ 2e17 comes from a broken log-prob (F22).
-It is replaced by e^40, so that a product of two of them still fits float32. A ratio at this limit carries no
-gradient."""
-
-Sources = Mapping[str, torch.Tensor]
-"""Log-probs [B, T] by the name of their policy: current, proximal, behaviour, reference."""
 
 SOURCE_COLUMNS: Mapping[str, str] = {
     "proximal": "prev_logprobs",
@@ -69,248 +31,6 @@ SOURCE_COLUMNS: Mapping[str, str] = {
     "reference": "reference_policy_logprobs",
 }
 """The column [B, S] that contains each policy's log-probs."""
-
-
-class Segments:
-    """Says which tokens belong to one sequence.
-
-    `mask_BT` marks the trained tokens. `ids_BT` is the number of a token's sequence within its row. Without ids, each
-    row is one sequence.
-    """
-
-    def __init__(self, mask_BT: torch.Tensor, ids_BT: torch.Tensor | None = None) -> None:
-        rows, tokens = mask_BT.shape
-        # padding may have any id, because the values of masked tokens are zero wherever they are added
-        ids_BT = torch.zeros_like(mask_BT, dtype=torch.long) if ids_BT is None else ids_BT.long().clamp(min=0)
-        row_B1 = torch.arange(rows, device=mask_BT.device).unsqueeze(1)
-        width = int(ids_BT.max()) + 1 if ids_BT.numel() else 1
-        self.mask_BT = mask_BT
-        self._shape = (rows, tokens)
-        self._index = (row_B1 * width + ids_BT).flatten()
-        self._count = rows * width
-        self.sizes_BT = self.pool(mask_BT.float(), "sum")
-
-    def pool(self, values_BT: torch.Tensor, how: str) -> torch.Tensor:
-        """Pools `values_BT` over the trained tokens of each sequence, and gives every token its sequence's result.
-
-        `values_BT` must be zero at masked tokens. `how` is token (no pooling), sum, mean, min or max. Differentiable.
-        """
-        if how == "token":
-            return values_BT
-        flat = values_BT.flatten()
-        if how in ("sum", "mean"):
-            pooled = flat.new_zeros(self._count).index_add(0, self._index, flat)[self._index].view(self._shape)
-            return pooled / self.sizes_BT.clamp(min=1) if how == "mean" else pooled
-        limit = math.inf if how == "min" else -math.inf
-        filled = torch.where(self.mask_BT.flatten(), flat, limit)
-        pooled = flat.new_full((self._count,), limit).scatter_reduce(0, self._index, filled, f"a{how}")
-        return torch.where(self.mask_BT, pooled[self._index].view(self._shape), 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenTerms:
-    """The terms of the objective for every token; zero or False at masked tokens. `loss_BT` and `push_BT` carry
-    gradient.
-
-    `loss_BT` is the value that the aggregation sums: all terms except `positive_nll`. `push_BT` is W · K · S: the part
-    that the advantage multiplies, without penalties and aggregation.
-    """
-
-    loss_BT: torch.Tensor
-    push_BT: torch.Tensor
-    clipped_BT: torch.Tensor
-    gated_BT: torch.Tensor
-
-
-def token_terms(
-    objective: Objective,
-    *,
-    logprobs_BT: torch.Tensor,
-    sources: Sources,
-    advantages_BT: torch.Tensor,
-    segments: Segments,
-    entropy_BT: torch.Tensor | None = None,
-) -> TokenTerms:
-    """Returns W · K · S + Σ β · P of every token, zero at masked tokens.
-
-    All inputs except `logprobs_BT` and `entropy_BT` are detached here. `sources` must contain at least
-    `objective.sources()`. Values in half precision are first converted to float32.
-    """
-    mask_BT = segments.mask_BT
-
-    def inside(values_BT: torch.Tensor) -> torch.Tensor:
-        return torch.where(mask_BT, _wide(values_BT), 0.0)
-
-    lp_BT, adv_BT = inside(logprobs_BT), inside(advantages_BT.detach())
-    fixed = {name: inside(values_BT.detach()) for name, values_BT in sources.items()} | {"current": lp_BT.detach()}
-    # a surrogate without a ratio does not read the anchor, so `sources` may lack it
-    anchor_BT = fixed[objective.anchor if uses_ratio(objective.surrogate) else "current"]
-    log_u_BT = _log_u(objective, lp_BT=lp_BT, anchor_BT=anchor_BT, adv_BT=adv_BT, segments=segments)
-    push_BT, clipped_BT = _surrogate(objective.surrogate, lp_BT=lp_BT, log_u_BT=log_u_BT, adv_BT=adv_BT)
-    gated_BT = torch.zeros_like(mask_BT)
-    if objective.weight is not None:
-        weight_BT, gated_BT = _weight(objective.weight, fixed=fixed, segments=segments)
-        push_BT = weight_BT * push_BT
-    for gate in objective.gates:
-        gated_BT = gated_BT | _gated(gate, fixed=fixed, adv_BT=adv_BT, segments=segments)
-    # torch.where instead of a product with 0: the surrogate of a gated token may be inf, and inf · 0 is NaN
-    push_BT = loss_BT = inside(torch.where(gated_BT, 0.0, push_BT))
-    for penalty in objective.penalties:
-        if penalty.kind == "positive_nll":
-            continue  # this penalty has its own coefficients: `ObjectiveLoss` adds it
-        loss_BT = loss_BT + penalty.beta * inside(_penalty(penalty, lp_BT=lp_BT, fixed=fixed, entropy_BT=entropy_BT))
-    return TokenTerms(loss_BT=loss_BT, push_BT=push_BT, clipped_BT=clipped_BT & mask_BT, gated_BT=gated_BT & mask_BT)
-
-
-def _log_u(
-    objective: Objective,
-    *,
-    lp_BT: torch.Tensor,
-    anchor_BT: torch.Tensor,
-    adv_BT: torch.Tensor,
-    segments: Segments,
-) -> torch.Tensor:
-    """Returns log u of every token: the token's own log-ratio, or the mean or sum over its sequence, with the gradient
-    of lp. At level `sequence_mean_token`, the value is the mean, and the gradient is that of the token's own lp."""
-    log_u_BT = lp_BT - anchor_BT
-    if objective.pre_clip is not None:
-        above_BT = log_u_BT.clamp(max=math.log(objective.pre_clip.hi))
-        below_BT = log_u_BT.clamp(min=math.log(objective.pre_clip.lo))
-        log_u_BT = torch.where(adv_BT > 0, above_BT, torch.where(adv_BT < 0, below_BT, log_u_BT))
-    if objective.level == "sequence_mean_token":
-        return segments.pool(log_u_BT, "mean").detach() + (lp_BT - lp_BT.detach())
-    how = {"token": "token", "sequence_mean": "mean", "sequence_sum": "sum"}[objective.level]
-    return segments.pool(log_u_BT, how)
-
-
-def _surrogate(
-    surrogate: Surrogate, *, lp_BT: torch.Tensor, log_u_BT: torch.Tensor, adv_BT: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns S, and where a clip removes the gradient of a token with A ≠ 0."""
-    nowhere = torch.zeros_like(lp_BT, dtype=torch.bool)
-    if isinstance(surrogate, Reinforce):
-        return -adv_BT * lp_BT, nowhere
-    if isinstance(surrogate, Regression):
-        return (surrogate.beta * log_u_BT - adv_BT).square(), nowhere
-    if isinstance(surrogate, Quadratic):
-        # half of the limit, because the square of u times an unbounded weight must fit float32
-        u_BT = log_u_BT.clamp(max=MAX_LOG_RATIO / 2).exp()
-        return -adv_BT * u_BT + adv_BT.abs() * (u_BT - 1).square() / (2 * surrogate.width), nowhere
-    u_BT = log_u_BT.clamp(max=MAX_LOG_RATIO).exp()
-    if isinstance(surrogate, Linear):
-        return -adv_BT * u_BT, nowhere
-    if isinstance(surrogate, SoftGate):
-        tau_BT = torch.where(adv_BT > 0, surrogate.positive, surrogate.negative)
-        return -adv_BT * (4 / tau_BT) * torch.sigmoid(tau_BT * (u_BT - 1)), nowhere
-    if isinstance(surrogate, Clipped):
-        return _clipped(surrogate, u_BT=u_BT, adv_BT=adv_BT)
-    log_u_BT = log_u_BT.detach()
-    k_BT = torch.where(adv_BT > 0, _kernel(surrogate.positive, log_u_BT), _kernel(surrogate.negative, log_u_BT))
-    return -adv_BT * k_BT * lp_BT, nowhere
-
-
-def _clipped(surrogate: Clipped, *, u_BT: torch.Tensor, adv_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    loss_BT = torch.maximum(-adv_BT * u_BT, -adv_BT * u_BT.clamp(surrogate.lo, surrogate.hi))
-    clipped_BT = ((adv_BT > 0) & (u_BT > surrogate.hi)) | ((adv_BT < 0) & (u_BT < surrogate.lo))
-    if surrogate.dual is not None:
-        dual_BT = (adv_BT < 0) & (u_BT > surrogate.dual)
-        loss_BT = torch.where(dual_BT, -adv_BT * surrogate.dual, loss_BT)
-        clipped_BT = clipped_BT | dual_BT
-    return loss_BT, clipped_BT
-
-
-def _kernel(kernel: Clamp | Inverse | Gamma, log_u_BT: torch.Tensor) -> torch.Tensor:
-    if isinstance(kernel, Clamp):
-        return _ratio(log_u_BT, lo=kernel.lo, hi=kernel.hi)
-    if isinstance(kernel, Inverse):
-        return _ratio(-log_u_BT, lo=0.0, hi=kernel.hi)
-    u_BT = _ratio(log_u_BT, lo=0.0, hi=math.inf)
-    return (kernel.shape * log_u_BT + kernel.rate * (1 - u_BT)).exp()
-
-
-def _weight(
-    weight: Weight, *, fixed: Mapping[str, torch.Tensor], segments: Segments
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the bounded weight p/q, and where the weight zeroes the token's loss."""
-    log_w_BT = segments.pool(fixed[weight.p] - fixed[weight.q], weight.pool)
-    bounded_BT = _ratio(log_w_BT, lo=weight.lo, hi=weight.hi)
-    if weight.outside == "clamp":
-        return bounded_BT, torch.zeros_like(segments.mask_BT)
-    return bounded_BT, (log_w_BT < _log(weight.lo)) | (log_w_BT > _log(weight.hi))
-
-
-def _ratio(log_ratio: torch.Tensor, *, lo: float, hi: float) -> torch.Tensor:
-    """Returns e^log_ratio, clamped to [lo, hi] and to at most e^MAX_LOG_RATIO."""
-    return log_ratio.clamp(_log(lo), min(_log(hi), MAX_LOG_RATIO)).exp()
-
-
-def _is_half(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize < 4
-
-
-def _wide(values: torch.Tensor) -> torch.Tensor:
-    """Converts half precision to float32, because a difference of bfloat16 values would be rounded to bfloat16."""
-    return values.float() if _is_half(values.dtype) else values
-
-
-def _log(bound: float) -> float:
-    return math.log(bound) if bound > 0 else -math.inf
-
-
-def _gated(gate: Gate, *, fixed: Mapping[str, torch.Tensor], adv_BT: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Returns True where the gate zeroes the token's loss."""
-    log_p_BT, log_q_BT = fixed[gate.p], fixed[gate.q]
-    difference_BT = log_p_BT - log_q_BT
-    if gate.stat in ("ratio", "log_ratio"):
-        stat_BT = segments.pool(difference_BT, gate.pool)
-        lo, hi = (_log(gate.lo), _log(gate.hi)) if gate.stat == "ratio" else (gate.lo, gate.hi)
-    else:
-        stat_BT = segments.pool(gate_stat(gate.stat, log_p=log_p_BT, log_q=log_q_BT), gate.pool)
-        lo, hi = gate.lo, gate.hi
-    out_BT = (stat_BT < lo) | (stat_BT > hi)
-    if gate.when == "negative_advantage":
-        return out_BT & (adv_BT < 0)
-    if gate.when == "moving_away":
-        return out_BT & (adv_BT * difference_BT > 0)
-    return out_BT
-
-
-def gate_stat(stat: str, *, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """Returns one of the divergences of `Gate`, for every token."""
-    difference = (log_p - log_q).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if stat == "k1":
-        return -difference
-    if stat == "k2":
-        return difference.square() / 2
-    if stat == "k3":
-        return difference.exp() - 1 - difference
-    if stat == "probability":
-        return log_p.exp() - log_q.exp()
-    # 1 − p is computed with expm1 and clamped above 0: the remaining probability may be smaller than a rounding error
-    tiny = torch.finfo(log_p.dtype).tiny
-    rest_p, rest_q = (-torch.expm1(log_p)).clamp(min=tiny), (-torch.expm1(log_q)).clamp(min=tiny)
-    return -log_q.exp() * difference + rest_q * (rest_q.log() - rest_p.log())
-
-
-def _penalty(
-    penalty: Penalty, *, lp_BT: torch.Tensor, fixed: Mapping[str, torch.Tensor], entropy_BT: torch.Tensor | None
-) -> torch.Tensor:
-    if penalty.kind == "entropy":
-        assert entropy_BT is not None, "an entropy penalty needs entropies"
-        value_BT = -entropy_BT
-    else:
-        difference_BT = lp_BT - fixed[penalty.q]
-        k2_BT = difference_BT.square() / 2
-        k3_BT = (-difference_BT).clamp(max=MAX_LOG_RATIO).exp() - 1 + difference_BT
-        value_BT = {
-            "k1": difference_BT,
-            "k2": k2_BT,
-            "k3": k3_BT,
-            "k3+": k2_BT + (k3_BT - k2_BT).detach(),
-        }[penalty.kind]
-    if penalty.corrected_by == "none":
-        return value_BT
-    return value_BT * (lp_BT - fixed[penalty.corrected_by]).clamp(max=MAX_LOG_RATIO).exp()
 
 
 def interpolated_proximal(
@@ -321,9 +41,9 @@ def interpolated_proximal(
     For a token that is d versions old, it is behaviour + (1 − 1/d) · (sg lp − behaviour), where sg is stop-gradient.
     For d = 0 it is sg lp, the current log-probs.
     """
-    behaviour_BT, staleness_BT = _wide(behaviour_BT), _wide(staleness_BT)
+    behaviour_BT, staleness_BT = wide(behaviour_BT), wide(staleness_BT)
     share_BT = torch.where(staleness_BT > 0, 1 - 1 / staleness_BT.clamp(min=1), 1.0)
-    return behaviour_BT + share_BT * (_wide(logprobs_BT.detach()) - behaviour_BT)
+    return behaviour_BT + share_BT * (wide(logprobs_BT.detach()) - behaviour_BT)
 
 
 def coefficients(
@@ -423,7 +143,7 @@ class ObjectiveLoss:
                 "asyncrl.algorithms.interfaces.LossFunction describes"
             )
         # converted once here: if each use converted it, the gradients of the uses would be added in half precision
-        next_token_logprobs = _wide(next_token_logprobs)
+        next_token_logprobs = wide(next_token_logprobs)
         terms = self.terms(data, logprobs_BT=next_token_logprobs, entropy_BT=next_token_entropies)
         segments = _segments(data)
         token_mask_BT, sample_mask_B1 = data["token_mask"][:, 1:], data["sample_mask"].unsqueeze(1)
@@ -456,7 +176,7 @@ class ObjectiveLoss:
         error. A column that is only used in ratios of single tokens is converted and accepted.
         """
         for name in sorted(self._pooled_columns & set(columns)):
-            if _is_half(columns[name].dtype):
+            if is_half(columns[name].dtype):
                 raise ImpreciseColumns(
                     f"{name} is {str(columns[name].dtype).removeprefix('torch.')}: this loss combines log-probs over "
                     "whole sequences, where the rounding errors of half precision add up; compute the column in "
@@ -569,59 +289,4 @@ def build_loss(config: Config) -> LossFunction:
             f"import path {section.loss!r}, which has no axes: remove algorithm.overrides",
             key="algorithm.overrides",
         )
-    found = resolve(str(section.loss), key="algorithm.loss")
-    try:
-        loss: Any = found if _is_loss(found) else found()
-    except Exception as error:  # a factory that the user wrote may raise anything
-        raise ConfigError(
-            f"algorithm.loss: {section.loss!r} was called without arguments to make a loss, and it raised "
-            f"{describe_error(error)}; fix it, or name a LossFunction",
-            key="algorithm.loss",
-        ) from error
-    if not _is_loss(loss):
-        raise ConfigError(
-            f"algorithm.loss: {section.loss!r} gives a {type(loss).__name__}, which is not a LossFunction; it must be "
-            f"callable with logits or log-probs, data and the global counts (see asyncrl.algorithms.interfaces)",
-            key="algorithm.loss",
-        )
-    if problem := _call_problem(loss):
-        raise ConfigError(
-            f"algorithm.loss: {section.loss!r} cannot be called as a loss: {problem}", key="algorithm.loss"
-        )
-    return cast(LossFunction, loss)
-
-
-def _call_problem(loss: Any) -> str | None:
-    """Returns why the loss's signature fits none of the calls that the policy may make, or None if it fits one."""
-    try:
-        kind = input_type_of(loss)
-        signature = inspect.signature(loss)
-    except ValueError as error:  # an unknown input_type, or a callable that is written in C and has no signature
-        return str(error) if hasattr(loss, "input_type") else None
-    counts: dict[str, None] = dict.fromkeys(("global_valid_seqs", "global_valid_toks"))
-    logits = (["next_token_logits"], ["logits"], ["next_token_logits", "logits"])
-    calls: list[tuple[list[None], dict[str, None]]] = [([], {"data": None, **dict.fromkeys(names)}) for names in logits]
-    calls.append(([None, None], {}))
-    if kind == LossInputType.LOGPROB:
-        calls = [([], {"data": None, "next_token_logprobs": None})]
-    problem = ""
-    for values, keywords in calls:
-        try:
-            signature.bind(*values, **keywords, **counts)
-        except TypeError as error:
-            problem = str(error)
-        else:
-            return None
-    takes = "data, global_valid_seqs, global_valid_toks, next_token_logprobs"
-    if kind == LossInputType.LOGIT:
-        takes = "next_token_logits, data, global_valid_seqs, global_valid_toks"
-    return f"{problem}; it must take ({takes}), but its parameters are {signature}"
-
-
-def _is_loss(value: Any) -> bool:
-    if isinstance(value, type) or not callable(value):
-        return False
-    if hasattr(value, "input_type"):
-        return True
-    arguments = inspect.signature(value).parameters.values()
-    return any(a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments)
+    return load_loss(str(section.loss))

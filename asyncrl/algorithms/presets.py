@@ -1,17 +1,14 @@
 """Published objectives as rows of data, and the functions that build an objective from the user's configuration. Does
 not import torch."""
 
-import functools
 import math
-import operator
-import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import msgspec
-import msgspec.inspect
 
+from asyncrl.algorithms.axis_errors import explained
 from asyncrl.algorithms.baselines import CRITICS, PublishedCritic, advantage_name
 from asyncrl.algorithms.objective import (
     Aggregation,
@@ -399,7 +396,7 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
         return msgspec.convert(axes, Objective)
     except msgspec.ValidationError as error:
         key = "algorithm.overrides" if isinstance(loss, str) else "algorithm.loss"
-        problem = _unknown_field(str(error), axes) or f"{error}{_choices(str(error), axes)}"
+        problem = explained(error, struct=Objective, axes=axes)
         raise ConfigError(f"{key}: {problem} ({loss!r} with {dict(overrides)!r})", key=key) from error
 
 
@@ -430,71 +427,6 @@ def published_critic(section: AlgorithmSection) -> PublishedCritic | None:
     """Returns the published fields of `critic`, if the loss is a preset that has them and uses its own estimator."""
     name = section.loss if isinstance(section.loss, str) else None
     return CRITICS.get(name) if name is not None and baseline_of(section) == published_baseline(section) else None
-
-
-_UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`(?: - at `\$\.(?P<place>[^`]*)`)?")
-_AXES: Mapping[str, type[msgspec.Struct]] = {"weight": Weight, "pre_clip": PreClip, "gates": Gate, "penalties": Penalty}
-_KINDS = (Reinforce, Linear, Clipped, Weighted, SoftGate, Quadratic, Regression, Clamp, Inverse, Gamma)
-
-
-def _unknown_field(error: str, axes: Mapping[str, Any]) -> str | None:
-    """Returns a message with the known fields for msgspec's error about an unknown field; None for any other error."""
-    found = _UNKNOWN_FIELD.search(error)
-    if found is None:
-        return None
-    place = found["place"]
-    if place is None:
-        where, known = "an objective", list(Objective.__struct_fields__)
-    elif axis := _AXES.get(place.partition("[")[0]):
-        where, known = place, list(axis.__struct_fields__)
-    else:
-        kind = functools.reduce(operator.getitem, place.split("."), axes)["kind"]
-        [axis] = [struct for struct in _KINDS if struct.__struct_config__.tag == kind]
-        where, known = f"{place} of kind {kind}", list(axis.__struct_fields__)
-    field = found["field"]
-    return f"{where} has no field {field!r}{suggest(field, known)}; its fields are {', '.join(known) or 'none'}"
-
-
-_PLACE = re.compile(r"at `\$\.(?P<place>[^`]*)`")
-
-
-def _choices(error: str, axes: Mapping[str, Any]) -> str:
-    """Returns the allowed names or kinds for the value in msgspec's error, as text; or how YAML writes infinity, if the
-    value looks like infinity. It is empty if neither is known."""
-    found = _PLACE.search(error)
-    if found is None:
-        return ""
-    types, value = [msgspec.inspect.type_info(Objective)], cast(Any, axes)
-    for name in re.findall(r"\w+", found["place"]):
-        value = value[int(name)] if name.isdigit() else value.get(name)
-        types = [inner for outer in types for inner in _inner(outer, name)]
-    choices = [choice for kind in types for choice in getattr(kind, "values", ())]
-    if choices:
-        return f"; the choices are {', '.join(choices)}{suggest(str(value), choices)}"
-    return (
-        "; infinity is written .inf" if isinstance(value, str) and value.strip("+-").lower().startswith("inf") else ""
-    )
-
-
-def _inner(outer: msgspec.inspect.Type, name: str) -> list[msgspec.inspect.Type]:
-    """Returns the types of the part `name` in a value of type `outer`: an entry of a list, a field, or a struct's
-    tag."""
-    inner: list[msgspec.inspect.Type] = []
-    match outer:
-        case msgspec.inspect.UnionType(types=types):
-            inner = [found for each in types for found in _inner(each, name)]
-        case msgspec.inspect.VarTupleType(item_type=item):
-            inner = [item]
-        case msgspec.inspect.StructType(fields=fields, tag_field=tag_field, tag=tag) if tag_field == name:
-            inner = [msgspec.inspect.LiteralType((cast(str, tag),))]
-        case msgspec.inspect.StructType(fields=fields):
-            inner = [field.type for field in fields if field.name == name]
-    return [
-        msgspec.inspect.LiteralType(tuple(member.value for member in each.cls))
-        if isinstance(each, msgspec.inspect.EnumType)
-        else each
-        for each in inner
-    ]
 
 
 def _replaced(current: object, value: object) -> object:

@@ -10,7 +10,7 @@ Legend: B rows, S tokens.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,34 +27,37 @@ KL_COLUMNS = ("prev_logprobs", "reference_policy_logprobs")
 """Columns that a KL in the reward reads: log-probs of the policy at the step's start, and of the reference."""
 
 
-class TokenEstimator(Protocol):
-    """Computes advantages and returns [B, S] of a rank's rows.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEstimator:
+    """Base class of the estimators that compute advantages and returns [B, S] of a rank's rows.
 
-    `reads` are the columns that the rows must have. `whitening` says how the advantages are whitened over the step.
+    `kl` is a KL to the reference in the reward. `whitening` says how the advantages are whitened over the step. A
+    subclass sets `columns`, the columns that it always reads, and implements the call.
     """
 
+    columns: ClassVar[tuple[str, ...]] = ()
+    kl: RewardKL | None = None
+    whitening: Whitening = Whitening(whiten="tokens")  # noqa: RUF009 (frozen)
+
     @property
-    def reads(self) -> tuple[str, ...]: ...
-    @property
-    def whitening(self) -> Whitening: ...
-    def __call__(self, data: BatchedDataDict) -> TokenAdvantages: ...
+    def reads(self) -> tuple[str, ...]:
+        """The columns that the rows must have: `columns`, and with `kl` the log-probs of policy and reference."""
+        return tuple(dict.fromkeys((*self.columns, *(() if self.kl is None else KL_COLUMNS))))
+
+    def __call__(self, data: BatchedDataDict) -> TokenAdvantages:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiscountedReturns:
+class DiscountedReturns(TokenEstimator):
     """REINFORCE++ (2501.03262, eqs. 8 to 10): the advantage is Σ_k γ^k · r_{t+k} over trained tokens.
 
     r_t is −β · KL_t. At the last trained token, r_t also contains the column `outcome_advantages` [B], which is the
     sample's reward less its baseline.
     """
 
+    columns: ClassVar[tuple[str, ...]] = ("input_lengths", "token_mask", "sample_mask", OUTCOME)
     gamma: float = 1.0
-    kl: RewardKL | None = None
-    whitening: Whitening = Whitening(whiten="tokens")  # noqa: RUF009 (frozen)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return ("input_lengths", "token_mask", "sample_mask", OUTCOME, *(() if self.kl is None else KL_COLUMNS))
 
     def __call__(self, data: BatchedDataDict) -> TokenAdvantages:
         rewards_BS = token_rewards(data, data[OUTCOME], kl=self.kl)

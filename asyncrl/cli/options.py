@@ -15,8 +15,8 @@ import typer
 from asyncrl.algorithms.checks import check_algorithm
 from asyncrl.cli.presence import check_presence
 from asyncrl.config.checks import check_config
-from asyncrl.config.exposure import check_exposure
 from asyncrl.config.load import config_origins, load_config
+from asyncrl.config.metrics_host import check_metrics_host
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.run.roles import Role
@@ -129,7 +129,7 @@ def checked_config(
     problems: list[str] = []
     warnings: list[str] = []
     try:
-        check_exposure(config, allow_public=allow_public)
+        check_metrics_host(config, allow_public=allow_public)
     except ConfigError as error:
         problems.append(str(error))
     presence = functools.partial(check_presence, roles=roles, origins=config_origins(files, overrides))

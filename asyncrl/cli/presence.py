@@ -13,8 +13,7 @@ from pathlib import Path
 
 from asyncrl.algorithms.presets import baseline_of
 from asyncrl.config.import_path import is_import_path, missing_module, suggest
-from asyncrl.config.load import KeyPath
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, KeyPath
 from asyncrl.environments.reasoning_gym_tasks import task_names
 from asyncrl.errors import ConfigError
 from asyncrl.policy.model_directory import is_tiny, missing_parts, model_problems, read_model

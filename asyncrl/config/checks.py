@@ -5,14 +5,16 @@ a configuration that can run, but probably not as the user expects. This module 
 configuration names (torch, vLLM, Ray). The rules about the objective are in `asyncrl.algorithms.checks`.
 """
 
+import operator
 import re
 import string
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from asyncrl.config.field_types import WATCHED_DEADLINE
 from asyncrl.config.gpu_shares import share_violations, share_warnings
 from asyncrl.config.import_path import is_import_path, suggest
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, marked
 from asyncrl.errors import ConfigError
 
 BYTES_PER_TOKEN = 24
@@ -34,16 +36,31 @@ _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
 # built under the name of a Hub model must not be mistaken for that model.
 _HUB_ID = re.compile(r"(?!models/)\w[\w.-]*(/\w[\w.-]*)?")
 
-# A healthy run may make no progress until one of these deadlines has passed. The watchdog must be longer than each.
-_WATCHED_DEADLINES = (
-    "generator.rollout_timeout_s",
-    "weights.load_timeout_s",
-    "learner.collective_timeout_s",
-    "environment.score_timeout_s",
-    "buffer.heartbeat_timeout_s",
-    "buffer.call_timeout_s",
-    "eval.timeout_s",
-)
+
+_TOGETHER = ", the limit of prompt and completion together; lower it, or raise model.max_length"
+_STALL = "; otherwise the run ends before that deadline passes and its error names the cause; raise it, or lower "
+_LIMITS = {
+    "buffer.capacity_groups >= learner.groups_per_step": ", the groups of one step; raise it, or leave it unset",
+    "learner.optimizer.warmup_steps <= learner.total_steps": "; lower it",
+    "critic.optimizer.warmup_steps <= learner.total_steps": "; lower it",
+    "critic.warmup_steps < learner.total_steps": "; otherwise the policy is never trained; lower it",
+    "generator.max_completion_tokens < model.max_length": _TOGETHER,
+    "data.max_prompt_tokens < model.max_length": _TOGETHER,
+    **{f"run.stall_timeout_s > {deadline}": f"{_STALL}{deadline}" for deadline in marked(WATCHED_DEADLINE)},
+    "environment.score_timeout_s < generator.rollout_timeout_s": (
+        ", which includes scoring; lower it, or raise generator.rollout_timeout_s"
+    ),
+    "generator.min_replicas <= generator.replicas": "; lower it",
+}
+"""Maps a relation between two keys to the end of the message about its violation: the reason, and what to do. A
+relation holds if one of the keys is unset or in a section that is unset."""
+
+_RELATIONS = {
+    ">=": ("at least", operator.ge),
+    ">": ("above", operator.gt),
+    "<=": ("at most", operator.le),
+    "<": ("below", operator.lt),
+}
 
 
 def check_config(config: Config) -> list[str]:
@@ -76,14 +93,17 @@ def _staleness(config: Config) -> Iterator[str]:
         )
 
 
+def _limits(config: Config) -> Iterator[str]:
+    for rule, advice in _LIMITS.items():
+        key, sign, limit = rule.split()
+        value, bound = _value(config, key), _value(config, limit)
+        words, holds = _RELATIONS[sign]
+        if value is not None and bound is not None and not holds(value, bound):
+            yield f"{key} = {_text(value)}: must be {words} {limit} = {_text(bound)}{advice}"
+
+
 def _buffer(config: Config) -> Iterator[str]:
     step_groups = config.learner.groups_per_step
-    groups = config.buffer.capacity_groups
-    if groups is not None and groups < step_groups:
-        yield (
-            f"buffer.capacity_groups = {groups}: must be at least learner.groups_per_step = {step_groups}, the groups "
-            "of one step; raise it, or leave it unset"
-        )
     step_bytes = step_groups * worst_case_group_bytes(config)
     if config.buffer.capacity_bytes < step_bytes:
         yield (
@@ -95,24 +115,20 @@ def _buffer(config: Config) -> Iterator[str]:
 
 def _step_shape(config: Config) -> Iterator[str]:
     learner = config.learner
-    groups, ranks, updates = learner.groups_per_step, learner.ranks, learner.updates_per_step
-    if groups % (ranks * updates):
-        unit = ranks * updates
-        yield (
-            f"learner.groups_per_step = {groups}: must be a multiple of learner.ranks × learner.updates_per_step = "
-            f"{ranks} × {updates} = {unit}, so that every rank has an equal share of every update; set it to "
-            f"{-(-groups // unit) * unit}"
-        )
+    groups, updates = learner.groups_per_step, learner.updates_per_step
+    for name, pool in config.rank_pools().items():
+        unit = pool.ranks * updates
+        if groups % unit:
+            yield (
+                f"learner.groups_per_step = {groups}: must be a multiple of {name}.ranks × learner.updates_per_step = "
+                f"{pool.ranks} × {updates} = {unit}, so that every rank has an equal share of every update; set it to "
+                f"{-(-groups // unit) * unit}"
+            )
     if learner.batching != "padded" and learner.micro_batch_tokens < config.model.max_length:
         yield (
             f"learner.micro_batch_tokens = {learner.micro_batch_tokens}: must be at least model.max_length = "
             f"{config.model.max_length} with learner.batching = {learner.batching}, so that the longest sequence fits "
             "into one pass; raise it"
-        )
-    if config.learner.optimizer.warmup_steps > learner.total_steps:
-        yield (
-            f"learner.optimizer.warmup_steps = {learner.optimizer.warmup_steps}: must be at most learner.total_steps "
-            f"= {learner.total_steps}; lower it"
         )
 
 
@@ -137,29 +153,6 @@ def _sharding(config: Config) -> Iterator[str]:
         )
 
 
-def _critic(config: Config) -> Iterator[str]:
-    critic, learner = config.critic, config.learner
-    if critic is None:
-        return
-    groups, unit = learner.groups_per_step, critic.ranks * learner.updates_per_step
-    if groups % unit:
-        yield (
-            f"learner.groups_per_step = {groups}: must be a multiple of critic.ranks × learner.updates_per_step = "
-            f"{critic.ranks} × {learner.updates_per_step} = {unit}, so that every rank has an equal share of every "
-            f"update; set it to {-(-groups // unit) * unit}"
-        )
-    if critic.optimizer.warmup_steps > learner.total_steps:
-        yield (
-            f"critic.optimizer.warmup_steps = {critic.optimizer.warmup_steps}: must be at most learner.total_steps = "
-            f"{learner.total_steps}; lower it"
-        )
-    if critic.warmup_steps >= learner.total_steps:
-        yield (
-            f"critic.warmup_steps = {critic.warmup_steps}: must be below learner.total_steps = {learner.total_steps}; "
-            "otherwise the policy is never trained; lower it"
-        )
-
-
 def _model(config: Config) -> Iterator[str]:
     path = config.model.path
     if config.model.tiny is not None and _HUB_ID.fullmatch(path):
@@ -170,41 +163,8 @@ def _model(config: Config) -> Iterator[str]:
         )
 
 
-def _lengths(config: Config) -> Iterator[str]:
-    longest = config.model.max_length
-    for key in ("generator.max_completion_tokens", "data.max_prompt_tokens"):
-        tokens = _value(config, key)
-        if tokens >= longest:
-            yield (
-                f"{key} = {tokens}: must be below model.max_length = {longest}, the limit of prompt and completion "
-                "together; lower it, or raise model.max_length"
-            )
-
-
-def _deadlines(config: Config) -> Iterator[str]:
-    watchdog_s = config.run.stall_timeout_s
-    for key in _WATCHED_DEADLINES:
-        deadline_s = _value(config, key)
-        if watchdog_s <= deadline_s:
-            yield (
-                f"run.stall_timeout_s = {watchdog_s:g}: must be above {key} = {deadline_s:g}; otherwise the run ends "
-                f"before that deadline passes and its error names the cause; raise it, or lower {key}"
-            )
-    if config.environment.score_timeout_s >= config.generator.rollout_timeout_s:
-        yield (
-            f"environment.score_timeout_s = {config.environment.score_timeout_s:g}: must be below "
-            f"generator.rollout_timeout_s = {config.generator.rollout_timeout_s:g}, which includes scoring; lower it, "
-            "or raise generator.rollout_timeout_s"
-        )
-
-
 def _generator(config: Config) -> Iterator[str]:
     generator = config.generator
-    if generator.min_replicas > generator.replicas:
-        yield (
-            f"generator.min_replicas = {generator.min_replicas}: must be at most generator.replicas = "
-            f"{generator.replicas}; lower it"
-        )
     if generator.tensor_parallel_size > 1 and generator.gpus not in (0, generator.tensor_parallel_size):
         yield (
             f"generator.tensor_parallel_size = {generator.tensor_parallel_size}: must equal generator.gpus = "
@@ -273,10 +233,8 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _buffer,
     _step_shape,
     _sharding,
-    _critic,
+    _limits,
     _model,
-    _lengths,
-    _deadlines,
     _generator,
     share_violations,
     _data,
@@ -314,5 +272,12 @@ def _warnings(config: Config) -> Iterator[str]:
 
 
 def _value(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
+    """Returns the value of a dotted key; None if the key, or a section on the way to it, is unset."""
+    found: Any = config
+    for name in key.split("."):
+        found = None if found is None else getattr(found, name)
+    return found
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else f"{value}"

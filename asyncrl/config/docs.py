@@ -6,12 +6,12 @@ on disk differs from the generated page.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import is_own
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import sections
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -36,15 +36,18 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 def page() -> str:
     """Returns the text of the page, which ends in one newline."""
-    schema = Config.model_json_schema()
-    lines = [_HEADER.rstrip()]
-    for path, section, is_optional in _sections(schema, schema, path=""):
-        unset = f" Unset by default; `{path}: {{}}` sets the section with the defaults below." if is_optional else ""
-        lines += ["", f"## {path}", "", section["description"] + unset, ""]
+    lines, found = [_HEADER.rstrip()], dict(sections())
+    for path, section in found.items():
+        if not path:
+            continue
+        key = ".".join(path)
+        is_optional = found[path[:-1]].model_fields[path[-1]].default is None
+        unset = f" Unset by default; `{key}: {{}}` sets the section with the defaults below." if is_optional else ""
+        schema = section.model_json_schema()
+        lines += ["", f"## {key}", "", schema["description"] + unset, ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for name, field in section["properties"].items():
-            if _section_of(field, schema) is None:
-                lines.append(_row(f"{path}.{name}", field))
+        fields = schema["properties"].items()
+        lines += [_row(f"{key}.{name}", field) for name, field in fields if (*path, name) not in found]
     return "\n".join(lines) + "\n"
 
 
@@ -61,27 +64,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{PAGE} differs from the schema; run: python -m asyncrl.config.docs", file=sys.stderr)
         return 1
     return 0
-
-
-def _sections(
-    section: Mapping[str, Any], schema: Mapping[str, Any], *, path: str
-) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
-    """Yields (dotted path, section, whether the section may be unset) for each section below `section`, depth first."""
-    for name, field in section["properties"].items():
-        below = _section_of(field, schema)
-        if below is not None:
-            below_path = f"{path}.{name}" if path else name
-            yield below_path, below, "anyOf" in field
-            yield from _sections(below, schema, path=below_path)
-
-
-def _section_of(field: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the JSON schema of the section that a field holds; None for a plain field."""
-    for option in (field, *field.get("anyOf", ())):
-        if "$ref" in option:
-            section: Mapping[str, Any] = schema["$defs"][option["$ref"].removeprefix("#/$defs/")]
-            return section
-    return None
 
 
 def _row(key: str, field: Mapping[str, Any]) -> str:

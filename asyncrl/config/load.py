@@ -6,47 +6,22 @@ as an integer. All violations are reported in one error, each with the file or o
 `checks.check_config` checks the rules that involve several fields.
 """
 
+import functools
 import json
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from asyncrl.config.dialect import dump_yaml, parse_yaml
-from asyncrl.config.explain import ON_COMMAND_LINE, explain
-from asyncrl.config.schema import Config
+from asyncrl.config.error_messages import ON_COMMAND_LINE, error_message
+from asyncrl.config.field_types import PER_DEPLOYMENT
+from asyncrl.config.plain_yaml import dump_yaml, parse_yaml
+from asyncrl.config.schema import Config, KeyPath, marked
 from asyncrl.errors import ConfigError
 
-KeyPath = tuple[str, ...]
-
-# Sections and keys that may differ between the deployments of one run: places, sizes of pools, and hardware. All other
-# keys must agree.
-_OWN_SECTIONS = ("metrics", "ray")
-_OWN_KEYS = frozenset(
-    {
-        "run.dir",
-        "generator.replicas",
-        "generator.min_replicas",
-        "generator.cpus",
-        "generator.gpus",
-        "generator.node_labels",
-        "generator.kv_cache_gib",
-        "generator.gpu_memory_utilization",
-        "generator.tensor_parallel_size",
-        "generator.max_concurrent_groups",
-        "generator.max_starts_per_s",
-        "generator.enforce_eager",
-        "generator.startup_timeout_s",
-        "learner.cpus",
-        "learner.gpus",
-        "learner.node_labels",
-        "learner.threads",
-        "critic.cpus",
-        "critic.gpus",
-        "critic.node_labels",
-    }
-)
+_REPLACED: Collection[KeyPath] = {("algorithm", "advantage")}
+"""Mappings that a later layer replaces if it has a `name`: their other keys are options of that name."""
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
@@ -63,7 +38,7 @@ def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
         return Config.model_validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
         violations = error.errors(include_url=False)
-        lines = [explain(violation, origins=origins) for violation in violations]
+        lines = [error_message(violation, origins=origins) for violation in violations]
         key = ".".join(map(str, violations[0]["loc"])) if len(violations) == 1 else ""
         raise ConfigError("\n".join(lines), key=key) from None
 
@@ -78,14 +53,13 @@ def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, 
     merged: dict[str, object] = {}
     origins: dict[KeyPath, str] = {}
     problems: list[str] = []
-    for file in files:
+    layers: list[tuple[str, Callable[[], dict[str, object]]]] = [
+        *((f"in {file}", functools.partial(_read_mapping, file)) for file in files),
+        *((ON_COMMAND_LINE, functools.partial(_parse_override, override)) for override in overrides),
+    ]
+    for origin, read in layers:
         try:
-            _merge(merged, _read_mapping(file), origin=f"in {file}", origins=origins)
-        except ConfigError as error:
-            problems.append(str(error))
-    for override in overrides:
-        try:
-            _merge(merged, _parse_override(override), origin=ON_COMMAND_LINE, origins=origins)
+            _merge(merged, read(), origin=origin, origins=origins)
         except ConfigError as error:
             problems.append(str(error))
     if problems:
@@ -117,16 +91,12 @@ def first_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -
     A key that only one of the two has counts as a difference.
     """
     missing = object()
-    for key in [*ours, *theirs]:
-        if ours.get(key, missing) != theirs.get(key, missing):
-            return key
-    return None
+    return next((key for key in [*ours, *theirs] if ours.get(key, missing) != theirs.get(key, missing)), None)
 
 
 def is_own(key: str) -> bool:
     """Returns whether the deployments of one run may have different values for a dotted key."""
-    section, _, name = key.partition(".")
-    return section in _OWN_SECTIONS or f"{section}.{name.partition('.')[0]}" in _OWN_KEYS
+    return any(f"{key}.".startswith(f"{own}.") for own in marked(PER_DEPLOYMENT))
 
 
 def _flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -156,7 +126,7 @@ def _read_mapping(file: Path) -> dict[str, object]:
         raise ConfigError(
             f"{file}: holds a {type(data).__name__}; a config must be a mapping of sections such as `run:`"
         )
-    return _plain(data, source=str(file))
+    return data
 
 
 def _parse_override(override: str) -> dict[str, object]:
@@ -167,29 +137,9 @@ def _parse_override(override: str) -> dict[str, object]:
     quoted = shlex.quote(json.dumps(text, ensure_ascii=False))
     fix = f"; the value is read as YAML, and text like this needs quotes: {key}={quoted}"
     tree: object = parse_yaml(text, source=f"override {override!r}", fix=fix)
-    for name in reversed(names):
+    for name in reversed(names[1:]):
         tree = {name: tree}
-    assert isinstance(tree, dict)
-    return _plain(tree, source=f"override {override!r}")
-
-
-def _plain(data: dict[str, object], *, source: str) -> dict[str, object]:
-    """Returns a deep copy of `data`. Raises ConfigError for data that JSON cannot express (sets, bytes, cycles).
-
-    The deep copy is needed because YAML aliases make several keys share one object, and `_merge` changes objects.
-    """
-    try:
-        copy = json.loads(json.dumps(data))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{source}: a config may hold only text, numbers, lists and mappings ({error}); replace the value"
-        ) from None
-    assert isinstance(copy, dict)
-    return copy
-
-
-_REPLACED: Collection[KeyPath] = {("algorithm", "advantage")}
-"""Mappings that a later layer replaces if it has a `name`: their other keys are options of that name."""
+    return {names[0]: tree}
 
 
 def _merge(

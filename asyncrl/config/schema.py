@@ -1,33 +1,35 @@
 """The schema of the configuration: every key that a user may set, its type, its bounds and its default.
 
-Each field gives its unit in its name or in its docstring. A key that is not in the schema is refused.
-`python -m asyncrl.config.docs` generates `docs/configuration.md` from these classes and docstrings. Rules that involve
-several fields are in `checks.py`.
+Each field gives its unit in its name or in its docstring. A key that is not in the schema is refused. The types and
+marks of fields are in `field_types.py`, and the rules that involve several fields are in `checks.py`.
+`python -m asyncrl.config.docs` generates `docs/configuration.md` from these classes and docstrings.
 """
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-DecayRate = Annotated[float, Field(ge=0, lt=1)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+from asyncrl.config.field_types import (
+    PER_DEPLOYMENT,
+    WATCHED_DEADLINE,
+    DecayRate,
+    Fraction,
+    Mark,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    VariableName,
+    in_home,
+    off,
+)
 
-
-def _in_home(path: str) -> str:
-    """Replaces a leading `~` with the home directory. A shell does that only at the start of a word."""
-    return str(Path(path).expanduser()) if path.startswith("~") else path
-
-
-def _off(value: object) -> object:
-    """Returns "off" for False, because PyYAML reads the word `off` as false (YAML 1.1)."""
-    return "off" if value is False else value
+KeyPath = tuple[str, ...]
+"""A key of the configuration, as the names of its sections and its own name."""
 
 
 class Section(BaseModel):
@@ -50,7 +52,7 @@ class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}$")] = "quickstart"
     """Name of the run. It is also the name of the run's Ray namespace and of its folder below `run.dir`."""
     # Strict validation of JSON accepts text for a path, but it would refuse the default, which is a Path object.
-    dir: Annotated[Path, Field(validate_default=False), AfterValidator(Path.expanduser)] = Path("runs")
+    dir: Annotated[Path, Field(validate_default=False), AfterValidator(Path.expanduser), PER_DEPLOYMENT] = Path("runs")
     """Folder in which the run's directory is created. Only the learner writes there."""
     seed: NonNegativeInt = 0
     """Seed of the order of the prompts, of sampling and of all other randomness."""
@@ -96,7 +98,7 @@ class TinyModelSection(Section):
 class ModelSection(Section):
     """The model of the policy."""
 
-    path: Annotated[str, AfterValidator(_in_home)] = "models/tiny-speller"
+    path: Annotated[str, AfterValidator(in_home)] = "models/tiny-speller"
     """A local directory with a Hugging Face model, or the id of a model on the Hugging Face Hub (`owner/name`). The
     value is a directory if the directory exists, if the value begins with `/`, `./`, `../`, `~` or `models/`, if its
     first part is a folder in the working directory, or if it has more than two parts. With `model.tiny` it must be a
@@ -124,7 +126,7 @@ class DataSection(Section):
     """Keyword arguments of the callable, for a dataset given by import path."""
     prompt_template: str = "{question}"
     """Python format string that makes the prompt. Its fields are `question` and the keys of the task's metadata."""
-    chat: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = "auto"
+    chat: Annotated[Literal["auto", "off"], BeforeValidator(off)] = "auto"
     """`auto`: if the tokenizer has a chat template, the prompt is put into the template as a user message, and the
     model writes the answer that follows. `off`: the model gets the prompt unchanged and continues it. Many base models
     have a chat template too. The run prints its first prompt exactly as the model gets it."""
@@ -161,7 +163,7 @@ class EnvironmentSection(Section):
     """Names of environment variables that reward code needs, such as the key of a judge. They must be set for the
     command that starts the generators. Only their names are in the configuration. Their values are not written to any
     file or log."""
-    score_timeout_s: PositiveFloat = 10.0
+    score_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 10.0
     """Maximum time to score one completion, seconds. A scoring process that takes longer is killed and replaced. A
     reward function that takes a whole group has this time for each completion of the group."""
     score_workers: PositiveInt = 1
@@ -175,13 +177,13 @@ class EnvironmentSection(Section):
 class GeneratorSection(Section):
     """The generator pool. Each replica is a vLLM engine with its rollout loop."""
 
-    replicas: PositiveInt = 1
+    replicas: Annotated[PositiveInt, PER_DEPLOYMENT] = 1
     """Engines that one generator deployment starts."""
-    min_replicas: PositiveInt = 1
+    min_replicas: Annotated[PositiveInt, PER_DEPLOYMENT] = 1
     """Minimum number of live engines. With fewer, the deployment ends with an error."""
-    max_concurrent_groups: PositiveInt = 16
+    max_concurrent_groups: Annotated[PositiveInt, PER_DEPLOYMENT] = 16
     """Maximum number of groups that a replica generates at the same time."""
-    max_starts_per_s: PositiveFloat = 200.0
+    max_starts_per_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 200.0
     """Maximum rate at which a replica starts rollouts, groups per second (enforced by asyncio-throttle)."""
     max_completion_tokens: PositiveInt = 16
     """Maximum length of a completion, tokens."""
@@ -189,29 +191,29 @@ class GeneratorSection(Section):
     """Sampling temperature. The learner divides its logits by the same value."""
     stop: list[str] = []
     """Strings that end a completion, in addition to the end-of-sequence token."""
-    rollout_timeout_s: PositiveFloat = 120.0
+    rollout_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 120.0
     """Maximum time to generate and score one group, seconds. A group that takes longer fails as INFRA."""
     max_data_failures: PositiveInt = 16
     """Number of consecutive DATA failures, counted over the whole pool, that stops the run."""
-    startup_timeout_s: PositiveFloat = 300.0
+    startup_timeout_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 300.0
     """Maximum time for the start of an engine, seconds."""
-    kv_cache_gib: PositiveFloat = 0.5
+    kv_cache_gib: Annotated[PositiveFloat, PER_DEPLOYMENT] = 0.5
     """Size of the key-value cache on CPUs, GiB."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), PER_DEPLOYMENT] = 0.85
     """Share of a GPU's memory that the engine takes."""
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: Annotated[PositiveInt, PER_DEPLOYMENT] = 1
     """Processes that share one engine. Each needs its own GPU. On CPUs (`gpus: 0`) each needs its own core, because the
     processes busy-wait for each other and take CPU time from everything else on that core."""
-    cpus: PositiveFloat = 0.5
+    cpus: Annotated[PositiveFloat, PER_DEPLOYMENT] = 0.5
     """Logical Ray CPUs of a replica."""
-    gpus: NonNegativeFloat = 0.0
+    gpus: Annotated[NonNegativeFloat, PER_DEPLOYMENT] = 0.0
     """Ray GPUs of a replica; a whole number if above 1. 0 runs vLLM on the CPU. Below 1, other replicas and ranks may
     run on the same GPU. The number does not divide the GPU's memory: lower `gpu_memory_utilization` to leave room for
     them."""
-    node_labels: dict[str, str] = {}
+    node_labels: Annotated[dict[str, str], PER_DEPLOYMENT] = {}
     """Labels that the Ray node of a replica must have, e.g. `{pool: gen}` for nodes started with `ray start --labels
     pool=gen`. Values use the syntax of Ray's label selectors, such as `in(a,b)` or `!c`."""
-    enforce_eager: bool = True
+    enforce_eager: Annotated[bool, PER_DEPLOYMENT] = True
     """Run the engine without graph capture."""
 
 
@@ -271,19 +273,19 @@ class LearnerSection(Section):
     """The AdamW optimizer and its learning-rate schedule."""
     max_nonfinite_steps: PositiveInt = 3
     """Number of consecutive steps with a non-finite loss or gradient that stops the run."""
-    collective_timeout_s: PositiveFloat = 120.0
+    collective_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 120.0
     """Maximum time for a collective operation among the ranks, seconds."""
     startup_timeout_s: PositiveFloat = 300.0
     """Maximum time for the ranks to load the model, seconds."""
-    cpus: PositiveFloat = 0.5
+    cpus: Annotated[PositiveFloat, PER_DEPLOYMENT] = 0.5
     """Logical Ray CPUs of a rank."""
-    gpus: NonNegativeFloat = 0.0
+    gpus: Annotated[NonNegativeFloat, PER_DEPLOYMENT] = 0.0
     """Ray GPUs of a rank; a whole number if above 1. 0 trains on the CPU with gloo. Below 1, engines may run on the
     same GPU. Two ranks of one pool cannot share a GPU, because NCCL refuses it."""
-    node_labels: dict[str, str] = {}
+    node_labels: Annotated[dict[str, str], PER_DEPLOYMENT] = {}
     """Labels that the Ray node of a rank must have, e.g. `{pool: learners}` for nodes started with `ray start --labels
     pool=learners`. Values use the syntax of Ray's label selectors, such as `in(a,b)` or `!c`."""
-    threads: PositiveInt = 1
+    threads: Annotated[PositiveInt, PER_DEPLOYMENT] = 1
     """Torch threads of a rank on the CPU."""
     groups_logged: NonNegativeInt = 1
     """Groups of each step whose samples are written to `samples/step-N.jsonl` and sent to trackers."""
@@ -322,12 +324,12 @@ class CriticSection(Section):
     """Number of first steps in which only the critic is trained. They count as steps of the run. The weights and the
     learning-rate schedule of the policy do not advance in them, so that the schedule of the policy ends this many
     steps short."""
-    cpus: PositiveFloat = 0.5
+    cpus: Annotated[PositiveFloat, PER_DEPLOYMENT] = 0.5
     """Logical Ray CPUs of a rank."""
-    gpus: NonNegativeFloat = 0.0
+    gpus: Annotated[NonNegativeFloat, PER_DEPLOYMENT] = 0.0
     """Ray GPUs of a rank; a whole number if above 1. 0 trains on the CPU with gloo. Below 1, engines may run on the
     same GPU. Two ranks of one pool cannot share a GPU, because NCCL refuses it."""
-    node_labels: dict[str, str] = {}
+    node_labels: Annotated[dict[str, str], PER_DEPLOYMENT] = {}
     """Labels that the Ray node of a rank must have, e.g. `{pool: critics}` for nodes started with `ray start --labels
     pool=critics`. Values use the syntax of Ray's label selectors, such as `in(a,b)` or `!c`."""
 
@@ -382,13 +384,13 @@ class BufferSection(Section):
     capacity_bytes: PositiveInt = 2**30
     """Maximum size of the rows of all groups in the buffer, bytes. Reserving a group books the size of the largest
     possible group. Committing the group returns the difference to its real size."""
-    heartbeat_timeout_s: PositiveFloat = 15.0
+    heartbeat_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 15.0
     """Seconds without a message from a generator after which its tickets expire. Other generators then get the
     prompts of these tickets."""
     max_attempts: PositiveInt = 5
     """Maximum number of attempts at one prompt. After that the prompt counts as failed and another prompt takes its
     place."""
-    call_timeout_s: PositiveFloat = 30.0
+    call_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 30.0
     """Maximum time that one call to the buffer may wait, seconds."""
 
 
@@ -427,7 +429,7 @@ class WeightsSection(Section):
     parity metric shows the difference. `stop`: the run ends."""
     bucket_bytes: PositiveInt = 64 * 2**20
     """Size of the pieces in which weights are transferred, bytes."""
-    load_timeout_s: PositiveFloat = 60.0
+    load_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 60.0
     """Maximum time for a replica to load a version, seconds. A replica that takes longer ends its engine."""
 
 
@@ -448,7 +450,7 @@ class EvalSection(Section):
 
     prompts: NonNegativeInt = 128
     """Number of held-out prompts that are evaluated with the first and with the last version. 0 turns it off."""
-    timeout_s: PositiveFloat = 120.0
+    timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 120.0
     """Maximum time for one evaluation, seconds."""
 
 
@@ -512,7 +514,31 @@ class Config(Section):
     """Checkpoints of the policy."""
     eval: EvalSection = EvalSection()
     """Held-out evaluation."""
-    metrics: MetricsSection = MetricsSection()
+    metrics: Annotated[MetricsSection, PER_DEPLOYMENT] = MetricsSection()
     """Prometheus endpoints and experiment trackers."""
-    ray: RaySection = RaySection()
+    ray: Annotated[RaySection, PER_DEPLOYMENT] = RaySection()
     """The Ray cluster."""
+
+    def rank_pools(self) -> dict[str, LearnerSection | CriticSection]:
+        """Returns the sections of the pools that have ranks, by name: `learner`, and `critic` if the run has one."""
+        return {"learner": self.learner} | ({} if self.critic is None else {"critic": self.critic})
+
+
+def sections(section: type[BaseModel] = Config, path: KeyPath = ()) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
+    """Yields each section of the schema with its path, depth first, beginning with the root."""
+    yield path, section
+    for name, field in section.model_fields.items():
+        for option in (field.annotation, *get_args(field.annotation)):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                yield from sections(option, (*path, name))
+
+
+@functools.cache
+def marked(mark: Mark) -> tuple[str, ...]:
+    """Returns the dotted keys of the fields and sections that have `mark`, in the order of the schema."""
+    return tuple(
+        ".".join((*path, name))
+        for path, section in sections()
+        for name, field in section.model_fields.items()
+        if mark in field.metadata
+    )

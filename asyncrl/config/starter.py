@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.dialect import dump_yaml
+from asyncrl.config.plain_yaml import dump_yaml
 from asyncrl.config.schema import RaySection
 from asyncrl.errors import ConfigError
 

@@ -1,6 +1,6 @@
 """Turns `metrics.host` into the address that this process's metrics endpoint binds."""
 
-from asyncrl.config.exposure import NODE
+from asyncrl.config.metrics_host import NODE
 
 
 def bind_host(host: str) -> str:

@@ -5,35 +5,32 @@ Legend: B rows, S tokens.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from asyncrl.algorithms.baselines import CriticBased, RewardKL, Whitening
+from asyncrl.algorithms.baselines import CriticBased, Whitening
 from asyncrl.algorithms.returns import TokenAdvantages, decoupled_gae, length_adaptive_lambda, vtrace
-from asyncrl.algorithms.token_estimators import KL_COLUMNS, token_rewards
+from asyncrl.algorithms.token_estimators import TokenEstimator, token_rewards
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
 _READS = ("input_lengths", "token_mask", "sample_mask", "rewards", "values")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GAE:
+class GAE(TokenEstimator):
     """Generalised advantage estimation (`decoupled_gae`): advantages use `lam`, and returns use `value_lam`.
 
     If `length_alpha` is set, `length_adaptive_lambda` replaces `lam`. With `kl`, the rows must also have the columns
     `prev_logprobs` and `reference_policy_logprobs`.
     """
 
+    columns: ClassVar[tuple[str, ...]] = _READS
     gamma: float
     lam: float
     value_lam: float
     length_alpha: float | None = None
-    kl: RewardKL | None = None
     whitening: Whitening = CriticBased()  # noqa: RUF009 (frozen)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return _READS if self.kl is None else (*_READS, *KL_COLUMNS)
 
     def __call__(self, data: BatchedDataDict) -> TokenAdvantages:
         mask_BS = data["token_mask"]
@@ -47,18 +44,13 @@ class GAE:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VTrace:
+class VTrace(TokenEstimator):
     """V-trace (`vtrace`) between the policy at the step's start and the sampler's policy. The objective must apply the
     weight ρ itself. With `kl`, the rows must also have the column `reference_policy_logprobs`."""
 
+    columns: ClassVar[tuple[str, ...]] = (*_READS, "prev_logprobs", "generation_logprobs")
     gamma: float
-    kl: RewardKL | None = None
     whitening: Whitening = CriticBased()  # noqa: RUF009 (frozen)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        columns = (*_READS, "prev_logprobs", "generation_logprobs")
-        return columns if self.kl is None else tuple(dict.fromkeys((*columns, *KL_COLUMNS)))
 
     def __call__(self, data: BatchedDataDict) -> TokenAdvantages:
         return vtrace(

@@ -14,6 +14,47 @@ class Mutation(NamedTuple):
 
 
 LOSS = [
+    (
+        "an interpolated policy in half precision",
+        "behaviour_BT, staleness_BT = wide(behaviour_BT), wide(staleness_BT)",
+        "pass",
+    ),
+    ("gradients add up in half precision", "next_token_logprobs = wide(next_token_logprobs)", "pass"),
+    ("half precision is pooled", "if is_half(columns[name].dtype):", "if False:"),
+    ("α and 1 − α swapped", "1 - 1 / staleness_BT.clamp(min=1)", "1 / staleness_BT.clamp(min=1)"),
+    ("fresh tokens take the behaviour policy", "staleness_BT.clamp(min=1), 1.0)", "staleness_BT.clamp(min=1), 0.0)"),
+    (
+        "masked samples are trained",
+        'data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)',
+        'data["token_mask"][:, 1:]',
+    ),
+    ("advantages of the token before", 'data["advantages"][:, 1:]', 'data["advantages"][:, :-1]'),
+    ("good rows become less likely", "loss = loss - penalty.beta *", "loss = loss + penalty.beta *"),
+    (
+        "masked tokens are imitated",
+        "lp_BT = torch.where(segments.mask_BT, next_token_logprobs, 0.0)",
+        "lp_BT = next_token_logprobs",
+    ),
+    ("tokens counted in the micro-batch", "return share_BT / tokens", "return share_BT / share_BT.sum().clamp(min=1)"),
+    (
+        "sequences counted in the micro-batch",
+        '_divisor(segments.pool(token_BT, "sum")) / sequences',
+        '_divisor(segments.pool(token_BT, "sum")) / len(share_BT)',
+    ),
+    (
+        "the sequence mean does not divide by length",
+        'share_BT / _divisor(segments.pool(token_BT, "sum")) / sequences',
+        "share_BT / sequences",
+    ),
+    ("the constant is ignored", "(sequences * objective.constant)", "sequences"),
+    (
+        "gated tokens leave the denominator",
+        "loss = (a_BT * terms.loss_BT).sum()",
+        "loss = (a_BT * terms.loss_BT).sum() * segments.mask_BT.sum() / "
+        "(segments.mask_BT & ~terms.gated_BT).sum().clamp(min=1)",
+    ),
+]
+TOKEN_TERMS = [
     ("sign of A in reinforce", "return -adv_BT * lp_BT, nowhere", "return adv_BT * lp_BT, nowhere"),
     ("sign of A in linear", "return -adv_BT * u_BT, nowhere", "return adv_BT * u_BT, nowhere"),
     ("sign of A in weighted", "return -adv_BT * k_BT * lp_BT", "return adv_BT * k_BT * lp_BT"),
@@ -32,16 +73,9 @@ LOSS = [
     ),
     (
         "half precision is not widened",
-        "torch.where(mask_BT, _wide(values_BT), 0.0)",
+        "torch.where(mask_BT, wide(values_BT), 0.0)",
         "torch.where(mask_BT, values_BT, 0.0)",
     ),
-    (
-        "an interpolated policy in half precision",
-        "behaviour_BT, staleness_BT = _wide(behaviour_BT), _wide(staleness_BT)",
-        "pass",
-    ),
-    ("gradients add up in half precision", "next_token_logprobs = _wide(next_token_logprobs)", "pass"),
-    ("half precision is pooled", "if _is_half(columns[name].dtype):", "if False:"),
     (
         "the pooled ratio of GSPO-token carries gradient",
         'segments.pool(log_u_BT, "mean").detach() + (lp_BT',
@@ -54,12 +88,12 @@ LOSS = [
     ),
     ("a parabola without |A|", "adv_BT.abs() * (u_BT - 1)", "adv_BT * (u_BT - 1)"),
     ("a parabola of another width", "/ (2 * surrogate.width)", "/ surrogate.width"),
-    ("a parabola of an unbounded ratio", "log_u_BT.clamp(max=MAX_LOG_RATIO / 2).exp()", "log_u_BT.exp()"),
+    ("a parabola of an unbounded ratio", "log_u_BT.clamp(max=MAX_FLOAT32_LOG_RATIO / 2).exp()", "log_u_BT.exp()"),
     ("sign of A in the regression", "surrogate.beta * log_u_BT - adv_BT", "surrogate.beta * log_u_BT + adv_BT"),
     ("a regression without β", "surrogate.beta * log_u_BT - adv_BT", "log_u_BT - adv_BT"),
     ("pre-clip on the wrong side", "(adv_BT > 0, above_BT,", "(adv_BT > 0, below_BT,"),
     ("pre-clip on both sides", "log_u_BT.clamp(max=math.log(objective.pre_clip.hi))", "log_u_BT.clamp(-0.4, 0.4)"),
-    ("exponents without a limit", "log_u_BT.clamp(max=MAX_LOG_RATIO).exp()", "log_u_BT.exp()"),
+    ("exponents without a limit", "log_u_BT.clamp(max=MAX_FLOAT32_LOG_RATIO).exp()", "log_u_BT.exp()"),
     (
         "τ by the wrong sign of A",
         "torch.where(adv_BT > 0, surrogate.positive",
@@ -104,8 +138,8 @@ LOSS = [
     ("k2 without its half", "k2_BT = difference_BT.square() / 2", "k2_BT = difference_BT.square()"),
     (
         "k3 of the other direction",
-        "(-difference_BT).clamp(max=MAX_LOG_RATIO).exp() - 1 + difference_BT",
-        "difference_BT.clamp(max=MAX_LOG_RATIO).exp() - 1 - difference_BT",
+        "(-difference_BT).clamp(max=MAX_FLOAT32_LOG_RATIO).exp() - 1 + difference_BT",
+        "difference_BT.clamp(max=MAX_FLOAT32_LOG_RATIO).exp() - 1 - difference_BT",
     ),
     ("k3+ with k3's gradient", "(k3_BT - k2_BT).detach()", "(k3_BT - k2_BT)"),
     (
@@ -118,55 +152,23 @@ LOSS = [
     ("entropy is punished", "value_BT = -entropy_BT", "value_BT = entropy_BT"),
     (
         "the correction has no gradient",
-        "clamp(max=MAX_LOG_RATIO).exp()\n\n\ndef interpolated",
-        "clamp(max=MAX_LOG_RATIO).exp().detach()\n\n\ndef interpolated",
+        "fixed[penalty.corrected_by]).clamp(max=MAX_FLOAT32_LOG_RATIO).exp()",
+        "fixed[penalty.corrected_by]).clamp(max=MAX_FLOAT32_LOG_RATIO).exp().detach()",
     ),
-    ("α and 1 − α swapped", "1 - 1 / staleness_BT.clamp(min=1)", "1 / staleness_BT.clamp(min=1)"),
-    ("fresh tokens take the behaviour policy", "staleness_BT.clamp(min=1), 1.0)", "staleness_BT.clamp(min=1), 0.0)"),
     (
         "masked slots are multiplied, not replaced",
-        "return torch.where(mask_BT, _wide(values_BT), 0.0)",
-        "return _wide(values_BT) * mask_BT",
+        "return torch.where(mask_BT, wide(values_BT), 0.0)",
+        "return wide(values_BT) * mask_BT",
     ),
-    (
-        "masked samples are trained",
-        'data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)',
-        'data["token_mask"][:, 1:]',
-    ),
-    ("advantages of the token before", 'data["advantages"][:, 1:]', 'data["advantages"][:, :-1]'),
     ("packed sequences are one", "row_B1 * width + ids_BT)", "row_B1 * width + 0 * ids_BT)"),
     ("a mean over the padded row", "pooled / self.sizes_BT.clamp(min=1)", "pooled / self._shape[1]"),
     ("a mean for a sum", 'if how == "mean" else pooled', "if how else pooled"),
     ("a sum for a mean", 'if how == "mean" else pooled', "if not how else pooled"),
     ("max for min", "limit = math.inf if how", "limit = -math.inf if how"),
-    ("good rows become less likely", "loss = loss - penalty.beta *", "loss = loss + penalty.beta *"),
-    (
-        "masked tokens are imitated",
-        "lp_BT = torch.where(segments.mask_BT, next_token_logprobs, 0.0)",
-        "lp_BT = next_token_logprobs",
-    ),
     (
         "penalties where there is an advantage only",
         "penalty.beta * inside(",
         "penalty.beta * (adv_BT != 0) * inside(",
-    ),
-    ("tokens counted in the micro-batch", "return share_BT / tokens", "return share_BT / share_BT.sum().clamp(min=1)"),
-    (
-        "sequences counted in the micro-batch",
-        '_divisor(segments.pool(token_BT, "sum")) / sequences',
-        '_divisor(segments.pool(token_BT, "sum")) / len(share_BT)',
-    ),
-    (
-        "the sequence mean does not divide by length",
-        'share_BT / _divisor(segments.pool(token_BT, "sum")) / sequences',
-        "share_BT / sequences",
-    ),
-    ("the constant is ignored", "(sequences * objective.constant)", "sequences"),
-    (
-        "gated tokens leave the denominator",
-        "loss = (a_BT * terms.loss_BT).sum()",
-        "loss = (a_BT * terms.loss_BT).sum() * segments.mask_BT.sum() / "
-        "(segments.mask_BT & ~terms.gated_BT).sum().clamp(min=1)",
     ),
 ]
 SHARES = [
@@ -435,7 +437,7 @@ KERNEL = [
     ("tokens without an advantage are pushed", "pushed = advantages != 0", "pushed = advantages > -99"),
 ]
 CALIBRATION = [
-    ("the effective share of the proximal policy", '("current", "behaviour").clamp', '("proximal", "behaviour").clamp'),
+    ("the effective share of the proximal policy", 'bounded_ratio("current"', 'bounded_ratio("proximal"'),
     (
         "the effective share of one rank",
         "first, second, count = reduce(sums).tolist()",
@@ -460,33 +462,16 @@ DIAGNOSTICS = [
     ("ρ for e^|log ρ|", "bounded.abs().exp()", "bounded.exp()"),
     ("no token reads healthy", "return math.nan", "return 1.0"),
     ("a NaN drops out of the parity", ".abs().nan_to_num(nan=torch.inf)", ".abs().nan_to_num(nan=0.0)"),
-    ("the least for the largest", "max(self.abs_log_rho_max_nats, other.", "min(self.abs_log_rho_max_nats, other."),
+    ("the least for the largest", "max(ours, theirs) if", "min(ours, theirs) if"),
 ]
 OBJECTIVE = [
-    (
-        "a reversed weight corrects",
-        'weight.p in trained and weight.q == "behaviour"',
-        '"behaviour" in {weight.p, weight.q}',
-    ),
     ("a constant kernel corrects", "if isinstance(surrogate, Weighted):", "if False:"),
-    ("a product is bounded", "return multiplied or (weight", "return (weight"),
-    ("a regression is a product", " and not isinstance(objective.surrogate, Regression)", ""),
     ("the sampler is not read", 'pairs += [("current", "behaviour")] if reads_effective_share(self) else []', "pass"),
-    (
-        "an interpolated policy is the current one",
-        'if objective.proximal == "interpolated":\n        return []',
-        "pass",
-    ),
     ("idle axes are let through", "if not uses_ratio(self.surrogate):", "if False:"),
     (
         "a level that does nothing",
         'if self.level == "sequence_mean_token" and isinstance(self.surrogate, Weighted):',
         "if False:",
-    ),
-    (
-        "pooled gates are not told",
-        "for part in (objective.weight, *objective.gates):",
-        "for part in (objective.weight,):",
     ),
     ("gates without a bound", "if self.budget is None and self.lo <= least", "if False and self.lo <= least"),
     (
@@ -501,6 +486,31 @@ OBJECTIVE = [
     ),
     ("a likelihood against another policy", 'if self.kind == "positive_nll" and (', "if False and ("),
 ]
+OBJECTIVE_PROPERTIES = [
+    (
+        "a reversed weight corrects",
+        'weight.p in trained and weight.q == "behaviour"',
+        '"behaviour" in {weight.p, weight.q}',
+    ),
+    ("a product is bounded", "return multiplied or (weight", "return (weight"),
+    ("a regression is a product", " and not isinstance(objective.surrogate, Regression)", ""),
+    (
+        "an interpolated policy is the current one",
+        'if objective.proximal == "interpolated":\n        return []',
+        "pass",
+    ),
+    (
+        "pooled gates are not told",
+        "for part in (objective.weight, *objective.gates):",
+        "for part in (objective.weight,):",
+    ),
+    (
+        "sums of a sequence do not average",
+        'objective.level in ("sequence_mean", "sequence_sum")',
+        'objective.level == "sequence_sum"',
+    ),
+    ("kernels average", "not isinstance(objective.surrogate, Reinforce | Weighted)", "True"),
+]
 CHECKS = [
     (
         "products are said on-policy",
@@ -508,12 +518,6 @@ CHECKS = [
         "is_product(objective)",
     ),
     ("η without a correction", "config.staleness.max_versions > 0 and not is_corrected", "False and not is_corrected"),
-    (
-        "sums of a sequence do not average",
-        'objective.level in ("sequence_mean", "sequence_sum")',
-        'objective.level == "sequence_sum"',
-    ),
-    ("kernels average", "not isinstance(objective.surrogate, Reinforce | Weighted)", "True"),
     (
         "token advantages of a sequence",
         "has_token_advantages(advantage) and averages_advantages(objective)",
@@ -540,17 +544,30 @@ TOKEN_ESTIMATORS = [
     ("the reward at the first trained token", "mask_BS.flip(1).cumsum(1).flip(1)", "mask_BS.cumsum(1)"),
     ("no discount", 'data["token_mask"], gamma=self.gamma)', 'data["token_mask"], gamma=1.0)'),
     ("outcomes are whitened twice", "OutcomeEstimator(axes.outcome())", "OutcomeEstimator(axes)"),
+    ("the log-probs of a KL are not read", "(() if self.kl is None else KL_COLUMNS)", "()"),
     ("γ alone is forgotten", "DiscountedOutcome) and axes.by_token", "DiscountedOutcome) and axes.kl"),
     ("every rank is whitened alone", "moments = add_up(moments)", "add_up(moments)"),
     ("samples weigh as tokens", 'if rule.whiten == "samples":', "if False:"),
     ("whitening where none is wanted", 'if rule.whiten == "none":', "if False:"),
     ("a shape of its own", "if column_BS.shape != mask_BS.shape:", "if False:"),
 ]
+AXIS_ERRORS = [
+    ("the fields of any kind", "kind.tag_field is None or value[kind.tag_field] == kind.tag", "True"),
+    ("no choices are named", "if choices:", "if False:"),
+    ("the choices of an enumeration are not named", "case EnumType(cls=cls):", "case EnumType(cls=cls) if False:"),
+    ("infinity is not explained", 'startswith("inf")', 'startswith("?")'),
+]
+OWN_LOSS = [
+    ("signatures are not checked", "if problem := _call_problem(loss):", "if problem := None:"),
+    ("a loss of log-probs is called with logits", "if kind == LossInputType.LOGPROB:", "if False:"),
+    ("any object is a loss", "if not _is_loss(loss):", "if False:"),
+]
 
 MUTATIONS = [
     Mutation(name, file, old, new)
     for file, found in (
         ("loss.py", LOSS),
+        ("token_terms.py", TOKEN_TERMS),
         ("shares.py", SHARES),
         ("advantages.py", ADVANTAGES),
         ("baselines.py", BASELINES),
@@ -561,8 +578,11 @@ MUTATIONS = [
         ("calibration.py", CALIBRATION),
         ("diagnostics.py", DIAGNOSTICS),
         ("objective.py", OBJECTIVE),
+        ("objective_properties.py", OBJECTIVE_PROPERTIES),
         ("checks.py", CHECKS),
         ("token_estimators.py", TOKEN_ESTIMATORS),
+        ("axis_errors.py", AXIS_ERRORS),
+        ("own_loss.py", OWN_LOSS),
     )
     for name, old, new in found
 ]

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from asyncrl.algorithms.loss import Segments, token_terms
 from asyncrl.algorithms.objective import Clipped, Objective, Reinforce, Weight
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.algorithms.token_terms import Segments, token_terms
 
 
 def gradient(

@@ -6,9 +6,11 @@ import pytest
 import torch
 from test_preset_metamorphic import counts, padded, rows, runnable
 
-from asyncrl.algorithms.loss import ObjectiveLoss, Segments, token_terms
-from asyncrl.algorithms.objective import Gate, Linear, Objective, Reinforce, Weight, pooled_sources
+from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.objective import Gate, Linear, Objective, Reinforce, Weight
+from asyncrl.algorithms.objective_properties import pooled_sources
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.algorithms.token_terms import Segments, token_terms
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import ImpreciseColumns
 

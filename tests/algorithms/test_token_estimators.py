@@ -102,10 +102,9 @@ def estimated(advantage: dict[str, Any], *, ranks: int) -> torch.Tensor:
     of_samples, of_tokens = resolve_estimators(advantage)
     assert of_tokens is not None
     data = scene()
-    assert {*of_tokens.reads} <= {*data, OUTCOME}
     samples = Samples(rewards_N=torch.tensor(REWARDS), group_ids_N=torch.arange(ROWS) // GROUP)
     data[OUTCOME] = compute_advantages(of_samples, samples)
-    return over_ranks(data, of_tokens, ranks=ranks)
+    return over_ranks(BatchedDataDict({name: data[name] for name in of_tokens.reads}), of_tokens, ranks=ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

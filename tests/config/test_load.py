@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.dialect import parse_yaml
 from asyncrl.config.load import dump_config, first_difference, load_config, shared_config
+from asyncrl.config.plain_yaml import parse_yaml
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
@@ -282,14 +282,6 @@ def test_deployments_must_agree_on_what_the_run_means(override: str, key: str) -
 def test_first_difference_finds_keys_that_only_one_side_has() -> None:
     assert first_difference({"a": 1}, {"a": 1, "b": None}) == "b"
     assert first_difference({"a": 1, "b": None}, {"a": 1}) == "b"
-
-
-def test_own_keys_are_keys_of_the_schema() -> None:
-    from asyncrl.config import load
-
-    known = _leaves(Config.model_validate({"critic": {}}).model_dump(mode="json"))
-    assert known.keys() >= load._OWN_KEYS
-    assert {key.partition(".")[0] for key in known} >= set(load._OWN_SECTIONS)
 
 
 def test_deployments_of_one_run_may_ask_for_nodes_of_their_own() -> None:

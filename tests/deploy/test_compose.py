@@ -17,8 +17,8 @@ import yaml
 
 from asyncrl.cli.presence import check_presence
 from asyncrl.config.checks import check_config
-from asyncrl.config.exposure import check_exposure
 from asyncrl.config.load import config_origins, load_config
+from asyncrl.config.metrics_host import check_metrics_host
 from asyncrl.run.roles import Role
 
 
@@ -121,7 +121,7 @@ def test_a_pool_is_a_node_with_its_label_and_a_driver_whose_configuration_can_ru
     ]
     config = load_config([repository / "configs" / "quickstart.yaml"], driver[7:])
     check_config(config)
-    check_exposure(config, allow_public=True)
+    check_metrics_host(config, allow_public=True)
     section = getattr(config, pool)
     assert section.node_labels == {"pool": pool}
     assert section.gpus == (1 if gpu else 0)

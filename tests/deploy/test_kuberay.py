@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
 from asyncrl.config.checks import check_config
-from asyncrl.config.exposure import check_exposure
 from asyncrl.config.load import load_config
+from asyncrl.config.metrics_host import check_metrics_host
 from asyncrl.config.schema import Config
 from asyncrl.metrics.discovery import RAY
 from asyncrl.metrics.server import DISCOVERY_S
@@ -226,7 +226,7 @@ def test_an_overlays_run_can_run_and_fits_its_cluster(
 ) -> None:
     config = run_config(overlay, deploy, repository)
     check_config(config)
-    check_exposure(config, allow_public=True)
+    check_metrics_host(config, allow_public=True)
     cluster = groups(one("RayCluster", base))
     for section, pool in ((config.generator, "generator"), (config.learner, "learner")):
         assert section.node_labels == cluster[pool]["labels"]

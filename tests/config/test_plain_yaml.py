@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.dialect import dump_yaml, parse_yaml
+from asyncrl.config.plain_yaml import dump_yaml, parse_yaml
 from asyncrl.errors import ConfigError
 
 _SCALARS = st.one_of(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.config.exposure import check_exposure
+from asyncrl.config.metrics_host import check_metrics_host
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
@@ -15,18 +15,18 @@ def with_host(host: str) -> Config:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0:0::0", "", "0", "0.0", "0x0", "::ffff:0:0", "*", " 0.0.0.0 "])
 def test_metrics_never_bind_every_network(host: str, allow_public: bool) -> None:
     with pytest.raises(ConfigError, match="would answer to every network") as refused:
-        check_exposure(with_host(host), allow_public=allow_public)
+        check_metrics_host(with_host(host), allow_public=allow_public)
     assert refused.value.key == "metrics.host"
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "192.168.1.2", "fd00::7", "node-3", "node"])
 def test_metrics_bind_a_network_only_where_that_was_allowed(host: str) -> None:
     with pytest.raises(ConfigError, match="add --allow-public") as refused:
-        check_exposure(with_host(host), allow_public=False)
+        check_metrics_host(with_host(host), allow_public=False)
     assert refused.value.key == "metrics.host"
-    check_exposure(with_host(host), allow_public=True)
+    check_metrics_host(with_host(host), allow_public=True)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "127.1", "::1", "::ffff:127.0.0.1", "localhost"])
 def test_metrics_bind_this_machine_without_asking(host: str) -> None:
-    check_exposure(with_host(host), allow_public=False)
+    check_metrics_host(with_host(host), allow_public=False)

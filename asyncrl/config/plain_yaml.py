@@ -1,9 +1,10 @@
-"""The YAML dialect of configurations. It has plain data only, and a key that stands twice in a mapping is an error.
+"""Reads and writes plain YAML: text, numbers, lists and mappings. A key that stands twice in a mapping is an error.
 
 Two things differ from PyYAML's safe loader, which reads YAML 1.1: `1e-3` is a number (PyYAML reads text), and
 `2026-01-31` is text (PyYAML reads a date). `parse_yaml` reads the output of `dump_yaml` back as the same data.
 """
 
+import json
 import re
 from typing import Any
 
@@ -34,6 +35,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if tag != _TIMESTAMP_TAG]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+.0123456789"))
+
+
 class _Dumper(yaml.SafeDumper):
     """Safe dumper that puts text in quotes only if the loader would otherwise read it as another type."""
 
@@ -44,6 +52,7 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
@@ -51,32 +60,14 @@ def _refusal(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
-def _adopt_resolvers(cls: type[yaml.SafeLoader] | type[yaml.SafeDumper]) -> None:
-    """Makes `cls` read dates as text and numbers with an exponent as numbers.
-
-    Loader and dumper need the same rules, because the dumper uses them to decide which text needs quotes.
-    """
-    cls.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP_TAG]
-        for first, resolvers in cls.yaml_implicit_resolvers.items()
-    }
-    cls.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+.0123456789"))
-
-
-_adopt_resolvers(_Loader)
-_adopt_resolvers(_Dumper)
-
-
 def parse_yaml(text: str, *, source: str, fix: str = "") -> object:
     """Returns the data of one YAML document; None for an empty document.
 
-    Raises ConfigError with `source`, line and column. `fix` is appended to the error if the text is not valid YAML;
-    it says what the user can do.
+    Raises ConfigError with `source`, line and column. Data that JSON cannot express (sets, bytes, cycles) is refused
+    too. `fix` is appended to the error if the text is not valid YAML; it says what the user can do.
     """
-    loader = None
     try:
-        loader = _Loader(text)
-        return loader.get_single_data()
+        data = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
@@ -86,9 +77,13 @@ def parse_yaml(text: str, *, source: str, fix: str = "") -> object:
         raise ConfigError(f"{place}: {problem}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source}: not YAML ({error}){fix}") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
+    try:
+        json.dumps(data)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{source}: a config may hold only text, numbers, lists and mappings ({error}); replace the value"
+        ) from None
+    return data
 
 
 def dump_yaml(data: object) -> str:

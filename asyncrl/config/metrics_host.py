@@ -1,0 +1,50 @@
+"""Checks `metrics.host`, the address of the metrics endpoints. They may bind this machine or, if the user allows it,
+one network.
+
+They may never bind every network.
+"""
+
+import ipaddress
+import socket
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+NODE = "node"
+"""Value of `metrics.host` for the Ray address of each process, by which other nodes of the cluster reach it."""
+
+
+def check_metrics_host(config: Config, *, allow_public: bool) -> None:
+    """Raises ConfigError if `metrics.host` binds every address, or if other machines can reach it without
+    `allow_public`."""
+    host = config.metrics.host.strip()
+    address = _address(host)
+    named = f"metrics.host = {config.metrics.host!r}"
+    if host in ("", "*") or (address is not None and address.is_unspecified):
+        raise ConfigError(
+            f"{named}: would answer to every network, and is not an address that Prometheus can scrape; set it to "
+            f"127.0.0.1, or with --allow-public to an address of one network, or to {NODE} for the Ray address of each "
+            "process",
+            key="metrics.host",
+        )
+    on_this_machine = host == "localhost" or (address is not None and address.is_loopback)
+    if not allow_public and not on_this_machine:
+        raise ConfigError(
+            f"{named}: other machines can reach it, and the endpoints have no password; add --allow-public if that "
+            "network may read the metrics, or set it to 127.0.0.1",
+            key="metrics.host",
+        )
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Returns the IP address that a socket binds for `host`; None for a host name."""
+    try:
+        address = ipaddress.ip_address(host)
+        return getattr(address, "ipv4_mapped", None) or address
+    except ValueError:
+        pass
+    try:
+        # Sockets accept forms of 0.0.0.0 that ipaddress does not: 0, 0.0, 0x0.
+        return ipaddress.IPv4Address(socket.inet_aton(host))
+    except OSError:
+        return None
