@@ -19,28 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.config.schema import Config
+from asyncrl.metrics.state_colors import STATES
 from asyncrl.views.headline import Concern, Headline
 from asyncrl.views.quantities import duration, number
 
 BAR_CELLS = 30
 SPARKS = "▁▂▃▄▅▆▇█"
 
-STATE_STYLES = {
-    "starting": "white",
-    "generating": "green",
-    "forward_backward": "green",
-    "optimizer": "cyan",
-    "log_probs": "blue",
-    "publish": "magenta",
-    "paused_for_weights": "magenta",
-    "checkpoint": "bright_magenta",
-    "waiting_for_groups": "yellow",
-    "blocked_on_staleness": "yellow",
-    "blocked_on_capacity": "red",
-    "starved_of_prompts": "red",
-    "idle": "bright_black",
-    "other": "bright_black",
-}
+UNKNOWN_STATE = "white"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,14 +154,18 @@ def share_bar(shares: Mapping[str, float], *, cells: int = BAR_CELLS) -> Text:
         total += share
         # The running total is rounded, not each part: else the parts might not add up to the length of the bar.
         end = round(min(total, 1.0) * cells)
-        bar.append("█" * (end - filled), style=STATE_STYLES.get(state, "white"))
+        bar.append("█" * (end - filled), style=_color(state))
         filled = end
     bar.append("░" * (cells - filled), style="bright_black")
     for state, share in ordered:
         if share >= 0.05:
-            bar.append(f"  {state.replace('_', ' ')} ", style=STATE_STYLES.get(state, "white"))
+            bar.append(f"  {state.replace('_', ' ')} ", style=_color(state))
             bar.append(f"{share:.0%}")
     return bar
+
+
+def _color(state: str) -> str:
+    return STATES[state].terminal if state in STATES else UNKNOWN_STATE
 
 
 def _style(headline: Headline) -> str:
