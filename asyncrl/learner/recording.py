@@ -142,12 +142,13 @@ class StepRecorder:
         report, status = step.report, step.status
         trained = not report.skipped
         own = set(StepRecord.__struct_fields__)
+        measured: dict[str, Any] = {name: _finite(value) for name, value in _measured(step).items() if name in own}
         return StepRecord(
             step=step.lease.step,
             wall_s=self._elapsed_s(),
             duration_s=step.duration_s,
             trained=trained,
-            **{name: _finite(value) for name, value in _measured(step).items() if name in own},
+            **measured,
             group_staleness=counts_by_staleness(step.lease)["groups"] if trained else {},
             token_staleness=_tokens_by_staleness(report) if trained else {},
             trained_samples=report.trained_samples if trained else 0,
@@ -205,7 +206,7 @@ def _groups_failed(status: RunStatus) -> dict[str, int]:
     return by_reason | ({"expired": expired} if expired > 0 else {})
 
 
-def _measured(step: EndedStep) -> dict[str, Any]:
+def _measured(step: EndedStep) -> dict[str, float]:
     """Returns the numbers of the step's samples and update, by their names in `asyncrl.metrics.numbers`.
 
     The loss, a gradient or a mean over no token may be NaN.

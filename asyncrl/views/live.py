@@ -35,7 +35,8 @@ class LiveView:
 
     `phase` is free text about the run's present activity. `rewards` are the mean rewards of all steps so far, oldest
     first. `oldest_token_versions` is the largest staleness of a token in the last step. `replica_versions` maps each
-    replica to the step of its weights. `learner_shares` and `generator_shares` are shares of recent time by state,
+    replica to the step of its weights. `activity` is
+    what the learner does at this moment. `learner_shares` and `generator_shares` are shares of recent time by state,
     which add up to 1. `headline` is the sentence below the numbers.
     """
 
@@ -59,6 +60,7 @@ class LiveView:
     buffer_capacity_groups: int | None = None
     published_version: int | None = None
     replica_versions: Mapping[str, int] = field(default_factory=dict)
+    activity: str | None = None
     learner_shares: Mapping[str, float] | None = None
     generator_shares: Mapping[str, float] | None = None
     headline: Headline | None = None
@@ -94,6 +96,8 @@ def render(view: LiveView) -> RenderableType:
         rows.add_row("buffer", Text(_buffer(view.buffer_groups, view.buffer_capacity_groups)))
     if view.replica_versions:
         rows.add_row("weights", Text(_weights(view)))
+    if view.activity:
+        rows.add_row("now", Text(view.activity))
     if view.learner_shares:
         rows.add_row("learner", share_bar(view.learner_shares))
     if view.generator_shares:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from learner_scenes import Scene, decoded, judged, skipped, trained
 
-from asyncrl.buffer.actor import FailedTicket
+from asyncrl.buffer.actor import FailedTicket, ReplicaReport
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import Failure, Version
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass
-from asyncrl.learner.recording import EndedStep, StepRecorder
+from asyncrl.learner.recording import EndedStep, StepRecorder, mean_states
 from asyncrl.learner.records import StepRecord, build_summary
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -287,3 +287,14 @@ async def test_groups_that_failed_are_told_apart_by_reason_and_those_that_expire
     totals = scene.loop._recorder.run_totals(status, rows_outstanding=0)
     assert totals.groups_failed == {"reward_raised": 3, "expired": 4}
     assert totals.groups_discarded == 7
+
+
+def test_seconds_by_state_are_means_over_the_replicas_that_have_reported() -> None:
+    def report(**seconds: float) -> ReplicaReport:
+        return ReplicaReport(
+            actor="a", deployment="d", metrics_address="", state_seconds=seconds, slots=1, running_groups=0, samples=0,
+            completion_tokens=0, weight_updates=0, parity_max_nats=0.0,
+        )  # fmt: skip
+
+    assert mean_states([report(generating=3.0), report(generating=1.0, idle=4.0)]) == {"generating": 2.0, "idle": 2.0}
+    assert mean_states([]) == {}

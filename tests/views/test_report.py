@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import tomllib
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -177,6 +178,15 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     assert "url(" not in text
     assert "@import" not in text
     assert "prefers-color-scheme: dark" in text
+
+
+def test_the_files_of_the_page_are_installed_with_the_package() -> None:
+    root = Path(__file__).parents[2]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["asyncrl"]
+    installed = {path for pattern in patterns for path in (root / "asyncrl").glob(pattern)}
+    there = {path for path in (root / "asyncrl" / "views").iterdir() if path.is_file() and path.suffix != ".py"}
+    assert {path.name for path in there} == {"report.css", "report.js", "report.html.j2"}
+    assert there <= installed
 
 
 def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
