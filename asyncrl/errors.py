@@ -90,7 +90,7 @@ class GeneratorPoolExhausted(RunError):
 
 
 class RunEnded(RunError):
-    """The run that a command wants to watch has ended: it no longer lists any metrics endpoint."""
+    """The run that a command wants to watch has ended."""
 
 
 class StallError(RunError):

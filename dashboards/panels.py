@@ -15,33 +15,14 @@ from grafana_foundation_sdk.builders import common, dashboard, heatmap, promethe
 from grafana_foundation_sdk.models import common as options
 from grafana_foundation_sdk.models import dashboard as models
 
+from asyncrl.metrics.numbers import panels
+from asyncrl.metrics.state_colors import STATES
+
 RUN = 'run="$run"'
 REPLICA = 'run="$run", replica=~"$replica"'
 RAY = 'run=~"$run|"'
 OFTEN, STEPS = "$__rate_interval", "$step_range"
 DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
-
-STATE_COLOURS = {
-    "starting": "#b8b8b8",
-    "generating": "green",
-    "forward_backward": "green",
-    "optimizer": "blue",
-    "log_probs": "super-light-blue",
-    "publish": "purple",
-    "paused_for_weights": "purple",
-    "checkpoint": "dark-purple",
-    "waiting_for_groups": "yellow",
-    "blocked_on_staleness": "yellow",
-    "blocked_on_capacity": "red",
-    "starved_of_prompts": "orange",
-    "idle": "#808080",
-    "other": "#808080",
-    "nobody_waits": "green",
-    "learner_waits": "yellow",
-    "generators_wait": "blue",
-    "both_wait": "orange",
-}
-"""Colours of states, as in `asyncrl up`: green is work, yellow is waiting for the other side, red is a full buffer."""
 
 HEALTHY, DOUBTFUL, BAD = "green", "yellow", "red"
 BAD_NEWS = "/( down|^silent)$/"
@@ -111,9 +92,22 @@ def lines(
     if shares:
         panel.min(0).max(1)
         panel.stacking(common.StackingConfig().mode(options.StackingMode.NORMAL).group("A"))
-        for state, colour in STATE_COLOURS.items():
-            panel.override_by_name(state, [_fixed_colour(colour)])
+        for state, colour in STATES.items():
+            panel.override_by_name(state, [_fixed_colour(colour.grafana)])
     return panel.targets(_targets(queries))
+
+
+def declared(row: str) -> list[timeseries.Panel]:
+    """Returns the panels of the numbers of a step that `asyncrl.metrics.numbers` declares for a row."""
+    return [
+        lines(
+            panel.title,
+            panel.description,
+            *(Query(now(gauge, RUN), legend) for gauge, legend in gauges),
+            unit=panel.unit,
+        )
+        for panel, gauges in panels(row).items()
+    ]
 
 
 def heat(

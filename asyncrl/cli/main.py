@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "learner": ("asyncrl.cli.learner", "Start the learner of a run on a Ray cluster."),
     "init": ("asyncrl.cli.init", "Write a first configuration for your model and your data."),
     "status": ("asyncrl.cli.status", "Show the state of a run."),
-    "top": ("asyncrl.cli.top", "Watch a run live, through its metrics endpoints."),
+    "top": ("asyncrl.cli.top", "Watch a run live."),
     "down": ("asyncrl.cli.down", "End a run, or clean up after a run that was killed."),
     "report": ("asyncrl.cli.report", "Write an HTML page with the curves and totals of a run."),
     "model": ("asyncrl.cli.model", "Build the tiny model that a configuration describes."),

@@ -1,19 +1,34 @@
-"""`asyncrl status`: shows the state of a run, read from the run's buffer, or how the run ended."""
+"""`asyncrl status`: shows the state of a run, or how the run ended. With `--watch` it shows a live view, as
+`asyncrl top` does.
+
+Both read the run's records in its directory, and ask the run's buffer for its status.
+"""
 
 import sys
-from typing import Annotated
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from asyncrl.cli.options import (
+    LINE_EVERY_STEPS,
     RunningAddress,
     RunningRun,
     command_app,
     named_address,
     print_headline,
+    print_warnings,
     running_address,
 )
-from asyncrl.errors import RunError
+from asyncrl.errors import RunEnded, RunError
+
+if TYPE_CHECKING:
+    from asyncrl.coordinator.status import RunStatus
+
+WATCH_EVERY_S = 2.0
+"""Default time between two looks at a run."""
 
 app = command_app()
 
@@ -25,20 +40,23 @@ def status(
     json: Annotated[
         bool, typer.Option("--json", help="Print all fields as JSON: indented on a terminal, else in one line.")
     ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show a live view instead, as `asyncrl top` does.")] = False,
 ) -> None:
     """Show the state of a run: versions, buffer, generators, ledger, and what limits its speed.
 
     If the run has ended or died, the command shows how it ended, its most important warning, and which processes and
     files it left on this machine.
     """
-    import asyncio
-
     import msgspec.json
 
     from asyncrl.deployment.known_runs import as_it_is, check_there, ended_run, named_run
-    from asyncrl.deployment.launch import use_ray_token
     from asyncrl.deployment.remains import remains_of
 
+    if watch and json:
+        raise typer.BadParameter("--json prints one status: leave out --watch")
+    if watch:
+        watch_run(run, address=address, every_s=WATCH_EVERY_S)
+        return
     directory = named_run(run)
     ended = ended_run(directory)
     if ended is not None and (remains := remains_of(directory)):
@@ -50,27 +68,84 @@ def status(
         typer.echo(ended)
         print_headline(directory)
         return
-    use_ray_token()
-    from asyncrl.coordinator.coordinator import Coordinator
-    from asyncrl.deployment.cluster import find_run, join
-    from asyncrl.metrics.discovery import targets_of
-    from asyncrl.metrics.scrape import scrape
-    from asyncrl.views.run_facts import setting_at
-    from asyncrl.views.status import status_json, status_lines
-    from asyncrl.views.top import ANSWER_S
-
-    name = directory.name
     try:
-        join(running_address(directory, address), namespace=name)
-        found = asyncio.run(find_run(name).call(Coordinator.status))
+        found = _status_of(directory, address)()
     except RunError as error:
         if named_address(address) is None:
             check_there(directory)
         raise RunError(f"{ended}\n{error}" if ended else str(error)) from error
-    scraped = scrape(targets_of(found.targets), run=name, timeout_s=ANSWER_S)
-    setting = setting_at(directory)
+    from asyncrl.views.run_facts import setting_at
+    from asyncrl.views.status import status_json, status_lines
+    from asyncrl.views.watch import steps_of
+
+    if not directory.is_dir():
+        print_warnings([f"{directory} is not on this machine: without its records, it is not known which side waits"])
+    steps, setting = steps_of(directory, found), setting_at(directory)
     if json:
-        encoded = status_json(found, scraped=scraped, setting=setting)
+        encoded = status_json(found, steps=steps, setting=setting)
         typer.echo((msgspec.json.format(encoded, indent=2) if sys.stdout.isatty() else encoded).decode())
     else:
-        typer.echo("\n".join(status_lines(found, scraped=scraped, setting=setting)))
+        typer.echo("\n".join(status_lines(found, steps=steps, setting=setting)))
+
+
+def watch_run(run: Path, *, address: str | None, every_s: float, once: bool = False) -> None:
+    """Shows the live view of a run until the run ends or Ctrl-C; with `once`, shows it one time.
+
+    A run whose buffer cannot be reached is shown from its records. Raises RunError if the run has ended already.
+    """
+    from rich.console import Console
+
+    from asyncrl.deployment.known_runs import check_there, ended_run, named_run
+    from asyncrl.views.live import LiveDisplay, render
+    from asyncrl.views.watch import watch
+
+    directory = named_run(run)
+    check_there(directory)
+    if (ended := ended_run(directory)) is not None:
+        raise RunError(ended)
+    try:
+        views = watch(directory, ask=_watched(directory, address))
+        if once:
+            Console().print(render(next(views)))
+            return
+        with LiveDisplay(Console(), every_steps=LINE_EVERY_STEPS) as display:
+            while ended_run(directory) is None:
+                display.update(next(views))
+                time.sleep(every_s)
+        typer.echo(ended_run(directory))
+    except KeyboardInterrupt:
+        return
+    except RunEnded as error:
+        typer.echo(str(error))
+
+
+def _status_of(directory: Path, address: str | None) -> "Callable[[], RunStatus]":
+    """Joins the cluster of a run, and returns a function that asks the run's buffer for its status."""
+    import asyncio
+
+    from asyncrl.deployment.launch import use_ray_token
+
+    use_ray_token()
+    from asyncrl.coordinator.coordinator import Coordinator
+    from asyncrl.deployment.cluster import find_run, join
+
+    join(running_address(directory, address), namespace=directory.name)
+    client = find_run(directory.name)
+    return lambda: asyncio.run(client.call(Coordinator.status))
+
+
+def _watched(directory: Path, address: str | None) -> "Callable[[], RunStatus | None]":
+    """Returns a function that asks the run's buffer for its status, and returns None if the buffer does not answer."""
+    try:
+        ask = _status_of(directory, address)
+    except RunError as error:
+        print_warnings([f"{error}; the view shows only the records in {directory}"])
+        return lambda: None
+
+    def answer() -> "RunStatus | None":
+        try:
+            return ask()
+        except (RunError, TimeoutError):  # the view says that the buffer does not answer
+            return None
+
+    return answer

@@ -9,12 +9,14 @@ leased again. The ledger counts the lost groups.
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import Lease
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.learner.batch import Decode, StepSamples, counts_by_staleness, sample_record
@@ -131,27 +133,7 @@ class StepRecorder:
             in_flight=histograms["in_flight"],
             in_buffer=histograms["in_buffer"],
         )
-        self._metrics.diagnostics(
-            reward_mean=_reward_mean(step.lease),
-            loss=report.loss,
-            grad_norm=report.grad_norm,
-            entropy_nats=report.entropy_nats,
-            ess_ratio=report.ess,
-            importance_weight_mean=report.importance_weight_mean,
-            importance_weight_max=report.importance_weight_max,
-            clipped_ratio=report.loss_metrics.get("clipped_ratio", math.nan),
-            gated_ratio=report.loss_metrics.get("gated_ratio", math.nan),
-            kl_to_behaviour_nats=report.kl_behaviour_k3_nats,
-            learning_rate=report.learning_rate,
-            zero_variance_ratio=step.samples.zero_variance_ratio,
-            all_right_ratio=step.samples.all_right_ratio,
-            all_wrong_ratio=step.samples.all_wrong_ratio,
-            overlong_ratio=step.samples.overlong_ratio,
-            masked_samples_ratio=step.samples.masked_ratio,
-            measured=report.diagnostics,
-        )
-        if numbers := _critic_numbers(step):
-            self._metrics.critic(**numbers)
+        self._metrics.numbers(_diagnostics(step) | _measured(step))
         ratio = _length_ratio(step.status)
         if ratio is not None:
             self._metrics.length_ratio(ratio)
@@ -161,28 +143,14 @@ class StepRecorder:
     def _record(self, step: EndedStep) -> StepRecord:
         report, status = step.report, step.status
         trained = not report.skipped
-        metas = [group.meta for group in step.lease.groups]
-        rewards = [reward for meta in metas for reward in meta.rewards]
-        tokens = [count for meta in metas for count in meta.completion_tokens]
+        own = set(StepRecord.__struct_fields__)
+        measured: dict[str, Any] = {name: _finite(value) for name, value in _measured(step).items() if name in own}
         return StepRecord(
             step=step.lease.step,
             wall_s=self._elapsed_s(),
             duration_s=step.duration_s,
             trained=trained,
-            reward_mean=_reward_mean(step.lease),
-            reward_std=statistics.pstdev(rewards),
-            reward_min=min(rewards),
-            reward_max=max(rewards),
-            zero_variance_ratio=_finite(step.samples.zero_variance_ratio),
-            completion_tokens_mean=statistics.fmean(tokens),
-            completion_tokens_max=max(tokens),
-            truncated_ratio=_finite(step.samples.overlong_ratio),
-            loss=_finite(report.loss),
-            grad_norm=_finite(report.grad_norm),
-            entropy_nats=_finite(report.entropy_nats),
-            ess_ratio=_finite(report.ess),
-            learning_rate=report.learning_rate,
-            parity_nats=_finite(report.on_policy_parity_max_nats),
+            **measured,
             group_staleness=counts_by_staleness(step.lease)["groups"] if trained else {},
             token_staleness=_tokens_by_staleness(report) if trained else {},
             trained_samples=report.trained_samples if trained else 0,
@@ -192,7 +160,7 @@ class StepRecorder:
             generated_samples=sum(entry.samples for entry in status.reports.values()),
             generated_tokens=status.account.issued.tokens,
             learner_state_s=self._state_seconds(),
-            generator_state_s=_mean_states(status),
+            generator_state_s=mean_states(status.reports.values()),
             buffer_groups={
                 "reserved": status.counts.reserved,
                 "ready": status.counts.ready,
@@ -205,16 +173,7 @@ class StepRecorder:
             ),
             weight_updates=sum(entry.weight_updates for entry in status.reports.values()),
             mid_sequence_updates=self._mid_sequence_updates,
-            diagnostics={
-                name: _finite(value)
-                for name, value in {
-                    **report.diagnostics,
-                    **report.loss_metrics,
-                    **_critic_numbers(step),
-                    "all_right_ratio": step.samples.all_right_ratio,
-                    "all_wrong_ratio": step.samples.all_wrong_ratio,
-                }.items()
-            },
+            diagnostics={name: _finite(value) for name, value in _diagnostics(step).items()},
         )
 
     # --- samples ------------------------------------------------------------------------------------------------
@@ -249,19 +208,52 @@ def _groups_failed(status: RunStatus) -> dict[str, int]:
     return by_reason | ({"expired": expired} if expired > 0 else {})
 
 
+def _measured(step: EndedStep) -> dict[str, float]:
+    """Returns the numbers of the step's samples and update, by their names in `asyncrl.metrics.numbers`.
+
+    The loss, a gradient or a mean over no token may be NaN.
+    """
+    report, samples = step.report, step.samples
+    metas = [group.meta for group in step.lease.groups]
+    rewards = [reward for meta in metas for reward in meta.rewards]
+    tokens = [count for meta in metas for count in meta.completion_tokens]
+    return {
+        "reward_mean": sum(rewards) / len(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "zero_variance_ratio": samples.zero_variance_ratio,
+        "completion_tokens_mean": statistics.fmean(tokens),
+        "completion_tokens_max": max(tokens),
+        "truncated_ratio": samples.overlong_ratio,
+        "masked_samples_ratio": samples.masked_ratio,
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "entropy_nats": report.entropy_nats,
+        "ess_ratio": report.ess,
+        "importance_weight_mean": report.importance_weight_mean,
+        "importance_weight_max": report.importance_weight_max,
+        "kl_to_behaviour_nats": report.kl_behaviour_k3_nats,
+        "learning_rate": report.learning_rate,
+        "parity_nats": report.on_policy_parity_max_nats,
+    }
+
+
+def _diagnostics(step: EndedStep) -> dict[str, float]:
+    """Returns the record's `diagnostics`: the numbers whose names depend on the objective, the critic and the loss."""
+    return {
+        **step.report.diagnostics,
+        **step.report.loss_metrics,
+        **({} if step.critic_report is None else critic_numbers(step.critic_report)),
+        "all_right_ratio": step.samples.all_right_ratio,
+        "all_wrong_ratio": step.samples.all_wrong_ratio,
+    }
+
+
 def _mfu_ratio(step: EndedStep) -> float | None:
     """Returns the model FLOPs of the step divided by what the devices can do in its duration; None if unknown."""
     flops, peak = step.report.model_flops, step.report.peak_flops_per_s
     return None if flops is None or peak is None else flops / (peak * step.duration_s)
-
-
-def _critic_numbers(step: EndedStep) -> dict[str, float]:
-    return {} if step.critic_report is None else critic_numbers(step.critic_report)
-
-
-def _reward_mean(lease: Lease) -> float:
-    rewards = [reward for group in lease.groups for reward in group.meta.rewards]
-    return sum(rewards) / len(rewards)
 
 
 def _tokens_by_staleness(report: StepReport) -> dict[int, int]:
@@ -280,9 +272,8 @@ def _length_ratio(status: RunStatus) -> float | None:
     return (trained.tokens / trained.samples) / (issued.tokens / finished_samples)
 
 
-def _mean_states(status: RunStatus) -> dict[str, float]:
+def mean_states(reports: Collection[ReplicaReport]) -> dict[str, float]:
     """Returns the seconds by state, averaged over all replicas that have reported at least once."""
-    reports = list(status.reports.values())
     states = {state for report in reports for state in report.state_seconds}
     return {state: sum(r.state_seconds.get(state, 0.0) for r in reports) / len(reports) for state in sorted(states)}
 

@@ -13,11 +13,12 @@ cannot express them. A killed writer can leave a last line without its newline; 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 from asyncrl.errors import RunError
+from asyncrl.metrics.numbers import TRACKERS, tracker_name
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,15 +55,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     `learner_state_s` and `generator_state_s` are total seconds by state since the process started. The generators'
     seconds are averaged over the replicas. `generated_samples`, `generated_tokens`, `weight_updates` and
     `mid_sequence_updates` are totals since the start too, summed over the replicas. `ledger_groups` maps each fate to
-    its number of groups. `model_flops` are the FLOPs of the policy's passes, also in a skipped step. `mfu_ratio` is
-    their share of what the devices can do in `duration_s`. Both are null where they are not known. `diagnostics` has,
-    by name, the diagnostics of the step report, the loss's own metrics, the critic's numbers and the shares of groups
-    whose rewards are all right or all wrong.
+    its number of groups. `diagnostics` has, by name, the diagnostics of the step report, the loss's own metrics, the
+    critic's numbers and the shares of groups whose rewards are all right or all wrong.
 
-    `reward_std` is the population standard deviation over the step's samples. `zero_variance_ratio` is the share of
-    groups whose rewards are all equal; with group-relative advantages such groups have no gradient.
-    `completion_tokens_mean` and `completion_tokens_max` count the generated tokens of a sample. `truncated_ratio` is
-    the share of samples that were truncated at `generator.max_completion_tokens`.
+    `asyncrl.metrics.numbers` declares the other numbers: their units, their meanings, and where they are shown.
     """
 
     step: int
@@ -113,30 +109,22 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         has no previous record, so it has no such numbers.
         """
         ages = [age for age, tokens in self.token_staleness.items() if tokens]
+        own = set(self.__struct_fields__)
         return {
-            "reward/mean": self.reward_mean,
-            "reward/std": self.reward_std,
-            "reward/min": self.reward_min,
-            "reward/max": self.reward_max,
-            "reward/zero_variance_ratio": self.zero_variance_ratio,
-            "length/completion_tokens_mean": self.completion_tokens_mean,
-            "length/completion_tokens_max": self.completion_tokens_max,
-            "length/truncated_ratio": self.truncated_ratio,
-            "train/loss": self.loss,
-            "train/grad_norm": self.grad_norm,
-            "train/entropy_nats": self.entropy_nats,
-            "train/learning_rate": self.learning_rate,
-            "train/tokens": self.trained_tokens,
-            "train/samples": self.trained_samples,
             "staleness/max_versions": max(ages, default=None),
-            "staleness/ess_ratio": self.ess_ratio,
-            "staleness/parity_nats": self.parity_nats,
-            "speed/step_duration_s": self.duration_s,
-            "speed/model_flops": self.model_flops,
-            "speed/mfu_ratio": self.mfu_ratio,
+            **{tracker: getattr(self, name) for name, tracker in TRACKERS.items() if name in own},
             **({} if before is None else self._since(before)),
-            **{f"{_group(name)}/{name}": value for name, value in self.diagnostics.items()},
+            # a user's loss may have a metric with the name of a field
+            **{
+                f"diagnostics/{name}" if name in own else tracker_name(name): value
+                for name, value in self.diagnostics.items()
+            },
         }
+
+    def number(self, name: str) -> float | None:
+        """Returns a number of `asyncrl.metrics.numbers` by its name; None if it was not measured."""
+        value: float | None = getattr(self, name) if name in self.__struct_fields__ else self.diagnostics.get(name)
+        return value
 
     def _since(self, before: "StepRecord") -> dict[str, float | None]:
         """Returns the speeds since `before`, and the seconds by state of the learner and the generators since then."""
@@ -152,25 +140,6 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         ):
             since |= {f"time/{side}_{state}_s": total - then.get(state, 0.0) for state, total in now.items()}
         return since
-
-
-_GROUPS = {
-    "kl_to_reference_nats": "train",
-    "all_right_ratio": "reward",
-    "all_wrong_ratio": "reward",
-    "value_loss": "critic",
-    "explained_variance": "critic",
-    "value_clipped_ratio": "critic",
-}
-
-
-def _group(diagnostic: str) -> str:
-    """Returns the group in which a tracker shows a diagnostic.
-
-    >>> [_group(name) for name in ("value_loss", "abs_log_rho_nats_staleness_1", "clipped_ratio")]
-    ['critic', 'staleness', 'diagnostics']
-    """
-    return _GROUPS.get(diagnostic, "staleness" if "staleness" in diagnostic else "diagnostics")
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -358,22 +327,38 @@ def _present(values: Sequence[float | None]) -> list[float]:
 Line = TypeVar("Line", bound=msgspec.Struct)
 
 
-def read_lines(path: Path, kind: type[Line]) -> list[Line]:
-    """Returns the records of a JSON lines file, or an empty list when the file does not exist.
+class GrowingLines(Generic[Line]):
+    """The records of a JSON lines file to which a run may still append."""
 
-    Ignores a last line without a newline. Raises RunError with the line number when a line is not a `kind`.
-    """
-    if not path.exists():
-        return []
-    decoder = msgspec.json.Decoder(kind)
-    complete, _, _ = path.read_bytes().rpartition(b"\n")
-    records = []
-    for number, line in enumerate(complete.splitlines(), start=1):
-        try:
-            records.append(decoder.decode(line))
-        except msgspec.MsgspecError as error:
-            raise RunError(
-                f"{path}, line {number} is not a {kind.__name__}: {error}. The file was edited or written by another "
-                "version of asyncrl: repair or delete the line"
-            ) from error
-    return records
+    def __init__(self, path: Path, kind: type[Line]) -> None:
+        self._path = path
+        self._kind = kind
+        self._decoder = msgspec.json.Decoder(kind)
+        self._read_bytes = 0
+        self._records: list[Line] = []
+
+    def read(self) -> Sequence[Line]:
+        """Returns all records so far; none when the file does not exist. Reads only the lines that are new.
+
+        Ignores a last line without a newline. Raises RunError with the line number when a line is not a record.
+        """
+        if not self._path.exists():
+            return self._records
+        with self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            complete, newline, _ = file.read().rpartition(b"\n")
+        for line in complete.splitlines():
+            try:
+                self._records.append(self._decoder.decode(line))
+            except msgspec.MsgspecError as error:
+                raise RunError(
+                    f"{self._path}, line {len(self._records) + 1} is not a {self._kind.__name__}: {error}. The file "
+                    "was edited or written by another version of asyncrl: repair or delete the line"
+                ) from error
+        self._read_bytes += len(complete) + len(newline)
+        return self._records
+
+
+def read_lines(path: Path, kind: type[Line]) -> list[Line]:
+    """Returns the records of a JSON lines file, as `GrowingLines.read` does."""
+    return list(GrowingLines(path, kind).read())

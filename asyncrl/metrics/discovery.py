@@ -17,7 +17,7 @@ RAY = "ray"
 """The role of Ray's own endpoints; there is one per node.
 
 A page of Ray's metrics is ten times as large as a page of asyncrl's. Prometheus therefore scrapes Ray's endpoints in a
-separate job, and the live views of asyncrl do not read them.
+separate job.
 """
 
 

@@ -18,16 +18,9 @@ from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.metrics.catalogue import BUFFER_STATES, DEADLINES, REPLICA_STATES, Role
 from asyncrl.metrics.instruments import Instruments, Totals
+from asyncrl.metrics.numbers import GAUGES
 
 logger = logging.getLogger(__name__)
-
-MEASURED = (
-    *("kernel_ess_ratio", "silent_ratio"),
-    *(f"{name}_{sign}_ratio" for name in ("clipped", "gated") for sign in ("positive", "negative")),
-    *("exp_abs_log_rho_mean", "abs_log_rho_max_nats", "nonfinite_tokens"),
-    *("kl_to_reference_nats", "packing_efficiency_ratio"),
-)
-"""The entries of a step report's `diagnostics` that are gauges of the learner."""
 
 P = ParamSpec("P")
 R = TypeVar("R", bound="ProcessMetrics")
@@ -139,56 +132,11 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.set("asyncrl_learner_peak_flops_per_second", peak)
 
     @recording
-    def diagnostics(
-        self,
-        *,
-        reward_mean: float,
-        loss: float,
-        grad_norm: float,
-        entropy_nats: float,
-        ess_ratio: float,
-        importance_weight_mean: float,
-        importance_weight_max: float,
-        clipped_ratio: float,
-        gated_ratio: float,
-        kl_to_behaviour_nats: float,
-        learning_rate: float,
-        zero_variance_ratio: float,
-        all_right_ratio: float,
-        all_wrong_ratio: float,
-        overlong_ratio: float,
-        masked_samples_ratio: float,
-        measured: Mapping[str, float],
-    ) -> None:
-        """Records the numbers of a trained step. A name of `MEASURED` that is not in `measured` becomes NaN."""
-        gauges = {
-            "reward_mean": reward_mean,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "entropy_nats": entropy_nats,
-            "ess_ratio": ess_ratio,
-            "importance_weight_mean": importance_weight_mean,
-            "importance_weight_max": importance_weight_max,
-            "clipped_ratio": clipped_ratio,
-            "gated_ratio": gated_ratio,
-            "kl_to_behaviour_nats": kl_to_behaviour_nats,
-            "learning_rate": learning_rate,
-            "zero_variance_ratio": zero_variance_ratio,
-            "all_right_ratio": all_right_ratio,
-            "all_wrong_ratio": all_wrong_ratio,
-            "overlong_ratio": overlong_ratio,
-            "masked_samples_ratio": masked_samples_ratio,
-            **{name: measured.get(name, math.nan) for name in MEASURED},
-        }
-        for name, value in gauges.items():
-            self._instruments.set(f"asyncrl_learner_{name}", value)
-
-    @recording
-    def critic(self, *, value_loss: float, explained_variance: float, value_clipped_ratio: float) -> None:
-        """Records the critic's numbers after each trained step of a run with a critic."""
-        self._instruments.set("asyncrl_learner_value_loss", value_loss)
-        self._instruments.set("asyncrl_learner_explained_variance", explained_variance)
-        self._instruments.set("asyncrl_learner_value_clipped_ratio", value_clipped_ratio)
+    def numbers(self, values: Mapping[str, float]) -> None:
+        """Records the numbers of a trained step, by their names in `asyncrl.metrics.numbers`. The gauge of a number
+        that is not in `values` becomes NaN."""
+        for name, gauge in GAUGES.items():
+            self._instruments.set(gauge, values.get(name, math.nan))
 
     @recording
     def staleness(

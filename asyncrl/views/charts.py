@@ -1,6 +1,6 @@
 """Makes charts as inline SVG: lines, stacked shares over time, and bars by version. Pure functions.
 
-Colours are CSS variables of the page (`report_page.py`). Light mode, dark mode and print therefore need no code here.
+Colours are CSS variables of the page (`report.css`). Light mode, dark mode and print therefore need no code here.
 Each chart contains its numbers as JSON for the script of the page, which shows them under the pointer. Without the
 script, the chart is complete but does not show these numbers.
 """
@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
+from markupsafe import Markup
+
 from asyncrl.views.quantities import number
 
 WIDTH, HEIGHT = 380, 210
 STEP = "step"
 LEFT, RIGHT, TOP, BOTTOM = 54, 16, 12, 30
 """Margins in SVG units, with room for labels. The left margin is wide enough for a label such as -1.25e-4."""
+
+AGE_COLORS = tuple(f"age-{index}" for index in range(7))
+"""Colours by age, from the lowest staleness to the highest."""
 
 LARGEST = 1e300
 """Values of this size or more are not drawn, because the difference of two of them can overflow."""
@@ -64,7 +69,7 @@ def line_chart(
     log: bool = False,
     limit: tuple[str, float] | None = None,
     x_name: str = STEP,
-) -> str:
+) -> Markup:
     """Returns a chart with lines over steps, or over the quantity `x_name`.
 
     The y axis covers all values of `include`. `limit` is the label and value of a horizontal line. A `log` axis cannot
@@ -93,7 +98,7 @@ def line_chart(
 
 def share_chart(
     title: str, xs: Sequence[float], shares: Sequence[Mapping[str, float]], *, colors: Mapping[str, str], unit: str
-) -> str:
+) -> Markup:
     """Returns a chart with stacked shares over steps. `shares` has one mapping from state to share per x.
 
     States whose share is always 0 are left out.
@@ -118,7 +123,7 @@ def share_chart(
     return _figure(title, unit, body=body, legend=legend, numbers=_numbers(xs, series, x_name=STEP, percent=True))
 
 
-def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]], *, limit: int | None) -> str:
+def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]], *, limit: int | None) -> Markup:
     """Returns a chart with bars side by side: the share of each number of versions.
 
     `counts` has (name, colour, {versions: count}) for each kind of bar. `limit` is the staleness limit η, which is
@@ -293,7 +298,7 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def _figure(title: str, unit: str, *, body: str, legend: str, numbers: Mapping[str, object] | None) -> str:
+def _figure(title: str, unit: str, *, body: str, legend: str, numbers: Mapping[str, object] | None) -> Markup:
     # `<` is the only character that could end the script element inside the JSON.
     data = (
         f'<script type="application/json">{json.dumps(numbers).replace("<", chr(92) + "u003c")}</script>'
@@ -302,4 +307,4 @@ def _figure(title: str, unit: str, *, body: str, legend: str, numbers: Mapping[s
     )
     caption = f"<figcaption>{escape(title)}<small>{escape(unit)}</small></figcaption>"
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{body}</svg>'
-    return f"<figure>{caption}{svg}{legend}{data}</figure>"
+    return Markup(f"<figure>{caption}{svg}{legend}{data}</figure>")

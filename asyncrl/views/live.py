@@ -19,28 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.config.schema import Config
+from asyncrl.metrics.state_colors import STATES
 from asyncrl.views.headline import Concern, Headline
 from asyncrl.views.quantities import duration, number
 
 BAR_CELLS = 30
 SPARKS = "▁▂▃▄▅▆▇█"
 
-STATE_STYLES = {
-    "starting": "white",
-    "generating": "green",
-    "forward_backward": "green",
-    "optimizer": "cyan",
-    "log_probs": "blue",
-    "publish": "magenta",
-    "paused_for_weights": "magenta",
-    "checkpoint": "bright_magenta",
-    "waiting_for_groups": "yellow",
-    "blocked_on_staleness": "yellow",
-    "blocked_on_capacity": "red",
-    "starved_of_prompts": "red",
-    "idle": "bright_black",
-    "other": "bright_black",
-}
+UNKNOWN_STATE = "white"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +35,8 @@ class LiveView:
 
     `phase` is free text about the run's present activity. `rewards` are the mean rewards of all steps so far, oldest
     first. `oldest_token_versions` is the largest staleness of a token in the last step. `replica_versions` maps each
-    replica to the step of its weights. `learner_shares` and `generator_shares` are shares of recent time by state,
+    replica to the step of its weights. `activity` is
+    what the learner does at this moment. `learner_shares` and `generator_shares` are shares of recent time by state,
     which add up to 1. `headline` is the sentence below the numbers.
     """
 
@@ -73,6 +60,7 @@ class LiveView:
     buffer_capacity_groups: int | None = None
     published_version: int | None = None
     replica_versions: Mapping[str, int] = field(default_factory=dict)
+    activity: str | None = None
     learner_shares: Mapping[str, float] | None = None
     generator_shares: Mapping[str, float] | None = None
     headline: Headline | None = None
@@ -108,6 +96,8 @@ def render(view: LiveView) -> RenderableType:
         rows.add_row("buffer", Text(_buffer(view.buffer_groups, view.buffer_capacity_groups)))
     if view.replica_versions:
         rows.add_row("weights", Text(_weights(view)))
+    if view.activity:
+        rows.add_row("now", Text(view.activity))
     if view.learner_shares:
         rows.add_row("learner", share_bar(view.learner_shares))
     if view.generator_shares:
@@ -168,14 +158,18 @@ def share_bar(shares: Mapping[str, float], *, cells: int = BAR_CELLS) -> Text:
         total += share
         # The running total is rounded, not each part: else the parts might not add up to the length of the bar.
         end = round(min(total, 1.0) * cells)
-        bar.append("█" * (end - filled), style=STATE_STYLES.get(state, "white"))
+        bar.append("█" * (end - filled), style=_color(state))
         filled = end
     bar.append("░" * (cells - filled), style="bright_black")
     for state, share in ordered:
         if share >= 0.05:
-            bar.append(f"  {state.replace('_', ' ')} ", style=STATE_STYLES.get(state, "white"))
+            bar.append(f"  {state.replace('_', ' ')} ", style=_color(state))
             bar.append(f"{share:.0%}")
     return bar
+
+
+def _color(state: str) -> str:
+    return STATES[state].terminal if state in STATES else UNKNOWN_STATE
 
 
 def _style(headline: Headline) -> str:

@@ -1,13 +1,17 @@
-"""Makes the live view of a run from its records."""
+"""Makes the live view of a run from its records and, for a watcher outside the run, from its buffer's status."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from asyncrl.buffer.staleness import limits_of
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.records import EvalRecord, StepRecord, mean, state_shares
 from asyncrl.views.headline import headline
 from asyncrl.views.live import LiveView, starting_view
-from asyncrl.views.run_facts import RECENT_STEPS, Setting, facts_of_steps
+from asyncrl.views.quantities import duration
+from asyncrl.views.run_facts import RECENT_STEPS, Setting, facts_of_steps, with_status
+from asyncrl.views.status import activity
 
 
 def live_view(
@@ -18,27 +22,29 @@ def live_view(
     steps: Sequence[StepRecord],
     evals: Sequence[EvalRecord],
     setting: Setting,
-    failures: Mapping[str, float],
+    failures: Mapping[str, float] | None = None,
+    status: RunStatus | None = None,
 ) -> LiveView:
     """Returns the present view of the run. `failures` has the number of failed rollouts by reason.
+
+    With the buffer's `status`, the failures, the groups in the buffer and the versions are those of the status.
 
     Speeds and shares of time are means over the last `RECENT_STEPS` steps. Skipped steps count, because they take time
     too.
     """
-    start = starting_view(config, phase=phase, elapsed_s=elapsed_s)
+    view = starting_view(config, phase=phase, elapsed_s=elapsed_s)
+    facts = facts_of_steps(steps, setting=setting, failures=failures or {}, recent=True)
+    if status is not None:
+        facts = with_status(facts, status, recent=bool(steps))
+    view = replace(view, headline=headline(facts))
     if not steps:
-        return start
-    facts = facts_of_steps(steps, setting=setting, failures=failures, recent=True)
+        return view
     recent, last = steps[-RECENT_STEPS:], steps[-1]
     span_s = recent[-1].wall_s - recent[0].wall_s
     done = last.version_after - recent[0].version_after
     trained = next((record for record in reversed(steps) if record.trained), None)
-    return LiveView(
-        name=start.name,
-        phase=phase,
-        elapsed_s=elapsed_s,
-        total_steps=config.learner.total_steps,
-        staleness_limit=start.staleness_limit,
+    view = replace(
+        view,
         step=last.version_after,
         eta_s=(config.learner.total_steps - last.version_after) * span_s / done if done else None,
         rewards=[record.reward_mean for record in steps if record.reward_mean is not None],
@@ -54,5 +60,17 @@ def live_view(
         buffer_capacity_groups=limits_of(config).capacity_groups,
         learner_shares=state_shares(recent, "learner_state_s"),
         generator_shares=state_shares(recent, "generator_state_s"),
-        headline=headline(facts),
+    )
+    return view if status is None else _at_present(view, status)
+
+
+def _at_present(view: LiveView, status: RunStatus) -> LiveView:
+    """Returns the view with what the buffer knows better than the last record."""
+    counts = status.counts
+    return replace(
+        view,
+        buffer_groups={"reserved": counts.reserved, "ready": counts.ready, "leased": counts.leased},
+        published_version=None if status.published is None else status.published.step,
+        replica_versions={each.replica: each.version.step for each in status.replicas if each.version is not None},
+        activity=f"learner {activity(status)}, last progress {duration(status.quiet_s)} ago",
     )

@@ -8,7 +8,6 @@ text.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 import msgspec
@@ -29,10 +28,9 @@ from asyncrl.learner.records import (
     build_summary,
     read_lines,
 )
-from asyncrl.views import charts
 from asyncrl.views.headline import Headline, headline
-from asyncrl.views.quantities import duration, moment, number
-from asyncrl.views.report_page import page, section, table, tiles
+from asyncrl.views.quantities import duration, number
+from asyncrl.views.report_page import Section, Table, page
 from asyncrl.views.report_panels import flow, learning
 from asyncrl.views.report_staleness import staleness
 from asyncrl.views.run_facts import Setting, facts_of_steps, setting_at
@@ -139,34 +137,24 @@ def write_report(path: Path, *, output: Path | None = None, info: RunInfo | None
 
 def report_html(run: RunRecords) -> str:
     """Returns the report as HTML."""
-    parts = [_header(run)]
     summary = run.summary or _summary_so_far(run)
-    if summary is not None:
-        parts.append(_tiles(summary, ended=run.summary is not None))
-    parts.append(_failures(run.failures))
+    sections = [_failures(run.failures)]
     if run.steps:
-        parts += [learning(run.steps, run.evals), flow(run.steps), staleness(run.steps, limit=run.staleness_limit)]
-    parts += [_ledger(run.steps), _samples(run.samples), _config(run.config)]
-    margins = {"left": charts.LEFT, "right": charts.RIGHT, "top": charts.TOP, "bottom": charts.BOTTOM}
-    return page(title=f"{run.info.name} · asyncrl", body="\n".join(filter(None, parts)), script_values=margins)
-
-
-def _header(run: RunRecords) -> str:
-    info = run.info
-    ended = f", {info.state} {moment(info.finished)}" if info.finished else ""
-    origin = f"Started {moment(info.started)} on {info.host}{ended}."
-    reason = ""
-    if info.exit_reason not in (None, "done"):
-        reason = f'<p class="reason {info.state}">{escape(info.exit_reason)}</p>'
-    sentence, warns = "No step was recorded.", ""
-    if run.headline is not None:
-        sentence, warns = run.headline.sentence, " warns" if run.headline.warns else ""
-    elif info.state == "running":
-        sentence = "No step was recorded yet."
-    lead = f'<p class="lead{warns}">{escape(sentence)}</p>'
-    badge = f'<span class="badge {info.state}">{info.state}</span>'
-    ran = f"<p>{escape(origin)}</p><p>{escape(run.facts)}</p>"
-    return f"<header><h1>{escape(info.name)}{badge}</h1>{ran}{reason}{lead}</header>"
+        sections += [
+            learning(run.steps, run.evals),
+            flow(run.steps),
+            staleness(run.steps, limit=run.staleness_limit),
+            _totals(run.steps),
+        ]
+    sections.append(_samples(run.samples))
+    return page(
+        info=run.info,
+        facts=run.facts,
+        headline=run.headline,
+        tiles=_tiles(summary, ended=run.summary is not None) if summary is not None else [],
+        sections=[section for section in sections if section.figures or any(table.rows for table in section.tables)],
+        config=run.config,
+    )
 
 
 def _summary_so_far(run: RunRecords) -> Summary | None:
@@ -188,8 +176,11 @@ def _summary_so_far(run: RunRecords) -> Summary | None:
     return build_summary(run.steps, run.evals, totals, staleness_limit=run.staleness_limit)
 
 
-def _tiles(summary: Summary, *, ended: bool) -> str:
-    """Returns the tiles with the main numbers. Discarded groups are known only when the run has `ended` normally."""
+def _tiles(summary: Summary, *, ended: bool) -> list[tuple[str, str, str]]:
+    """Returns (name, value, note) of the tiles with the main numbers.
+
+    Discarded groups are known only when the run has `ended` normally.
+    """
     first_step = f"in {duration(summary.wall_s)}, the first after {duration(summary.time_to_first_step_s)}"
     oldest = f"{summary.max_group_staleness} of {summary.staleness_limit}"
     entries = [
@@ -204,11 +195,11 @@ def _tiles(summary: Summary, *, ended: bool) -> str:
     if ended:
         fate = "groups; " + ("all groups are accounted for" if summary.ledger_closed else "NOT all accounted for")
         entries.append(("Discarded", f"{summary.groups_discarded:,}", fate))
-    return tiles(entries)
+    return entries
 
 
-def _failures(failures: Sequence[FailureCount]) -> str:
-    """Returns the section with the failed rollouts by class and reason, and the first failure of each in full."""
+def _failures(failures: Sequence[FailureCount]) -> Section:
+    """Returns the section with the failed rollouts by reason, and the first failure of each in full."""
     rows = [
         (
             count.first.reason,
@@ -220,38 +211,34 @@ def _failures(failures: Sequence[FailureCount]) -> str:
         )
         for count in failures
     ]
-    if not rows:
-        return ""
     head = ("reason", "rollouts", "groups lost", "first message", "prompt", "completion")
     note = "Failed rollouts by reason, with the first failure of each reason. A lost group was not trained."
-    return section("Failures", note, table(rows, head=head, numeric=frozenset({1, 2}), verbatim=frozenset({3, 4, 5})))
+    table = Table(head=head, rows=rows, numeric=frozenset({1, 2}), verbatim=frozenset({3, 4, 5}))
+    return Section(title="Failures", note=note, tables=[table])
 
 
-def _ledger(steps: Sequence[StepRecord]) -> str:
+def _totals(steps: Sequence[StepRecord]) -> Section:
     """Returns the section with the groups by fate at the last step, and the totals of generated and trained data."""
-    if not steps:
-        return ""
     last = steps[-1]
     fates = [(fate.replace("_", " "), f"{groups:,}") for fate, groups in last.ledger_groups.items() if groups]
-    trained_samples = sum(record.trained_samples for record in steps)
-    trained_tokens = sum(record.trained_tokens for record in steps)
-    totals = [
-        ("samples generated", f"{last.generated_samples:,}"),
-        ("samples trained", f"{trained_samples:,}"),
-        ("tokens generated", f"{last.generated_tokens:,}"),
-        ("tokens trained", f"{trained_tokens:,}"),
-        ("weight updates loaded", f"{last.weight_updates:,}"),
-        ("weight updates in the middle of a sequence", f"{last.mid_sequence_updates:,}"),
-        ("steps skipped", f"{sum(not record.trained for record in steps):,}"),
+    totals = {
+        "samples generated": last.generated_samples,
+        "samples trained": sum(record.trained_samples for record in steps),
+        "tokens generated": last.generated_tokens,
+        "tokens trained": sum(record.trained_tokens for record in steps),
+        "weight updates loaded": last.weight_updates,
+        "weight updates in the middle of a sequence": last.mid_sequence_updates,
+        "steps skipped": sum(not record.trained for record in steps),
+    }
+    rows = [(name, f"{total:,}") for name, total in totals.items()]
+    tables = [
+        Table(head=("fate of issued groups", "groups"), rows=fates, numeric=frozenset({1})),
+        Table(head=("total", "number"), rows=rows, numeric=frozenset({1})),
     ]
-    columns = (
-        table(fates, head=("fate of issued groups", "groups"), numeric=frozenset({1})),
-        table(totals, head=("total", "number"), numeric=frozenset({1})),
-    )
-    return section("Totals", "As of the last recorded step.", f'<div class="columns">{"".join(columns)}</div>')
+    return Section(title="Totals", note="As of the last recorded step.", tables=tables)
 
 
-def _samples(samples: dict[int, list[SampleRecord]]) -> str:
+def _samples(samples: dict[int, list[SampleRecord]]) -> Section:
     """Returns the section with the rollouts of a few steps."""
     rows = [
         (
@@ -267,15 +254,14 @@ def _samples(samples: dict[int, list[SampleRecord]]) -> str:
         for step, records in samples.items()
         for sample in records
     ]
-    if not rows:
-        return ""
     head = ("step", "prompt", "completion", "answer", "reward", "advantage", "weights")
     note = (
         "All samples of a few groups, from the first, the middle and the last step with logged samples. In the column "
         "weights, “92 × 4 (2 old)” means that the weights after 92 steps generated four tokens, and that the oldest "
         "token of the sample was two versions old when it was trained."
     )
-    return section("Samples", note, table(rows, head=head, numeric=frozenset({0, 4, 5}), verbatim=frozenset({1, 2, 3})))
+    table = Table(head=head, rows=rows, numeric=frozenset({0, 4, 5}), verbatim=frozenset({1, 2, 3}))
+    return Section(title="Samples", note=note, tables=[table])
 
 
 def _shortened(text: str) -> str:
@@ -286,10 +272,6 @@ def _shortened(text: str) -> str:
     """
     more = len(text) - SAMPLE_CHARACTERS
     return text if more <= 0 else f"{text[:SAMPLE_CHARACTERS]} … ({more:,} more characters)"
-
-
-def _config(config: str) -> str:
-    return section("Configuration", "", f"<details><summary>config.yaml</summary><pre>{escape(config)}</pre></details>")
 
 
 def _number(value: float | None) -> str:

@@ -6,109 +6,65 @@ Long runs are drawn as means over bins, because a chart is too narrow to show mo
 from collections.abc import Callable, Mapping, Sequence
 
 from asyncrl.learner.records import EvalRecord, StepRecord, mean, state_shares
+from asyncrl.metrics import state_colors
+from asyncrl.metrics.numbers import charts
+from asyncrl.metrics.state_colors import Color
 from asyncrl.views.charts import Series, line_chart, share_chart
-from asyncrl.views.report_page import section
+from asyncrl.views.report_page import Section
 
 CURVE_POINTS = 300
 SHARE_POINTS = 60
-
-LEARNER_COLORS = {
-    "forward_backward": "green",
-    "optimizer": "teal",
-    "log_probs": "blue",
-    "publish": "violet",
-    "checkpoint": "rose",
-    "waiting_for_groups": "amber",
-    "starting": "soft",
-    "other": "gray",
-}
-GENERATOR_COLORS = {
-    "generating": "green",
-    "paused_for_weights": "violet",
-    "starved_of_prompts": "rose",
-    "blocked_on_capacity": "red",
-    "blocked_on_staleness": "amber",
-    "starting": "soft",
-    "idle": "gray",
-}
 
 Steps = Sequence[StepRecord]
 Values = list[float | None]
 
 
-def learning(steps: Steps, evals: Sequence[EvalRecord]) -> str:
-    """Returns the section on rewards, lengths and training: does the run learn?"""
+def learning(steps: Steps, evals: Sequence[EvalRecord]) -> Section:
+    """Returns the section on rewards, lengths and training: does the run learn?
+
+    `asyncrl.metrics.numbers` declares its charts, except the first. A chart of diagnostics is left out if no step has
+    them.
+    """
     bins = bins_of(steps, CURVE_POINTS)
     xs = last_steps(bins)
 
-    def curve(read: Callable[[StepRecord], float | None]) -> Values:
-        return [mean([read(record) for record in chunk]) for chunk in bins]
+    def curve(name: str) -> Values:
+        return [mean([record.number(name) for record in chunk]) for chunk in bins]
 
-    def chart(title: str, unit: str, read: Callable[[StepRecord], float | None]) -> str:
-        return line_chart(title, xs, [Series(name=title.lower(), ys=curve(read), color="blue")], unit=unit)
-
-    rewards = curve(lambda record: record.reward_mean)
+    rewards = curve("reward_mean")
     reward_lines = [
         Series(name="mean of a step", ys=rewards, color="blue", style="faint"),
         Series(name="training", ys=smooth(rewards), color="blue"),
     ]
     if evals:
         reward_lines.append(Series(name="held out", ys=_at_versions(evals, xs), color="amber", style="dots"))
-    spread = [
-        Series(name=name, ys=curve(read), color=color)
-        for name, color, read in (
-            ("standard deviation", "blue", lambda record: record.reward_std),
-            ("groups with equal rewards", "rose", lambda record: record.zero_variance_ratio),
-        )
-    ]
-    lengths = [
-        Series(name="mean", ys=curve(lambda record: record.completion_tokens_mean), color="blue"),
-        Series(name="longest", ys=curve(lambda record: record.completion_tokens_max), color="gray"),
-    ]
-    truncated = Series(name="truncated", ys=curve(lambda record: record.truncated_ratio), color="rose")
-    ess = Series(name="effective samples", ys=curve(lambda record: record.ess_ratio), color="blue")
-    figures = [
-        line_chart("Reward", xs, reward_lines),
-        line_chart("Spread of rewards", xs, spread, unit="reward; share of groups", include=(0,)),
-        line_chart("Completion length", xs, lengths, unit="tokens", include=(0,)),
-        line_chart("Truncated completions", xs, [truncated], unit="share of samples", include=(0, 1)),
-        line_chart("Effective sample size", xs, [ess], unit="share of tokens", include=(0, 1)),
-        chart("Loss", "", lambda record: record.loss),
-        chart("Entropy", "nats per token", lambda record: record.entropy_nats),
-        chart("Gradient norm", "before clipping", lambda record: record.grad_norm),
-        chart("Learning rate", "", lambda record: record.learning_rate),
-    ]
-    if any("kl_to_reference_nats" in record.diagnostics for record in steps):
-        kl = chart("KL to the reference", "nats", lambda record: record.diagnostics.get("kl_to_reference_nats"))
-        figures.append(kl)
-    if any("value_loss" in record.diagnostics for record in steps):
-        explained = curve(lambda record: record.diagnostics.get("explained_variance"))
-        figures += [
-            line_chart(
-                "Critic: explained variance",
-                xs,
-                [Series(name="explained variance", ys=explained, color="blue")],
-                unit="share of the returns' variance",
-                include=(0, 1),
-            ),
-            chart("Critic: loss", "", lambda record: record.diagnostics.get("value_loss")),
+    figures = [line_chart("Reward", xs, reward_lines)]
+    recorded = {*StepRecord.__struct_fields__, *(name for record in steps for name in record.diagnostics)}
+    for chart, lines in charts().items():
+        series = [
+            Series(name=line.legend, ys=curve(number.name), color=line.color)
+            for number, line in lines
+            if number.name in recorded
         ]
+        if series:
+            figures.append(line_chart(chart.title, xs, series, unit=chart.unit, include=chart.include))
     note = (
         "The orange dots are mean rewards of greedy answers to questions that are not used for training. A falling "
         "effective sample size means that samples are too old: lower staleness.max_versions. A group whose rewards are "
         "all equal has no gradient."
     )
-    return section("Learning", note, chart_grid(figures))
+    return Section(title="Learning", note=note, figures=figures)
 
 
-def flow(steps: Steps) -> str:
+def flow(steps: Steps) -> Section:
     """Returns the section on time and speed: which side waits for the other, and how fast is the run?"""
     windows = windows_of(steps, SHARE_POINTS)
     xs = last_steps(windows)
 
-    def states(title: str, field: str, colors: Mapping[str, str]) -> str:
+    def states(title: str, field: str, colors: Mapping[str, Color]) -> str:
         shares = [state_shares(window, field) for window in windows]
-        return share_chart(title, xs, shares, colors=colors, unit="share of time")
+        css = {state: color.report for state, color in colors.items()}
+        return share_chart(title, xs, shares, colors=css, unit="share of time")
 
     def rates(name: str, color: str, read: Callable[[Steps], float]) -> Series:
         spans = [window[-1].wall_s - window[0].wall_s for window in windows]
@@ -118,49 +74,32 @@ def flow(steps: Steps) -> str:
     def means(name: str, color: str, read: Callable[[StepRecord], float]) -> Series:
         return Series(name=name, ys=[mean([read(record) for record in window[1:]]) for window in windows], color=color)
 
-    def buffered(state: str, color: str) -> Series:
-        return means(state, color, lambda record: record.buffer_groups.get(state, 0))
+    def speed(what: str) -> list[Series]:
+        generated, trained = f"generated_{what}", f"trained_{what}"
+        return [
+            rates("generated", "green", lambda window: getattr(window[-1], generated) - getattr(window[0], generated)),
+            rates("trained", "blue", lambda window: sum(getattr(record, trained) for record in window[1:])),
+        ]
 
+    buffered = [
+        means("reserved", "violet", lambda record: record.buffer_groups.get("reserved", 0)),
+        means("ready", "green", lambda record: record.buffer_groups.get("ready", 0)),
+    ]
+    duration = [means("duration", "blue", lambda record: record.duration_s)]
     figures = [
-        states("Learner", "learner_state_s", LEARNER_COLORS),
-        states("Generators", "generator_state_s", GENERATOR_COLORS),
-        line_chart(
-            "Samples",
-            xs,
-            [
-                rates("generated", "green", lambda window: window[-1].generated_samples - window[0].generated_samples),
-                rates("trained", "blue", lambda window: sum(record.trained_samples for record in window[1:])),
-            ],
-            unit="per second",
-            include=(0,),
-        ),
-        line_chart(
-            "Tokens",
-            xs,
-            [
-                rates("generated", "green", lambda window: window[-1].generated_tokens - window[0].generated_tokens),
-                rates("trained", "blue", lambda window: sum(record.trained_tokens for record in window[1:])),
-            ],
-            unit="per second",
-            include=(0,),
-        ),
-        line_chart(
-            "Groups in the buffer",
-            xs,
-            [buffered("reserved", "violet"), buffered("ready", "green")],
-            unit="right after a step",
-            include=(0,),
-        ),
-        line_chart(
-            "Step", xs, [means("duration", "blue", lambda record: record.duration_s)], unit="seconds", include=(0,)
-        ),
+        states("Learner", "learner_state_s", state_colors.LEARNER),
+        states("Generators", "generator_state_s", state_colors.GENERATOR),
+        line_chart("Samples", xs, speed("samples"), unit="per second", include=(0,)),
+        line_chart("Tokens", xs, speed("tokens"), unit="per second", include=(0,)),
+        line_chart("Groups in the buffer", xs, buffered, unit="right after a step", include=(0,)),
+        line_chart("Step", xs, duration, unit="seconds", include=(0,)),
     ]
     note = (
         "Amber: the learner waits for groups, or generators wait for the learner's next version. Gray: “other” is the "
         "learner's work without a state of its own (transfer of rows, records, evaluation); “idle” is the time of "
         "free generator slots that do not ask for work (before the first weights, in evaluations, at the end)."
     )
-    return section("Flow: which side waits for the other", note, chart_grid(figures))
+    return Section(title="Flow: which side waits for the other", note=note, figures=figures)
 
 
 def bins_of(steps: Steps, most: int) -> list[Steps]:
@@ -197,10 +136,6 @@ def smooth(values: Values) -> Values:
     """Returns trailing means over a 25th of the length of the curve."""
     window = max(1, len(values) // 25)
     return [mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
-
-
-def chart_grid(figures: Sequence[str]) -> str:
-    return f'<div class="charts">{"".join(figures)}</div>'
 
 
 def _at_versions(evals: Sequence[EvalRecord], xs: Sequence[float]) -> Values:

@@ -6,15 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from asyncrl.learner.records import StepRecord, mean
-from asyncrl.views.charts import Series, line_chart, share_chart, version_bars
-from asyncrl.views.report_page import AGE_COLORS, section
+from asyncrl.views.charts import AGE_COLORS, Series, line_chart, share_chart, version_bars
+from asyncrl.views.report_page import Section
 from asyncrl.views.report_panels import (
     CURVE_POINTS,
     SHARE_POINTS,
     Steps,
     Values,
     bins_of,
-    chart_grid,
     last_steps,
 )
 
@@ -32,60 +31,20 @@ A chart that reached to such a limit would show the data as a thin strip.
 """
 
 
-def staleness(steps: Steps, *, limit: int) -> str:
+def staleness(steps: Steps, *, limit: int) -> Section:
     """Returns the section on the staleness of trained data and on weights. `limit` is the staleness limit η."""
     oldest = max((age for record in steps for age in (*record.group_staleness, *record.token_staleness)), default=0)
     drawn = limit if limit <= max(FAR_VERSIONS, 2 * oldest) else None
-    bins = bins_of(steps, CURVE_POINTS)
-    xs = last_steps(bins)
-    _, unit_s, clock = next(each for each in CLOCKS if steps[-1].wall_s <= each[0])
-
-    def curve(name: str, color: str, read: Callable[[Steps], float | None]) -> Series:
-        return Series(name=name, ys=[read(chunk) for chunk in bins], color=color)
-
-    def lag(read: Callable[[StepRecord], int]) -> Callable[[Steps], float | None]:
-        return lambda chunk: mean([float(record.version_after - read(record)) for record in chunk])
-
+    trained = [
+        ("groups, by their oldest token", "blue", added([record.group_staleness for record in steps])),
+        ("tokens", "teal", added([record.token_staleness for record in steps])),
+    ]
     figures = [
-        version_bars(
-            "Age when trained",
-            [
-                ("groups, by their oldest token", "blue", added([record.group_staleness for record in steps])),
-                ("tokens", "teal", added([record.token_staleness for record in steps])),
-            ],
-            limit=drawn,
-        ),
+        version_bars("Age when trained", trained, limit=drawn),
         _token_ages(steps, oldest=max(oldest, drawn or 0)),
-        line_chart(
-            "Age of tokens over time",
-            [chunk[-1].wall_s / unit_s for chunk in bins],
-            [
-                curve("oldest", "amber", lambda chunk: largest([age for r in chunk for age in r.token_staleness])),
-                curve("mean", "blue", lambda chunk: histogram_mean(added([r.token_staleness for r in chunk]))),
-            ],
-            unit="versions",
-            include=(0, (drawn or 0) + 1),
-            limit=None if drawn is None else (f"limit {drawn}", drawn),
-            x_name=clock,
-        ),
+        _ages_over_time(steps, limit=drawn),
         *_drift(steps),
-        line_chart(
-            "Lag behind the learner",
-            xs,
-            [
-                curve("slowest replica", "amber", lag(lambda record: record.oldest_replica_version)),
-                curve("published", "blue", lag(lambda record: record.published_version)),
-            ],
-            unit="versions",
-            include=(0,),
-        ),
-        line_chart(
-            "Log-prob parity",
-            xs,
-            [curve("worst token", "blue", lambda chunk: largest([record.parity_nats for record in chunk]))],
-            unit="nats; 0 is drawn at the bottom",
-            log=True,
-        ),
+        *_weights(steps),
     ]
     note = (
         "The age of a token is its staleness: the number of versions between the weights that generated it and the "
@@ -94,7 +53,49 @@ def staleness(steps: Steps, *, limit: int) -> str:
     )
     if drawn is None:
         note += f" The limit of {limit:,} versions is outside the range of the charts."
-    return section("Staleness and weights", note, chart_grid(figures))
+    return Section(title="Staleness and weights", note=note, figures=figures)
+
+
+def _ages_over_time(steps: Steps, *, limit: int | None) -> str:
+    """Returns a chart with the oldest and the mean age of trained tokens. None draws no limit."""
+    bins = bins_of(steps, CURVE_POINTS)
+    _, unit_s, clock = next(each for each in CLOCKS if steps[-1].wall_s <= each[0])
+    series = [
+        _curve("oldest", "amber", bins, lambda chunk: largest([age for r in chunk for age in r.token_staleness])),
+        _curve("mean", "blue", bins, lambda chunk: histogram_mean(added([r.token_staleness for r in chunk]))),
+    ]
+    return line_chart(
+        "Age of tokens over time",
+        [chunk[-1].wall_s / unit_s for chunk in bins],
+        series,
+        unit="versions",
+        include=(0, (limit or 0) + 1),
+        limit=None if limit is None else (f"limit {limit}", limit),
+        x_name=clock,
+    )
+
+
+def _weights(steps: Steps) -> list[str]:
+    """Returns charts with the lag of published and loaded weights, and with the differences of log-probs."""
+    bins = bins_of(steps, CURVE_POINTS)
+    xs = last_steps(bins)
+
+    def lag(name: str, color: str, read: Callable[[StepRecord], int]) -> Series:
+        return _curve(name, color, bins, lambda chunk: mean([float(r.version_after - read(r)) for r in chunk]))
+
+    lags = [
+        lag("slowest replica", "amber", lambda record: record.oldest_replica_version),
+        lag("published", "blue", lambda record: record.published_version),
+    ]
+    parity = _curve("worst token", "blue", bins, lambda chunk: largest([record.parity_nats for record in chunk]))
+    return [
+        line_chart("Lag behind the learner", xs, lags, unit="versions", include=(0,)),
+        line_chart("Log-prob parity", xs, [parity], unit="nats; 0 is drawn at the bottom", log=True),
+    ]
+
+
+def _curve(name: str, color: str, bins: Sequence[Steps], read: Callable[[Steps], float | None]) -> Series:
+    return Series(name=name, ys=[read(chunk) for chunk in bins], color=color)
 
 
 def _token_ages(steps: Steps, *, oldest: int) -> str:

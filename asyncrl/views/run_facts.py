@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,9 @@ from asyncrl.algorithms.baselines import GROUP_BASELINES, Outcome, resolve_advan
 from asyncrl.algorithms.presets import advantage_of
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import ConfigError
+from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.records import RunInfo, StepRecord, mean, state_shares
 from asyncrl.views.headline import RunFacts
 from asyncrl.weights.parity import parity_tolerance_nats
@@ -95,6 +97,19 @@ def facts_of_steps(
         learner_shares=state_shares(looked_at, "learner_state_s"),
         generator_shares=state_shares(looked_at, "generator_state_s"),
         room=setting.room,
+    )
+
+
+def with_status(facts: RunFacts, status: RunStatus, *, recent: bool) -> RunFacts:
+    """Returns the facts with what only the buffer knows: failures by reason, the replicas' probes of their weights,
+    and, unless `recent`, the groups since the start of the run."""
+    parities = [facts.parity_nats, *(report.parity_max_nats for report in status.reports.values())]
+    groups = {fate.value: amount.groups for fate, amount in status.account.fates.items()}
+    return replace(
+        facts,
+        groups=facts.groups if recent else groups,
+        failures=groups_by_reason(status.failures),
+        parity_nats=max((parity for parity in parities if parity is not None), default=None),
     )
 
 

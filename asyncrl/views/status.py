@@ -1,25 +1,23 @@
 """Renders the status of a run as text and as JSON: versions, buffer, generators, ledger and headline."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from asyncrl.buffer.ledger import Fate
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.learner.failures import groups_by_reason, in_words
-from asyncrl.metrics.scrape import Scrape
+from asyncrl.learner.failures import in_words
+from asyncrl.learner.recording import mean_states
+from asyncrl.learner.records import StepRecord
 from asyncrl.run.roles import Role, RunState
 from asyncrl.views.headline import Bottleneck, Headline, bottleneck, failed_share, headline
-from asyncrl.views.run_facts import Setting
-from asyncrl.views.top import equal_rewards, facts_of_scrapes
+from asyncrl.views.run_facts import Setting, facts_of_steps, with_status
 
 
-def status_lines(status: RunStatus, *, scraped: Scrape | None = None, setting: Setting | None = None) -> list[str]:
-    """Returns the status as lines of plain text.
-
-    With a scrape of the run's endpoints, one line is the headline of the run since its start.
-    """
+def status_lines(status: RunStatus, *, steps: Sequence[StepRecord] = (), setting: Setting | None = None) -> list[str]:
+    """Returns the status as lines of plain text. `steps` are the run's records; with them, one line is the headline of
+    the run since its start."""
     counts, account = status.counts, status.account
     lines = [
         f"run {status.run}: {status.state.value}" + (f" ({status.message})" if status.message else ""),
@@ -28,17 +26,16 @@ def status_lines(status: RunStatus, *, scraped: Scrape | None = None, setting: S
         f"staleness limit {status.max_staleness_versions} versions",
         f"buffer: {counts.reserved} reserved, {counts.ready} ready, {counts.leased} leased of "
         f"{status.capacity_groups} groups; {counts.booked_bytes / 2**20:.1f} MiB booked; "
-        f"learner {_learner(status)}; last progress "
+        f"learner {activity(status)}; last progress "
         f"{status.quiet_s:.0f} s ago",
     ]
     for view in status.replicas:
         report = status.reports.get(view.replica)
-        seconds = report.state_seconds if report is not None else {}
-        total = sum(seconds.values())
+        spent = shares_of(report.state_seconds) if report is not None else None
         shares = ", ".join(
-            f"{state} {value / total:.0%}"
-            for state, value in sorted(seconds.items(), key=lambda item: -item[1])
-            if total > 0 and value / total >= 0.005
+            f"{state} {share:.0%}"
+            for state, share in sorted((spent or {}).items(), key=lambda item: -item[1])
+            if share >= 0.005
         )
         lines.append(
             f"replica {view.replica}"
@@ -55,19 +52,17 @@ def status_lines(status: RunStatus, *, scraped: Scrape | None = None, setting: S
         + (" (all accounted for)" if account.closed else " (NOT all accounted for: a bug of asyncrl)")
     )
     lines += _failures(status)
-    found = since_start(status, scraped, setting=setting) if scraped is not None else None
-    if found is not None and found.headline is not None:
-        lines.append(f"{'warning' if found.headline.warns else 'since the start'}: {found.headline.sentence}")
+    if (found := since_start(status, steps, setting=setting).headline) is not None:
+        lines.append(f"{'warning' if found.warns else 'since the start'}: {found.sentence}")
     lines += [
         f"deployment {deployment.id}: pid {deployment.pid} on {deployment.host}" for deployment in status.deployments
     ]
-    lines += [f"metrics of {name}: http://{target}/metrics" for name, target in sorted(status.targets.items())]
-    return lines + (scraped.strangers() if scraped is not None else [])
+    return lines + [f"metrics of {name}: http://{target}/metrics" for name, target in sorted(status.targets.items())]
 
 
-def status_json(status: RunStatus, *, scraped: Scrape, setting: Setting | None = None) -> bytes:
-    """Returns the buffer's status as JSON. The key `since_start` has the numbers from the run's metrics endpoints."""
-    since = since_start(status, scraped, setting=setting)
+def status_json(status: RunStatus, *, steps: Sequence[StepRecord] = (), setting: Setting | None = None) -> bytes:
+    """Returns the buffer's status as JSON. The key `since_start` has what limits the run, from its records too."""
+    since = since_start(status, steps, setting=setting)
     return msgspec.json.encode(msgspec.to_builtins(status) | {"since_start": since})
 
 
@@ -81,25 +76,25 @@ class SinceStart:
     headline: Headline | None
 
 
-def since_start(status: RunStatus, scraped: Scrape, *, setting: Setting | None = None) -> SinceStart:
-    """Returns the facts since the start of the run.
-
-    The bottleneck is None unless the learner and at least one generator answered the scrape. The fates and failures
-    come from the buffer's status, not from the scrape.
-    """
-    equal = equal_rewards(scraped)
-    facts = replace(
-        facts_of_scrapes(scraped, scraped, setting=setting or Setting(), equal=[equal] if equal else []),
-        groups={fate.value: amount.groups for fate, amount in status.account.fates.items()},
-        failures=groups_by_reason(status.failures),
+def since_start(status: RunStatus, steps: Sequence[StepRecord], *, setting: Setting | None = None) -> SinceStart:
+    """Returns the facts since the start of the run. The learner's shares, and so the bottleneck, need a record."""
+    facts = with_status(
+        facts_of_steps(steps, setting=setting or Setting(), failures={}, recent=False), status, recent=False
     )
-    learner, generators = facts.learner_shares, facts.generator_shares
+    learner = shares_of(steps[-1].learner_state_s) if steps else None
+    generators = shares_of(mean_states(status.reports.values()))
     return SinceStart(
         learner_shares=learner,
         generator_shares=generators,
         bottleneck=bottleneck(learner, generators, room=facts.room) if learner and generators else None,
-        headline=headline(facts),
+        headline=headline(replace(facts, learner_shares=learner, generator_shares=generators)),
     )
+
+
+def shares_of(seconds: Mapping[str, float]) -> dict[str, float] | None:
+    """Returns each state's share of the seconds; None if no time has passed."""
+    total = sum(seconds.values())
+    return {state: part / total for state, part in seconds.items()} if total > 0 else None
 
 
 def _failures(status: RunStatus) -> list[str]:
@@ -111,7 +106,7 @@ def _failures(status: RunStatus) -> list[str]:
     return lines + [f"first {count.first.reason}: {count.first.words}" for count in status.failures]
 
 
-def _learner(status: RunStatus) -> str:
+def activity(status: RunStatus) -> str:
     """Returns the learner's activity, as the buffer knows it."""
     if not any(deployment.role is Role.LEARNER for deployment in status.deployments):
         return "not attached"

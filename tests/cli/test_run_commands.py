@@ -19,8 +19,6 @@ from asyncrl.coordinator.status import RunStatus
 from asyncrl.deployment import cluster
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import Summary, build_summary
-from asyncrl.metrics.recorders import GeneratorMetrics, LearnerMetrics
-from asyncrl.metrics.server import MetricsServer
 from asyncrl.policy.complete_directory import COMPLETE
 
 runner = CliRunner()
@@ -138,7 +136,7 @@ def test_json_is_a_line_for_programs_and_indented_on_a_terminal(
     assert (len(printed.splitlines()) == 1) is not terminal
 
 
-def test_status_says_what_limits_the_run_by_its_endpoints_and_json_says_the_same(
+def test_status_says_what_limits_the_run_by_its_records_and_json_says_the_same(
     live: RunStatus, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status(Path("quick"), json=True)
@@ -154,24 +152,21 @@ def test_status_says_what_limits_the_run_by_its_endpoints_and_json_says_the_same
 
 
 @pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunStatus]:
-    """The status of a run, which its fake coordinator returns. Its learner and its generator serve their metrics."""
-    learner, generator = LearnerMetrics(), GeneratorMetrics(environment="math")
-    for metrics in (learner, generator):
-        metrics.run_info(Config.model_validate({"run": {"name": "quick"}}))
-    learner.states_from(lambda: {"waiting_for_groups": 6.0, "optimizer": 2.0})
-    generator.states_from(lambda: {"generating": 8.0})
-    with (
-        MetricsServer(learner.registry, host="127.0.0.1", port=0) as of_learner,
-        MetricsServer(generator.registry, host="127.0.0.1", port=0) as of_generator,
-    ):
-        found = make_status(targets={"learner": of_learner.address, "generator-a": of_generator.address})
+def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunStatus]:
+    """The status of a run, which its fake coordinator returns. The run's records are in runs/."""
+    monkeypatch.chdir(tmp_path)
+    report = msgspec.structs.replace(make_status().reports["generator-a"], state_seconds={"generating": 8.0})
+    targets = {"learner": "127.0.0.1:9400"}
 
-        async def answer(_: object) -> RunStatus:
-            return found
+    async def answer(_: object) -> RunStatus:
+        return found
 
-        # The command sets this variable in this process. monkeypatch removes it after the test.
-        monkeypatch.setenv("RAY_AUTH_MODE", "token")
-        monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
-        monkeypatch.setattr(cluster, "find_run", lambda _: SimpleNamespace(call=answer))
+    # The command sets this variable in this process. monkeypatch removes it after the test.
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
+    monkeypatch.setattr(cluster, "find_run", lambda _: SimpleNamespace(call=answer))
+    with run_in(tmp_path / "runs") as run:  # it holds the lock: without it, the run would count as dead
+        run.append_step(make_step(0, learner_state_s={"waiting_for_groups": 6.0, "optimizer": 2.0}))
+        nonce = json.loads((run.path / "run.json").read_bytes())["nonce"]
+        found = make_status(nonce=nonce, reports={"generator-a": report}, targets=targets)
         yield found

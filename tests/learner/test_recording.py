@@ -14,12 +14,13 @@ from learner_scenes import Scene, decoded, judged, skipped, trained
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import FailedTicket, Failure
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass
-from asyncrl.learner.recording import EndedStep, StepRecorder
+from asyncrl.learner.recording import EndedStep, StepRecorder, mean_states
 from asyncrl.learner.records import StepRecord, build_summary
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
-from asyncrl.metrics.recorders import MEASURED, LearnerMetrics
+from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.run.version import Version
 from asyncrl.views.live import LiveView
 from asyncrl.views.live_from_records import live_view
@@ -63,6 +64,14 @@ NOT_OF_A_STEP = {
 """Gauges of the learner that are not set at the end of a trained step."""
 
 
+OF_THE_REPORT = (
+    *("kernel_ess_ratio", "silent_ratio", "exp_abs_log_rho_mean", "abs_log_rho_max_nats", "nonfinite_tokens"),
+    *(f"{name}_{sign}_ratio" for name in ("clipped", "gated") for sign in ("positive", "negative")),
+    *("kl_to_reference_nats", "packing_efficiency_ratio"),
+)
+"""Declared numbers that a step report has in its `diagnostics`."""
+
+
 async def an_ended_step() -> EndedStep:
     """Returns the second step of a scene, as the recorder gets it."""
     scene = Scene()
@@ -76,7 +85,7 @@ async def an_ended_step() -> EndedStep:
 async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_name() -> None:
     step = await an_ended_step()
     numbers = count(1)  # each gauge gets a different number, so that a swap of two gauges fails the test
-    measured = {name: next(numbers) / 64 for name in MEASURED}
+    measured = {name: next(numbers) / 64 for name in OF_THE_REPORT}
     fields = ("loss", "grad_norm", "entropy_nats", "learning_rate")
     same: dict[str, Any] = {
         name: next(numbers) / 64 for name in (*fields, "importance_weight_mean", "importance_weight_max")
@@ -279,3 +288,14 @@ async def test_groups_that_failed_are_told_apart_by_reason_and_those_that_expire
     totals = scene.loop._recorder.run_totals(status, rows_outstanding=0)
     assert totals.groups_failed == {"reward_raised": 3, "expired": 4}
     assert totals.groups_discarded == 7
+
+
+def test_seconds_by_state_are_means_over_the_replicas_that_have_reported() -> None:
+    def report(**seconds: float) -> ReplicaReport:
+        return ReplicaReport(
+            actor="a", deployment="d", metrics_address="", state_seconds=seconds, slots=1, running_groups=0, samples=0,
+            completion_tokens=0, weight_updates=0, parity_max_nats=0.0,
+        )  # fmt: skip
+
+    assert mean_states([report(generating=3.0), report(generating=1.0, idle=4.0)]) == {"generating": 2.0, "idle": 2.0}
+    assert mean_states([]) == {}

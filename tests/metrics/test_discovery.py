@@ -8,7 +8,6 @@ import pytest
 from asyncrl import atomic_write
 from asyncrl.metrics.catalogue import Role
 from asyncrl.metrics.discovery import Target, ray_targets, write_targets
-from asyncrl.metrics.scrape import read_targets
 
 LEARNER = Target(role=Role.LEARNER, replica="learner-0", address="127.0.0.1:9400")
 GENERATOR = Target(role=Role.GENERATOR, replica="generator-0", address="127.0.0.1:40123")
@@ -37,12 +36,6 @@ def test_rays_nodes_are_targets_while_they_live_and_serve_metrics() -> None:
         Target(role="ray", replica="ray-aaaaaaaa", address="10.0.0.1:41587"),
         Target(role="ray", replica="ray-bbbbbbbb", address="[fd00::2]:8080"),
     ]
-
-
-def test_who_reads_the_run_is_not_sent_to_rays_nodes(tmp_path: Path) -> None:
-    ray = Target(role="ray", replica="ray-0123", address="127.0.0.1:41587")
-    write_targets(tmp_path / "targets.json", run="r", targets=[LEARNER, GENERATOR, ray])
-    assert read_targets(tmp_path / "targets.json") == [GENERATOR, LEARNER]
 
 
 def test_a_later_list_replaces_the_earlier_one_and_leaves_no_temporary_file(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from asyncrl import __version__
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.metrics.catalogue import CATALOGUE, DEADLINES, MAX_OPEN_VALUES
-from asyncrl.metrics.recorders import MEASURED, BufferMetrics, GeneratorMetrics, LearnerMetrics, ProcessMetrics
+from asyncrl.metrics.numbers import NUMBERS
+from asyncrl.metrics.recorders import BufferMetrics, GeneratorMetrics, LearnerMetrics, ProcessMetrics
 
 CONFIG = Config.model_validate(
     {"run": {"name": "tried"}, "model": {"path": "models/tiny"}, "algorithm": {"loss": "tis"}}
@@ -34,26 +35,7 @@ def learner() -> LearnerMetrics:
     metrics.deadlines(CONFIG)
     metrics.step(outcome="trained", duration_s=0.3, tokens=640)
     metrics.utilisation(model_flops=6_000_000, peak_flops_per_s=989e12)
-    metrics.diagnostics(
-        reward_mean=0.5,
-        loss=0.1,
-        grad_norm=0.7,
-        entropy_nats=0.6,
-        ess_ratio=0.95,
-        importance_weight_mean=1.01,
-        importance_weight_max=3.0,
-        clipped_ratio=0.02,
-        gated_ratio=0.03,
-        kl_to_behaviour_nats=0.001,
-        learning_rate=1e-3,
-        zero_variance_ratio=0.25,
-        all_right_ratio=0.0625,
-        all_wrong_ratio=0.1875,
-        overlong_ratio=0.125,
-        masked_samples_ratio=0.375,
-        measured=dict.fromkeys(MEASURED, 0.9),
-    )
-    metrics.critic(value_loss=0.05, explained_variance=0.6, value_clipped_ratio=0.01)
+    metrics.numbers({number.name: 0.9 for number in NUMBERS})
     metrics.staleness(groups={0: 10, 2: 6}, tokens={0: 500, 1: 100, 2: 40}, in_flight={1: 6}, in_buffer={0: 12, 1: 4})
     metrics.length_ratio(0.98)
     metrics.rows_outstanding(3)

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
+from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.views import live
 from asyncrl.views.headline import Concern, Headline
 from asyncrl.views.live import (
-    STATE_STYLES,
     LiveDisplay,
     LiveView,
     phase_line,
@@ -221,7 +220,3 @@ def test_a_sparkline_rises_with_its_values() -> None:
     line = sparkline([value / 10 for value in range(90)], cells=30)
     assert list(line) == sorted(line)
     assert (line[0], line[-1]) == ("▁", "█")
-
-
-def test_every_state_has_a_style() -> None:
-    assert set(STATE_STYLES) == {*LEARNER_STATES, *GENERATOR_STATES}

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import tomllib
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,11 +20,10 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass, RunError
 from asyncrl.learner.records import state_shares
-from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 from asyncrl.views import report_staleness
 from asyncrl.views.charts import Series
 from asyncrl.views.report import read_run, report_html, write_report
-from asyncrl.views.report_panels import GENERATOR_COLORS, LEARNER_COLORS, bins_of, smooth, windows_of
+from asyncrl.views.report_panels import bins_of, smooth, windows_of
 
 pytestmark = pytest.mark.slow
 
@@ -180,6 +180,15 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in text
 
 
+def test_the_files_of_the_page_are_installed_with_the_package() -> None:
+    root = Path(__file__).parents[2]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["asyncrl"]
+    installed = {path for pattern in patterns for path in (root / "asyncrl").glob(pattern)}
+    there = {path for path in (root / "asyncrl" / "views").iterdir() if path.is_file() and path.suffix != ".py"}
+    assert {path.name for path in there} == {"report.css", "report.js", "report.html.j2"}
+    assert there <= installed
+
+
 def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
     text = report_html(read_run(write_run(tmp_path, [make_step(0)])))
     assert HOSTILE not in text
@@ -283,7 +292,6 @@ def test_the_drift_of_what_was_trained_is_drawn_by_age_from_fresh_to_old(monkeyp
         lambda title, _, series, **__: names.extend(f"{title}: {s.name}" for s in series),
     )
     drift = {f"abs_log_rho_nats_staleness_{ages}": 0.1 for ages in ("16_to_more", "8_to_15", "1", "0")}
-    monkeypatch.setattr(report_staleness, "chart_grid", lambda figures: "")
     report_staleness.staleness([make_step(0, diagnostics=drift)], limit=2)
     assert [name for name in names if name.startswith("Drift")] == [
         f"Drift by age: {ages}" for ages in ("0 versions", "1 version", "8 to 15 versions", "16 or more versions")
@@ -291,7 +299,8 @@ def test_the_drift_of_what_was_trained_is_drawn_by_age_from_fresh_to_old(monkeyp
 
 
 def test_tokens_of_every_age_have_their_share_of_a_step() -> None:
-    page = report_staleness.staleness([make_step(0, token_staleness={0: 30, 2: 10})], limit=2)
+    section = report_staleness.staleness([make_step(0, token_staleness={0: 30, 2: 10})], limit=2)
+    page = "".join(section.figures)
     data = next(json.loads(found) for found in re.findall(r"json\">(.*?)</script>", page) if "0 versions" in found)
     assert {one["name"]: one["ys"] for one in data["series"]} == {"0 versions": [0.75], "2 versions": [0.25]}
 
@@ -300,11 +309,6 @@ def test_smoothing_is_a_trailing_mean_that_skips_gaps() -> None:
     values: list[float | None] = [float(index) for index in range(50)]
     assert smooth(values)[:3] == [0.0, 0.5, 1.5]
     assert smooth([1.0, None, 3.0]) == [1.0, None, 3.0]
-
-
-def test_every_state_has_a_color() -> None:
-    assert set(LEARNER_COLORS) == set(LEARNER_STATES)
-    assert set(GENERATOR_COLORS) == set(GENERATOR_STATES)
 
 
 def test_the_command_prints_where_the_page_is(tmp_path: Path) -> None:

@@ -1,21 +1,20 @@
 """`asyncrl status`: every line names its subject, and the learner is shown as training only when it trains."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
-from made_up_run import make_status
+from made_up_run import make_status, make_step
 
 from asyncrl.buffer.ledger import Account, Amount, Fate
 from asyncrl.buffer.records import Failure, FailureCount, LeaseWait
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import FailureClass
-from asyncrl.metrics.discovery import Target
-from asyncrl.metrics.scrape import Scrape
+from asyncrl.learner.records import StepRecord
 from asyncrl.run.roles import Role, RunState
 from asyncrl.run.version import Version
-from asyncrl.views.status import status_json, status_lines
-from asyncrl.views.top import GENERATOR_SECONDS, LEARNER_SECONDS
+from asyncrl.views.status import since_start, status_json, status_lines
 
 
 def learner(status: RunStatus) -> str:
@@ -53,55 +52,43 @@ def test_versions_are_steps_and_the_incarnation_is_named_from_the_second_on() ->
     assert status_lines(again)[1].startswith("step 4 of incarnation 2 of 9, weights published: none, ")
 
 
-LEARNER = {frozenset({("state", "waiting_for_groups")}): 6.0, frozenset({("state", "optimizer")}): 4.0}
-GENERATORS = {frozenset({("state", "generating"), ("replica", f"generator-{i}")}): 10.0 for i in range(2)}
-BOTH = Scrape(at_s=0.0, values={LEARNER_SECONDS: LEARNER, GENERATOR_SECONDS: GENERATORS})
-ALONE = Scrape(at_s=0.0, values={LEARNER_SECONDS: LEARNER})
+SHARES = {"waiting_for_groups": 6.0, "optimizer": 4.0}
+STEPS = [make_step(0, learner_state_s={"starting": 1.0}), make_step(1, learner_state_s=SHARES)]
 
 
-def test_what_limits_the_run_is_said_when_both_sides_answer() -> None:
-    (line,) = [line for line in status_lines(make_status(), scraped=BOTH) if line.startswith("since the start")]
-    assert "The learner waits for groups 60 % of the time: add generators" in line
-    assert status_lines(make_status(), scraped=ALONE) == status_lines(make_status())
+def test_what_limits_the_run_is_said_when_both_sides_are_known() -> None:
+    (line,) = [line for line in status_lines(make_status(), steps=STEPS) if line.startswith("since the start")]
+    assert "The learner waits for groups 60 % of the time, and" not in line
+    assert "The learner waits for groups 60 % of the time: " in line
+    alone = make_status(reports={}, replicas=())
+    assert not [line for line in status_lines(alone, steps=STEPS) if line.startswith("since the start")]
+    assert not [line for line in status_lines(make_status()) if line.startswith("since the start")]
 
 
-@pytest.mark.parametrize("seconds", [{"waiting_for_groups": 5.0, "optimizer": -4.0}, {"waiting_for_groups": 0.0}])
-def test_of_shares_that_are_none_there_is_no_sentence(seconds: dict[str, float]) -> None:
-    learner = {frozenset({("state", state)}): value for state, value in seconds.items()}
-    scraped = Scrape(at_s=0.0, values={LEARNER_SECONDS: learner, GENERATOR_SECONDS: GENERATORS})
-    assert status_lines(make_status(), scraped=scraped) == status_lines(make_status())
-    assert told(scraped) == {
+@pytest.mark.parametrize("seconds", [{}, {"waiting_for_groups": 0.0}])
+def test_of_no_time_there_are_no_shares_and_no_sentence(seconds: dict[str, float]) -> None:
+    steps = [make_step(0, learner_state_s=seconds)]
+    assert status_lines(make_status(), steps=steps) == status_lines(make_status())
+    assert told(steps) == {
         "learner_shares": None,
-        "generator_shares": {"generating": 1.0},
+        "generator_shares": {"generating": 0.9, "idle": 0.1},
         "bottleneck": None,
         "headline": None,
     }
-
-
-def test_an_endpoint_of_another_run_is_said_to_be_one() -> None:
-    learner = Target(role="learner", replica="learner", address="127.0.0.1:9400")
-    scraped = Scrape(at_s=0.0, values={}, foreign={learner: "b"})
-    assert status_lines(make_status(), scraped=scraped)[-1] == "127.0.0.1:9400 belongs to run b now"
 
 
 def test_json_has_all_that_the_buffer_knows_and_what_limits_the_run() -> None:
     status = make_status()
-    assert msgspec.json.decode(status_json(status, scraped=BOTH), type=RunStatus) == status
+    assert msgspec.json.decode(status_json(status, steps=STEPS), type=RunStatus) == status
     sentence = (
         "The learner waits for groups 60 % of the time: add generators, or slots (generator.max_concurrent_groups) "
         "where cores or GPUs are free."
     )
-    assert told(BOTH) == {
+    assert told(STEPS) == {
         "learner_shares": {"waiting_for_groups": 0.6, "optimizer": 0.4},
-        "generator_shares": {"generating": 1.0},
+        "generator_shares": {"generating": 0.9, "idle": 0.1},
         "bottleneck": {"bound": "generators", "sentence": sentence},
         "headline": {"concern": "bottleneck", "sentence": sentence},
-    }
-    assert told(ALONE) == {
-        "learner_shares": {"waiting_for_groups": 0.6, "optimizer": 0.4},
-        "generator_shares": None,
-        "bottleneck": None,
-        "headline": None,
     }
 
 
@@ -118,19 +105,28 @@ def test_failed_rollouts_are_counted_with_the_first_cause_and_warned_of_when_the
     fates = dict.fromkeys(Fate, Amount()) | {Fate.TRAINED: Amount(60, 60, 60), Fate.FAILED: Amount(20, 20, 0)}
     account = Account(issued=Amount(80, 80, 60), fates=fates, events={})
     status = make_status(failures=(FAILED,), account=account)
-    lines = status_lines(status, scraped=BOTH)
+    lines = status_lines(status, steps=STEPS)
     assert "failed rollouts: reward_raised 20; 25% of the groups that ended" in lines
     assert "first reward_raised: KeyError: 'KEY' (tasks.py:30) for prompt '0+3='" in lines
     (warning,) = [line for line in lines if line.startswith("warning: ")]
     assert "25 % of the groups failed and were not trained (reward_raised 20): fix the reward" in warning
     assert not any(line.startswith("since the start") for line in lines)
-    found = msgspec.json.decode(status_json(status, scraped=BOTH))
+    found = msgspec.json.decode(status_json(status, steps=STEPS))
     assert found["failures"][0]["first"]["prompt"] == "0+3="
     assert found["since_start"]["headline"]["concern"] == "failures"
-    assert not any("fail" in line for line in status_lines(make_status(), scraped=BOTH))
+    assert not any("fail" in line for line in status_lines(make_status(), steps=STEPS))
 
 
-def told(scraped: Scrape) -> dict[str, Any]:
+def test_shares_of_the_generators_are_over_all_replicas() -> None:
+    report = make_status().reports["generator-a"]
+    blocked = msgspec.structs.replace(report, state_seconds={"blocked_on_staleness": 10.0})
+    status = make_status(reports={"generator-a": report, "generator-b": blocked})
+    assert since_start(status, STEPS).generator_shares == pytest.approx(
+        {"generating": 0.45, "idle": 0.05, "blocked_on_staleness": 0.5}
+    )
+
+
+def told(steps: Sequence[StepRecord]) -> dict[str, Any]:
     """Returns the object `since_start` of `status --json`."""
-    found: dict[str, Any] = msgspec.json.decode(status_json(make_status(), scraped=scraped))["since_start"]
+    found: dict[str, Any] = msgspec.json.decode(status_json(make_status(), steps=steps))["since_start"]
     return found

@@ -1,0 +1,465 @@
+"""Declares every scalar of a step once: its name, unit and meaning, and where it is shown.
+
+The records (steps.jsonl), the trackers, the gauges of Prometheus, the charts of the report, the panels of the dashboard
+Learning, and docs/metrics.md read this table. A new number therefore needs two changes: `learner/recording.py` (or a
+step report) computes it under its name, and this table declares it.
+
+A number of a step report that is not declared here, such as a metric of a user's loss, is written to steps.jsonl and to
+the trackers only.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart in the report's section Learning. Its y axis contains the values `include`."""
+
+    title: str
+    unit: str = ""
+    include: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A panel in the row `row` of the dashboard Learning, with Grafana's name of its unit."""
+
+    row: str
+    title: str
+    description: str
+    unit: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The line of a number in a chart of the report. `color` is a colour of the page, see views/report.css."""
+
+    chart: Chart
+    legend: str
+    color: str = "blue"
+
+
+SAME = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A scalar of a step.
+
+    `name` is its key in steps.jsonl, either of the record or of its `diagnostics`. `tracker` is its group in experiment
+    trackers, or its group and its name there if this is another name; None if the number is not recorded. `line` is its
+    line in the report, `panel` its panel of the dashboard Learning, with the legend of its line there. `gauge` is the
+    end of its gauge's name, by default `name`; None if there is no gauge.
+    """
+
+    name: str
+    unit: str
+    help: str
+    tracker: str | None
+    line: Line | None = None
+    panel: tuple[Panel, str] | None = None
+    gauge: str | None = SAME
+
+
+LEARNS, HARMS, SOUND, CRITIC = "Does it learn?", "Does staleness do harm?", "Are the numbers sound?", "Critic"
+"""The rows of the dashboard Learning."""
+
+SPREAD = Chart("Spread of rewards", "reward; share of groups", (0,))
+LENGTHS = Chart("Completion length", "tokens", (0,))
+
+NO_GRADIENT = Panel(
+    LEARNS,
+    "Groups without a gradient",
+    "Share of groups whose rewards are all equal. With a group baseline they have no gradient, because their question "
+    "is too easy or too hard. Empty when a group has one sample.",
+    "percentunit",
+)
+EFFECTIVE = Panel(
+    HARMS,
+    "Effective samples",
+    "Effective sample size as a share of the tokens: by the untruncated importance weights, and by the strength with "
+    "which the objective pushes each token. If it falls, lower staleness.max_versions.",
+    "percentunit",
+)
+WEIGHTS = Panel(
+    HARMS,
+    "Importance weights",
+    "Proximal probability divided by behaviour probability: the mean, the largest, and the mean distance (the mean of "
+    "the ratio or its inverse, whichever is larger).",
+)
+DIFFERENCES = Panel(
+    HARMS,
+    "Differences of log-probs",
+    "KL divergence between behaviour and proximal policy, and the largest difference of a token's log-prob.",
+    "suffix: nats",
+)
+REMOVED = Panel(
+    HARMS,
+    "Tokens without gradient",
+    "Share of tokens that the clip removes, share that a gate or a zeroed weight removes, and share of tokens with an "
+    "advantage but without a gradient for any reason (silent).",
+    "percentunit",
+)
+BY_SIGN = Panel(
+    HARMS,
+    "Removed tokens by sign",
+    "Shares of clipped and gated tokens, among tokens with a positive and with a negative advantage.",
+    "percentunit",
+)
+LEFT_OUT = Panel(
+    SOUND,
+    "Samples left out",
+    "Share of samples that were truncated at their length limit, and share that is left out of the loss.",
+    "percentunit",
+)
+
+
+def _by_sign(name: str, sign: str, why: str) -> Number:
+    """Returns the share of the tokens with a positive or a negative advantage that the objective removes."""
+    key = f"{name}_{sign}_ratio"
+    return Number(
+        key,
+        "ratio",
+        f"Share of the tokens with a {sign} advantage that {why}. NaN for a loss by import path.",
+        "diagnostics",
+        panel=(BY_SIGN, f"{name}, {sign}"),
+    )
+
+
+_CLIPPED, _GATED = "have no gradient because of the clip", "a gate or an importance weight of 0 removes from the loss"
+
+NUMBERS: tuple[Number, ...] = (
+    Number("reward_mean", "reward", "Mean reward of the last step's samples.", "reward/mean"),
+    Number(
+        "reward_std",
+        "reward",
+        "Population standard deviation of the rewards of the step's samples.",
+        "reward/std",
+        Line(SPREAD, "standard deviation"),
+        gauge=None,
+    ),
+    Number("reward_min", "reward", "Smallest reward of the step's samples.", "reward/min", gauge=None),
+    Number("reward_max", "reward", "Largest reward of the step's samples.", "reward/max", gauge=None),
+    Number(
+        "zero_variance_ratio",
+        "ratio",
+        "Share of groups whose rewards are all equal after the filters. With a group baseline, their advantages are 0 "
+        "and they have no gradient. NaN when every group has one sample.",
+        "reward",
+        Line(SPREAD, "groups with equal rewards", "rose"),
+        (NO_GRADIENT, "equal"),
+    ),
+    Number(
+        "all_right_ratio",
+        "ratio",
+        "Share of groups whose rewards are all equal and above 0.",
+        "reward",
+        panel=(NO_GRADIENT, "all right"),
+    ),
+    Number(
+        "all_wrong_ratio",
+        "ratio",
+        "Share of groups whose rewards are all equal and not above 0.",
+        "reward",
+        panel=(NO_GRADIENT, "all wrong"),
+    ),
+    Number(
+        "completion_tokens_mean",
+        "tokens",
+        "Mean number of generated tokens of a sample.",
+        "length",
+        Line(LENGTHS, "mean"),
+        gauge=None,
+    ),
+    Number(
+        "completion_tokens_max",
+        "tokens",
+        "Largest number of generated tokens of a sample.",
+        "length",
+        Line(LENGTHS, "longest", "gray"),
+        gauge=None,
+    ),
+    Number(
+        "truncated_ratio",
+        "ratio",
+        "Share of samples that were truncated at their length limit.",
+        "length",
+        Line(Chart("Truncated completions", "share of samples", (0, 1)), "truncated", "rose"),
+        (LEFT_OUT, "truncated"),
+        gauge="overlong_ratio",
+    ),
+    Number(
+        "masked_samples_ratio",
+        "ratio",
+        "Share of samples that are left out of the loss: a filter masks them, or they have no token.",
+        None,
+        panel=(LEFT_OUT, "masked"),
+    ),
+    Number(
+        "ess_ratio",
+        "ratio",
+        "Effective sample size of the untruncated importance weights divided by the number of tokens.",
+        "staleness",
+        Line(Chart("Effective sample size", "share of tokens", (0, 1)), "effective samples"),
+        (EFFECTIVE, "importance weights"),
+    ),
+    Number(
+        "kernel_ess_ratio",
+        "ratio",
+        "Effective share of the tokens, (Σκ)² / (N · Σκ²), where κ is the strength with which the objective pushes a "
+        "token along its advantage. 0 when it pushes no token, NaN when it was not measured.",
+        "diagnostics",
+        panel=(EFFECTIVE, "objective"),
+    ),
+    Number(
+        "loss",
+        "",
+        "Loss of the last step.",
+        "train",
+        Line(Chart("Loss"), "loss"),
+        (
+            Panel(LEARNS, "Loss", "Loss of each step. With policy gradients, its value says little about progress."),
+            "loss",
+        ),
+    ),
+    Number(
+        "entropy_nats",
+        "nats",
+        "Mean entropy of the policy at the last step's tokens.",
+        "train",
+        Line(Chart("Entropy", "nats per token"), "entropy"),
+        (
+            Panel(
+                LEARNS,
+                "Entropy",
+                "Mean entropy over the trained tokens. Near 0, the policy no longer explores.",
+                "suffix: nats",
+            ),
+            "entropy",
+        ),
+    ),
+    Number(
+        "grad_norm",
+        "",
+        "Global gradient norm of the last step, before clipping.",
+        "train",
+        Line(Chart("Gradient norm", "before clipping"), "gradient norm"),
+        (
+            Panel(LEARNS, "Gradient", "Global gradient norm, before it is clipped to learner.optimizer.max_grad_norm."),
+            "norm",
+        ),
+    ),
+    Number(
+        "learning_rate",
+        "",
+        "Learning rate of the last step.",
+        "train",
+        Line(Chart("Learning rate"), "learning rate"),
+        (Panel(LEARNS, "Learning rate", "Learning rate of each step, by the schedule of learner.optimizer."), "rate"),
+    ),
+    Number(
+        "kl_to_reference_nats",
+        "nats",
+        "KL divergence between the proximal and the reference policy, by the estimator k3. NaN when the objective does "
+        "not use the reference policy.",
+        "train",
+        Line(Chart("KL to the reference", "nats"), "kl to the reference"),
+        (
+            Panel(
+                LEARNS,
+                "KL to the reference",
+                "KL divergence between the policy and its first weights. Empty when the objective does not use a "
+                "reference policy.",
+                "suffix: nats",
+            ),
+            "KL",
+        ),
+    ),
+    Number("trained_tokens", "tokens", "Completion tokens that the step trained.", "train/tokens", gauge=None),
+    Number("trained_samples", "samples", "Samples that the step trained.", "train/samples", gauge=None),
+    Number(
+        "importance_weight_mean",
+        "ratio",
+        "Mean over tokens of the proximal probability divided by the behaviour probability.",
+        None,
+        panel=(WEIGHTS, "mean"),
+    ),
+    Number(
+        "importance_weight_max",
+        "ratio",
+        "Largest proximal probability of a token divided by its behaviour probability.",
+        None,
+        panel=(WEIGHTS, "largest"),
+    ),
+    Number(
+        "exp_abs_log_rho_mean",
+        "ratio",
+        "Mean of e^|log proximal − log behaviour probability| over tokens: 1 when the two agree, more when either is "
+        "larger.",
+        "diagnostics",
+        panel=(WEIGHTS, "mean distance"),
+    ),
+    Number(
+        "kl_to_behaviour_nats",
+        "nats",
+        "KL divergence between the behaviour and the proximal policy, by the estimator k3.",
+        None,
+        panel=(DIFFERENCES, "KL"),
+    ),
+    Number(
+        "abs_log_rho_max_nats",
+        "nats",
+        "Largest |log proximal − log behaviour probability| of a token.",
+        "diagnostics",
+        panel=(DIFFERENCES, "largest"),
+    ),
+    Number(
+        "clipped_ratio",
+        "ratio",
+        "Share of tokens without a gradient because of the objective's clip.",
+        "diagnostics",
+        panel=(REMOVED, "clipped"),
+    ),
+    Number(
+        "gated_ratio",
+        "ratio",
+        "Share of tokens that a gate or an importance weight of 0 removes from the loss.",
+        "diagnostics",
+        panel=(REMOVED, "gated"),
+    ),
+    Number(
+        "silent_ratio",
+        "ratio",
+        "Share of the tokens with an advantage other than 0 at which the objective has no gradient. NaN when it was "
+        "not measured.",
+        "diagnostics",
+        panel=(REMOVED, "silent"),
+    ),
+    _by_sign("clipped", "positive", _CLIPPED),
+    _by_sign("clipped", "negative", _CLIPPED),
+    _by_sign("gated", "positive", _GATED),
+    _by_sign("gated", "negative", _GATED),
+    Number(
+        "nonfinite_tokens",
+        "tokens",
+        "Tokens of the last step that were left out because a log-prob or an advantage was not finite.",
+        "diagnostics",
+        panel=(
+            Panel(
+                SOUND,
+                "Tokens left out",
+                "Tokens of a step that were left out because a log-prob or an advantage was not finite.",
+                "suffix: tokens",
+            ),
+            "tokens",
+        ),
+    ),
+    Number(
+        "parity_nats",
+        "nats",
+        "Largest difference between the engine's and the learner's log-prob of a token, over the step's on-policy "
+        "tokens.",
+        "staleness",
+        gauge=None,
+    ),
+    Number(
+        "packing_efficiency_ratio",
+        "ratio",
+        "Share of real tokens among all tokens, with padding, that went through the models of the ranks.",
+        "diagnostics",
+    ),
+    Number("duration_s", "seconds", "Time from the lease to the ack or skip.", "speed/step_duration_s", gauge=None),
+    Number(
+        "model_flops",
+        "FLOPs",
+        "FLOPs of the policy's training passes, also in a skipped step. Null when they cannot be counted.",
+        "speed",
+        gauge=None,
+    ),
+    Number(
+        "mfu_ratio",
+        "ratio",
+        "`model_flops` divided by what the devices can do in `duration_s`. Null when one of them is not known.",
+        "speed",
+        gauge=None,
+    ),
+    Number(
+        "explained_variance",
+        "ratio",
+        "Share of the returns' variance that the critic's values explain. 1 is perfect; below 0, the values are worse "
+        "than the mean of the returns.",
+        "critic",
+        Line(Chart("Critic: explained variance", "share of the returns' variance", (0, 1)), "explained variance"),
+        (
+            Panel(
+                CRITIC,
+                "Explained variance",
+                "Share of the returns' variance that the critic's values explain. 1 is perfect; below 0, the values "
+                "are worse than the mean of the returns.",
+            ),
+            "explained",
+        ),
+    ),
+    Number(
+        "value_loss",
+        "",
+        "Loss of the critic in the last step.",
+        "critic",
+        Line(Chart("Critic: loss"), "critic: loss"),
+        (Panel(CRITIC, "Value loss", "Loss of the critic. This row is empty in a run without a critic."), "loss"),
+    ),
+    Number(
+        "value_clipped_ratio",
+        "ratio",
+        "Share of tokens whose value has no gradient because of `critic.value_clip`.",
+        "critic",
+        panel=(
+            Panel(
+                CRITIC,
+                "Clipped values",
+                "Share of tokens whose value has no gradient because of critic.value_clip.",
+                "percentunit",
+            ),
+            "clipped",
+        ),
+    ),
+)
+
+TRACKERS = {
+    number.name: number.tracker if "/" in number.tracker else f"{number.tracker}/{number.name}"
+    for number in NUMBERS
+    if number.tracker is not None
+}
+"""The names of recorded numbers in experiment trackers, by their names in steps.jsonl."""
+
+GAUGES = {
+    number.name: f"asyncrl_learner_{number.gauge or number.name}" for number in NUMBERS if number.gauge is not None
+}
+"""The gauges of numbers, by their names."""
+
+
+def tracker_name(name: str) -> str:
+    """Returns the name of a recorded number in experiment trackers; the part before the slash is the group.
+
+    >>> [tracker_name(name) for name in ("value_loss", "abs_log_rho_nats_staleness_1", "a_metric_of_a_loss")]
+    ['critic/value_loss', 'staleness/abs_log_rho_nats_staleness_1', 'diagnostics/a_metric_of_a_loss']
+    """
+    return TRACKERS.get(name) or f"{'staleness' if 'staleness' in name else 'diagnostics'}/{name}"
+
+
+def charts() -> dict[Chart, list[tuple[Number, Line]]]:
+    """Returns the charts of the report's section Learning, with the numbers and lines of each."""
+    found: dict[Chart, list[tuple[Number, Line]]] = {}
+    for number in NUMBERS:
+        if number.line is not None:
+            found.setdefault(number.line.chart, []).append((number, number.line))
+    return found
+
+
+def panels(row: str) -> dict[Panel, list[tuple[str, str]]]:
+    """Returns the panels of a row of the dashboard Learning, with the pairs (gauge, legend) of each panel's lines."""
+    found: dict[Panel, list[tuple[str, str]]] = {}
+    for number in NUMBERS:
+        if number.panel is not None and number.panel[0].row == row:
+            found.setdefault(number.panel[0], []).append((GAUGES[number.name], number.panel[1]))
+    return found

@@ -1,0 +1,87 @@
+"""Watches a run from outside its processes: from its records, and from its buffer's status while the buffer answers."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config.load import load_config
+from asyncrl.coordinator.status import RunStatus
+from asyncrl.errors import RunEnded, RunError
+from asyncrl.learner.records import EvalRecord, GrowingLines, RunInfo, StepRecord, read_lines
+from asyncrl.run.roles import Role
+from asyncrl.views.live import LiveView
+from asyncrl.views.live_from_records import live_view
+from asyncrl.views.run_facts import setting_at
+
+
+def watch(run_dir: Path, *, ask: Callable[[], RunStatus | None]) -> Iterator[LiveView]:
+    """Yields the present view of the run at each `next`.
+
+    `ask` returns the buffer's status, or None if the buffer does not answer; the view then has the records only.
+
+    Raises RunError if the directory cannot be read, or if the buffer is that of another run. Raises RunEnded if another
+    run has taken the directory.
+    """
+    info, config, setting = _info(run_dir), load_config([run_dir / "config.yaml"], []), setting_at(run_dir)
+    started_s = datetime.fromisoformat(info.started).timestamp()
+    steps = GrowingLines(run_dir / "steps.jsonl", StepRecord)
+    evals = GrowingLines(run_dir / "evals.jsonl", EvalRecord)
+    while True:
+        if _info(run_dir).nonce != info.nonce:
+            raise RunEnded(f"run {info.name} has ended, and another run of this name has started")
+        status = ask()
+        if status is not None and status.nonce != info.nonce:
+            raise RunError(
+                f"the run {status.run} on this cluster is not the run of {run_dir}: give the directory of the run that "
+                "goes on, or the address of the cluster of this one"
+            )
+        yield live_view(
+            config,
+            phase=presence(status),
+            elapsed_s=max(0.0, time.time() - started_s),
+            steps=steps.read(),
+            evals=evals.read(),
+            setting=setting,
+            status=status,
+        )
+
+
+def steps_of(run_dir: Path, status: RunStatus) -> Sequence[StepRecord]:
+    """Returns the records of the run with this status; none if its directory is not here, or is that of another run."""
+    try:
+        here = _info(run_dir).nonce == status.nonce
+    except RunError:
+        return []
+    return read_lines(run_dir / "steps.jsonl", StepRecord) if here else []
+
+
+def presence(status: RunStatus | None) -> str:
+    """Returns the state of the run and its processes as text.
+
+    >>> presence(None)
+    'the buffer does not answer'
+    """
+    if status is None:
+        return "the buffer does not answer"
+    count, silent = len(status.replicas), [view.replica for view in status.replicas if not view.live]
+    parts = [status.state.value]
+    if not any(deployment.role is Role.LEARNER for deployment in status.deployments):
+        parts.append("no learner")
+    parts.append(f"{count} {'replica' if count == 1 else 'replicas'}")
+    if silent:
+        parts.append(f"no heartbeats from {', '.join(silent)}")
+    return ", ".join(parts)
+
+
+def _info(run_dir: Path) -> RunInfo:
+    path = run_dir / "run.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunInfo)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunError(
+            f"cannot read {path}: {error}. The run writes this file when it starts: check the directory, and that this "
+            "version of asyncrl wrote it"
+        ) from error
