@@ -16,9 +16,10 @@ from asyncrl.buffer.membership import Role
 from asyncrl.config.import_path import is_import_path, missing_module, suggest
 from asyncrl.config.load import KeyPath
 from asyncrl.config.schema import Config
+from asyncrl.demo.directory import is_tiny, why_not_built
 from asyncrl.environments.reasoning_gym_tasks import task_names
 from asyncrl.errors import ConfigError
-from asyncrl.policy.model_directory import is_tiny, missing_parts, model_problems, read_model
+from asyncrl.policy.model_directory import missing_parts, model_problems, read_model
 
 _TASK = "environment.options.task"
 _NVIDIA = "nvidia[0-9]*"
@@ -116,33 +117,15 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
     return model_problems(found, config), warnings
 
 
-def _no_directory(path: Path, config: Config, origins: Mapping[KeyPath, str]) -> Iterator[str]:
-    """Yields why `path`, which does not exist, is a problem; nothing if a tiny model may be built there."""
+def _no_directory(path: Path, config: Config, origins: Mapping[KeyPath, str]) -> list[str]:
+    """Returns why `path`, which does not exist, is a problem; nothing if a tiny model is built there."""
     siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, siblings, n=1)
     hint = f" (did you mean {path.parent / close[0]}?)" if close else ""
     if config.model.tiny is None:
-        yield f"there is no such folder{hint}; name a model's directory, or a model of the Hugging Face Hub"
-    elif path.resolve().is_relative_to(config.run.dir.resolve()):
-        yield (
-            f"there is no such folder{hint}, and tiny models are not built in run.dir = {config.run.dir}; name an "
-            "existing directory, or a directory outside run.dir"
-        )
-    elif not _names_tiny_too(origins):
-        yield (
-            f"there is no such folder{hint}, and no tiny model is built there, because model.path is set "
-            f"{origins['model', 'path']} and model.tiny is not; name an existing directory, or set model.tiny={{}} in "
-            "the same place as model.path to build a tiny model"
-        )
-
-
-def _names_tiny_too(origins: Mapping[KeyPath, str]) -> bool:
-    """Returns whether the file or command line that sets `model.path` also sets a key of `model.tiny`.
-
-    True if `model.path` is not set, because the default path is that of a tiny model.
-    """
-    where = origins.get(("model", "path"))
-    return where is None or any(key[:2] == ("model", "tiny") and origin == where for key, origin in origins.items())
+        return [f"there is no such folder{hint}; name a model's directory, or a model of the Hugging Face Hub"]
+    reason = why_not_built(config, origins)
+    return [] if reason is None else [f"there is no such folder{hint}, and {reason}"]
 
 
 def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:

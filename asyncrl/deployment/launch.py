@@ -89,7 +89,7 @@ async def described_model(config: Config, prompts: "asyncio.Task[Prompts]") -> s
     await prompts
 
     def describe() -> str:
-        from asyncrl.policy.tiny_model import ensure_description
+        from asyncrl.demo.tiny_model import ensure_description
 
         return _for_workers(ensure_description(config))
 
@@ -105,7 +105,7 @@ async def ready_model(
         return path
 
     def build() -> str:
-        from asyncrl.policy.tiny_model import ensure_model
+        from asyncrl.demo.tiny_model import ensure_model
 
         return _for_workers(ensure_model(config, tasks=(tasks.train, tasks.heldout), report=report))
 

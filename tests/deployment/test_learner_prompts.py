@@ -9,13 +9,13 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
+from asyncrl.demo.tiny_model import build_tokenizer
 from asyncrl.deployment.closing import Stopped
 from asyncrl.deployment.launch import Prompts
 from asyncrl.deployment.learner import LearnerDeployment, probe_sequences
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import DatasetError, RunError
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.policy.tiny_model import build_tokenizer
 from asyncrl.views.live import LiveView
 
 pytestmark = pytest.mark.slow

@@ -6,9 +6,9 @@ import pytest
 import ray
 
 from asyncrl.buffer.records import Version
+from asyncrl.colocated.refit import refit_by_broadcast, refit_colocated
 from asyncrl.errors import WeightError
 from asyncrl.generation.interfaces import all_succeeded
-from asyncrl.generation.refit import refit_by_broadcast, refit_colocated
 
 
 class Recorder:

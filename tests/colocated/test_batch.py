@@ -8,11 +8,11 @@ import torch
 from fake_engine import FakeEngine
 
 from asyncrl.buffer.records import Version
+from asyncrl.colocated.batch import continue_rows
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import NO_VERSION
 from asyncrl.errors import DataError, HandshakeError
-from asyncrl.generation.batch import continue_rows
 from asyncrl.generation.interfaces import Completion, verify_right_padding
 
 pytestmark = pytest.mark.asyncio
