@@ -8,7 +8,8 @@ import difflib
 import importlib.util
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.algorithms.presets import baseline_of
@@ -159,31 +160,50 @@ def _reasoning_gym_task(config: Config) -> Iterator[str]:
         yield f"{_TASK}: reasoning-gym has no task {task!r}{suggest(str(task), names)}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Pool:
+    """Processes of a section of the configuration, and the GPUs of each. `counted` is the key of their number."""
+
+    section: str
+    counted: str
+    processes: int
+    gpus: float
+
+
 def _gpus(config: Config) -> Iterator[str]:
-    pools = {"generator": config.generator.gpus, "learner": config.learner.gpus}
-    processes = {"generator": config.generator.replicas, "learner": config.learner.ranks}
-    if config.critic is not None:
-        pools["critic"], processes["critic"] = config.critic.gpus, config.critic.ranks
-    if shutil.which("nvidia-smi") is not None or any(next(Path("/dev").glob(name), None) for name in _GPU_FILES):
-        there, wanted = len(list(Path("/dev").glob(_NVIDIA))), sum(pools[pool] * processes[pool] for pool in pools)
-        if there and wanted > there:
-            terms = [
-                f"{pool}.{'replicas' if pool == 'generator' else 'ranks'} × {pool}.gpus = {processes[pool]} × {gpus:g}"
-                for pool, gpus in pools.items()
-                if gpus > 0
-            ]
-            yield (
-                f"{' and '.join(terms)}: needs {wanted:g} GPUs, this machine has {there}, and no other machine can "
-                "join the Ray that `asyncrl up` starts; lower them, or set ray.address to a cluster with more GPUs"
-            )
-        return
-    for pool, gpus in pools.items():
-        key = f"{pool}.gpus"
-        if gpus > 0:
-            yield (
-                f"{key} = {gpus:g}: this machine has no GPU, and no other machine can join the Ray cluster that "
-                f"`asyncrl up` starts; set {key} to 0, or set ray.address to a cluster with GPUs"
-            )
+    generator, learner, critic = config.generator, config.learner, config.critic
+    pools = [
+        _Pool(section="generator", counted="replicas", processes=generator.replicas, gpus=generator.gpus),
+        _Pool(section="learner", counted="ranks", processes=learner.ranks, gpus=learner.gpus),
+    ]
+    if critic is not None:
+        pools.append(_Pool(section="critic", counted="ranks", processes=critic.ranks, gpus=critic.gpus))
+    pools = [pool for pool in pools if pool.gpus > 0]
+    has_gpu = shutil.which("nvidia-smi") is not None or any(
+        next(Path("/dev").glob(name), None) is not None for name in _GPU_FILES
+    )
+    return _too_few_gpus(pools) if has_gpu else _no_gpus(pools)
+
+
+def _too_few_gpus(pools: Sequence[_Pool]) -> Iterator[str]:
+    there, wanted = len(list(Path("/dev").glob(_NVIDIA))), sum(pool.gpus * pool.processes for pool in pools)
+    if there and wanted > there:
+        terms = [
+            f"{pool.section}.{pool.counted} × {pool.section}.gpus = {pool.processes} × {pool.gpus:g}" for pool in pools
+        ]
+        yield (
+            f"{' and '.join(terms)}: needs {wanted:g} GPUs, this machine has {there}, and no other machine can join "
+            "the Ray that `asyncrl up` starts; lower them, or set ray.address to a cluster with more GPUs"
+        )
+
+
+def _no_gpus(pools: Sequence[_Pool]) -> Iterator[str]:
+    for pool in pools:
+        key = f"{pool.section}.gpus"
+        yield (
+            f"{key} = {pool.gpus:g}: this machine has no GPU, and no other machine can join the Ray cluster that "
+            f"`asyncrl up` starts; set {key} to 0, or set ray.address to a cluster with GPUs"
+        )
 
 
 def _cores(config: Config) -> Iterator[str]:
