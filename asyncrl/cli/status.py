@@ -36,7 +36,7 @@ def status(
     import msgspec.json
 
     from asyncrl.deployment.known_runs import as_it_is, check_there, ended_run, named_run
-    from asyncrl.deployment.launch import use_ray_token
+    from asyncrl.deployment.ray_token import use_ray_token
     from asyncrl.deployment.remains import remains_of
 
     directory = named_run(run)

@@ -12,7 +12,7 @@ from asyncrl.buffer.membership import Deployment, Membership, Role
 from asyncrl.cli.main import app
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment import cluster, generators, launch
+from asyncrl.deployment import cluster, compose, generators
 from asyncrl.errors import RunLocked, RunMismatch
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -71,7 +71,7 @@ def test_what_is_refused_has_started_nothing_and_says_one_line(
     monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
     monkeypatch.setattr(cluster, "check_admission", refused)
     monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379"))
-    monkeypatch.setattr(launch, "load_prompts", started)
+    monkeypatch.setattr(compose, "Inputs", started)
     monkeypatch.setattr(generators.ray, "remote", started)
     overrides = [f"run.dir={tmp_path / 'runs'}", "ray.address='10.0.0.7:6379'"]
     result = CliRunner().invoke(app, [command, "-c", str(QUICKSTART), *overrides])
