@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.colocated.generation import VLLMGeneration
 from asyncrl.data_plane import KVBatchMeta
 from asyncrl.generation.interfaces import GenerationInterface
-from asyncrl.generation.vllm_generation import VLLMGeneration
 from asyncrl.policy.interfaces import ColocatablePolicyInterface, PolicyInterface
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.tq_policy import TQPolicy

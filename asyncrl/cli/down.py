@@ -17,7 +17,7 @@ def down(run: RunningRun, address: RunningAddress = None) -> None:
     that ended by itself needs no `down`.
     """
     from asyncrl.deployment.known_runs import as_it_is, check_there, named_run
-    from asyncrl.deployment.launch import use_ray_token
+    from asyncrl.deployment.ray_token import use_ray_token
     from asyncrl.deployment.remains import clear
 
     directory, named = named_run(run), named_address(address)

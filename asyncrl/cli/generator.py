@@ -6,18 +6,8 @@ All output goes to the log on stderr, so that progress and errors have one forma
 import asyncio
 import logging
 
-from asyncrl.cli.before_start import prepare
-from asyncrl.cli.options import (
-    Address,
-    AllowPublic,
-    ConfigFiles,
-    Overrides,
-    checked_config,
-    command_app,
-    print_warnings,
-    ray_address,
-)
-from asyncrl.cli.terminal import outlive_terminal
+from asyncrl.cli.before_start import prepared
+from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, command_app, ray_address
 from asyncrl.run.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -40,27 +30,21 @@ def generator(
       asyncrl learner   -c configs/quickstart.yaml          # another
       asyncrl generator -c configs/quickstart.yaml          # another, or several
     """
-    outlive_terminal()
-    config, warnings = checked_config(files, overrides, roles=[Role.GENERATOR], allow_public=allow_public)
-    print_warnings(warnings)
+    config, prompts = prepared(files, overrides, roles=[Role.GENERATOR], allow_public=allow_public)
 
-    from asyncrl.deployment.launch import described_model, load_prompts, log_to, run_until_done, use_ray_token
+    from asyncrl.deployment.launch import log_to, run_until_done
 
-    use_ray_token()
-    loaded = prepare(config, roles=[Role.GENERATOR])
     with log_to(None):
         logger.info("importing Ray")
         import ray
 
         from asyncrl.deployment.cluster import check_admission, join
-        from asyncrl.deployment.generators import GeneratorDeployment
+        from asyncrl.deployment.compose import run_generators
 
         async def main(stop: asyncio.Event) -> None:
             await check_admission(config, role=Role.GENERATOR)
             logger.info("run %s on Ray at %s: starting %d replicas", name, address, config.generator.replicas)
-            prompts = asyncio.create_task(load_prompts(config, loaded))
-            model = asyncio.create_task(described_model(config, prompts))
-            await GeneratorDeployment(config, model_path=model, prompts=prompts).run(stop)
+            await run_generators(config, stop, prompts=prompts)
 
         name, where = config.run.name, ray_address(config, address)
         join(where, namespace=name)

@@ -34,7 +34,8 @@ def head(
     outlive_terminal()
     config = load_config(files, overrides)
 
-    from asyncrl.deployment.launch import log_to, run_until_done, use_ray_token
+    from asyncrl.deployment.launch import log_to, run_until_done
+    from asyncrl.deployment.ray_token import use_ray_token
 
     use_ray_token(own=True)
     with log_to(None):

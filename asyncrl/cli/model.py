@@ -18,6 +18,6 @@ def model(files: ConfigFiles, overrides: Overrides) -> None:
     print_warnings(warnings)
 
     # This imports torch and transformers, which takes seconds. It comes after all checks that can refuse the command.
-    from asyncrl.policy.tiny_model import ensure_model
+    from asyncrl.demo.tiny_model import ensure_model
 
     typer.echo(ensure_model(config, report=lambda line: typer.echo(line, err=True)))

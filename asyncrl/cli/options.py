@@ -1,11 +1,8 @@
-"""Options that several commands share, the checks of their configuration, and the lines that they print at the end."""
+"""Options that several commands share, the checks of their configuration, and what they print about a run."""
 
 import contextlib
 import functools
-import itertools
 import os
-import re
-import shlex
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -197,40 +194,14 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
     if summary is None:
         typer.echo("the run stopped before the first step", err=True)
         raise typer.Exit(1)
-    if summary.steps < config.learner.total_steps:
-        typer.echo(f"Stopped at step {summary.steps} of {config.learner.total_steps}.")
-    if summary.heldout_first is not None and summary.heldout_last is not None:
-        asked = summary.heldout_prompts + summary.heldout_failed
-        got = f" ({summary.heldout_prompts} of {asked} prompts)" if summary.heldout_failed else ""
-        typer.echo(f"held-out reward {summary.heldout_first:.3f} → {summary.heldout_last:.3f}{got}")
-    typer.echo(
-        f"{summary.steps} steps in {summary.wall_s:.0f} s, oldest trained token {summary.max_token_staleness} versions "
-        f"(limit {summary.staleness_limit}), {dropped_in_words(summary)}"
-    )
+    from asyncrl.deployment.known_runs import newest_weights
+    from asyncrl.views.outcome import totals_lines, weights_lines
+
+    typer.echo("\n".join(totals_lines(summary, total_steps=config.learner.total_steps)))
     print_headline(run_dir)
     typer.echo(f"report: {run_dir / 'report.html'}")
-    _print_weights(run_dir, config=config, again=again)
-
-
-def dropped_in_words(summary: "Summary") -> str:
-    """Returns how many groups were dropped, the reasons, and whether the ledger accounts for all groups."""
-    failed = sum(summary.groups_failed.values())
-    others = summary.groups_discarded - failed
-    parts = []
-    if failed:
-        of_reward = all(reason.startswith("reward_") for reason in summary.groups_failed)
-        reasons = ", ".join(f"{reason} {groups}" for reason, groups in summary.groups_failed.items())
-        what = "the reward" if of_reward else "their rollouts"
-        parts.append(f"{failed} groups were dropped because {what} failed ({reasons})")
-    if others:
-        parts.append(f"{others} {'other ' if failed else ''}groups were dropped")
-    words = " and ".join(parts) or "no group was dropped"
-    closed = (
-        "all groups are accounted for"
-        if summary.ledger_closed
-        else "NOT all groups are accounted for, which is a bug in asyncrl"
-    )
-    return f"{words}; {closed}"
+    if (weights := newest_weights(run_dir)) is not None:
+        typer.echo("\n".join(weights_lines(weights, config=config, again=again)))
 
 
 def print_headline(run_dir: Path) -> None:
@@ -243,41 +214,3 @@ def print_headline(run_dir: Path) -> None:
         return
     if found is not None and found.warns:
         typer.echo(f"{typer.style('warning:', fg='yellow', bold=True)} {found.sentence}")
-
-
-def _print_weights(run_dir: Path, *, config: Config, again: Sequence[str]) -> None:
-    from asyncrl.deployment.known_runs import newest_weights
-
-    weights = newest_weights(run_dir)
-    if weights is None:
-        return
-    typer.echo(f"weights: {weights}")
-    typer.echo(f"  use them: vllm serve {weights}")
-    typer.echo(f'       or   transformers.AutoModelForCausalLM.from_pretrained("{weights}")')
-    typer.echo("  continue training from them in a new run, with a new optimizer and step count:")
-    typer.echo(f"    {command_to_go_on(again, config=config, weights=weights)}")
-
-
-def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path) -> str:
-    """Returns the command that continues training from `weights` in a new run.
-
-    `again` is the command that started the run, without `asyncrl`. The new command has the same options, and another
-    name of the run.
-
-    >>> config = Config.model_validate({"run": {"name": "live"}, "model": {"tiny": {}}})
-    >>> again = ["up", "-c", "my tasks.yaml", "run.name=live", "model.tiny.warmup_steps=3", "run.seed=7"]
-    >>> command_to_go_on(again, config=config, weights=Path("runs/live/step-9/hf"))
-    "asyncrl up -c 'my tasks.yaml' run.seed=7 run.name=live-2 model.path=runs/live/step-9/hf model.tiny=null"
-    """
-    kept = [word for word in again if not word.startswith(("run.name=", "model.path=", "model.tiny=", "model.tiny."))]
-    changed = [f"run.name={_next_name(config)}", f"model.path={weights}"]
-    if config.model.tiny is not None:
-        changed.append("model.tiny=null")
-    return shlex.join(["asyncrl", *kept, *changed])
-
-
-def _next_name(config: Config) -> str:
-    """Returns the run's name with the next number for which there is no directory."""
-    stem, number = re.fullmatch(r"(.*?)(?:-(\d+))?", config.run.name).groups()  # type: ignore[union-attr]
-    following = itertools.count(int(number or 1) + 1)
-    return next(name for each in following if not (config.run.dir / (name := f"{stem}-{each}")).exists())

@@ -8,15 +8,17 @@ import difflib
 import importlib.util
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.algorithms.presets import baseline_of
 from asyncrl.config.import_path import is_import_path, missing_module, suggest
 from asyncrl.config.schema import Config, KeyPath
+from asyncrl.demo.directory import is_tiny, why_not_built
 from asyncrl.environments.reasoning_gym_tasks import task_names
 from asyncrl.errors import ConfigError
-from asyncrl.policy.model_directory import is_tiny, missing_parts, model_problems, read_model
+from asyncrl.policy.model_directory import missing_parts, model_problems, read_model
 from asyncrl.run.roles import Role
 
 _TASK = "environment.options.task"
@@ -115,33 +117,15 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
     return model_problems(found, config), warnings
 
 
-def _no_directory(path: Path, config: Config, origins: Mapping[KeyPath, str]) -> Iterator[str]:
-    """Yields why `path`, which does not exist, is a problem; nothing if a tiny model may be built there."""
+def _no_directory(path: Path, config: Config, origins: Mapping[KeyPath, str]) -> list[str]:
+    """Returns why `path`, which does not exist, is a problem; nothing if a tiny model is built there."""
     siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, siblings, n=1)
     hint = f" (did you mean {path.parent / close[0]}?)" if close else ""
     if config.model.tiny is None:
-        yield f"there is no such folder{hint}; name a model's directory, or a model of the Hugging Face Hub"
-    elif path.resolve().is_relative_to(config.run.dir.resolve()):
-        yield (
-            f"there is no such folder{hint}, and tiny models are not built in run.dir = {config.run.dir}; name an "
-            "existing directory, or a directory outside run.dir"
-        )
-    elif not _names_tiny_too(origins):
-        yield (
-            f"there is no such folder{hint}, and no tiny model is built there, because model.path is set "
-            f"{origins['model', 'path']} and model.tiny is not; name an existing directory, or set model.tiny={{}} in "
-            "the same place as model.path to build a tiny model"
-        )
-
-
-def _names_tiny_too(origins: Mapping[KeyPath, str]) -> bool:
-    """Returns whether the file or command line that sets `model.path` also sets a key of `model.tiny`.
-
-    True if `model.path` is not set, because the default path is that of a tiny model.
-    """
-    where = origins.get(("model", "path"))
-    return where is None or any(key[:2] == ("model", "tiny") and origin == where for key, origin in origins.items())
+        return [f"there is no such folder{hint}; name a model's directory, or a model of the Hugging Face Hub"]
+    reason = why_not_built(config, origins)
+    return [] if reason is None else [f"there is no such folder{hint}, and {reason}"]
 
 
 def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:
@@ -175,31 +159,50 @@ def _reasoning_gym_task(config: Config) -> Iterator[str]:
         yield f"{_TASK}: reasoning-gym has no task {task!r}{suggest(str(task), names)}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Pool:
+    """Processes of a section of the configuration, and the GPUs of each. `counted` is the key of their number."""
+
+    section: str
+    counted: str
+    processes: int
+    gpus: float
+
+
 def _gpus(config: Config) -> Iterator[str]:
-    pools = {"generator": config.generator.gpus, "learner": config.learner.gpus}
-    processes = {"generator": config.generator.replicas, "learner": config.learner.ranks}
-    if config.critic is not None:
-        pools["critic"], processes["critic"] = config.critic.gpus, config.critic.ranks
-    if shutil.which("nvidia-smi") is not None or any(next(Path("/dev").glob(name), None) for name in _GPU_FILES):
-        there, wanted = len(list(Path("/dev").glob(_NVIDIA))), sum(pools[pool] * processes[pool] for pool in pools)
-        if there and wanted > there:
-            terms = [
-                f"{pool}.{'replicas' if pool == 'generator' else 'ranks'} × {pool}.gpus = {processes[pool]} × {gpus:g}"
-                for pool, gpus in pools.items()
-                if gpus > 0
-            ]
-            yield (
-                f"{' and '.join(terms)}: needs {wanted:g} GPUs, this machine has {there}, and no other machine can "
-                "join the Ray that `asyncrl up` starts; lower them, or set ray.address to a cluster with more GPUs"
-            )
-        return
-    for pool, gpus in pools.items():
-        key = f"{pool}.gpus"
-        if gpus > 0:
-            yield (
-                f"{key} = {gpus:g}: this machine has no GPU, and no other machine can join the Ray cluster that "
-                f"`asyncrl up` starts; set {key} to 0, or set ray.address to a cluster with GPUs"
-            )
+    generator, learner, critic = config.generator, config.learner, config.critic
+    pools = [
+        _Pool(section="generator", counted="replicas", processes=generator.replicas, gpus=generator.gpus),
+        _Pool(section="learner", counted="ranks", processes=learner.ranks, gpus=learner.gpus),
+    ]
+    if critic is not None:
+        pools.append(_Pool(section="critic", counted="ranks", processes=critic.ranks, gpus=critic.gpus))
+    pools = [pool for pool in pools if pool.gpus > 0]
+    has_gpu = shutil.which("nvidia-smi") is not None or any(
+        next(Path("/dev").glob(name), None) is not None for name in _GPU_FILES
+    )
+    return _too_few_gpus(pools) if has_gpu else _no_gpus(pools)
+
+
+def _too_few_gpus(pools: Sequence[_Pool]) -> Iterator[str]:
+    there, wanted = len(list(Path("/dev").glob(_NVIDIA))), sum(pool.gpus * pool.processes for pool in pools)
+    if there and wanted > there:
+        terms = [
+            f"{pool.section}.{pool.counted} × {pool.section}.gpus = {pool.processes} × {pool.gpus:g}" for pool in pools
+        ]
+        yield (
+            f"{' and '.join(terms)}: needs {wanted:g} GPUs, this machine has {there}, and no other machine can join "
+            "the Ray that `asyncrl up` starts; lower them, or set ray.address to a cluster with more GPUs"
+        )
+
+
+def _no_gpus(pools: Sequence[_Pool]) -> Iterator[str]:
+    for pool in pools:
+        key = f"{pool.section}.gpus"
+        yield (
+            f"{key} = {pool.gpus:g}: this machine has no GPU, and no other machine can join the Ray cluster that "
+            f"`asyncrl up` starts; set {key} to 0, or set ray.address to a cluster with GPUs"
+        )
 
 
 def _cores(config: Config) -> Iterator[str]:

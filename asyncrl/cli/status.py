@@ -123,7 +123,7 @@ def _status_of(directory: Path, address: str | None) -> "Callable[[], RunStatus]
     """Joins the cluster of a run, and returns a function that asks the run's buffer for its status."""
     import asyncio
 
-    from asyncrl.deployment.launch import use_ray_token
+    from asyncrl.deployment.ray_token import use_ray_token
 
     use_ray_token()
     from asyncrl.coordinator.coordinator import Coordinator

@@ -55,25 +55,9 @@ def starter_yaml(facts: Facts) -> str:
 
     Raises ConfigError if prompts and completions together are longer than the model's maximum sequence length.
     """
-    prompt = _up_to_multiple(facts.longest_prompt, 8)
-    wanted = facts.completion_tokens or max(SHORTEST_COMPLETION, ANSWER_FACTOR * facts.longest_answer)
-    completion = _up_to_multiple(wanted, 8) if facts.completion_tokens is None else wanted
-    length = prompt + completion
-    if facts.longest_model is not None and length > facts.longest_model:
-        left = facts.longest_model - facts.longest_prompt
-        if facts.completion_tokens is not None or left < min(SHORTEST_COMPLETION, facts.longest_answer):
-            raise ConfigError(
-                f"the longest prompt has {facts.longest_prompt} tokens and a completion may have {wanted}: together "
-                f"this is more than {facts.longest_model}, the maximum sequence length of {facts.model}; "
-                + (f"set --completion-tokens to at most {left}" if left > 0 else "shorten the prompts"),
-                key="model.max_length",
-            )
-        prompt, completion, length = facts.longest_prompt, left, facts.longest_model
+    prompt, completion = _lengths(facts)
     on_gpu = facts.gpus > 0
     groups = 32 if on_gpu else 8
-    shared = facts.gpus == 1
-    versions = 1 if shared else 2
-    per_pass = min(groups * GROUP_SIZE, max(1, TOKENS_PER_PASS_CPU // length))
     lines = [
         f"# Written by `asyncrl init` for {facts.model} and {facts.prompts} prompts. You may change every number.",
         "# `asyncrl config check` finds numbers that do not fit together. docs/configuration.md explains each key.",
@@ -82,7 +66,7 @@ def starter_yaml(facts: Facts) -> str:
         "model:",
         f"  path: {_text(facts.model)}",
         f"  dtype: {'bfloat16' if on_gpu else 'float32'}",
-        f"  max_length: {length} # prompt and completion: {prompt} + {completion}",
+        f"  max_length: {prompt + completion} # prompt and completion: {prompt} + {completion}",
         "data:",
         f"  dataset: {_text(facts.dataset or 'jsonl')}",
         *([f"  path: {_text(str(facts.data_path))}"] if facts.data_path is not None else []),
@@ -90,47 +74,77 @@ def starter_yaml(facts: Facts) -> str:
         f"  max_prompt_tokens: {prompt} # the longest prompt has {facts.longest_prompt}",
         "environment:",
         f"  reward: {_text(facts.reward)} # or your own package.module:function of (task, completion)",
-        "generator:",
-        *(
-            [
-                f"  gpus: {0.5 if shared else 1}",
-                *(["  gpu_memory_utilization: 0.35 # engine and learner share one GPU"] if shared else []),
-                *([f"  replicas: {facts.gpus - 1} # one GPU is left for the learner"] if facts.gpus > 2 else []),
-                "  enforce_eager: false",
-            ]
-            if on_gpu
-            else []
-        ),
-        f"  max_completion_tokens: {completion} # "
-        + (
-            "set by --completion-tokens"
-            if facts.completion_tokens is not None
-            else f"the longest answer has {facts.longest_answer}; a reasoning model needs more"
-        ),
+        *_generator(facts, completion=completion, groups=groups),
+        *_learner(facts, length=prompt + completion, groups=groups),
+        "staleness:",
+        f"  max_versions: {1 if facts.gpus == 1 else 2} # maximum age of training data in versions; 0 is on-policy and "
+        "slower",
+        *_ray(facts, bytes_per_parameter=2 if on_gpu else 4),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _lengths(facts: Facts) -> tuple[int, int]:
+    """Returns the maximum lengths of prompts and of completions, tokens."""
+    prompt = _up_to_multiple(facts.longest_prompt, 8)
+    wanted = facts.completion_tokens or max(SHORTEST_COMPLETION, ANSWER_FACTOR * facts.longest_answer)
+    completion = _up_to_multiple(wanted, 8) if facts.completion_tokens is None else wanted
+    if facts.longest_model is None or prompt + completion <= facts.longest_model:
+        return prompt, completion
+    left = facts.longest_model - facts.longest_prompt
+    if facts.completion_tokens is not None or left < min(SHORTEST_COMPLETION, facts.longest_answer):
+        raise ConfigError(
+            f"the longest prompt has {facts.longest_prompt} tokens and a completion may have {wanted}: together "
+            f"this is more than {facts.longest_model}, the maximum sequence length of {facts.model}; "
+            + (f"set --completion-tokens to at most {left}" if left > 0 else "shorten the prompts"),
+            key="model.max_length",
+        )
+    return facts.longest_prompt, left
+
+
+def _generator(facts: Facts, *, completion: int, groups: int) -> list[str]:
+    lines = ["generator:"]
+    if facts.gpus == 1:
+        lines += ["  gpus: 0.5", "  gpu_memory_utilization: 0.35 # engine and learner share one GPU"]
+    elif facts.gpus > 1:
+        lines.append("  gpus: 1")
+    if facts.gpus > 2:
+        lines.append(f"  replicas: {facts.gpus - 1} # one GPU is left for the learner")
+    if facts.gpus > 0:
+        lines.append("  enforce_eager: false")
+    given = facts.completion_tokens is not None
+    longest = f"the longest answer has {facts.longest_answer}; a reasoning model needs more"
+    return [
+        *lines,
+        f"  max_completion_tokens: {completion} # {'set by --completion-tokens' if given else longest}",
         f"  max_concurrent_groups: {groups} # × group_size sequences at once; more than (max_versions + 1) × "
         "groups_per_step have no effect",
+    ]
+
+
+def _learner(facts: Facts, *, length: int, groups: int) -> list[str]:
+    on_gpu = facts.gpus > 0
+    if on_gpu:
+        tokens = max(TOKENS_PER_PASS_GPU, length)
+        passes = [
+            "  batching: packed",
+            f"  micro_batch_tokens: {tokens} # in one pass; lower it if memory runs out",
+        ]
+    else:
+        rows = min(groups * GROUP_SIZE, max(1, TOKENS_PER_PASS_CPU // length))
+        passes = [f"  micro_batch_size: {rows} # sequences in one pass; lower it if memory runs out"]
+    return [
         "learner:",
-        *([f"  gpus: {0.5 if shared else 1}"] if on_gpu else []),
+        *([f"  gpus: {0.5 if facts.gpus == 1 else 1}"] if on_gpu else []),
         "  total_steps: 200",
         f"  groups_per_step: {groups} # prompts in a step",
         f"  group_size: {GROUP_SIZE} # samples of a prompt; a group whose rewards are all equal has no gradient",
-        *(
-            [
-                "  batching: packed",
-                f"  micro_batch_tokens: {max(TOKENS_PER_PASS_GPU, length)} # in one pass; lower it if memory runs out",
-            ]
-            if on_gpu
-            else [f"  micro_batch_size: {per_pass} # sequences in one pass; lower it if memory runs out"]
-        ),
+        *passes,
         "  optimizer:",
         f"    learning_rate: {'2.0e-6' if on_gpu else '1.0e-5'} # raise it if the reward does not change",
         "    warmup_steps: 10",
         "    schedule: constant",
-        "staleness:",
-        f"  max_versions: {versions} # maximum age of training data in versions; 0 is on-policy and slower",
-        *_ray(facts, bytes_per_parameter=2 if on_gpu else 4),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _ray(facts: Facts, *, bytes_per_parameter: int) -> list[str]:

@@ -9,8 +9,9 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from asyncrl.deployment.launch import INTERRUPTED
 from asyncrl.deployment.run_dir import RunDir
@@ -24,18 +25,27 @@ class Stopped(Exception):
     """A signal asked the run to end during its start."""
 
 
+@asynccontextmanager
+async def running(work: Awaitable[Result], *, name: str | None = None) -> "AsyncIterator[asyncio.Future[Result]]":
+    """Runs `work` as a task beside the block. When the block ends, cancels the task and waits until it has ended."""
+    task = asyncio.ensure_future(work)
+    if name is not None and isinstance(task, asyncio.Task):
+        task.set_name(name)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def unless_stopped(stop: asyncio.Event, work: Awaitable[Result]) -> Result:
     """Returns the result of `work`. If `stop` is set first, cancels `work` and raises Stopped."""
-    working, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait(), name="stopping")
-    try:
-        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+    async with running(work) as working, running(stop.wait()) as stopping:
+        first: tuple[asyncio.Future[Any], ...] = (working, stopping)
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise Stopped
         return await working
-    finally:
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 def asked_to_end(run_dir: RunDir, grace_s: float) -> None:

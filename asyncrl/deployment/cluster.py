@@ -35,9 +35,9 @@ from asyncrl.deployment.ray_access import (
     check_own_address,
     is_token_refused,
     loopback_stays_loopback,
-    require_token,
     warn_of_open_cluster,
 )
+from asyncrl.deployment.ray_token import require_token
 from asyncrl.errors import PlacementError, RunError
 from asyncrl.run.names import COORDINATOR, WEIGHTS
 from asyncrl.run.roles import Role

@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import ray
@@ -21,9 +22,10 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.calls import finished
+from asyncrl.deployment.closing import Stopped, running, unless_stopped
 from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run, placed
-from asyncrl.deployment.launch import Prompts
-from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.inputs import Prompts
+from asyncrl.deployment.run_dir import reward_log_path
 from asyncrl.environments.secrets import read_secrets
 from asyncrl.errors import AsyncRLError, GeneratorPoolExhausted, RunError, StallError
 from asyncrl.generation.actor import GeneratorActor, ReplicaProcesses
@@ -99,48 +101,35 @@ class GeneratorDeployment:
         self._model_path = model_path
         self._prompts = prompts
         self._id = deployment_id(Role.GENERATOR)
-        self.phase = "starting"
 
     async def run(self, stop: asyncio.Event) -> None:
-        # Replicas come first: they import vLLM, the longest part of a start, while the prompts are loaded and the run's
-        # actors are created.
-        replicas = [self._make() for _ in range(self._config.generator.replicas)]
-        handles: RunHandles | None = None
-        keeping: asyncio.Task[None] | None = None
-        try:
+        config = self._config
+        # Closed from right to left: the replicas end, and then the deployment leaves the run.
+        async with AsyncExitStack() as entered, AsyncExitStack() as made:
+            # Replicas come first: they import vLLM, the longest part of a start, while the prompts are loaded and the
+            # run's actors are created.
+            replicas: list[_Replica] = []
+            made.push_async_callback(self._end, replicas)
+            replicas.extend(self._make() for _ in range(config.generator.replicas))
             tasks = (await self._prompts).train
-            handles = await enter_run(self._config, role=Role.GENERATOR, deployment=self._id, tasks=tasks)
+            handles = await enter_run(config, role=Role.GENERATOR, deployment=self._id, tasks=tasks)
+            entered.push_async_callback(self._leave, handles)
             # Heartbeats begin now and continue while engines start and drain. Without them the run would count this
             # deployment as gone, and the last live deployment that leaves ends the run's actors.
-            every_s = self._config.buffer.heartbeat_timeout_s / 5
-            keeping = asyncio.create_task(keep_attached(handles, every_s=every_s), name="keep attached")
-            self.phase = "starting engines"
-            if await self._started(replicas, stop):
-                self.phase = "generating"
-                logger.info("engines are ready, waiting for weights: %s", ", ".join(each.name for each in replicas))
-                for replica in replicas:
-                    replica.running = asyncio.create_task(self._run(replica), name=replica.name)
-                await self._watch(replicas, handles, stop)
-        finally:
-            self.phase = "closing"
-            await self._end(replicas)
-            if keeping is not None:
-                keeping.cancel()
-            if handles is not None:
-                with contextlib.suppress(Exception):
-                    await leave_run(handles, namespace=self._config.run.name)
+            every_s = config.buffer.heartbeat_timeout_s / 5
+            await entered.enter_async_context(running(keep_attached(handles, every_s=every_s), name="keep attached"))
+            try:
+                await unless_stopped(stop, self._start_all(replicas))
+            except Stopped:
+                return
+            logger.info("engines are ready, waiting for weights: %s", ", ".join(each.name for each in replicas))
+            for replica in replicas:
+                replica.running = asyncio.create_task(self._run(replica), name=replica.name)
+            await self._watch(replicas, handles, stop)
 
-    async def _started(self, replicas: Sequence[_Replica], stop: asyncio.Event) -> bool:
-        """Starts all replicas. Returns False if `stop` was set before all had started."""
-        starting = asyncio.create_task(self._start_all(replicas))
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not starting.done():
-            starting.cancel()
-            return False
-        await starting
-        return True
+    async def _leave(self, handles: RunHandles) -> None:
+        with contextlib.suppress(Exception):
+            await leave_run(handles, namespace=self._config.run.name)
 
     def _make(self) -> _Replica:
         generator = self._config.generator
@@ -177,7 +166,7 @@ class GeneratorDeployment:
         replica.begun = True
         # Secrets are arguments of a method call, because Ray's head keeps the arguments of an actor's constructor.
         started = replica.handle.start.remote(
-            model_path, secrets=self._secrets, reward_log=RunDir.reward_log(self._config)
+            model_path, secrets=self._secrets, reward_log=reward_log_path(self._config)
         )
         try:
             replica.processes = await finished(

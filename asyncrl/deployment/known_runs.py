@@ -38,7 +38,7 @@ def live_runs(folder: Path = RUNS) -> list[RunInfo]:
 def dead_runs(folder: Path = RUNS) -> list[Path]:
     """Returns the directories of runs whose run.json has the state "running", and whose process on this host is
     gone."""
-    return [directory for directory, info in _runs(folder) if _says_running_here(info) and _is_gone(directory, info)]
+    return [directory for directory, info in _runs(folder) if _lives(directory, info) is False]
 
 
 def address_of(directory: Path) -> str | None:
@@ -87,7 +87,7 @@ def ended_run(directory: Path) -> str | None:
 def as_it_is(directory: Path) -> RunInfo | None:
     """Returns run.json of the run, with the state `died` if its process is gone; None if there is no run."""
     info = read_info(directory)
-    if info is None or not _says_running_here(info) or not _is_gone(directory, info):
+    if info is None or _lives(directory, info) is not False:
         return info
     return msgspec.structs.replace(
         info,
@@ -121,25 +121,22 @@ def _runs(folder: Path) -> Iterator[tuple[Path, RunInfo]]:
             yield path.parent, info
 
 
-def _says_running_here(info: RunInfo) -> bool:
-    return info.state == "running" and info.host == socket.gethostname()
+def _lives(directory: Path, info: RunInfo) -> bool | None:
+    """Returns whether the run's process lives. None if run.json records how the run ended, or if it is of another host.
 
-
-def _lives(directory: Path, info: RunInfo) -> bool:
-    return _says_running_here(info) and not _is_gone(directory, info)
-
-
-def _is_gone(directory: Path, info: RunInfo) -> bool:
-    """Returns whether the run's process is gone. If `lock` is free, a process with its pid is another process."""
+    If `lock` is free, a process with the run's pid is another process.
+    """
+    if info.state != "running" or info.host != socket.gethostname():
+        return None
     if not psutil.pid_exists(info.pid):
-        return True
+        return False
     with contextlib.suppress(OSError), (directory / "lock").open("rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False
-        return True
-    return False
+            return True
+        return False
+    return True
 
 
 def _trained(directory: Path) -> str:

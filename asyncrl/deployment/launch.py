@@ -11,15 +11,11 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import Task
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.environments.prompt_lengths import fitting
-from asyncrl.views.report import write_report
 
 logger = logging.getLogger(__name__)
 
@@ -30,86 +26,6 @@ AT_ONCE_S = 2.0
 """Time that a second signal leaves for the last actions before the process exits, seconds."""
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """The tasks of a run: for training, and held out for evaluation."""
-
-    train: Sequence[Task]
-    heldout: Sequence[Task]
-
-
-async def load_prompts(config: Config, loaded: Prompts | None = None) -> Prompts:
-    """Returns the tasks of the config, which are the same in every deployment of a run.
-
-    They are `loaded`, or they are built in a thread.
-    """
-
-    def build() -> Prompts:
-        from asyncrl.environments.interfaces import build_tasks
-
-        train, heldout = build_tasks(config)
-        return Prompts(train=train, heldout=heldout)
-
-    return await asyncio.to_thread(build) if loaded is None else loaded
-
-
-async def fitting_prompts(config: Config, prompts: Prompts, *, tokenizer: Any) -> Prompts:
-    """Returns the prompts that fit `data.max_prompt_tokens`. They are measured in a thread.
-
-    Raises DatasetError for a prompt that does not fit, unless `data.on_bad_row` is `skip`.
-    """
-
-    def look() -> Prompts:
-        train = fitting(prompts.train, config=config, tokenizer=tokenizer)
-        return Prompts(train=train, heldout=fitting(prompts.heldout, config=config, tokenizer=tokenizer))
-
-    return await asyncio.to_thread(look)
-
-
-def _for_workers(model: str) -> str:
-    """Returns the absolute path if `model` is a folder, else `model`.
-
-    The processes of a Ray cluster run in the folder in which the cluster was started, so a relative path is wrong
-    there.
-    """
-    return os.path.abspath(model) if os.path.isdir(model) else model
-
-
-async def described_model(config: Config, prompts: "asyncio.Task[Prompts]") -> str:
-    """Returns the path of the model for the engines.
-
-    For a tiny model, config and tokenizer are enough and are written first. Engines get the weights from the learner.
-    """
-    if config.model.tiny is None:
-        return _for_workers(config.model.path)
-    # Wait for the thread that builds the prompts: two threads that import at the same time may see half-initialised
-    # modules.
-    await prompts
-
-    def describe() -> str:
-        from asyncrl.policy.tiny_model import ensure_description
-
-        return _for_workers(ensure_description(config))
-
-    return await asyncio.to_thread(describe)
-
-
-async def ready_model(
-    config: Config, prompts: "asyncio.Task[Prompts]", described: "asyncio.Task[str]", *, report: Callable[[str], None]
-) -> str:
-    """Returns the path of the model. Builds the tiny model first if the config describes one that does not exist."""
-    path, tasks = await described, await prompts
-    if config.model.tiny is None:
-        return path
-
-    def build() -> str:
-        from asyncrl.policy.tiny_model import ensure_model
-
-        return _for_workers(ensure_model(config, tasks=(tasks.train, tasks.heldout), report=report))
-
-    return await asyncio.to_thread(build)
 
 
 class _Stderr(logging.Handler):
@@ -155,33 +71,13 @@ def log_to(path: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_run(config: Config, *, role: str) -> Iterator[RunDir]:
-    """Takes the run's directory for this process and logs to it. Writes the report when the block ends in any way.
+    """Takes the run's directory for this process and logs to it. run.json records how the block ended.
 
     Raises RunLocked if another process holds the directory.
     """
     run_dir = RunDir.create(config)
-    try:
-        with run_dir, log_to(run_dir.log_path(role, 0)):
-            yield run_dir
-    finally:
-        try:
-            write_report(run_dir.path)  # after the block, so that run.json records how the run ended
-        except Exception as error:  # an error in the report must not hide the outcome of the run
-            logger.error("the report of %s was not written: %s: %s", run_dir.path, type(error).__name__, error)
-            logger.info("the report of %s was not written", run_dir.path, exc_info=error)
-
-
-def use_ray_token(*, own: bool = False) -> None:
-    """Makes Ray use the user's token, if there is one. Call it before ray is imported.
-
-    Ray uses the token by itself for the address `auto`, but not for other addresses. `own` is for a cluster that this
-    process starts. Its token is created if there is none. Ray would use it without this function too, but would print
-    a hint on how to turn tokens off.
-    """
-    default = Path.home() / ".ray" / "auth_token"
-    known = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if own or known or default.is_file():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    with run_dir, log_to(run_dir.log_path(role, 0)):
+        yield run_dir
 
 
 def run_until_done(

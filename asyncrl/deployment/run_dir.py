@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
@@ -53,6 +53,8 @@ class RunDir:
         self.path = path
         self.previous = taken.previous
         """New path of the directory of the previous run with this name; None if there was none."""
+        self.targets_path = path / "metrics" / "targets.json"
+        self.failures_path = path / "failures.json"
         self._lock = taken.lock
         self._info = info
         self._failing: set[Path] = set()
@@ -89,10 +91,6 @@ class RunDir:
         return run
 
     @property
-    def info(self) -> RunInfo:
-        return self._info
-
-    @property
     def nonce(self) -> str:
         return self._info.nonce
 
@@ -100,22 +98,6 @@ class RunDir:
     def closed(self) -> bool:
         """Whether `close` was called, so that run.json records how the run ended."""
         return self._lock.closed
-
-    @property
-    def targets_path(self) -> Path:
-        return self.path / "metrics" / "targets.json"
-
-    @property
-    def failures_path(self) -> Path:
-        return self.path / "failures.json"
-
-    @staticmethod
-    def reward_log(config: Config) -> Path:
-        """Returns the absolute path of the file for the output of reward code.
-
-        It is absolute because replicas run in another working directory than the command.
-        """
-        return (config.run.dir / config.run.name / "logs" / "reward.log").absolute()
 
     def log_path(self, role: str, number: int) -> Path:
         """Returns the path of the log of process `number` of a role."""
@@ -131,13 +113,7 @@ class RunDir:
 
     def uses_shared_memory(self, names: Sequence[str]) -> None:
         """Records in run.json which files in /dev/shm an engine uses, because a killed engine does not remove them."""
-        if self._lock.closed:
-            return
-        self._info = msgspec.structs.replace(self._info, shared_memory=sorted({*self._info.shared_memory, *names}))
-        try:
-            self._write_info()
-        except OSError as error:
-            logger.error("run.json was not updated with the run's files in /dev/shm: %s", error)
+        self._note("the run's files in /dev/shm", shared_memory=sorted({*self._info.shared_memory, *names}))
 
     def stopped(self, reason: str) -> None:
         """Sets the end to "stopped": the run was asked to end before its last step.
@@ -151,13 +127,7 @@ class RunDir:
 
         The run is closing then. If something kills it before it has closed, run.json still has the reason of the end.
         """
-        if self._lock.closed:
-            return
-        self._info = msgspec.structs.replace(self._info, exit_reason="asked to end by a signal")
-        try:
-            self._write_info()
-        except OSError as error:
-            logger.error("run.json was not updated with the request to end: %s", error)
+        self._note("the request to end", exit_reason="asked to end by a signal")
 
     def append_step(self, record: StepRecord) -> None:
         self.steps_written += 1
@@ -225,6 +195,16 @@ class RunDir:
     def _write_info(self) -> None:
         write_atomically(self.path / "run.json", _pretty(self._info))
 
+    def _note(self, what: str, **changes: Any) -> None:
+        """Changes run.json while the run lives. A failure is logged, because it must not end the run."""
+        if self._lock.closed:
+            return
+        self._info = msgspec.structs.replace(self._info, **changes)
+        try:
+            self._write_info()
+        except OSError as error:
+            logger.error("run.json was not updated with %s: %s", what, error)
+
     def _append(self, path: Path, records: Sequence[msgspec.Struct]) -> None:
         """Appends all of `records` or none, because a partial line would corrupt the next line.
 
@@ -246,6 +226,14 @@ class RunDir:
                 logger.error("cannot write %s (%s); records are lost until the file can be written again", path, error)
         else:
             self._failing.discard(path.parent)
+
+
+def reward_log_path(config: Config) -> Path:
+    """Returns the absolute path of the file for the output of reward code.
+
+    It is absolute because replicas run in another working directory than the command.
+    """
+    return (config.run.dir / config.run.name / "logs" / "reward.log").absolute()
 
 
 @dataclass(frozen=True, kw_only=True)

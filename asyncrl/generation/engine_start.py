@@ -19,10 +19,9 @@ STDERR = Path("/proc/self/fd/2")
 STDOUT = Path("/proc/self/fd/1")
 """The stdout of this process. In a Ray worker it is a file too."""
 
-_LAST_LINE_OF_A_TRACEBACK = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+", re.MULTILINE)
-_LOGGED_BY_THE_ENGINE = re.compile(
-    r"^\((?:EngineCore|Worker)[^)]*\) ERROR [^]]*\] ((?:\w+\.)*\w*(?:Error|Exception): .+)", re.M
-)
+_ERROR = r"((?:\w+\.)*\w*(?:Error|Exception): .+)"
+_LAST_LINE_OF_A_TRACEBACK = re.compile("^" + _ERROR, re.MULTILINE)
+_LOGGED_BY_THE_ENGINE = re.compile(r"^\((?:EngineCore|Worker)[^)]*\) ERROR [^]]*\] " + _ERROR, re.MULTILINE)
 _READ_BYTES = 2**20
 """Bytes at the end of the output in which the cause of a death is searched."""
 

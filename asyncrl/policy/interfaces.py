@@ -188,7 +188,7 @@ class ColocatablePolicyInterface(PolicyInterface):
     """A policy that gives its weights to engines, which run on other devices or share the policy's devices.
 
     Call `prepare_refit_info` once, and pass its result to the generation side's `prepare_refit_info`.
-    `generation/refit.py` makes the calls of a refit in their order:
+    `colocated/refit.py` makes the calls of a refit in their order:
 
     - By broadcast: call `init_collective` on both sides at the same time. Then call `broadcast_weights_for_collective`
       together with `update_weights_from_collective`.

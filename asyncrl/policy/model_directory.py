@@ -13,17 +13,9 @@ import msgspec
 
 from asyncrl.config.schema import Config
 
-TINY_RECIPE = "tiny.json"
-"""Name of the file that marks a directory as a tiny model that asyncrl has built."""
-
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 _INDEX = "model.safetensors.index.json"
-
-
-def is_tiny(path: Path) -> bool:
-    """Returns True if the directory is marked as a tiny model of asyncrl."""
-    return (path / TINY_RECIPE).is_file()
 
 
 def missing_parts(path: Path, *, weights: bool) -> list[str]:

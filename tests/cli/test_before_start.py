@@ -17,8 +17,8 @@ from asyncrl.cli.before_start import look, prepare
 from asyncrl.cli.main import app
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.demo.tiny_model import build_tokenizer
 from asyncrl.errors import ConfigError, DatasetError
-from asyncrl.policy.tiny_model import build_tokenizer
 from asyncrl.run.roles import Role
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ def model(tmp_path: Path) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from asyncrl.policy.tiny_model import build_tokenizer
+    from asyncrl.demo.tiny_model import build_tokenizer
 
     folder = tmp_path / "models" / "small"
     build_tokenizer(max_length=200).save_pretrained(folder)

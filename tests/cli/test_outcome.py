@@ -8,9 +8,10 @@ import pytest
 from made_up_run import TOTALS, make_step
 from written_runs import write_run
 
-from asyncrl.cli.options import dropped_in_words, print_outcome
+from asyncrl.cli.options import print_outcome
 from asyncrl.config.schema import Config
 from asyncrl.learner.records import EvalRecord, Summary, build_summary
+from asyncrl.views.outcome import dropped_in_words
 
 
 def summary(**totals: Any) -> Summary:

@@ -14,8 +14,8 @@ from asyncrl.cli import presence
 from asyncrl.cli.main import app
 from asyncrl.cli.presence import check_presence
 from asyncrl.config.load import config_origins, load_config
+from asyncrl.demo.directory import TINY_RECIPE
 from asyncrl.errors import ConfigError
-from asyncrl.policy.model_directory import TINY_RECIPE
 from asyncrl.run.roles import Role
 
 pytestmark = pytest.mark.slow

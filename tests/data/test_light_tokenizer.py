@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.data.light_tokenizer import light_tokenizer
 from asyncrl.data.tokenizer import encode_prompts, load_tokenizer
-from asyncrl.policy.tiny_model import build_tokenizer
+from asyncrl.demo.tiny_model import build_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.data.tokenizer import load_tokenizer, shown_prompt, template_tokens, tokenizer_fingerprint
+from asyncrl.demo.tiny_model import build_tokenizer
 from asyncrl.errors import RunError
-from asyncrl.policy.tiny_model import build_tokenizer
 
 
 @dataclasses.dataclass

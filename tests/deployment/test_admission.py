@@ -13,7 +13,7 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call
 from asyncrl.coordinator.registry import Deployment, Registry
-from asyncrl.deployment import cluster, generators, launch
+from asyncrl.deployment import cluster, compose, generators
 from asyncrl.errors import RunLocked, RunMismatch
 from asyncrl.run.roles import Role
 
@@ -77,7 +77,7 @@ def test_what_is_refused_has_started_nothing_and_says_one_line(
     monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
     monkeypatch.setattr(cluster, "check_admission", refused)
     monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379"))
-    monkeypatch.setattr(launch, "load_prompts", started)
+    monkeypatch.setattr(compose, "Inputs", started)
     monkeypatch.setattr(generators.ray, "remote", started)
     overrides = [f"run.dir={tmp_path / 'runs'}", "ray.address='10.0.0.7:6379'"]
     result = CliRunner().invoke(app, [command, "-c", str(QUICKSTART), *overrides])

@@ -14,7 +14,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.deployment import generators
 from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress, _Replica
-from asyncrl.deployment.launch import Prompts
+from asyncrl.deployment.inputs import Prompts
 from asyncrl.errors import CallTimeout, ConfigError, GeneratorPoolExhausted, RunError
 from asyncrl.run.roles import RunState
 
@@ -113,6 +113,27 @@ async def test_a_replica_asks_for_the_gpus_that_the_config_names(monkeypatch: py
     monkeypatch.setattr(generators.ray, "remote", lambda _: Actor())
     deployment_of(Config.model_validate({"generator": {"gpus": 2.0, "tensor_parallel_size": 2}}))._make()
     assert asked["num_gpus"] == 2.0
+
+
+@pytest.mark.asyncio
+async def test_a_replica_that_was_made_ends_if_the_next_one_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment = deployment_of(Config.model_validate({"generator": {"replicas": 2}}))
+    makes = iter([_Replica("generator-a", handle=None)])
+    ended: list[str] = []
+
+    def make() -> _Replica:
+        for replica in makes:
+            return replica
+        raise RunError("no second one")
+
+    async def end_one(replica: _Replica) -> None:
+        ended.append(replica.name)
+
+    monkeypatch.setattr(deployment, "_make", make)
+    monkeypatch.setattr(deployment, "_end_one", end_one)
+    with pytest.raises(RunError, match="no second one"):
+        await deployment.run(asyncio.Event())
+    assert ended == ["generator-a"]
 
 
 @pytest.mark.asyncio

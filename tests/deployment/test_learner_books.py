@@ -19,10 +19,12 @@ from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.deployment import learner
+from asyncrl.deployment import targets as targets_module
 from asyncrl.deployment.closing import Stopped
-from asyncrl.deployment.launch import Prompts
+from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.screen import Screen
 from asyncrl.errors import CheckpointError, FailureClass, RunError, StallError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.records import RunTotals, StepRecord
@@ -42,9 +44,7 @@ def deployment_in(run: RunDir, config: Config) -> LearnerDeployment:
         run_dir=run,
         model_path=nothing,
         prompts=nothing,
-        started_s=0.0,
-        show=lambda view: None,
-        report=lambda line: None,
+        screen=Screen(started_s=0.0, show=lambda view: None, report=lambda line: None),
     )
 
 
@@ -60,11 +60,11 @@ async def test_a_run_whose_steps_were_all_skipped_has_no_summary(tmp_path: Path)
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
     with RunDir.create(config) as run:
         deployment = deployment_in(run, config)
-        deployment.append_step(make_step(0, trained=False, trained_samples=0, trained_tokens=0))
-        assert deployment._summary(TOTALS) is None
-        deployment.append_step(make_step(0))
-        deployment.append_step(make_step(1, trained=False, trained_samples=0, trained_tokens=0))
-        summary = deployment._summary(TOTALS)
+        deployment._log.append_step(make_step(0, trained=False, trained_samples=0, trained_tokens=0))
+        assert deployment._log.summary(TOTALS) is None
+        deployment._log.append_step(make_step(0))
+        deployment._log.append_step(make_step(1, trained=False, trained_samples=0, trained_tokens=0))
+        summary = deployment._log.summary(TOTALS)
         assert summary is not None
         assert summary.steps == 1
         assert (run.path / "summary.json").exists()
@@ -84,14 +84,14 @@ async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
         deployment = deployment_in(run, config)
         await deployment._rescue_weights()
         deployment._checkpoints = checkpoints_in(run, lambda path: saved.append(path.parent.name))
-        deployment.append_step(make_step(0, trained=False, trained_samples=0, trained_tokens=0))
+        deployment._log.append_step(make_step(0, trained=False, trained_samples=0, trained_tokens=0))
         await deployment._rescue_weights()
         assert saved == []
-        deployment.append_step(make_step(0))
-        deployment.append_step(make_step(1, trained=False, trained_samples=0, trained_tokens=0))
+        deployment._log.append_step(make_step(0))
+        deployment._log.append_step(make_step(1, trained=False, trained_samples=0, trained_tokens=0))
         await deployment._rescue_weights()
         assert saved == ["step-1"]
-        deployment.append_step(make_step(1))
+        deployment._log.append_step(make_step(1))
         deployment._checkpoints._save_hf = dead
         await deployment._rescue_weights()
     assert "could not be saved: rank 0 is gone" in caplog.text
@@ -131,12 +131,12 @@ def deployment_without_ray(
     monkeypatch.setattr(learner, "enter_run", run_of)
     monkeypatch.setattr(learner, "leave_run", nothing)
     monkeypatch.setattr(learner, "keep_attached", nothing)
-    monkeypatch.setattr(learner, "ray_nodes", no_nodes)
+    monkeypatch.setattr(targets_module, "ray_nodes", no_nodes)
     monkeypatch.setattr(learner, "TQPolicy", lambda *_, **__: SimpleNamespace(shutdown=ended))
     deployment = deployment_in(run, config)
     deployment._prompts = asyncio.sleep(0, Prompts(train=(), heldout=()))
     deployment._model_path = asyncio.sleep(0, "model")
-    deployment._steps = list(steps)
+    deployment._log.steps = list(steps)
     monkeypatch.setattr(deployment, "_train", train)
     return deployment
 
@@ -162,6 +162,33 @@ async def test_what_a_failed_run_has_trained_is_saved_while_its_ranks_are_there(
     assert done == ["saved", "ended"]
 
 
+@pytest.mark.asyncio
+async def test_a_step_of_closing_that_fails_does_not_keep_the_others_from_taking_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    done: list[str] = []
+
+    async def train(*_: object) -> RunTotals:
+        return TOTALS
+
+    async def leave(*_: object, **__: object) -> None:
+        done.append("left")
+
+    def no_tracker() -> None:
+        raise RunError("the tracker does not answer")
+
+    with RunDir.create(config) as run:
+        deployment = deployment_without_ray(
+            run, config, monkeypatch, train=train, ended=lambda: done.append("ranks ended"), steps=[make_step(0)]
+        )
+        monkeypatch.setattr(learner, "leave_run", leave)
+        deployment._log.close = no_tracker
+        with pytest.raises(RunError, match="the tracker does not answer"):
+            await deployment.run(asyncio.Event())
+    assert done == ["left", "ranks ended"]
+
+
 def full_disk(path: Path) -> None:
     raise CheckpointError("rank 0: OSError: No space left on device")
 
@@ -174,7 +201,7 @@ async def test_a_run_whose_last_weights_cannot_be_saved_records_the_rest_and_fai
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
 
     async def train(*_: object) -> RunTotals:
-        deployment.append_step(make_step(0))
+        deployment._log.append_step(make_step(0))
         deployment._checkpoints = checkpoints_in(run, full_disk)
         await deployment._checkpoints.save_last(1)
         return TOTALS
@@ -195,9 +222,9 @@ async def test_a_summary_without_room_is_said_and_does_not_hide_that_the_weights
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
     with RunDir.create(config) as run:
         deployment = deployment_in(run, config)
-        deployment.append_step(make_step(0))
+        deployment._log.append_step(make_step(0))
         monkeypatch.setattr(run, "write_summary", full_disk_error)
-        assert deployment._summary(TOTALS) is not None
+        assert deployment._log.summary(TOTALS) is not None
     assert "summary.json was not written: no space" in caplog.text
 
 
@@ -216,7 +243,7 @@ async def test_a_run_is_stopped_when_it_was_asked_to_end_before_its_last_step(
 
     async def train(*_: object) -> RunTotals:
         for step in range(trained):
-            deployment.append_step(make_step(step))
+            deployment._log.append_step(make_step(step))
         stop.set()
         return TOTALS
 
@@ -259,7 +286,7 @@ async def test_what_ended_in_order_is_listed_no_more_and_what_failed_still_is(
             await deployment.run(stop)
         left = ["127.0.0.1:2", "127.0.0.1:1"] if end in errors else []
         assert listed(run) == left
-        assert len(deployment._targets) == len(left), "the HTTP discovery has the same targets"
+        assert len(deployment._targets.current) == len(left), "the HTTP discovery has the same targets"
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -379,14 +406,14 @@ async def test_targets_that_could_not_be_written_are_written_later_and_are_over_
     with RunDir.create(config) as run:
         deployment = deployment_in(run, config)
         with monkeypatch.context() as full_disk:
-            full_disk.setattr(learner, "write_targets", full_disk_error)
-            deployment._publish_targets(targets)
+            full_disk.setattr(targets_module, "write_targets", full_disk_error)
+            deployment._targets.publish(targets)
         assert "is not up to date: no space" in caplog.text
-        assert deployment._targets == targets
+        assert deployment._targets.current == targets
         assert not run.targets_path.exists()
-        deployment._publish_targets(targets)
+        deployment._targets.publish(targets)
         assert json.loads(run.targets_path.read_bytes())[0]["targets"] == ["127.0.0.1:1"]
-        deployment._publish_targets([])
+        deployment._targets.publish([])
         assert json.loads(run.targets_path.read_bytes()) == []
 
 
@@ -408,17 +435,17 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
         return SimpleNamespace(targets={"learner": "127.0.0.1:1"})
 
     found = asyncio.Event()
-    monkeypatch.setattr(learner, "TARGETS_EVERY_S", 0.0)
-    monkeypatch.setattr(learner, "ray_nodes", nodes)
-    monkeypatch.setattr(learner, "write_targets", lambda path, **arguments: found.set())
+    monkeypatch.setattr(targets_module, "TARGETS_EVERY_S", 0.0)
+    monkeypatch.setattr(targets_module, "ray_nodes", nodes)
+    monkeypatch.setattr(targets_module, "write_targets", lambda path, **arguments: found.set())
     with RunDir.create(config) as run:
         deployment = deployment_in(run, config)
-        handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=status))
-        discovering = asyncio.create_task(deployment._discover(handles))
+        coordinator: Any = SimpleNamespace(call=status)
+        discovering = asyncio.create_task(deployment._targets.follow(coordinator, timeout_s=1.0))
         await asyncio.wait_for(found.wait(), DEADLINE_S)
         discovering.cancel()
     assert "targets are not up to date: Ray does not list its nodes" in caplog.text
-    assert deployment._targets == [
+    assert deployment._targets.current == [
         Target(role="learner", replica="learner", address="127.0.0.1:1"),
         Target(role="ray", replica="ray-01234567", address="127.0.0.1:2"),
     ]

@@ -9,13 +9,14 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
+from asyncrl.demo.tiny_model import build_tokenizer
 from asyncrl.deployment.closing import Stopped
-from asyncrl.deployment.launch import Prompts
+from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.learner import LearnerDeployment, probe_sequences
 from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.screen import Screen
 from asyncrl.errors import DatasetError, RunError
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.policy.tiny_model import build_tokenizer
 from asyncrl.views.live import LiveView
 
 pytestmark = pytest.mark.slow
@@ -56,9 +57,7 @@ async def test_a_prompt_that_is_too_long_ends_the_run_before_anything_is_publish
             run_dir=run_dir,
             model_path=asyncio.sleep(0, str(tmp_path / "model")),
             prompts=asyncio.sleep(0, Prompts(**sides)),
-            started_s=0.0,
-            show=lambda view: None,
-            report=lambda line: None,
+            screen=Screen(started_s=0.0, show=lambda view: None, report=lambda line: None),
         )
         with pytest.raises(DatasetError, match=r"row 2: the prompt 'abcd>' has 5 tokens, but must have 1 to 4 "):
             await deployment._train(
@@ -90,9 +89,7 @@ async def test_ranks_that_do_not_start_do_not_keep_a_run_that_is_asked_to_end(tm
             run_dir=run_dir,
             model_path=asyncio.sleep(0, ""),
             prompts=asyncio.sleep(0, Prompts(train=(), heldout=())),
-            started_s=0.0,
-            show=show,
-            report=lambda line: None,
+            screen=Screen(started_s=0.0, show=show, report=lambda line: None),
         )
         async with asyncio.timeout(120):
             with pytest.raises(Stopped):
@@ -121,9 +118,7 @@ async def test_the_first_prompt_is_printed_as_the_model_gets_it_before_the_ranks
             run_dir=run_dir,
             model_path=asyncio.sleep(0, str(tmp_path / "model")),
             prompts=asyncio.sleep(0, prompts),
-            started_s=0.0,
-            show=lambda view: None,
-            report=printed.append,
+            screen=Screen(started_s=0.0, show=lambda view: None, report=printed.append),
         )
         with pytest.raises(RunError, match="no ranks"):
             await deployment._train(

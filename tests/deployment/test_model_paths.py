@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load_config
-from asyncrl.deployment.launch import Prompts, described_model, ready_model
+from asyncrl.deployment.inputs import Inputs, Prompts
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -15,13 +15,9 @@ def paths(*overrides: str) -> set[str]:
     """Returns the paths of the model that the engines and the ranks get."""
     config = load_config([QUICKSTART], [*overrides])
 
-    async def none() -> Prompts:
-        return Prompts(train=(), heldout=())
-
     async def both() -> set[str]:
-        prompts = asyncio.create_task(none())
-        described = asyncio.create_task(described_model(config, prompts))
-        return {await described, await ready_model(config, prompts, described, report=lambda _: None)}
+        async with Inputs(config, loaded=Prompts(train=(), heldout=())) as inputs:
+            return {await inputs.engine_model, await inputs.learner_model}
 
     return asyncio.run(both())
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.deployment import cluster, ray_access
+from asyncrl.deployment import cluster, ray_access, ray_token
 from asyncrl.errors import RunError
 
 
@@ -18,7 +18,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_first_run_makes_a_token_that_only_its_user_reads(home: Path) -> None:
-    ray_access.require_token()
+    ray_token.require_token()
     token = home / ".ray" / "auth_token"
     assert token.stat().st_mode & 0o777 == 0o600
     assert len(token.read_text()) == 64
@@ -26,22 +26,22 @@ def test_the_first_run_makes_a_token_that_only_its_user_reads(home: Path) -> Non
 
 
 def test_the_second_run_keeps_the_firsts_token(home: Path) -> None:
-    ray_access.require_token()
+    ray_token.require_token()
     token = (home / ".ray" / "auth_token").read_text()
-    ray_access.require_token()
+    ray_token.require_token()
     assert (home / ".ray" / "auth_token").read_text() == token
 
 
 def test_a_token_that_others_may_read_is_named(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ray_access.require_token()
+    ray_token.require_token()
     (home / ".ray" / "auth_token").chmod(0o644)
-    ray_access.require_token()
+    ray_token.require_token()
     assert f"chmod 600 {home / '.ray' / 'auth_token'}" in caplog.text
 
 
 def test_a_token_in_the_environment_is_taken_as_it_is(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "theirs")
-    ray_access.require_token()
+    ray_token.require_token()
     assert list(home.iterdir()) == []
 
 
@@ -51,13 +51,13 @@ def test_a_file_that_the_environment_names_is_taken_and_looked_at(
     token = home / "token"
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     with pytest.raises(RunError, match=r"RAY_AUTH_TOKEN_PATH = .*no such file"):
-        ray_access.require_token()
+        ray_token.require_token()
     token.write_text("theirs")
     token.chmod(0o600)
-    ray_access.require_token()
+    ray_token.require_token()
     assert caplog.text == ""
     token.chmod(0o666)
-    ray_access.require_token()
+    ray_token.require_token()
     assert f"chmod 600 {token}" in caplog.text
     assert [path.name for path in home.iterdir()] == ["token"]
 
@@ -65,19 +65,19 @@ def test_a_file_that_the_environment_names_is_taken_and_looked_at(
 def test_a_blank_token_is_refused_before_ray_waits_for_an_answer(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", " ")
     with pytest.raises(RunError, match="RAY_AUTH_TOKEN is blank"):
-        ray_access.require_token()
+        ray_token.require_token()
 
 
 def test_no_place_for_a_token_says_what_to_set_instead(home: Path) -> None:
     (home / ".ray").write_text("a file")
     with pytest.raises(RunError, match="set RAY_AUTH_TOKEN"):
-        ray_access.require_token()
+        ray_token.require_token()
 
 
 def test_an_environment_that_forbids_tokens_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(RunError, match=r"RAY_AUTH_MODE = 'disabled'.*unset RAY_AUTH_MODE"):
-        ray_access.require_token()
+        ray_token.require_token()
 
 
 def test_a_ray_at_another_address_than_ours_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

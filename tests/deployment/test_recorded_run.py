@@ -1,4 +1,4 @@
-"""The report says how a run ended, for every kind of end."""
+"""The log of a run has the error that ended it, and lines go to the present stderr."""
 
 import io
 import logging
@@ -7,27 +7,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.deployment import launch
 from asyncrl.deployment.launch import log_to, recorded_run
-from asyncrl.errors import RunError, RunLocked
+from asyncrl.errors import RunError
 
 
 def config_in(path: Path) -> Config:
     return Config.model_validate({"run": {"name": "quick", "dir": str(path)}})
-
-
-def test_the_report_of_a_finished_run_says_so(tmp_path: Path) -> None:
-    with recorded_run(config_in(tmp_path), role="up") as run_dir:
-        pass
-    assert '<span class="badge finished">' in (run_dir.path / "report.html").read_text()
-
-
-def test_the_report_of_a_failed_run_names_the_cause(tmp_path: Path) -> None:
-    with pytest.raises(RunError), recorded_run(config_in(tmp_path), role="up") as run_dir:
-        raise RunError("the buffer is gone")
-    page = (run_dir.path / "report.html").read_text()
-    assert '<span class="badge failed">' in page
-    assert "the buffer is gone" in page
 
 
 def test_the_log_of_a_failed_run_says_why_and_stderr_is_left_to_the_command(
@@ -54,27 +39,6 @@ def test_a_log_that_has_no_room_does_not_hide_why_the_run_ended(
         with pytest.raises(RunError, match="nothing moves"), log_to(tmp_path / "up-0.log"):
             raise RunError("nothing moves")
     assert "up-0.log is incomplete: [Errno 28] No space left on device" in caplog.text
-
-
-@pytest.mark.fault("F35")
-def test_a_run_that_is_refused_leaves_the_other_ones_report_alone(tmp_path: Path) -> None:
-    with recorded_run(config_in(tmp_path), role="up") as run_dir:
-        with pytest.raises(RunLocked), recorded_run(config_in(tmp_path), role="up"):
-            pass
-        assert not (run_dir.path / "report.html").exists()
-
-
-def test_a_report_that_cannot_be_made_hides_no_outcome(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(path: Path) -> Path:
-        raise OverflowError("a number too large")
-
-    monkeypatch.setattr(launch, "write_report", broken)
-    with pytest.raises(RunError, match="the run's own"), recorded_run(config_in(tmp_path), role="up"):
-        raise RunError("the run's own")
-    assert "was not written" in caplog.text
-    assert "OverflowError: a number too large" in caplog.text
 
 
 def test_what_is_logged_goes_to_the_stderr_of_the_moment_as_a_live_view_replaces_it(

@@ -23,12 +23,13 @@ from rich.console import Console
 from asyncrl.cli.terminal import outlive_terminal, show_cursor
 from asyncrl.config.schema import Config
 from asyncrl.deployment.closing import asked_to_end, ended_at_once
-from asyncrl.deployment.launch import recorded_run, run_until_done
+from asyncrl.cli.live_run import reported_run
+from asyncrl.deployment.launch import run_until_done
 from asyncrl.views.live import LiveDisplay, LiveView
 outlive_terminal()
 closes = sys.argv[2] == "closes"
 config = Config.model_validate({"run": {"name": "quick", "dir": sys.argv[1]}})
-with recorded_run(config, role="up") as run, LiveDisplay(Console(), every_steps=1) as display:
+with reported_run(config, role="up") as run, LiveDisplay(Console(), every_steps=1) as display:
     view = LiveView(name="quick", phase="training", elapsed_s=0, total_steps=9, staleness_limit=2)
     display.update(view)
 

@@ -37,7 +37,7 @@ SMALL = [
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The model of the quickstart after a short warm-up. It is built once per session."""
-    from asyncrl.policy.tiny_model import ensure_model
+    from asyncrl.demo.tiny_model import ensure_model
 
     path = tmp_path_factory.mktemp("model") / "tiny"
     return ensure_model(small_config(str(path)))

@@ -11,11 +11,11 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
+from asyncrl.colocated.generation import VLLMGeneration
 from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import patiently, placed
 from asyncrl.deployment.generators import GeneratorDeployment, _Replica
 from asyncrl.errors import PlacementError
-from asyncrl.generation.vllm_generation import VLLMGeneration
 from asyncrl.policy.ranks import RankGroup
 
 CONFIG = {

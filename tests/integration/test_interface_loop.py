@@ -20,6 +20,7 @@ from conftest import small_config
 from local_ray import local_ray
 
 from asyncrl.algorithms.interfaces import LossInputType, LossType, masked_mean
+from asyncrl.colocated.generation import VLLMGeneration
 from asyncrl.config.schema import Config
 from asyncrl.data import BatchedDataDict
 from asyncrl.data_plane import KVBatchMeta
@@ -31,7 +32,6 @@ from asyncrl.errors import (
     MissingColumns,
     WeightError,
 )
-from asyncrl.generation.vllm_generation import VLLMGeneration
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.tq_policy import TQPolicy
 

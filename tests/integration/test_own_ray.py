@@ -21,7 +21,7 @@ from conftest import REPOSITORY
 pytestmark = pytest.mark.integration
 
 START = """
-from asyncrl.deployment.launch import use_ray_token
+from asyncrl.deployment.ray_token import use_ray_token
 use_ray_token(own=True)
 import contextlib, json, logging, os, sys, psutil, ray
 from asyncrl.config.schema import Config
@@ -44,7 +44,7 @@ OWN_LOOP = REPOSITORY / "docs" / "own-loop.md"
 STDERR = "stderr of the one that started it"
 JOIN = """
 import sys
-from asyncrl.deployment.launch import use_ray_token
+from asyncrl.deployment.ray_token import use_ray_token
 use_ray_token()
 import ray
 from asyncrl.deployment.cluster import join

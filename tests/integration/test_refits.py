@@ -24,6 +24,8 @@ from local_ray import local_ray
 
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.colocated.generation import VLLMGeneration
+from asyncrl.colocated.refit import refit_by_broadcast, refit_colocated
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import (
@@ -38,9 +40,7 @@ from asyncrl.errors import (
     WeightError,
 )
 from asyncrl.generation.interfaces import verify_right_padding
-from asyncrl.generation.refit import refit_by_broadcast, refit_colocated
 from asyncrl.generation.shared_memory import segments_of
-from asyncrl.generation.vllm_generation import VLLMGeneration
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.run.version import Version
 

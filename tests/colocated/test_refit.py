@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import ray
 
+from asyncrl.colocated.refit import refit_by_broadcast, refit_colocated
 from asyncrl.errors import WeightError
 from asyncrl.generation.interfaces import all_succeeded
-from asyncrl.generation.refit import refit_by_broadcast, refit_colocated
 from asyncrl.run.version import Version
 
 

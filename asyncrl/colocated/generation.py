@@ -7,7 +7,8 @@
     generation.shutdown()
 
 Invariants: every wait has a deadline. The error of an engine is raised unchanged. A call returns True only if every
-engine has returned True. An asynchronous run does not use this class: its replicas reserve their own work (`actor.py`).
+engine has returned True. An asynchronous run does not use this class: its replicas reserve their own work
+(`asyncrl/generation/actor.py`).
 """
 
 import asyncio
@@ -16,12 +17,12 @@ from typing import Any
 
 import ray
 
+from asyncrl.colocated.batch import join_outputs
+from asyncrl.colocated.engine_actor import EngineActor, EngineProcesses
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.calls import answers, finished, room
 from asyncrl.errors import CollectiveError, PlacementError, RunError, WeightError
-from asyncrl.generation.batch import join_outputs
-from asyncrl.generation.engine_actor import EngineActor, EngineProcesses
 from asyncrl.generation.interfaces import GenerationInterface, all_succeeded, verify_right_padding
 from asyncrl.generation.shared_memory import reap
 from asyncrl.weights.transports.ipc import SharedGroup

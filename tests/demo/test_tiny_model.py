@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, TinyModelSection
 from asyncrl.data.prompts import Task
-from asyncrl.errors import ConfigError, DatasetError
-from asyncrl.policy.model_directory import TINY_RECIPE
-from asyncrl.policy.tiny_model import (
+from asyncrl.demo.directory import TINY_RECIPE
+from asyncrl.demo.tiny_model import (
     CHARACTERS,
     build_tiny_model,
     build_tokenizer,
@@ -21,6 +20,7 @@ from asyncrl.policy.tiny_model import (
     ensure_model,
     greedy_accuracy,
 )
+from asyncrl.errors import ConfigError, DatasetError
 
 pytestmark = pytest.mark.slow
 

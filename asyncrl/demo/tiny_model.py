@@ -31,9 +31,9 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.schema import Config, TinyModelSection
 from asyncrl.data.prompts import Task, fingerprint
+from asyncrl.demo.directory import TINY_RECIPE, is_tiny
 from asyncrl.environments.interfaces import build_tasks
 from asyncrl.errors import ConfigError, DatasetError
-from asyncrl.policy.model_directory import TINY_RECIPE, is_tiny
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))

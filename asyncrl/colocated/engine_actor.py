@@ -1,7 +1,8 @@
 """The Ray actor of one engine of a `VLLMGeneration`. A driver calls the actor's methods one by one.
 
 Invariants: an engine that has applied only a part of an update does not generate. Every wait for the engine has a
-deadline. The replica of an asynchronous run, which reserves its own work, is in `actor.py`.
+deadline. The replica of an asynchronous run, which reserves its own work, is in
+`asyncrl/generation/actor.py`.
 """
 
 import asyncio
@@ -11,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.colocated.batch import continue_rows
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import RunError, TornReplica, WeightError
-from asyncrl.generation.batch import continue_rows
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.vllm_engine import VLLMEngine, preload, prepare_environment
 from asyncrl.run.version import Version

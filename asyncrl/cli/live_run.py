@@ -1,0 +1,95 @@
+"""A run in the foreground, for the commands `up` and `learner`: its directory, its live view, signals and its end."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.cli.options import LINE_EVERY_STEPS, clear_previous, print_outcome, print_previous, weights_named
+from asyncrl.cli.terminal import show_cursor
+from asyncrl.config.schema import Config
+from asyncrl.run.roles import Role
+from asyncrl.views.report import write_report
+
+if TYPE_CHECKING:
+    from asyncrl.deployment.run_dir import RunDir
+    from asyncrl.learner.records import Summary
+
+logger = logging.getLogger(__name__)
+
+Runner = Callable[..., "Awaitable[Summary | None]"]
+"""A function of `deployment.compose` that runs the deployments until the run is done or its event is set."""
+
+
+def join_admitted(address: str, config: Config, *, role: Role) -> None:
+    """Joins the cluster at `address`. Raises the error with which the run there refuses a deployment of this role.
+
+    The commands call it before the directory of an earlier run is moved aside.
+    """
+    from asyncrl.deployment.cluster import check_admission, join
+
+    join(address, namespace=config.run.name)
+    asyncio.run(check_admission(config, role=role))
+
+
+def live_run(
+    config: Config,
+    *,
+    role: str,
+    runner: Callable[[], Runner],
+    importing: str | None = None,
+    again: Sequence[str],
+) -> None:
+    """Takes the run's directory, runs the result of `runner`, writes the report, and prints how the run ended.
+
+    `runner` imports the function that runs the deployments. `importing` is the phase that is shown meanwhile. `again`
+    is the command that started the run, without `asyncrl`.
+    """
+    clear_previous(config)
+    with reported_run(config, role=role) as run_dir, weights_named(run_dir.path):
+        print_previous(run_dir)
+        from rich.console import Console
+
+        from asyncrl.deployment.closing import asked_to_end, ended_at_once
+        from asyncrl.deployment.launch import run_until_done
+        from asyncrl.deployment.screen import Screen
+        from asyncrl.metrics.states import monotonic_at_process_start
+        from asyncrl.views.live import LiveDisplay
+
+        console = Console()
+        with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
+            screen = Screen(
+                show=display.update,
+                report=partial(console.print, markup=False, highlight=False),
+                started_s=monotonic_at_process_start(),
+            )
+            if importing is not None:
+                screen.starting(config, importing)
+            run = runner()
+            summary = run_until_done(
+                partial(run, run_dir=run_dir, screen=screen),
+                asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s),
+                at_once=[show_cursor, partial(ended_at_once, run_dir)],
+            )
+    print_outcome(summary, run_dir.path, config=config, again=again)
+
+
+@contextlib.contextmanager
+def reported_run(config: Config, *, role: str) -> "Iterator[RunDir]":
+    """Does what `recorded_run` does, and writes the report when the block ends in any way."""
+    from asyncrl.deployment.launch import recorded_run
+
+    with contextlib.ExitStack() as after, recorded_run(config, role=role) as run_dir:
+        after.callback(_write_report, run_dir.path)  # after the block, so that run.json records how the run ended
+        yield run_dir
+
+
+def _write_report(path: Path) -> None:
+    try:
+        write_report(path)
+    except Exception as error:  # an error in the report must not hide the outcome of the run
+        logger.error("the report of %s was not written: %s: %s", path, type(error).__name__, error)
+        logger.info("the report of %s was not written", path, exc_info=error)

@@ -1,0 +1,1 @@
+"""A synchronous loop: engines that a driver calls, and refits of their weights by a policy (docs/own-loop.md)."""

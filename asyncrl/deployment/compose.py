@@ -1,0 +1,88 @@
+"""Builds the deployments of a process and runs them, for the commands `up`, `learner` and `generator`.
+
+A deployment gets its inputs as tasks of `Inputs`, so that it can start the parts that do not need them. Everything that
+a function starts here ends before the function returns, in the opposite order.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config.schema import Config
+from asyncrl.deployment.closing import running
+from asyncrl.deployment.cluster import session_folder, start_local
+from asyncrl.deployment.generators import GeneratorDeployment
+from asyncrl.deployment.inputs import Inputs, Prompts
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.screen import Screen
+from asyncrl.generation.actor import ReplicaProcesses
+from asyncrl.learner.records import Summary
+
+if TYPE_CHECKING:
+    from asyncrl.deployment.learner import LearnerDeployment
+
+
+async def run_generators(config: Config, stop: asyncio.Event, *, prompts: Prompts | None) -> None:
+    """Runs a generator deployment on the cluster that this process has joined. `prompts` are the prompts if they are
+    loaded already."""
+    async with Inputs(config, loaded=prompts) as inputs:
+        await _generators(config, inputs).run(stop)
+
+
+async def run_learner(
+    config: Config, stop: asyncio.Event, *, address: str, run_dir: RunDir, screen: Screen, prompts: Prompts | None
+) -> Summary | None:
+    """Runs the learner deployment on the cluster at `address`, which this process has joined. Returns the run's
+    summary."""
+    run_dir.started_ray(address)
+    async with Inputs(config, loaded=prompts, report=screen.report) as inputs:
+        return await _learner(config, inputs, run_dir=run_dir, screen=screen).run(stop)
+
+
+async def run_both(
+    config: Config, stop: asyncio.Event, *, run_dir: RunDir, screen: Screen, prompts: Prompts | None
+) -> Summary | None:
+    """Runs both deployments, on a local Ray or on the cluster at `ray.address`, which this process has joined.
+
+    Returns the run's summary. If one deployment fails, the other is ended and the error is raised.
+    """
+    # Ray starts first. Its start takes three times as long while the interpreter is busy. Replicas need Ray, and their
+    # import of vLLM is the longest part of a start. Prompts, torch and the model are loaded meanwhile.
+    if config.ray.address is None:
+        screen.starting(config, "starting Ray")
+        address = start_local(config)
+        run_dir.started_ray(address, session=session_folder())
+    else:
+        run_dir.started_ray(config.ray.address)
+    end = asyncio.Event()
+    async with AsyncExitStack() as closing:
+        inputs = await closing.enter_async_context(Inputs(config, loaded=prompts, report=screen.report))
+        generator_deployment = _generators(
+            config, inputs, started=lambda processes: run_dir.uses_shared_memory(processes.shared_memory)
+        )
+        generators = await closing.enter_async_context(running(generator_deployment.run(end), name="generators"))
+        await asyncio.sleep(0)  # lets the task create the replicas before the import below blocks the event loop
+        screen.starting(config, "importing the learner")
+        learner_deployment = _learner(config, inputs, run_dir=run_dir, screen=screen)
+        learner = await closing.enter_async_context(running(learner_deployment.run(stop), name="learner"))
+        stopping = await closing.enter_async_context(running(stop.wait(), name="stopping"))
+        first: tuple[asyncio.Future[Any], ...] = (learner, generators, stopping)
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        end.set()
+        await generators  # if it raises, the learner is cancelled
+        return await learner
+
+
+def _generators(
+    config: Config, inputs: Inputs, *, started: Callable[[ReplicaProcesses], None] = lambda _: None
+) -> GeneratorDeployment:
+    return GeneratorDeployment(config, model_path=inputs.engine_model, prompts=inputs.prompts, started=started)
+
+
+def _learner(config: Config, inputs: Inputs, *, run_dir: RunDir, screen: Screen) -> "LearnerDeployment":
+    from asyncrl.deployment.learner import LearnerDeployment  # imports torch, which takes seconds
+
+    return LearnerDeployment(
+        config, run_dir=run_dir, model_path=inputs.learner_model, prompts=inputs.prompts, screen=screen
+    )

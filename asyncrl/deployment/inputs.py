@@ -1,0 +1,110 @@
+"""The prompts and the model of a run. Threads load them while Ray and the engines start."""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task
+from asyncrl.environments.prompt_lengths import fitting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The tasks of a run: for training, and held out for evaluation."""
+
+    train: Sequence[Task]
+    heldout: Sequence[Task]
+
+
+class Inputs:
+    """Loads the prompts and the model of a config, as tasks that several deployments of a process can await.
+
+    `loaded` are the prompts if the command has read them already. `report` prints a line about the demo model. The
+    block of `async with` ends with the tasks.
+    """
+
+    def __init__(
+        self, config: Config, *, loaded: Prompts | None = None, report: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._config = config
+        self._report = report
+        self.prompts = asyncio.create_task(self._load_prompts(loaded), name="prompts")
+        """The tasks of the config, which are the same in every deployment of a run."""
+        self.engine_model = asyncio.create_task(self._describe_model(), name="engine model")
+        """Path of the model for engines. They need config and tokenizer only: the learner sends them the weights."""
+
+    @cached_property
+    def learner_model(self) -> "asyncio.Task[str]":
+        """Path of the model with its weights, for ranks. The demo model is built from the first use on."""
+        return asyncio.create_task(self._build_model(), name="learner model")
+
+    async def __aenter__(self) -> "Inputs":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks: list[Any] = [task for task in vars(self).values() if isinstance(task, asyncio.Task)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _load_prompts(self, loaded: Prompts | None) -> Prompts:
+        def build() -> Prompts:
+            from asyncrl.environments.interfaces import build_tasks
+
+            train, heldout = build_tasks(self._config)
+            return Prompts(train=train, heldout=heldout)
+
+        return await asyncio.to_thread(build) if loaded is None else loaded
+
+    async def _describe_model(self) -> str:
+        if self._config.model.tiny is None:
+            return _for_workers(self._config.model.path)
+        # Wait for the thread that builds the prompts: two threads that import at the same time may see half-initialised
+        # modules.
+        await self.prompts
+
+        def describe() -> str:
+            from asyncrl.demo.tiny_model import ensure_description
+
+            return _for_workers(ensure_description(self._config))
+
+        return await asyncio.to_thread(describe)
+
+    async def _build_model(self) -> str:
+        path, prompts = await self.engine_model, await self.prompts
+        if self._config.model.tiny is None:
+            return path
+
+        def build() -> str:
+            from asyncrl.demo.tiny_model import ensure_model
+
+            tasks = (prompts.train, prompts.heldout)
+            return _for_workers(ensure_model(self._config, tasks=tasks, report=self._report))
+
+        return await asyncio.to_thread(build)
+
+
+async def fitting_prompts(config: Config, prompts: Prompts, *, tokenizer: Any) -> Prompts:
+    """Returns the prompts that fit `data.max_prompt_tokens`. They are measured in a thread.
+
+    Raises DatasetError for a prompt that does not fit, unless `data.on_bad_row` is `skip`.
+    """
+
+    def look() -> Prompts:
+        train = fitting(prompts.train, config=config, tokenizer=tokenizer)
+        return Prompts(train=train, heldout=fitting(prompts.heldout, config=config, tokenizer=tokenizer))
+
+    return await asyncio.to_thread(look)
+
+
+def _for_workers(model: str) -> str:
+    """Returns the absolute path if `model` is a folder, else `model`.
+
+    The processes of a Ray cluster run in the folder in which the cluster was started, so a relative path is wrong
+    there.
+    """
+    return os.path.abspath(model) if os.path.isdir(model) else model

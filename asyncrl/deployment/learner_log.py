@@ -1,0 +1,75 @@
+"""The records of a learner: in memory for the live view and the summary, in the run's directory, and in trackers."""
+
+import logging
+from collections.abc import Sequence
+
+from asyncrl.config.load import flat_config
+from asyncrl.config.schema import Config
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, Summary, build_summary
+from asyncrl.metrics.trackers import Trackers
+
+logger = logging.getLogger(__name__)
+
+SAMPLES_TRACKED_EVERY = 10
+"""Steps between two tables of samples for trackers. Trackers keep every table, and samples/ has all samples anyway."""
+TRACKED_COLUMNS = ("group", "prompt", "completion", "answer", "reward", "advantage", "staleness")
+
+
+class LearnerLog:
+    """Keeps and writes the records of the learner's loop. `close` ends the trackers, which may take seconds."""
+
+    def __init__(self, config: Config, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._staleness_limit = config.staleness.max_versions
+        self.steps: list[StepRecord] = []
+        self.evals: list[EvalRecord] = []
+        self._trackers = Trackers(
+            config.metrics.trackers,
+            project=config.metrics.project,
+            run=config.run.name,
+            folder=run_dir.path,
+            settings=tracked_settings(config),
+        )
+        self.close = self._trackers.close
+
+    @property
+    def trained_steps(self) -> int:
+        return self.steps[-1].version_after if self.steps else 0
+
+    def append_step(self, record: StepRecord) -> None:
+        before = self.steps[-1] if self.steps else None
+        self.steps.append(record)
+        self._run_dir.append_step(record)
+        self._trackers.log(record.version_after, record.numbers(before))
+
+    def append_eval(self, record: EvalRecord) -> None:
+        self.evals.append(record)
+        self._run_dir.append_eval(record)
+        self._trackers.log(record.version, {"reward/heldout_mean": record.reward_mean})
+
+    def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        self._run_dir.write_samples(step, samples)
+        if step % SAMPLES_TRACKED_EVERY == 0:
+            cells = [
+                [s.group, s.prompt, s.completion, s.answer, s.reward, s.advantage, s.staleness_versions]
+                for s in samples
+            ]
+            self._trackers.log_samples(step, TRACKED_COLUMNS, cells)
+
+    def summary(self, totals: RunTotals) -> Summary | None:
+        """Writes summary.json and returns the summary. None if no step was trained."""
+        if not any(record.trained for record in self.steps):
+            return None
+        summary = build_summary(self.steps, self.evals, totals, staleness_limit=self._staleness_limit)
+        try:
+            self._run_dir.write_summary(summary)
+        except OSError as error:
+            logger.error("summary.json was not written: %s", error)
+        return summary
+
+
+def tracked_settings(config: Config) -> dict[str, str | int | float]:
+    """Returns the configuration in the form that trackers accept: lists and unset values become text."""
+    flat = flat_config(config)
+    return {key: value if isinstance(value, str | int | float) else str(value) for key, value in flat.items()}

@@ -1,0 +1,86 @@
+"""Says how a run ended: its totals, its weights, and the command that continues the training."""
+
+import itertools
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.config.schema import Config
+from asyncrl.learner.records import Summary
+
+
+def totals_lines(summary: Summary, *, total_steps: int) -> list[str]:
+    """Returns lines about steps, held-out reward, staleness and dropped groups."""
+    lines = []
+    if summary.steps < total_steps:
+        lines.append(f"Stopped at step {summary.steps} of {total_steps}.")
+    if summary.heldout_first is not None and summary.heldout_last is not None:
+        asked = summary.heldout_prompts + summary.heldout_failed
+        got = f" ({summary.heldout_prompts} of {asked} prompts)" if summary.heldout_failed else ""
+        lines.append(f"held-out reward {summary.heldout_first:.3f} → {summary.heldout_last:.3f}{got}")
+    lines.append(
+        f"{summary.steps} steps in {summary.wall_s:.0f} s, oldest trained token {summary.max_token_staleness} versions "
+        f"(limit {summary.staleness_limit}), {dropped_in_words(summary)}"
+    )
+    return lines
+
+
+def dropped_in_words(summary: Summary) -> str:
+    """Returns how many groups were dropped, the reasons, and whether the ledger accounts for all groups."""
+    failed = sum(summary.groups_failed.values())
+    others = summary.groups_discarded - failed
+    parts = []
+    if failed:
+        of_reward = all(reason.startswith("reward_") for reason in summary.groups_failed)
+        reasons = ", ".join(f"{reason} {groups}" for reason, groups in summary.groups_failed.items())
+        what = "the reward" if of_reward else "their rollouts"
+        parts.append(f"{failed} groups were dropped because {what} failed ({reasons})")
+    if others:
+        parts.append(f"{others} {'other ' if failed else ''}groups were dropped")
+    words = " and ".join(parts) or "no group was dropped"
+    closed = (
+        "all groups are accounted for"
+        if summary.ledger_closed
+        else "NOT all groups are accounted for, which is a bug in asyncrl"
+    )
+    return f"{words}; {closed}"
+
+
+def weights_lines(weights: Path, *, config: Config, again: Sequence[str]) -> list[str]:
+    """Returns lines that say where the newest weights of a run are, and how to use them.
+
+    `again` is the command that started the run, without `asyncrl`.
+    """
+    return [
+        f"weights: {weights}",
+        f"  use them: vllm serve {weights}",
+        f'       or   transformers.AutoModelForCausalLM.from_pretrained("{weights}")',
+        "  continue training from them in a new run, with a new optimizer and step count:",
+        f"    {command_to_go_on(again, config=config, weights=weights)}",
+    ]
+
+
+def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path) -> str:
+    """Returns the command that continues training from `weights` in a new run.
+
+    `again` is the command that started the run, without `asyncrl`. The new command has the same options, and another
+    name of the run.
+
+    >>> config = Config.model_validate({"run": {"name": "live"}, "model": {"tiny": {}}})
+    >>> again = ["up", "-c", "my tasks.yaml", "run.name=live", "model.tiny.warmup_steps=3", "run.seed=7"]
+    >>> command_to_go_on(again, config=config, weights=Path("runs/live/step-9/hf"))
+    "asyncrl up -c 'my tasks.yaml' run.seed=7 run.name=live-2 model.path=runs/live/step-9/hf model.tiny=null"
+    """
+    kept = [word for word in again if not word.startswith(("run.name=", "model.path=", "model.tiny=", "model.tiny."))]
+    changed = [f"run.name={_next_name(config)}", f"model.path={weights}"]
+    if config.model.tiny is not None:
+        changed.append("model.tiny=null")
+    return shlex.join(["asyncrl", *kept, *changed])
+
+
+def _next_name(config: Config) -> str:
+    """Returns the run's name with the next number for which there is no directory."""
+    stem, number = re.fullmatch(r"(.*?)(?:-(\d+))?", config.run.name).groups()  # type: ignore[union-attr]
+    following = itertools.count(int(number or 1) + 1)
+    return next(name for each in following if not (config.run.dir / (name := f"{stem}-{each}")).exists())

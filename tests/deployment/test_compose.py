@@ -1,0 +1,109 @@
+"""`run_both`, the main function of `asyncrl up`: its phases, and the end of both deployments if one of them fails."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.deployment import compose
+from asyncrl.deployment.inputs import Inputs, Prompts
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.screen import Screen
+from asyncrl.errors import GeneratorPoolExhausted, RunError, StallError
+
+DEADLINE_S = 60.0
+NO_PROMPTS = Prompts(train=(), heldout=())
+
+
+def screen_that(show: Callable[[str], None] = lambda phase: None) -> Screen:
+    return Screen(started_s=0.0, show=lambda view: show(view.phase), report=lambda line: None)
+
+
+@pytest.mark.asyncio
+async def test_the_first_phase_is_shown_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def no_ray(*_: object, **__: object) -> str:
+        raise RunError(f"no Ray after {shown}")
+
+    monkeypatch.setattr(compose, "start_local", no_ray)
+    config = Config.model_validate({"run": {"dir": str(tmp_path)}})
+    screen = screen_that(shown.append)
+    with RunDir.create(config) as run_dir, pytest.raises(RunError, match="starting Ray"):
+        await compose.run_both(config, asyncio.Event(), run_dir=run_dir, screen=screen, prompts=NO_PROMPTS)
+
+
+class Pools:
+    """Two deployments that run until they are asked to end or cancelled. `ended` lists how each one ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, generators: Exception | None, learner: Exception | None):
+        self.ended: list[str] = []
+        for name, error in (("generators", generators), ("learner", learner)):
+            monkeypatch.setattr(compose, f"_{name}", self._deployment(name, error))
+
+    def _deployment(self, name: str, error: Exception | None) -> Callable[..., Any]:
+        async def run(stop: asyncio.Event) -> str:
+            try:
+                if error is not None:
+                    raise error
+                await stop.wait()
+            except asyncio.CancelledError:
+                self.ended.append(f"{name} cancelled")
+                raise
+            self.ended.append(f"{name} in order")
+            return name
+
+        return lambda *_, **__: SimpleNamespace(run=run)
+
+    async def run(self, folder: Path, stop: asyncio.Event) -> object:
+        config = Config.model_validate({"run": {"dir": str(folder)}, "ray": {"address": "10.0.0.7:6379"}})
+        async with asyncio.timeout(DEADLINE_S):
+            with RunDir.create(config) as run_dir:
+                screen = screen_that()
+                return await compose.run_both(config, stop, run_dir=run_dir, screen=screen, prompts=NO_PROMPTS)
+
+
+@pytest.mark.asyncio
+async def test_generators_that_fail_end_the_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = Pools(monkeypatch, generators=GeneratorPoolExhausted("none lives"), learner=None)
+    with pytest.raises(GeneratorPoolExhausted):
+        await pools.run(tmp_path, asyncio.Event())
+    assert pools.ended == ["learner cancelled"]
+
+
+@pytest.mark.asyncio
+async def test_a_learner_that_fails_lets_the_generators_end_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = Pools(monkeypatch, generators=None, learner=StallError("nothing moves"))
+    with pytest.raises(StallError):
+        await pools.run(tmp_path, asyncio.Event())
+    assert pools.ended == ["generators in order"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_a_run_that_is_asked_to_end_ends_both_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = asyncio.Event()
+    stop.set()
+    pools = Pools(monkeypatch, generators=None, learner=None)
+    assert await pools.run(tmp_path, stop) == "learner"
+    assert sorted(pools.ended) == ["generators in order", "learner in order"]
+
+
+@pytest.mark.asyncio
+async def test_inputs_end_with_their_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object) -> Prompts:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(Inputs, "_load_prompts", never)
+    async with Inputs(Config()) as inputs:
+        tasks = [inputs.prompts, inputs.engine_model, inputs.learner_model]
+        await asyncio.sleep(0)
+    assert all(task.cancelled() or task.done() for task in tasks)
+    assert inputs.prompts.cancelled()
