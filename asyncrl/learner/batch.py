@@ -24,7 +24,7 @@ from asyncrl.data_plane.partitions import samples_of
 from asyncrl.errors import StalenessViolation
 from asyncrl.generation.rollout import GENERATED_FIELDS
 from asyncrl.learner.records import SampleRecord
-from asyncrl.policy.meta_rank import LIMIT, STEP
+from asyncrl.ranks.named_rows import LIMIT, STEP
 
 
 def check_staleness(lease: Lease) -> None:

@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ConfigError
 from asyncrl.learner.interfaces import Critic
-from asyncrl.policy.interfaces import StepReport
+from asyncrl.ranks.report import StepReport
 from asyncrl.value.estimators import GAE, VTrace
 
 

@@ -42,8 +42,8 @@ from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import RunTotals
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
-from asyncrl.policy.interfaces import StepReport
-from asyncrl.policy.step_plan import needs_proximal, needs_reference
+from asyncrl.policy.step_loss import needs_proximal, needs_reference
+from asyncrl.ranks.report import StepReport
 from asyncrl.run.roles import RunState
 from asyncrl.run.version import Version
 from asyncrl.weights.gate import should_publish

@@ -4,7 +4,7 @@ Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -21,18 +21,18 @@ from asyncrl.algorithms.presets import advantage_of
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CollectiveError, WeightError
-from asyncrl.policy.accelerator import compute_dtype, frozen
-from asyncrl.policy.batching import token_batch, without_nonfinite
 from asyncrl.policy.export import save_hf
 from asyncrl.policy.flops import forward_cost, peak_flops_per_s
-from asyncrl.policy.interfaces import ParameterSpec
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.policy.micro_batch import MicroBatchOutcome, aligned, loss_of
-from asyncrl.policy.packed import ATTENTION
-from asyncrl.policy.sharded import gather_weights, move_model, parameter_specs
-from asyncrl.policy.sharded_worker import HOST, ShardedWorker
-from asyncrl.policy.step_plan import PlannedUpdate, add_update_shares, calibrated_loss, needs_reference
-from asyncrl.policy.step_report import RankRecord
+from asyncrl.policy.micro_batch import loss_of
+from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, needs_reference
+from asyncrl.ranks.accelerator import compute_dtype, frozen
+from asyncrl.ranks.batching import token_batch, without_nonfinite
+from asyncrl.ranks.gather import ParameterSpec, gather_weights, move_model, parameter_specs
+from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
+from asyncrl.ranks.packed import ATTENTION
+from asyncrl.ranks.plan import PlannedUpdate
+from asyncrl.ranks.worker import HOST, RankWorker
 from asyncrl.run.version import Version
 from asyncrl.weights.manifest import layout
 from asyncrl.weights.publisher import Snapshot, take_snapshot
@@ -48,9 +48,11 @@ from asyncrl.weights.transports.ipc import (
 from asyncrl.weights.transports.peers import Peers, Rendezvous
 
 
-class PolicyWorker(ShardedWorker[LossFunction]):
+class PolicyWorker(RankWorker[LossFunction]):
     """A rank of the policy at `model_path`. It also holds the frozen initial weights if the objective or the advantages
     read them."""
+
+    section = "learner"
 
     def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
         super().__init__(model_path=model_path, config=config, rank=rank, world_size=world_size, store=store)
@@ -73,32 +75,6 @@ class PolicyWorker(ShardedWorker[LossFunction]):
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def train(
-        self,
-        data: BatchedDataDict,
-        loss_fn: LossFunction,
-        *,
-        rows_per_update: int,
-        micro_batch_size: int | None = None,
-        eval_mode: bool = False,
-        step: int | None = None,
-    ) -> RankRecord:
-        """Calls `ShardedWorker.train`. `advantages` may have one value for each row [B]. Tokens with a non-finite
-        advantage or log-prob are left out and counted."""
-        updates_before = self._updates
-        try:
-            return super().train(
-                data,
-                loss_fn,
-                rows_per_update=rows_per_update,
-                micro_batch_size=micro_batch_size,
-                eval_mode=eval_mode,
-                step=step,
-            )
-        finally:
-            if self._updates > updates_before:
-                void_weights_for_ipc(self)
-
     def _prepared(
         self, data: BatchedDataDict, loss_fn: LossFunction, *, step: int | None, updates: int, eval_mode: bool
     ) -> tuple[BatchedDataDict, int]:
@@ -116,25 +92,17 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         add_update_shares(loss_fn, updates, gather=self.gather)
         return calibrated_loss(loss_fn, updates, reduce=self.add_up)
 
-    def _outcome(
-        self,
-        part: BatchedDataDict,
-        *,
-        loss_fn: LossFunction,
-        counts: Mapping[str, torch.Tensor],
-        step: int | None,
-        sole_update: bool,
-    ) -> MicroBatchOutcome:
+    def _outcome(self, part: BatchedDataDict, context: UpdateContext[LossFunction]) -> MicroBatchOutcome:
         return loss_of(
             part,
             model=self._model,
-            loss_fn=loss_fn,
-            counts=counts,
+            context=context,
             temperature=self._config.generator.temperature,
             packed=self._packed,
-            step=step,
-            sole_update=sole_update,
         )
+
+    def _weights_changed(self) -> None:
+        void_weights_for_ipc(self)
 
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
         cost = forward_cost(self._model.config)
@@ -220,12 +188,7 @@ class PolicyWorker(ShardedWorker[LossFunction]):
             group=self._checkpoints,
         )
 
-    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
-        """Calls `ShardedWorker.load_checkpoint`, and makes weights that were prepared for shared memory invalid."""
-        super().load_checkpoint(weights_path, optimizer_path)
-        void_weights_for_ipc(self)
-
-    # -- refits: the rank's side of the calls of `RefitDriver` ----------------------------------------------------
+    # -- refits: the rank's side of the calls of `Policy` ----------------------------------------------------
 
     def init_collective(self, rendezvous: Rendezvous) -> None:
         """Calls `join_collective`."""

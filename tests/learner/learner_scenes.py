@@ -13,6 +13,7 @@ from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
 from asyncrl.buffer.actor import BufferActor, FailedTicket, ReplicaReport, RunStatus
 from asyncrl.buffer.records import CommitOutcome, Failure, GroupMeta, Lease, LeaseWait, Ticket
+from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
@@ -31,10 +32,9 @@ from asyncrl.learner.recording import described_metrics
 from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
-from asyncrl.policy.complete_directory import COMPLETE
-from asyncrl.policy.interfaces import StepReport
-from asyncrl.policy.meta_driver import name_fields
 from asyncrl.policy.tq_policy import STEP_FIELDS
+from asyncrl.ranks.named_rows import name_fields
+from asyncrl.ranks.report import StepReport
 from asyncrl.run.version import Version
 
 GROUPS_PER_STEP = 2

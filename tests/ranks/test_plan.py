@@ -12,15 +12,14 @@ from asyncrl.algorithms.presets import PRESETS, resolve_objective
 from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import MissingColumns
-from asyncrl.policy.batching import empty_micro_batch
-from asyncrl.policy.step_plan import (
+from asyncrl.policy.step_loss import add_update_shares, calibrated_loss
+from asyncrl.ranks.batching import empty_micro_batch
+from asyncrl.ranks.plan import (
     PlannedUpdate,
-    add_update_shares,
-    calibrated_loss,
     check_columns,
     required_columns,
 )
-from asyncrl.policy.step_report import UpdatePlan
+from asyncrl.ranks.report import UpdatePlan
 
 M2PO = ObjectiveLoss(PRESETS["m2po"].objective)
 
