@@ -34,18 +34,12 @@ from asyncrl.ranks.packed import ATTENTION
 from asyncrl.ranks.plan import PlannedUpdate
 from asyncrl.ranks.worker import HOST, RankWorker
 from asyncrl.run.version import Version
-from asyncrl.weights.manifest import layout
-from asyncrl.weights.publisher import Snapshot, take_snapshot
-from asyncrl.weights.transports.collective import broadcast_snapshot, join_collective, leave_collective
-from asyncrl.weights.transports.ipc import (
-    Refit,
-    SharedGroup,
-    get_weights_ipc_handles,
-    prepare_weights_for_ipc,
-    release_weights_for_ipc,
-    void_weights_for_ipc,
-)
-from asyncrl.weights.transports.peers import Peers, Rendezvous
+from asyncrl.weights.manifest import Probe, TensorEntry, layout
+from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, own_buckets
+from asyncrl.weights.transports.collective import Broadcasts
+from asyncrl.weights.transports.interfaces import Transport
+from asyncrl.weights.transports.ipc import SharedGroup, SharedWeights
+from asyncrl.weights.transports.peers import Rendezvous
 
 
 class PolicyWorker(RankWorker[LossFunction]):
@@ -56,10 +50,9 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
         super().__init__(model_path=model_path, config=config, rank=rank, world_size=world_size, store=store)
-        # state that the transports keep here between their calls
         self.snapshot: Snapshot | None = None
-        self.peers: Peers | None = None
-        self.refit: Refit | None = None
+        self._broadcasts = Broadcasts(rank)
+        self._shared = SharedWeights(world_size=world_size, device=self._device)
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._first_weights: torch.nn.Module | None = None
         if needs_reference(build_loss(config)) or reward_kl(advantage_of(config.algorithm)) is not None:
@@ -102,7 +95,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         )
 
     def _weights_changed(self) -> None:
-        void_weights_for_ipc(self)
+        self._shared.void()
 
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
         cost = forward_cost(self._model.config)
@@ -188,42 +181,58 @@ class PolicyWorker(RankWorker[LossFunction]):
             group=self._checkpoints,
         )
 
-    # -- refits: the rank's side of the calls of `Policy` ----------------------------------------------------
+    # -- sending weights -----------------------------------------------------------------------------------------
+
+    def take_snapshot(self, entries: Sequence[TensorEntry], probe_tokens: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Copies this rank's buckets of the current weights, and keeps them until the next snapshot replaces them.
+        Returns the probe's log-probs (nats) under these weights."""
+        buckets = own_buckets(self.gather_weights(), entries, rank=self.rank, world_size=self.world_size)
+        logprobs = [row.tolist() for row in self.probe(probe_tokens)]
+        probe = Probe(tokens=tuple(map(tuple, probe_tokens)), logprobs=tuple(map(tuple, logprobs)))
+        self.snapshot = Snapshot(entries=tuple(entries), buckets=buckets, probe=probe)
+        return logprobs
+
+    def deliver(self, transport: Transport) -> list[DeliveredBucket]:
+        """Sends this rank's buckets of the newest snapshot. Not a collective."""
+        assert self.snapshot is not None, "call take_snapshot() first"
+        return deliver(self.snapshot, transport)
 
     def init_collective(self, rendezvous: Rendezvous) -> None:
-        """Calls `join_collective`."""
-        join_collective(self, rendezvous, str(self._device))
+        """Calls `Broadcasts.join`."""
+        self._broadcasts.join(rendezvous, str(self._device))
 
     def broadcast_weights(self, version: Version) -> None:
         """Sends the current weights as `version`. Returns when every engine worker has received them. Raises
         CollectiveError also if another rank is gone and the weights cannot be gathered. This rank then leaves the
         process group, so that no peer waits for it."""
-        if self.peers is None:
+        if self._broadcasts.peers is None:
             raise WeightError("this rank has not joined a process group for weights: call init_collective() first")
         entries = layout(self.weights_metadata(), self._config.weights.bucket_bytes)
         try:
-            take_snapshot(self, entries, ())
+            self.take_snapshot(entries, ())
         except Exception as error:
-            leave_collective(self)
+            self._broadcasts.leave()
             if isinstance(error, RuntimeError):  # gloo and NCCL raise this if another rank is gone
                 raise CollectiveError(f"cannot gather weights {version}: {type(error).__name__}: {error}") from error
             raise
+        assert self.snapshot is not None
         try:
-            broadcast_snapshot(self, version)
+            self._broadcasts.send(self.snapshot, version)
         finally:
             self.snapshot = None
 
     def prepare_weights_for_ipc(self, refit_buffer_size_bytes: int | None, version: Version) -> list[list[str]]:
-        """Calls `asyncrl.weights.transports.ipc.prepare_weights_for_ipc`."""
-        return prepare_weights_for_ipc(self, refit_buffer_size_bytes, str(self._device), version=version)
+        """Calls `SharedWeights.prepare`."""
+        specs, weights = self.weights_metadata(), self.gather_weights()
+        return self._shared.prepare(specs, weights, refit_buffer_size_bytes, version=version)
 
     def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, SharedGroup]:
-        """Calls `asyncrl.weights.transports.ipc.get_weights_ipc_handles`."""
-        return get_weights_ipc_handles(self, keys)
+        """Calls `SharedWeights.next_group`."""
+        return self._shared.next_group(keys)
 
     def offload_after_refit(self) -> None:
         """Frees everything of this rank on its device: frees the shared weights, and moves model and optimizer away."""
-        release_weights_for_ipc(self)
+        self._shared.release()
         self.offload_optimizer()
         self.offload_model()
         if self._first_weights is not None:
@@ -235,6 +244,6 @@ class PolicyWorker(RankWorker[LossFunction]):
             move_model(self._first_weights, self._device)
 
     def close(self) -> None:
-        leave_collective(self)
-        release_weights_for_ipc(self)
+        self._broadcasts.leave()
+        self._shared.release()
         super().close()
