@@ -19,9 +19,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.policy.batching import micro_batches
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.policy.packed import ATTENTION
+from asyncrl.ranks.packed import ATTENTION
+from asyncrl.ranks.plan import BatchingPlan
 
 VOCABULARY = 4096
 
@@ -38,7 +38,7 @@ def ways(batch: BatchedDataDict, *, budget: int, longest: int) -> dict[str, list
     rows = budget // longest
     learner = {"micro_batch_size": rows, "micro_batch_tokens": budget}
     cut = {
-        name: micro_batches(batch, LearnerSection.model_validate({"batching": name, **learner}))
+        name: BatchingPlan.of(LearnerSection.model_validate({"batching": name, **learner})).micro_batches(batch)
         for name in ("padded", "dynamic", "packed")
     }
     return {"in order": [batch.slice(start, start + rows) for start in range(0, batch.size, rows)], **cut}

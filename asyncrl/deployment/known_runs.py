@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.load import load_config
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.learner.records import RunInfo, StepRecord, read_lines
-from asyncrl.policy.complete_directory import COMPLETE
 from asyncrl.views.quantities import moment
 
 RUNS = Path("runs")

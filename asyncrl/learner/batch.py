@@ -23,7 +23,7 @@ from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import StalenessViolation
 from asyncrl.generation.rollout import GENERATED_FIELDS
 from asyncrl.learner.records import SampleRecord
-from asyncrl.policy.meta_rank import LIMIT, STEP
+from asyncrl.ranks.named_rows import LIMIT, STEP
 
 Decode = Callable[[Sequence[int], bool], str]
 """Decodes token ids to text. The text contains the special tokens if the second argument is True."""

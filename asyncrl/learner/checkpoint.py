@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from asyncrl.complete_directory import COMPLETE, discard, unfinished
 from asyncrl.config.schema import CheckpointSection
 from asyncrl.errors import CheckpointError
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.policy.complete_directory import COMPLETE, discard, unfinished
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from asyncrl.algorithms.value_loss import ClippedValueLoss, explained_variance
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ConfigError
-from asyncrl.policy.interfaces import StepReport
+from asyncrl.ranks.report import StepReport
 from asyncrl.value.estimators import GAE, VTrace
 from asyncrl.value.tq_value import TQValue
 

@@ -36,8 +36,8 @@ from asyncrl.learner.run_log import RunLog
 from asyncrl.learner.stages import Stages
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
-from asyncrl.policy.interfaces import StepReport
 from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.ranks.report import StepReport
 from asyncrl.run.roles import RunState
 from asyncrl.run.version import Version
 from asyncrl.value.tq_value import TQValue

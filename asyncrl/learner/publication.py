@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.policy.worker import PolicyWorker
 from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest, Probe, TensorEntry
-from asyncrl.weights.publisher import DeliveredBucket, deliver, take_snapshot
+from asyncrl.weights.publisher import DeliveredBucket
 from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.interfaces import Transport
 
@@ -58,7 +59,9 @@ class Publisher:
         """
         await self.settle()
         started_s = time.monotonic()
-        logprobs = (await asyncio.to_thread(self._policy.on_ranks, take_snapshot, self._entries, self._probe_tokens))[0]
+        logprobs, *_ = await asyncio.to_thread(
+            self._policy.on_ranks, PolicyWorker.take_snapshot, self._entries, self._probe_tokens
+        )
         snapshot_s = time.monotonic() - started_s
         probe = Probe(tokens=self._probe_tokens, logprobs=tuple(tuple(row) for row in logprobs))
         previous, self._published = self._published, version
@@ -75,7 +78,7 @@ class Publisher:
     async def _deliver(self, version: Version, *, previous: Version | None, probe: Probe, snapshot_s: float) -> None:
         started_s = time.monotonic()
         by_rank: list[list[DeliveredBucket]] = await asyncio.to_thread(
-            self._policy.beside_ranks, deliver, self._transport
+            self._policy.beside_ranks, PolicyWorker.deliver, self._transport
         )
         buckets = sorted((bucket for rank in by_rank for bucket in rank), key=lambda bucket: bucket.index)
         manifest = Manifest(

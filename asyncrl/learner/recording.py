@@ -25,7 +25,7 @@ from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.policy.interfaces import StepReport
+from asyncrl.ranks.report import StepReport
 from asyncrl.run.version import Version
 from asyncrl.weights.parity import parity_tolerance_nats
 

@@ -21,9 +21,9 @@ from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.learner.batch import StepSamples, judge_samples
 from asyncrl.learner.critic import CriticStages
 from asyncrl.metrics.states import StateClock
-from asyncrl.policy.interfaces import StepReport
-from asyncrl.policy.step_plan import needs_proximal, needs_reference
+from asyncrl.policy.step_loss import needs_proximal, needs_reference
 from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.ranks.report import StepReport
 from asyncrl.value.tq_value import TQValue
 
 

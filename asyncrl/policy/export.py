@@ -10,10 +10,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel
 
+from asyncrl import complete_directory
 from asyncrl.errors import CheckpointError
-from asyncrl.policy import complete_directory
-from asyncrl.policy.checkpoint import on_first_rank
-from asyncrl.policy.sharded import gather_weights
+from asyncrl.ranks.checkpoint import on_first_rank
+from asyncrl.ranks.gather import gather_weights
 
 _WEIGHTS = "model.safetensors"
 

@@ -1,4 +1,4 @@
-"""The interfaces of a policy that is trained, and its report about a step.
+"""The interfaces of a policy that is trained.
 
 Some trainers elsewhere pass more arguments to these calls. Such calls take `*args, **kwargs`. They ignore arguments
 that they do not know, with a warning that names the arguments.
@@ -10,11 +10,9 @@ right.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     import ray
@@ -22,60 +20,8 @@ if TYPE_CHECKING:
 
     from asyncrl.algorithms.interfaces import LossFunction
     from asyncrl.data.batched_data_dict import BatchedDataDict
+    from asyncrl.ranks.timer import Timer
     from asyncrl.run.version import Version
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """The results of one step, over all ranks.
-
-    `skipped` is true if no update was applied because each one was non-finite on some rank (F21). A step without a
-    trained token applies no update either, but it does not count as skipped. In eval mode, the report has the numbers
-    that training would have reported.
-    """
-
-    skipped: bool = False
-    updates_applied: int = 0
-    updates_nonfinite: int = 0
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    learning_rate: float = 0.0
-    trained_tokens: int = 0
-    trained_samples: int = 0
-    entropy_nats: float = 0.0
-    ess: float = 1.0
-    importance_weight_mean: float = 1.0
-    importance_weight_max: float = 1.0
-    kl_behaviour_k1_nats: float = 0.0
-    kl_behaviour_k3_nats: float = 0.0
-    on_policy_tokens: int = 0
-    on_policy_parity_max_nats: float = 0.0
-    token_staleness: tuple[int, ...] = ()
-    """Trained tokens by staleness: entry s is the number of tokens that are s versions old."""
-    diagnostics: Mapping[str, float] = field(default_factory=dict)
-    """Measurements by name: the measures of `asyncrl.algorithms.kernel`, except for a user's loss that takes logits;
-    the mean e^|log ρ| and the largest |log ρ|; the KL to the reference; the share of real tokens among the tokens that
-    went through the model; and the number of tokens that were left out because a log-prob or advantage was not finite.
-    A measurement that was not made has no entry."""
-    loss_metrics: Mapping[str, float] = field(default_factory=dict)
-    """The loss's own metrics, added over micro-batches and ranks and averaged over updates. The presets have
-    `clipped_ratio` and `gated_ratio`."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Wall-clock seconds of rank 0 in the stages `log_probs`, `forward_backward` and `optimizer`."""
-    model_flops: int | None = None
-    """FLOPs of the passes (in eval mode only forward), as `asyncrl.policy.flops` counts them. None if it cannot."""
-    peak_flops_per_s: float | None = None
-    """Peak rate of the ranks' devices together, in the precision of the passes. None if it is not known."""
-
-
-class ParameterSpec(NamedTuple):
-    """One parameter as the engine receives it: Hugging Face name, shape, torch dtype without `torch.`, size in
-    bytes."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
 
 
 class LogprobOutputSpec(TypedDict):
@@ -90,16 +36,6 @@ class ReferenceLogprobOutputSpec(TypedDict):
 
     reference_logprobs: torch.Tensor
     """float32 [B, S], nats; 0 at the first token and beyond a row's length."""
-
-
-class Timer(Protocol):
-    """Measures the time of stages: `with timer.time("policy_training/ranks"): …`.
-
-    A call measures its stages under `<call>/…`, but not the call itself, so that the caller can do that:
-    `with timer.time("policy_training"): policy.train(data, loss_fn, timer=timer)`.
-    """
-
-    def time(self, label: str) -> AbstractContextManager[Any]: ...
 
 
 class PolicyInterface(ABC):
@@ -150,7 +86,7 @@ class PolicyInterface(ABC):
           `lr`, `wd`, and the `global_valid_seqs` and `global_valid_toks` of the micro-batch's update. The sum of one of
           the loss's own metrics is its mean over the updates;
         - `timing`: seconds by stage;
-        - `report`: a `StepReport`.
+        - `report`: an `asyncrl.ranks.report.StepReport`.
 
         All errors leave the ranks alive. Raises AssertionError if the number of rows is not a multiple of `gbs`, if
         `gbs` is neither a multiple of the number of ranks nor all rows, or if `mbs` is below 1. Raises MissingColumns

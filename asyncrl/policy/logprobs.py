@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
-from asyncrl.policy.packed import PackedRows
+from asyncrl.ranks.packed import PackedRows
 
 CHUNK_LOGITS = 2**24
 """Largest number of logits at once: 64 MiB of float32. benchmarks/chunked_head.py measures the choice."""
@@ -51,7 +51,7 @@ def model_logprobs(
     Both are of softmax(logits / temperature), and both are differentiable. The model's own forward runs, including the
     hooks of FSDP. For this one call, its head returns these numbers instead of logits. No attention mask is needed:
     padding is on the right, where causal attention does not look. With `packed_lengths_B`, the model sees no padding at
-    all, and results beyond a row's length are 0; its attention must be the one of `asyncrl.policy.packed`. Raises
+    all, and results beyond a row's length are 0; its attention must be the one of `asyncrl.ranks.packed`. Raises
     ConfigError for a model whose logits are not a plain product with the head.
     """
     head = _plain_head(model)

@@ -5,8 +5,7 @@ Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -17,110 +16,106 @@ from asyncrl.algorithms.kernel import KernelSums, kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
-from asyncrl.errors import LossFailed
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.policy.packed import PackedRows
-from asyncrl.user_code import describe_error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatchOutcome:
-    """The result of one micro-batch.
-
-    `differentiable` is a scalar whose gradient with respect to the weights is the loss's gradient. Its value may differ
-    from the loss. If the loss failed, `failure` is set and this gradient is 0.
-    """
-
-    differentiable: torch.Tensor
-    loss: float = 0.0
-    sums: OffPolicySums = field(default_factory=OffPolicySums)
-    kernel: KernelSums = field(default_factory=KernelSums)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    failure: LossFailed | None = None
+from asyncrl.ranks.loss_pass import (
+    MicroBatchOutcome,
+    UpdateContext,
+    aligned,
+    checked_loss,
+    loss_failed,
+    slopes_of,
+    with_slopes,
+)
+from asyncrl.ranks.packed import PackedRows
 
 
 def loss_of(
     data: BatchedDataDict,
     *,
     model: PreTrainedModel,
-    loss_fn: LossFunction,
-    counts: Mapping[str, torch.Tensor],
+    context: UpdateContext[LossFunction],
     temperature: float,
     packed: bool,
-    step: int | None,
-    sole_update: bool,
 ) -> MicroBatchOutcome:
-    """Computes the loss, diagnostics and the loss's own metrics. `counts` are the step's `global_valid_seqs` and
-    `global_valid_toks`.
+    """Computes the loss, diagnostics and the loss's own metrics.
 
-    `step` is the version of the weights. Without it, no token counts as on-policy. Without the column
-    `generation_logprobs`, the distance between data and policy is not measured. With `sole_update`, the loss reads the
-    log-probs of this pass as `prev_logprobs` if the rows have none.
+    Without the column `generation_logprobs`, the distance between data and policy is not measured. With
+    `context.sole_update`, the loss reads the log-probs of this pass as `prev_logprobs` if the rows have none.
     """
-    objective = loss_fn if isinstance(loss_fn, ObjectiveLoss) else None
-    # for an objective, the chunked head computes entropies; other losses that need entropies get logits
-    from_logprobs = objective is not None or input_type_of(loss_fn) == LossInputType.LOGPROB
-    lengths_B = data["input_lengths"] if packed else None
-    if from_logprobs:
-        logprobs_BT, entropy_BT = model_logprobs(
-            model, data["input_ids"], temperature=temperature, with_entropy=True, packed_lengths_B=lengths_B
-        )
-        assert entropy_BT is not None
-    else:
-        logits_BSV = _logits(model, data["input_ids"], temperature=temperature, packed_lengths_B=lengths_B)
-        logprobs_BT = gather_logprobs(logits_BSV, input_ids_BS=data["input_ids"])
-        entropy_BT = entropy(logits_BSV.detach())
+    outputs = _outputs(data, model=model, loss_fn=context.loss_fn, temperature=temperature, packed=packed)
+    logprobs_BT = outputs.logprobs_BT
     mask_BT = trained_mask(data)[:, 1:]
     if not bool(mask_BT.any()):
         # the result keeps the graph, so that FSDP's hooks and collectives run as on the other ranks
         return MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum())
     proximal_BS = data["prev_logprobs"] if "prev_logprobs" in data else aligned(logprobs_BT.detach())
-    if sole_update:
+    if context.sole_update:
         # before the first update, the current weights are those of the step's start
         data["prev_logprobs"] = proximal_BS
-    columns = {"next_token_logprobs": logprobs_BT} if from_logprobs else {"next_token_logits": logits_BSV}
-    if objective is not None and objective.needs_entropy:
-        columns["next_token_entropies"] = entropy_BT
-    # The loss is first differentiated only with respect to the model's outputs. The model's backward pass needs nothing
-    # but these slopes, and a loss that fails does not interrupt the collectives of that pass.
-    leaves = {name: column.detach().requires_grad_() for name, column in columns.items()}
+    leaves = {name: column.detach().requires_grad_() for name, column in outputs.columns.items()}
     try:
         # a copy, because the loss may change its columns, and the diagnostics read them afterwards
-        loss, metrics, slopes = _differentiated(loss_fn, copy.copy(data), counts=counts, leaves=leaves)
+        loss, metrics, slopes = _differentiated(copy.copy(data), context=context, leaves=leaves)
         sums, kernel = OffPolicySums(), KernelSums()
         if "generation_logprobs" in data:
             sums, kernel = _diagnosed(
                 data,
-                objective=objective,
-                slopes_BT=slopes[0] if from_logprobs else None,
-                logprobs_BT=logprobs_BT,
+                outputs=outputs,
+                context=context,
+                slopes_BT=slopes[0] if "next_token_logprobs" in leaves else None,
                 proximal_BT=proximal_BS[:, 1:].float(),
-                entropy_BT=entropy_BT,
                 mask_BT=mask_BT,
-                step=step,
             )
     except Exception as error:
         return MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum(), failure=loss_failed(error))
-    parts = [with_slopes(column, slope) for column, slope in zip(columns.values(), slopes, strict=True)]
+    parts = [with_slopes(column, slope) for column, slope in zip(outputs.columns.values(), slopes, strict=True)]
     return MicroBatchOutcome(
         differentiable=torch.stack(parts).sum(), loss=loss, sums=sums, kernel=kernel, metrics=metrics
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outputs:
+    """The model's outputs with their graph. `columns` are those that the loss reads, under the names of its
+    arguments. The entropies of logits have no graph, because they are only reported."""
+
+    columns: dict[str, torch.Tensor]
+    logprobs_BT: torch.Tensor
+    entropy_BT: torch.Tensor
+
+
+def _outputs(
+    data: BatchedDataDict, *, model: PreTrainedModel, loss_fn: LossFunction, temperature: float, packed: bool
+) -> _Outputs:
+    lengths_B = data["input_lengths"] if packed else None
+    # for an objective, the chunked head computes entropies; other losses that need entropies get logits
+    if not isinstance(loss_fn, ObjectiveLoss) and input_type_of(loss_fn) != LossInputType.LOGPROB:
+        logits_BSV = _logits(model, data["input_ids"], temperature=temperature, packed_lengths_B=lengths_B)
+        return _Outputs(
+            columns={"next_token_logits": logits_BSV},
+            logprobs_BT=gather_logprobs(logits_BSV, input_ids_BS=data["input_ids"]),
+            entropy_BT=entropy(logits_BSV.detach()),
+        )
+    logprobs_BT, entropy_BT = model_logprobs(
+        model, data["input_ids"], temperature=temperature, with_entropy=True, packed_lengths_B=lengths_B
+    )
+    assert entropy_BT is not None
+    columns = {"next_token_logprobs": logprobs_BT}
+    if isinstance(loss_fn, ObjectiveLoss) and loss_fn.needs_entropy:
+        columns["next_token_entropies"] = entropy_BT
+    return _Outputs(columns=columns, logprobs_BT=logprobs_BT, entropy_BT=entropy_BT)
+
+
 def _differentiated(
-    loss_fn: LossFunction,
-    data: BatchedDataDict,
-    *,
-    counts: Mapping[str, torch.Tensor],
-    leaves: Mapping[str, torch.Tensor],
+    data: BatchedDataDict, *, context: UpdateContext[LossFunction], leaves: Mapping[str, torch.Tensor]
 ) -> tuple[float, dict[str, float], tuple[torch.Tensor, ...]]:
     """Returns the loss, its metrics, and its slopes with respect to `leaves`. The slopes are also measured in eval
     mode."""
     with torch.enable_grad():
         if "next_token_logits" in leaves:
-            returned = call_with_logits(loss_fn, leaves["next_token_logits"], data, counts)
+            returned = call_with_logits(context.loss_fn, leaves["next_token_logits"], data, context.counts)
         else:
-            returned = loss_fn(data=data, **counts, **leaves)
+            returned = context.loss_fn(data=data, **context.counts, **leaves)
         loss, metrics = checked_loss(returned)
         return float(loss.detach()), metrics, slopes_of(loss, *leaves.values())
 
@@ -128,61 +123,38 @@ def _differentiated(
 def _diagnosed(
     data: BatchedDataDict,
     *,
-    objective: ObjectiveLoss | None,
+    outputs: _Outputs,
+    context: UpdateContext[LossFunction],
     slopes_BT: torch.Tensor | None,
-    logprobs_BT: torch.Tensor,
     proximal_BT: torch.Tensor,
-    entropy_BT: torch.Tensor,
     mask_BT: torch.Tensor,
-    step: int | None,
 ) -> tuple[OffPolicySums, KernelSums]:
     """Returns how far the data is from the policy, and how a loss of log-probs pushes its tokens."""
     # in float32, because the difference of two bfloat16 columns would be rounded to bfloat16
     behaviour_BT = data["generation_logprobs"][:, 1:].float()
     kernel = KernelSums()
     if slopes_BT is not None and "advantages" in data:
-        push_slopes_BT, shares_BT = (slopes_BT, {}) if objective is None else _push(objective, data, logprobs_BT)
+        shares_BT: dict[str, torch.Tensor] = {}
+        if isinstance(context.loss_fn, ObjectiveLoss):
+            slopes_BT, shares_BT = _push(context.loss_fn, data, outputs.logprobs_BT)
         kernel = kernel_sums(
-            slopes_BT=push_slopes_BT,
+            slopes_BT=slopes_BT,
             advantages_BT=data["advantages"][:, 1:],
             staleness_BT=data["staleness"][:, 1:] if "staleness" in data else None,
             log_rho_BT=proximal_BT - behaviour_BT,
             mask_BT=mask_BT,
             shares_BT=shares_BT,
         )
+    step = context.step
     sums = off_policy_sums(
         proximal_BT=proximal_BT,
         behaviour_BT=behaviour_BT,
-        entropy_BT=entropy_BT,
+        entropy_BT=outputs.entropy_BT,
         mask_BT=mask_BT,
         reference_BT=data["reference_policy_logprobs"][:, 1:] if "reference_policy_logprobs" in data else None,
         on_policy_BT=data["weight_versions"][:, 1:] == step if step is not None else torch.zeros_like(mask_BT),
     )
     return sums, kernel
-
-
-def checked_loss(returned: object) -> tuple[torch.Tensor, dict[str, float]]:
-    """Returns a loss's result with metrics as floats. Raises TypeError unless it is a scalar tensor and a dict of
-    numbers."""
-    if not (isinstance(returned, tuple) and len(returned) == 2):
-        raise TypeError(f"a loss must return (scalar, metrics), but this one returned a {type(returned).__name__}")
-    loss, metrics = returned
-    if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and isinstance(metrics, Mapping)):
-        found = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TypeError(
-            f"a loss must return a scalar tensor and a dict, but this one returned {found} and {type(metrics).__name__}"
-        )
-    return loss.squeeze(), {str(name): float(value) for name, value in metrics.items()}
-
-
-def loss_failed(error: Exception) -> LossFailed:
-    """Turns an error of a loss function into an error of the call."""
-    return LossFailed(f"the loss failed: {describe_error(error)}")
-
-
-def aligned(logprobs_BT: torch.Tensor) -> torch.Tensor:
-    """Returns [B, S] from [B, S − 1]: entry i belongs to token i, and entry 0 is 0."""
-    return torch.nn.functional.pad(logprobs_BT, (1, 0))
 
 
 def _logits(
@@ -216,30 +188,3 @@ def _push(
         terms = objective.terms(data, logprobs_BT=leaf_BT, entropy_BT=torch.zeros_like(leaf_BT))
         [slopes_BT] = slopes_of(terms.push_BT.sum(), leaf_BT)
     return slopes_BT, {"clipped": terms.clipped_BT, "gated": terms.gated_BT}
-
-
-def slopes_of(loss: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns ∂loss/∂leaf for each leaf; zeros for a leaf that the loss does not read."""
-    if not loss.requires_grad:
-        return tuple(torch.zeros_like(leaf) for leaf in leaves)
-    return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-
-
-def with_slopes(tensor: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
-    """Returns a scalar 0 whose gradient with respect to `tensor` is `slopes`.
-
-    It replaces Σ tensor · slopes, whose product would be another copy of the logits.
-    """
-    return cast(torch.Tensor, _WithSlopes.apply(tensor, slopes))  # type: ignore[no-untyped-call]
-
-
-class _WithSlopes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(slopes)
-        return slopes.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (slopes,) = ctx.saved_tensors
-        return grads[0] * slopes, None

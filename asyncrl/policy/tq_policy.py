@@ -14,17 +14,21 @@ update fails, the earlier updates of the call stay applied.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
 from asyncrl.config.schema import Config, DataPlaneSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import CRITIC_FIELDS, DP_TRAIN_FIELDS
+from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs
+from asyncrl.data.specs import CRITIC_FIELDS, DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.codec import encode
-from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.policy.interfaces import Timer
+from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from asyncrl.policy.lm_policy import Policy
-from asyncrl.policy.meta_driver import MetaDriver, name_fields
-from asyncrl.policy.rank_driver import ignore_arguments
+from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.driver import Stage, ignore_arguments
+from asyncrl.ranks.named_rows import DataPlane, NamedRows, name_fields
+from asyncrl.ranks.plan import BatchingPlan
+from asyncrl.ranks.timer import Timer
 
 STEP_FIELDS = (*DP_TRAIN_FIELDS, "weight_versions", "group_ids", OUTCOME, *CRITIC_FIELDS)
 """The columns that the stages of a step write or read. Other columns are registered when they are first written."""
@@ -32,15 +36,15 @@ TRAIN_TASKS = ("prev_lp", "ref_lp", "train")
 """Consumer tasks of the training partition, with the names that trainers on TransferQueue use."""
 
 
-class TQPolicy(MetaDriver, Policy):
+class TQPolicy(Policy):
     """A `Policy` with rows on the data plane that `dp_cfg` selects, in the partition `tq_partition_id`.
 
     `dp_cfg` is a `data_plane` section, or the dict of a TransferQueue user (`data_plane_section` lists its keys).
     Positional arguments and `kwargs` are those of `Policy`. The attributes `dp_cfg` and `tq_partition_id` are the
-    arguments, and `dp_client` is the client of the data plane.
+    arguments.
     """
 
-    _train_fields = (*DP_TRAIN_FIELDS, "weight_versions")
+    _data_plane: DataPlane
 
     def __init__(
         self,
@@ -51,9 +55,14 @@ class TQPolicy(MetaDriver, Policy):
         **kwargs: Any,
     ) -> None:
         config = config.model_copy(update={"data_plane": data_plane_section(dp_cfg)})
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, data_plane=DataPlane(config), **kwargs)
         self.dp_cfg = dp_cfg
         self.tq_partition_id = tq_partition_id
+
+    @property
+    def dp_client(self) -> DataPlaneClient:
+        """The data-plane client of this process. The first use opens it."""
+        return self._data_plane.client
 
     # -- partitions ----------------------------------------------------------------------------------------------
 
@@ -105,16 +114,24 @@ class TQPolicy(MetaDriver, Policy):
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `prev_logprobs` under the current weights, and records it in `meta`."""
-        self._score("write_logprobs", meta, stage="get_logprobs", micro_batch_size=micro_batch_size, timer=timer)
-        name_fields(meta, ["prev_logprobs"])
+        self._write(
+            NamedRows(meta, self._data_plane, LP_SEED_FIELDS, writes={"logprobs": "prev_logprobs"}),
+            Stage(name="get_logprobs", timer=timer, micro_batch_size=micro_batch_size),
+            PolicyWorker.get_logprobs,
+            micro_batch_size=micro_batch_size,
+        )
 
     def get_reference_policy_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `reference_policy_logprobs` under the initial weights, and records it in `meta`."""
-        stage = "get_reference_policy_logprobs"
-        self._score("write_reference_logprobs", meta, stage=stage, micro_batch_size=micro_batch_size, timer=timer)
-        name_fields(meta, ["reference_policy_logprobs"])
+        writes = {"reference_logprobs": "reference_policy_logprobs"}
+        self._write(
+            NamedRows(meta, self._data_plane, LP_SEED_FIELDS, writes=writes),
+            Stage(name="get_reference_policy_logprobs", timer=timer, micro_batch_size=micro_batch_size),
+            PolicyWorker.get_reference_policy_logprobs,
+            micro_batch_size=micro_batch_size,
+        )
 
     def get_advantages_from_meta(
         self, meta: KVBatchMeta, estimator: TokenEstimator, timer: Timer | None = None
@@ -125,8 +142,48 @@ class TQPolicy(MetaDriver, Policy):
         The rows must have the columns `estimator.reads`. Raises CallRefused if an advantage is not finite or if
         `estimator` fails. Raises MissingColumns if a column is missing.
         """
-        self._estimate(meta, estimator, timer=timer)
-        name_fields(meta, ["advantages"])
+        rows = NamedRows(meta, self._data_plane, estimator.reads, writes={"advantages": "advantages"})
+        self._write(rows, Stage(name="get_advantages", timer=timer), PolicyWorker.get_advantages, estimator)
+
+    def train_from_meta(
+        self,
+        meta: KVBatchMeta,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Trains like `train`, on the rows' training columns and the fields that `meta` names, with the same result. It
+        clears no rows.
+
+        Raises MissingColumns, before any rank is called, if the rows lack a column that the loss reads or that `meta`
+        names. If `extra_info["step"]` is set to the version of the weights, the age of every token is checked against
+        its row's `tags["max_staleness_versions"]`, and a token beyond it raises StalenessViolation.
+        """
+        ignore_arguments("train_from_meta", (), kwargs)
+        rows = NamedRows(meta, self._data_plane, (*DP_TRAIN_FIELDS, "weight_versions"))
+        return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer)
+
+    # -- methods that other trainers on TransferQueue override or call ---------------------------------------------
+
+    def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
+        """Calls `DataPlane.stamp_width`."""
+        self._data_plane.stamp_width(meta)
+
+    def _packing_args(self, mb_tokens_key: str) -> tuple[SequencePackingArgs | None, DynamicBatchingArgs | None]:
+        """Returns how the rows of a stage share passes, as fresh copies. Both are None in padded mode.
+
+        `mb_tokens_key` names the stage, `logprob_mb_tokens` or `train_mb_tokens`. `learner.micro_batch_tokens` is the
+        limit for both.
+        """
+        if mb_tokens_key not in ("logprob_mb_tokens", "train_mb_tokens"):
+            raise ValueError(
+                f"mb_tokens_key is {mb_tokens_key!r}; it must be one of logprob_mb_tokens, train_mb_tokens"
+            )
+        plan = BatchingPlan.of(self._config.learner)
+        return plan.packing, plan.dynamic
 
 
 _IGNORED_KEYS = ("storage_capacity", "claim_meta_poll_interval_s", "observability")

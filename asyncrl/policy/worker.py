@@ -4,7 +4,7 @@ Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -21,43 +21,38 @@ from asyncrl.algorithms.presets import advantage_of
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CollectiveError, WeightError
-from asyncrl.policy.accelerator import compute_dtype, frozen
-from asyncrl.policy.batching import token_batch, without_nonfinite
 from asyncrl.policy.export import save_hf
 from asyncrl.policy.flops import forward_cost, peak_flops_per_s
-from asyncrl.policy.interfaces import ParameterSpec
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.policy.micro_batch import MicroBatchOutcome, aligned, loss_of
-from asyncrl.policy.packed import ATTENTION
-from asyncrl.policy.sharded import gather_weights, move_model, parameter_specs
-from asyncrl.policy.sharded_worker import HOST, ShardedWorker
-from asyncrl.policy.step_plan import PlannedUpdate, add_update_shares, calibrated_loss, needs_reference
-from asyncrl.policy.step_report import RankRecord
+from asyncrl.policy.micro_batch import loss_of
+from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, needs_reference
+from asyncrl.ranks.accelerator import compute_dtype, frozen
+from asyncrl.ranks.batching import token_batch, without_nonfinite
+from asyncrl.ranks.gather import ParameterSpec, gather_weights, move_model, parameter_specs
+from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
+from asyncrl.ranks.packed import ATTENTION
+from asyncrl.ranks.plan import PlannedUpdate
+from asyncrl.ranks.worker import HOST, RankWorker
 from asyncrl.run.version import Version
-from asyncrl.weights.manifest import layout
-from asyncrl.weights.publisher import Snapshot, take_snapshot
-from asyncrl.weights.transports.collective import broadcast_snapshot, join_collective, leave_collective
-from asyncrl.weights.transports.ipc import (
-    Refit,
-    SharedGroup,
-    get_weights_ipc_handles,
-    prepare_weights_for_ipc,
-    release_weights_for_ipc,
-    void_weights_for_ipc,
-)
-from asyncrl.weights.transports.peers import Peers, Rendezvous
+from asyncrl.weights.manifest import Probe, TensorEntry, layout
+from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, own_buckets
+from asyncrl.weights.transports.collective import Broadcasts
+from asyncrl.weights.transports.interfaces import Transport
+from asyncrl.weights.transports.ipc import SharedGroup, SharedWeights
+from asyncrl.weights.transports.peers import Rendezvous
 
 
-class PolicyWorker(ShardedWorker[LossFunction]):
+class PolicyWorker(RankWorker[LossFunction]):
     """A rank of the policy at `model_path`. It also holds the frozen initial weights if the objective or the advantages
     read them."""
 
+    section = "learner"
+
     def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
         super().__init__(model_path=model_path, config=config, rank=rank, world_size=world_size, store=store)
-        # state that the transports keep here between their calls
         self.snapshot: Snapshot | None = None
-        self.peers: Peers | None = None
-        self.refit: Refit | None = None
+        self._broadcasts = Broadcasts(rank)
+        self._shared = SharedWeights(world_size=world_size, device=self._device)
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._first_weights: torch.nn.Module | None = None
         if needs_reference(build_loss(config)) or reward_kl(advantage_of(config.algorithm)) is not None:
@@ -72,32 +67,6 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         )
 
     # -- training ------------------------------------------------------------------------------------------------
-
-    def train(
-        self,
-        data: BatchedDataDict,
-        loss_fn: LossFunction,
-        *,
-        rows_per_update: int,
-        micro_batch_size: int | None = None,
-        eval_mode: bool = False,
-        step: int | None = None,
-    ) -> RankRecord:
-        """Calls `ShardedWorker.train`. `advantages` may have one value for each row [B]. Tokens with a non-finite
-        advantage or log-prob are left out and counted."""
-        updates_before = self._updates
-        try:
-            return super().train(
-                data,
-                loss_fn,
-                rows_per_update=rows_per_update,
-                micro_batch_size=micro_batch_size,
-                eval_mode=eval_mode,
-                step=step,
-            )
-        finally:
-            if self._updates > updates_before:
-                void_weights_for_ipc(self)
 
     def _prepared(
         self, data: BatchedDataDict, loss_fn: LossFunction, *, step: int | None, updates: int, eval_mode: bool
@@ -116,25 +85,17 @@ class PolicyWorker(ShardedWorker[LossFunction]):
         add_update_shares(loss_fn, updates, gather=self.gather)
         return calibrated_loss(loss_fn, updates, reduce=self.add_up)
 
-    def _outcome(
-        self,
-        part: BatchedDataDict,
-        *,
-        loss_fn: LossFunction,
-        counts: Mapping[str, torch.Tensor],
-        step: int | None,
-        sole_update: bool,
-    ) -> MicroBatchOutcome:
+    def _outcome(self, part: BatchedDataDict, context: UpdateContext[LossFunction]) -> MicroBatchOutcome:
         return loss_of(
             part,
             model=self._model,
-            loss_fn=loss_fn,
-            counts=counts,
+            context=context,
             temperature=self._config.generator.temperature,
             packed=self._packed,
-            step=step,
-            sole_update=sole_update,
         )
+
+    def _weights_changed(self) -> None:
+        self._shared.void()
 
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
         cost = forward_cost(self._model.config)
@@ -220,47 +181,58 @@ class PolicyWorker(ShardedWorker[LossFunction]):
             group=self._checkpoints,
         )
 
-    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
-        """Calls `ShardedWorker.load_checkpoint`, and makes weights that were prepared for shared memory invalid."""
-        super().load_checkpoint(weights_path, optimizer_path)
-        void_weights_for_ipc(self)
+    # -- sending weights -----------------------------------------------------------------------------------------
 
-    # -- refits: the rank's side of the calls of `RefitDriver` ----------------------------------------------------
+    def take_snapshot(self, entries: Sequence[TensorEntry], probe_tokens: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Copies this rank's buckets of the current weights, and keeps them until the next snapshot replaces them.
+        Returns the probe's log-probs (nats) under these weights."""
+        buckets = own_buckets(self.gather_weights(), entries, rank=self.rank, world_size=self.world_size)
+        logprobs = [row.tolist() for row in self.probe(probe_tokens)]
+        probe = Probe(tokens=tuple(map(tuple, probe_tokens)), logprobs=tuple(map(tuple, logprobs)))
+        self.snapshot = Snapshot(entries=tuple(entries), buckets=buckets, probe=probe)
+        return logprobs
+
+    def deliver(self, transport: Transport) -> list[DeliveredBucket]:
+        """Sends this rank's buckets of the newest snapshot. Not a collective."""
+        assert self.snapshot is not None, "call take_snapshot() first"
+        return deliver(self.snapshot, transport)
 
     def init_collective(self, rendezvous: Rendezvous) -> None:
-        """Calls `join_collective`."""
-        join_collective(self, rendezvous, str(self._device))
+        """Calls `Broadcasts.join`."""
+        self._broadcasts.join(rendezvous, str(self._device))
 
     def broadcast_weights(self, version: Version) -> None:
         """Sends the current weights as `version`. Returns when every engine worker has received them. Raises
         CollectiveError also if another rank is gone and the weights cannot be gathered. This rank then leaves the
         process group, so that no peer waits for it."""
-        if self.peers is None:
+        if self._broadcasts.peers is None:
             raise WeightError("this rank has not joined a process group for weights: call init_collective() first")
         entries = layout(self.weights_metadata(), self._config.weights.bucket_bytes)
         try:
-            take_snapshot(self, entries, ())
+            self.take_snapshot(entries, ())
         except Exception as error:
-            leave_collective(self)
+            self._broadcasts.leave()
             if isinstance(error, RuntimeError):  # gloo and NCCL raise this if another rank is gone
                 raise CollectiveError(f"cannot gather weights {version}: {type(error).__name__}: {error}") from error
             raise
+        assert self.snapshot is not None
         try:
-            broadcast_snapshot(self, version)
+            self._broadcasts.send(self.snapshot, version)
         finally:
             self.snapshot = None
 
     def prepare_weights_for_ipc(self, refit_buffer_size_bytes: int | None, version: Version) -> list[list[str]]:
-        """Calls `asyncrl.weights.transports.ipc.prepare_weights_for_ipc`."""
-        return prepare_weights_for_ipc(self, refit_buffer_size_bytes, str(self._device), version=version)
+        """Calls `SharedWeights.prepare`."""
+        specs, weights = self.weights_metadata(), self.gather_weights()
+        return self._shared.prepare(specs, weights, refit_buffer_size_bytes, version=version)
 
     def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, SharedGroup]:
-        """Calls `asyncrl.weights.transports.ipc.get_weights_ipc_handles`."""
-        return get_weights_ipc_handles(self, keys)
+        """Calls `SharedWeights.next_group`."""
+        return self._shared.next_group(keys)
 
     def offload_after_refit(self) -> None:
         """Frees everything of this rank on its device: frees the shared weights, and moves model and optimizer away."""
-        release_weights_for_ipc(self)
+        self._shared.release()
         self.offload_optimizer()
         self.offload_model()
         if self._first_weights is not None:
@@ -272,6 +244,6 @@ class PolicyWorker(ShardedWorker[LossFunction]):
             move_model(self._first_weights, self._device)
 
     def close(self) -> None:
-        leave_collective(self)
-        release_weights_for_ipc(self)
+        self._broadcasts.leave()
+        self._shared.release()
         super().close()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from asyncrl.algorithms.interfaces import ValueLossFunction
     from asyncrl.data.batched_data_dict import BatchedDataDict
-    from asyncrl.policy.interfaces import Timer
+    from asyncrl.ranks.timer import Timer
 
 
 class ValueOutputSpec(TypedDict):

@@ -10,35 +10,31 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.policy.interfaces import Timer
-from asyncrl.policy.rank_actor import RankKind
-from asyncrl.policy.rank_driver import RankDriver, ignore_arguments
+from asyncrl.ranks.driver import RankDriver, Stage, ignore_arguments
+from asyncrl.ranks.timer import Timer
 from asyncrl.value.interfaces import ValueInterface
+from asyncrl.value.worker import ValueWorker
 
 
-class Value(RankDriver, ValueInterface):
+class Value(RankDriver[ValueWorker], ValueInterface):
     """A critic on `config.learner.ranks` ranks, initialised from the language model at `model_path`. Here
     `config.learner` has the critic's settings: see `critic_config`."""
 
-    _kind = RankKind(
-        section="critic",
-        worker="asyncrl.value.worker:ValueWorker",
-        meta_rank="asyncrl.value.meta_rank:ValueMetaRank",
-    )
+    _worker = ValueWorker
     _training = "value_training"
 
     def get_values(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
-        return self._scored("get_values", data, micro_batch_size=None, timer=timer)
+        return self._score(data, Stage(name="get_values", timer=timer), ValueWorker.get_values)
 
     def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
         ignore_arguments("prepare_for_inference", args, kwargs)
         # moving to the devices also frees the gradients
-        self._ranks.call("prepare_for_training")
+        self._ranks.call(ValueWorker.prepare_for_training)
 
     def finish_inference(self, *args: Any, **kwargs: Any) -> None:
         """Frees the gradients. Scoring keeps no other state."""
         ignore_arguments("finish_inference", args, kwargs)
-        self._ranks.call("finish_training")
+        self._ranks.call(ValueWorker.finish_training)
 
 
 def critic_config(config: Config) -> Config:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModel, PreTrainedModel
 
-from asyncrl.policy.micro_batch import aligned
-from asyncrl.policy.packed import ATTENTION, PackedRows
+from asyncrl.ranks.loss_pass import aligned
+from asyncrl.ranks.packed import ATTENTION, PackedRows
 
 
 class ValueModel(torch.nn.Module):

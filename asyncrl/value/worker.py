@@ -4,20 +4,28 @@ Legend: B rows, S tokens.
 """
 
 import copy
-from collections.abc import Mapping
 
 import torch
 
 from asyncrl.algorithms.interfaces import ValueLossFunction
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
-from asyncrl.policy.micro_batch import MicroBatchOutcome, checked_loss, loss_failed, slopes_of, with_slopes
-from asyncrl.policy.sharded_worker import ShardedWorker
+from asyncrl.ranks.loss_pass import (
+    MicroBatchOutcome,
+    UpdateContext,
+    checked_loss,
+    loss_failed,
+    slopes_of,
+    with_slopes,
+)
+from asyncrl.ranks.worker import RankWorker
 from asyncrl.value.model import ValueModel, load_value_model, model_values
 
 
-class ValueWorker(ShardedWorker[ValueLossFunction]):
+class ValueWorker(RankWorker[ValueLossFunction]):
     """A rank of the critic, initialised from the language model at `model_path`."""
+
+    section = "critic"
 
     def get_values(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> BatchedDataDict:
         """Returns `values` float32 [B, S] of this rank's rows; 0 at the first token and beyond a row's length. Reads
@@ -27,15 +35,7 @@ class ValueWorker(ShardedWorker[ValueLossFunction]):
     def _loaded(self, model_path: str) -> ValueModel:
         return load_value_model(model_path, packed=self._packed)
 
-    def _outcome(
-        self,
-        part: BatchedDataDict,
-        *,
-        loss_fn: ValueLossFunction,
-        counts: Mapping[str, torch.Tensor],
-        step: int | None,
-        sole_update: bool,
-    ) -> MicroBatchOutcome:
+    def _outcome(self, part: BatchedDataDict, context: UpdateContext[ValueLossFunction]) -> MicroBatchOutcome:
         values_BS = self._values(part)
         if not bool(trained_mask(part).any()):
             # the result keeps the graph, so that FSDP's hooks and collectives run as on the other ranks
@@ -44,7 +44,7 @@ class ValueWorker(ShardedWorker[ValueLossFunction]):
         try:
             # first differentiated only with respect to the values, so a failing loss never reaches the model
             with torch.enable_grad():
-                loss, metrics = checked_loss(loss_fn(leaf_BS, copy.copy(part), **counts))
+                loss, metrics = checked_loss(context.loss_fn(leaf_BS, copy.copy(part), **context.counts))
                 [slopes_BS] = slopes_of(loss, leaf_BS)
                 value = float(loss.detach())
         except Exception as error:

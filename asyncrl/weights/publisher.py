@@ -1,12 +1,13 @@
 """A learner rank's part of a publication: takes a snapshot at a step boundary and delivers it during the next step.
 
-`take_snapshot` runs the collectives (on every rank, in the same order) and copies the weights. `deliver` runs no
-collective and has a thread of its own. Rank b mod N keeps and delivers bucket b, so that no process carries all bytes.
+`own_buckets` exhausts the gather of the weights, which is a collective (on every rank, in the same order), and copies
+them. `deliver` runs no collective and has a thread of its own. Rank b mod N keeps and delivers bucket b, so that no
+process carries all bytes.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,17 +17,6 @@ from asyncrl.weights.manifest import Bucket, Probe, TensorEntry, bucket_sizes, c
 from asyncrl.weights.transports.interfaces import Transport
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-class RankModel(Protocol):
-    """One rank's model. `snapshot` is the newest snapshot; it is kept until the next one replaces it."""
-
-    rank: int
-    world_size: int
-    snapshot: "Snapshot | None"
-
-    def gather_weights(self) -> Iterable[tuple[str, torch.Tensor]]: ...
-    def probe(self, sequences: Sequence[Sequence[int]]) -> list[Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,33 +37,28 @@ class DeliveredBucket(msgspec.Struct, frozen=True, kw_only=True):
     handle: Any
 
 
-def take_snapshot(
-    model: RankModel, entries: Sequence[TensorEntry], probe_tokens: Sequence[Sequence[int]]
-) -> list[list[float]]:
-    """Copies this rank's buckets from the gathered weights. Returns the probe's log-probs (nats) under them."""
+def own_buckets(
+    weights: Iterable[tuple[str, torch.Tensor]], entries: Sequence[TensorEntry], *, rank: int, world_size: int
+) -> dict[int, Bytes]:
+    """Copies the buckets of this rank, by index, from the gathered weights. Exhausts the iterator."""
     by_name = {entry.name: entry for entry in entries}
     # New memory for every snapshot, because the previous one may still be in delivery.
     buckets = {
         index: np.zeros(nbytes, dtype=np.uint8)
         for index, nbytes in bucket_sizes(entries).items()
-        if index % model.world_size == model.rank
+        if index % world_size == rank
     }
-    for name, tensor in model.gather_weights():
+    for name, tensor in weights:
         entry = by_name[name]
         bucket = buckets.get(entry.bucket)
         if bucket is not None:
             flat = tensor.contiguous().view(-1).view(torch.uint8).numpy()
             bucket[entry.offset : entry.offset + entry.nbytes] = flat
-    logprobs = [row.tolist() for row in model.probe(probe_tokens)]
-    probe = Probe(tokens=tuple(map(tuple, probe_tokens)), logprobs=tuple(map(tuple, logprobs)))
-    model.snapshot = Snapshot(entries=tuple(entries), buckets=buckets, probe=probe)
-    return logprobs
+    return buckets
 
 
-def deliver(model: RankModel, transport: Transport) -> list[DeliveredBucket]:
-    """Computes checksums of this rank's buckets of the newest snapshot, and sends the buckets."""
-    snapshot = model.snapshot
-    assert snapshot is not None, "call take_snapshot() first"
+def deliver(snapshot: Snapshot, transport: Transport) -> list[DeliveredBucket]:
+    """Computes checksums of this rank's buckets, and sends the buckets."""
     return [
         DeliveredBucket(
             index=index,

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from asyncrl.cli.main import app
 from asyncrl.cli.options import again, print_outcome, print_previous, weights_named
 from asyncrl.cli.status import status
+from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.deployment import cluster
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import Summary, build_summary
-from asyncrl.policy.complete_directory import COMPLETE
 
 runner = CliRunner()
 

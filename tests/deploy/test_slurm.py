@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.policy.complete_directory import COMPLETE
+from asyncrl.complete_directory import COMPLETE
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "asyncrl.sbatch"
 QUICKSTART = SCRIPT.parents[2] / "configs" / "quickstart.yaml"

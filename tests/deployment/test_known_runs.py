@@ -17,6 +17,7 @@ from written_runs import write_run
 
 from asyncrl.cli.main import app
 from asyncrl.cli.options import running_address
+from asyncrl.complete_directory import COMPLETE
 from asyncrl.deployment import cluster
 from asyncrl.deployment.known_runs import (
     address_of,
@@ -31,7 +32,6 @@ from asyncrl.deployment.known_runs import (
 )
 from asyncrl.errors import RunError
 from asyncrl.learner.records import RunInfo
-from asyncrl.policy.complete_directory import COMPLETE
 
 
 def record(folder: Path, name: str, **changed: Any) -> Path:

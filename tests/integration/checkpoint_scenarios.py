@@ -21,11 +21,12 @@ from torch.distributed import FileStore
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.fsdp import fully_shard
 
+from asyncrl import complete_directory
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
-from asyncrl.policy import checkpoint, complete_directory
-from asyncrl.policy.checkpoint import load_checkpoint, save_checkpoint
 from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks import checkpoint
+from asyncrl.ranks.checkpoint import load_checkpoint, save_checkpoint
 
 WORLDS = (1, 2, 4)
 UPDATE_ROWS = 4

@@ -20,8 +20,8 @@ from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy import worker as worker_module
-from asyncrl.policy.batching import token_batch
 from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.batching import token_batch
 
 WORLD = 2
 STEPS = 50

@@ -16,7 +16,8 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import patiently, placed
 from asyncrl.deployment.generators import GeneratorDeployment, _Replica
 from asyncrl.errors import PlacementError
-from asyncrl.policy.ranks import RankGroup
+from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.group import RankGroup
 
 CONFIG = {
     "run": {"name": "placement"},
@@ -38,7 +39,7 @@ def gpus_of(handle: Any) -> list[int]:
 
 def ranks(config: Config) -> list[str]:
     """Starts the ranks of a group, returns their nodes, and ends the ranks."""
-    group = RankGroup(config, model_path="")
+    group = RankGroup(PolicyWorker, config, model_path="")
     try:
         group._place()
         return sorted(placement_group_table(group._placement)["bundles_to_node_id"].values())

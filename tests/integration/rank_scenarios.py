@@ -20,16 +20,15 @@ from asyncrl.algorithms.presets import PRESETS, resolve_objective
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.errors import Offloaded, RunError, WeightError
-from asyncrl.policy.batching import token_batch
-from asyncrl.policy.interfaces import StepReport
-from asyncrl.policy.sharded import reshard
-from asyncrl.policy.sharded_worker import ShardedWorker
-from asyncrl.policy.step_plan import needs_proximal, needs_reference
-from asyncrl.policy.step_report import step_report
+from asyncrl.policy.step_loss import needs_proximal, needs_reference
 from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.batching import token_batch
+from asyncrl.ranks.gather import reshard
+from asyncrl.ranks.report import StepReport, step_report
+from asyncrl.ranks.worker import RankWorker
 from asyncrl.run.version import Version
 
-WorkerT = TypeVar("WorkerT", bound=ShardedWorker[Any])
+WorkerT = TypeVar("WorkerT", bound=RankWorker[Any])
 
 PROBE = ([1, 2, 3, 4, 5, 6, 7], [9, 8], [30, 31, 32, 33])
 

@@ -14,8 +14,8 @@ from tiny_groups import make_batch, make_config
 from torch.distributed import FileStore
 from torch.distributed.tensor import DTensor
 
-from asyncrl.policy.batching import token_batch
 from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.batching import token_batch
 
 WORLD = 4
 WAYS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from rounding import GRADIENT, LOSS, UNIT, assert_reordered, assert_within, weig
 from tiny_groups import make_model
 from transformers import AutoTokenizer
 
-from asyncrl.policy.step_report import train_result
+from asyncrl.ranks.report import train_result
 
 pytestmark = pytest.mark.integration
 

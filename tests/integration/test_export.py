@@ -19,12 +19,13 @@ from tiny_groups import STEP, make_batch
 from torch.distributed import FileStore
 from transformers import AutoModelForCausalLM
 
+from asyncrl import complete_directory
 from asyncrl.algorithms.loss import build_loss
+from asyncrl.complete_directory import complete
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError
 from asyncrl.generation.vllm_engine import VLLMEngine, prepare_environment
-from asyncrl.policy import complete_directory, export
-from asyncrl.policy.complete_directory import complete
+from asyncrl.policy import export
 from asyncrl.policy.worker import PolicyWorker
 
 pytestmark = pytest.mark.integration

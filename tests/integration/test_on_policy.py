@@ -24,7 +24,6 @@ from asyncrl.policy.worker import PolicyWorker
 from asyncrl.run.version import Version
 from asyncrl.views.headline import Bound
 from asyncrl.weights.manifest import Manifest, Probe, layout
-from asyncrl.weights.publisher import take_snapshot
 
 pytestmark = pytest.mark.integration
 
@@ -79,7 +78,7 @@ async def sequential_loop(config, model_path: str, engine: VLLMEngine):  # type:
     seen = []
     try:
         for step in range(STEPS):
-            take_snapshot(policy, entries, [])
+            policy.take_snapshot(entries, [])
             manifest = Manifest(
                 version=Version(1, step),
                 previous=None,
@@ -87,6 +86,7 @@ async def sequential_loop(config, model_path: str, engine: VLLMEngine):  # type:
                 buckets=(),
                 probe=Probe(tokens=(), logprobs=()),
             )
+            assert policy.snapshot is not None
             await engine.load(manifest, [policy.snapshot.buckets[0].data])
             groups, batch = [], []
             for index in range(step * learner.groups_per_step, (step + 1) * learner.groups_per_step):

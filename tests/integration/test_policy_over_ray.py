@@ -250,10 +250,10 @@ def test_no_bulk_passes_the_driver(model_path: str, monkeypatch: pytest.MonkeyPa
             )
             wide["input_lengths"] = torch.full((len(IDS),), wide["input_ids"].shape[1])
             client.put_samples(IDS, TRAIN_PARTITION, fields={name: wide[name] for name in BULK})
-            calls = Counted(policy._ranks.call_each)
+            calls = Counted(policy._ranks.call_with_rows)
             puts, gets = Counted(policy.dp_client.put_samples), Counted(policy.dp_client.get_data)
             with monkeypatch.context() as patched:
-                patched.setattr(policy._ranks, "call_each", calls)
+                patched.setattr(policy._ranks, "call_with_rows", calls)
                 patched.setattr(policy.dp_client, "put_samples", puts)
                 patched.setattr(policy.dp_client, "get_data", gets)
                 meta = named()

@@ -19,10 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_server import PrometheusServer, free_port
 from queries import concrete, panel_questions, parsed, rule_questions, selectors
 
+from asyncrl.complete_directory import complete
 from asyncrl.config.load import load_config
 from asyncrl.environments.interfaces import build_tasks
 from asyncrl.metrics.catalogue import Role
-from asyncrl.policy.complete_directory import complete
 from asyncrl.views.headline import Bound
 
 pytestmark = pytest.mark.integration

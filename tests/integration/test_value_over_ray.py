@@ -22,8 +22,8 @@ from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.row_store import ensure_row_store
 from asyncrl.errors import PlacementError, RowsLost
-from asyncrl.policy.sharded import gather_weights
 from asyncrl.policy.tq_policy import STEP_FIELDS
+from asyncrl.ranks.gather import gather_weights
 from asyncrl.value.estimators import GAE
 from asyncrl.value.lm_value import Value
 from asyncrl.value.tq_value import TQValue
@@ -159,9 +159,9 @@ def test_no_bulk_passes_the_driver_and_lost_rows_are_named_by_ranks_that_go_on(
     critic.start()
     try:
         put_rows(client)
-        calls = Counted(critic._ranks.call_each)
+        calls = Counted(critic._ranks.call_with_rows)
         with monkeypatch.context() as patched:
-            patched.setattr(critic._ranks, "call_each", calls)
+            patched.setattr(critic._ranks, "call_with_rows", calls)
             report = learn(critic, named())["report"]
         assert (report.updates_applied, report.trained_tokens, report.trained_samples) == (3, 44, 11)
         assert calls.bytes < 16_000, "three stages need only the metadata of 12 rows"

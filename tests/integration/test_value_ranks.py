@@ -14,7 +14,7 @@ from rounding import GRADIENT, OUTPUT, assert_reordered, assert_within, spread, 
 from tiny_groups import make_model
 from value_scenarios import OPTIMIZER, run_rank, value_batch
 
-from asyncrl.policy.step_report import step_report, train_result
+from asyncrl.ranks.report import step_report, train_result
 from asyncrl.value.model import load_value_model, model_values
 
 pytestmark = pytest.mark.integration

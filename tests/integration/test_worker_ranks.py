@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from asyncrl.algorithms.diagnostics import AVERAGED_METRICS
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.policy.flops import forward_cost
-from asyncrl.policy.step_report import step_report, train_result
+from asyncrl.ranks.report import step_report, train_result
 
 pytestmark = pytest.mark.integration
 

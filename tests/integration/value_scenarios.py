@@ -15,7 +15,7 @@ from torch.distributed import FileStore
 from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import MissingColumns
-from asyncrl.policy.sharded import gather_weights
+from asyncrl.ranks.gather import gather_weights
 from asyncrl.value.worker import ValueWorker
 
 OPTIMIZER = {**SMOOTH_OPTIMIZER, "betas": (0.9, 0.95)}

@@ -15,6 +15,7 @@ from memory_client import MemoryClient
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, Lease, LeaseWait, Ticket
+from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call, CoordinatorClient, perform
 from asyncrl.coordinator.coordinator import Coordinator
@@ -36,10 +37,9 @@ from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRec
 from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
-from asyncrl.policy.complete_directory import COMPLETE
-from asyncrl.policy.interfaces import StepReport
-from asyncrl.policy.meta_driver import name_fields
 from asyncrl.policy.tq_policy import STEP_FIELDS
+from asyncrl.ranks.named_rows import name_fields
+from asyncrl.ranks.report import StepReport
 from asyncrl.run.version import Version
 
 GROUPS_PER_STEP = 2

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from learner_scenes import Scene, skipped
 
+from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.errors import CheckpointError, CollectiveError
 from asyncrl.learner.records import StepRecord
-from asyncrl.policy.complete_directory import COMPLETE, unfinished
 
 
 def scene(*, every_steps: int, keep: int = 2, total_steps: int = 5) -> Scene:

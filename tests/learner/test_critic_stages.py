@@ -11,7 +11,7 @@ from asyncrl.buffer.ledger import Fate
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ConfigError, NonFiniteError, RowsLost
 from asyncrl.generation.rollout import GENERATED_FIELDS
-from asyncrl.policy.interfaces import StepReport
+from asyncrl.ranks.report import StepReport
 from asyncrl.value.estimators import GAE, VTrace
 
 PPO = {"loss": "ppo", "overrides": {"weight": {"lo": 0.5, "hi": 5.0, "outside": "zero"}}}

@@ -17,7 +17,7 @@ from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ActorGone, NonFiniteError, ParityError, RowsLost, RunError, StallError
 from asyncrl.generation.rollout import GENERATED_FIELDS
 from asyncrl.metrics.catalogue import LEARNER_STATES
-from asyncrl.policy.interfaces import StepReport
+from asyncrl.ranks.report import StepReport
 from asyncrl.run.roles import RunState
 from asyncrl.run.version import Version
 

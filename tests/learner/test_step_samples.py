@@ -21,7 +21,7 @@ from asyncrl.data.prompts import Task
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.learner import stages
 from asyncrl.learner.batch import StepSamples, judge_samples, step_meta
-from asyncrl.policy.interfaces import StepReport
+from asyncrl.ranks.report import StepReport
 
 
 def leased(

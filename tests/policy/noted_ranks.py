@@ -1,6 +1,6 @@
 """Helpers for the tests of drivers: ranks that record their calls, and rows on a data plane in memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +13,10 @@ from asyncrl.config.schema import Config
 from asyncrl.data import BatchedDataDict
 from asyncrl.data_plane import KVBatchMeta
 from asyncrl.errors import RowsLost
-from asyncrl.policy import meta_driver
-from asyncrl.policy.rank_driver import RankDriver
-from asyncrl.policy.step_report import RankRecord
 from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.ranks import named_rows
+from asyncrl.ranks.driver import RankDriver
+from asyncrl.ranks.report import RankRecord
 
 LOSS = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
 RECORD = RankRecord(plans=(), outcomes=(), staleness={}, learning_rate=0.1, weight_decay=0.0, seconds={})
@@ -39,38 +39,45 @@ class NotedRanks:
         self.calls: list[tuple[str, list[tuple[Any, ...]], dict[str, Any]]] = []
         self.lost: RowsLost | None = None
         self.begun = True
+        self.writes: dict[str, str] = {}
 
     def start(self) -> None: ...
 
-    def setup_data_plane(self) -> None: ...
+    def open_data_plane(self) -> None: ...
 
     def shutdown(self) -> bool:
         self.calls.append(("shutdown", [], {}))
         return True
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        self.calls.append((method, [args], {}))
+    def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        self.calls.append((method.__name__, [args], {}))
         return [()] * self.size
 
-    def launch(self, method: str, *args: Any) -> list[Any]:
+    def launch(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         return self.call(method, *args)
 
-    def call_each(
-        self, method: str, args: Sequence[tuple[Any, ...]], *, shared: Sequence[Any] = (), **options: Any
+    def call_with_rows(
+        self,
+        method: Callable[..., Any],
+        shards: Sequence[Any],
+        writes: Mapping[str, str],
+        *shared: Any,
+        **options: Any,
     ) -> list[Any]:
-        assert len(args) == self.size
-        args = [(*own, *shared) for own in args]
-        self.calls.append((method, list(args), options))
+        assert len(shards) == self.size
+        name = method.__name__
+        self.calls.append((name, [(shard, *shared) for shard in shards], options))
+        self.writes = dict(writes)
         if self.lost is not None:
             raise self.lost
-        if method == "train":
+        if name == "train":
             return [RECORD] * self.size
-        if method in COLUMNS:
-            return [BatchedDataDict({COLUMNS[method]: shard["input_ids"].float()}) for (shard,) in args]
-        return [None] * self.size
+        if writes:
+            return [None] * self.size
+        return [BatchedDataDict({COLUMNS[name]: shard["input_ids"].float()}) for shard in shards]
 
 
-def on(driver: RankDriver, *, ranks: int) -> NotedRanks:
+def on(driver: RankDriver[Any], *, ranks: int) -> NotedRanks:
     noted = NotedRanks(ranks)
     driver._group = noted  # type: ignore[assignment]
     return noted
@@ -82,7 +89,7 @@ def settings(ranks: int = 2, **learner: Any) -> Config:
 
 def tq_on(ranks: int, monkeypatch: pytest.MonkeyPatch, **learner: Any) -> tuple[TQPolicy, NotedRanks, MemoryClient]:
     client = MemoryClient()
-    monkeypatch.setattr(meta_driver, "open_client", lambda config: client)
+    monkeypatch.setattr(named_rows, "open_client", lambda config: client)
     config = settings(ranks, **learner)
     policy = TQPolicy(config, model_path="nowhere", dp_cfg=config.data_plane.model_dump())
     noted = on(policy, ranks=ranks)

@@ -19,9 +19,10 @@ from asyncrl.algorithms.objective import Clipped, Objective, Penalty
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.shares import with_shares
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.policy.batching import count_trained
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.policy.micro_batch import MicroBatchOutcome, aligned, loss_of
+from asyncrl.policy.micro_batch import loss_of
+from asyncrl.ranks.batching import count_trained
+from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
 
 
 @functools.cache
@@ -55,16 +56,8 @@ def outcome(
 ) -> MicroBatchOutcome:
     tokens, samples = count_trained(data)
     counts = {"global_valid_seqs": torch.tensor(samples), "global_valid_toks": torch.tensor(tokens)}
-    return loss_of(
-        data,
-        model=model(),
-        loss_fn=loss_fn,
-        counts=counts,
-        temperature=TEMPERATURE,
-        packed=False,
-        step=step,
-        sole_update=sole_update,
-    )
+    context = UpdateContext(loss_fn=loss_fn, counts=counts, step=step, sole_update=sole_update)
+    return loss_of(data, model=model(), context=context, temperature=TEMPERATURE, packed=False)
 
 
 class Wrapped:
@@ -223,16 +216,9 @@ def test_a_model_in_bfloat16_gives_losses_log_probs_and_logits_in_float32() -> N
     half = copy.deepcopy(model()).to(torch.bfloat16)
     counts = {"global_valid_seqs": torch.tensor(2), "global_valid_toks": torch.tensor(8)}
     for input_type in LossInputType:
-        loss_of(
-            data,
-            model=half,
-            loss_fn=Watched(PRESETS["gspo"].objective, input_type),
-            counts=counts,
-            temperature=TEMPERATURE,
-            packed=False,
-            step=STEP,
-            sole_update=True,
-        )
+        loss_fn = Watched(PRESETS["gspo"].objective, input_type)
+        context = UpdateContext(loss_fn=loss_fn, counts=counts, step=STEP, sole_update=True)
+        loss_of(data, model=half, context=context, temperature=TEMPERATURE, packed=False)
     assert [tensor.dtype for tensor in given] == [torch.float32] * 2
 
 

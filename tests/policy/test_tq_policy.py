@@ -14,14 +14,14 @@ from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.token_estimators import DiscountedReturns
 from asyncrl.data_plane import PAD_SEQLEN, KVBatchMeta
 from asyncrl.errors import CallRefused, MissingColumns, RowsLost, RunError
-from asyncrl.policy import meta_driver
-from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.tq_policy import TQPolicy, data_plane_section
+from asyncrl.ranks import named_rows
 
 
 def test_each_stage_s_packing_arguments_are_copies_of_its_own() -> None:
     for learner, place in ((PACKED, 0), (DYNAMIC, 1)):
-        policy = Policy(settings(**learner), model_path="nowhere")
+        config = settings(**learner)
+        policy = TQPolicy(config, dp_cfg=config.data_plane)
         for stage in ("logprob_mb_tokens", "train_mb_tokens"):
             args = policy._packing_args(stage)
             assert args[1 - place] is None
@@ -30,7 +30,7 @@ def test_each_stage_s_packing_arguments_are_copies_of_its_own() -> None:
             found["max_tokens_per_microbatch"] = 1
             again: Any = policy._packing_args(stage)[place]
             assert again["max_tokens_per_microbatch"] == 32
-    padded = Policy(settings(), model_path="nowhere")
+    padded = TQPolicy(settings(), dp_cfg=settings().data_plane)
     assert padded._packing_args("train_mb_tokens") == (None, None)
     with pytest.raises(ValueError, match="is 'mb_tokens'; it must be one of logprob_mb_tokens, train_mb_tokens"):
         padded._packing_args("mb_tokens")
@@ -52,7 +52,7 @@ def test_names_are_cut_as_their_rows_are(ranks: int, learner: dict[str, Any], mo
         assert meta.sample_ids == shard["ids"]
         assert meta.extra_info.get("micro_batch_indices") == shard.micro_batch_indices
         assert meta.extra_info.get("micro_batch_lengths") == shard.micro_batch_lengths
-    assert by_name[2] == {**by_row[2], "with_meta": True}
+    assert by_name[2] == by_row[2]
 
 
 def test_the_width_is_stamped_once_and_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_the_width_is_stamped_once_and_reaches_every_rank(monkeypatch: pytest.Mo
     _, shards, options = noted.calls[-1]
     assert [shard.extra_info[PAD_SEQLEN] for (shard,) in shards] == [32, 32]
     assert [shard.fields for (shard,) in shards] == [["input_ids", "input_lengths", "token_mask", "sample_mask"]] * 2
-    assert options == {"with_meta": True, "micro_batch_size": None}
+    assert (options, noted.writes) == ({"micro_batch_size": None}, {"logprobs": "prev_logprobs"})
 
 
 def test_what_a_stage_wrote_is_named_by_the_meta_and_lost_rows_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_token_advantages_are_made_by_ranks_that_fetch_what_the_estimator_reads(
     estimator = DiscountedReturns(kl=RewardKL(beta=0.1))
     policy.get_advantages_from_meta(meta, estimator)
     method, shards, options = noted.calls[-1]
-    assert (method, options) == ("write_advantages", {"with_meta": True})
+    assert (method, options, noted.writes) == ("get_advantages", {}, {"advantages": "advantages"})
     assert sorted(name for shard, _ in shards for name in shard.sample_ids) == sorted(meta.sample_ids)
     for shard, passed in shards:
         assert shard.fields == list(estimator.reads)
@@ -158,7 +158,7 @@ def test_it_is_constructed_as_its_document_says(monkeypatch: pytest.MonkeyPatch)
     policy = TQPolicy(config, dp_cfg={"backend": "object_store"}, tq_partition_id="mine", model_path="nowhere")
     assert (policy.tq_partition_id, policy.dp_cfg) == ("mine", {"backend": "object_store"})
     client = MemoryClient()
-    monkeypatch.setattr(meta_driver, "open_client", lambda config: client)
+    monkeypatch.setattr(named_rows, "open_client", lambda config: client)
     policy.prepare_step(2)
     assert policy.dp_client is client
     policy.prepare_val_partition(2)

@@ -7,23 +7,20 @@ processes that are killed, with vLLM on the other side.
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from asyncrl.errors import CollectiveError, ManifestMismatch, UpdateRefused
 from asyncrl.run.version import Version
-from asyncrl.weights.manifest import layout
-from asyncrl.weights.publisher import take_snapshot
+from asyncrl.weights.manifest import Probe, layout
+from asyncrl.weights.publisher import Snapshot, own_buckets
 from asyncrl.weights.transports import collective
 from asyncrl.weights.transports.collective import (
+    Broadcasts,
     Received,
-    broadcast_snapshot,
-    join_collective,
-    leave_collective,
     receive_snapshot,
 )
 from asyncrl.weights.transports.peers import Peers, Rendezvous
@@ -40,21 +37,16 @@ SPECS = [(name, (2, 3), "float32", 24) for name in WEIGHTS]
 PROBE = [[1, 2, 3], [4, 5]]
 
 
-class Trainer:
+class Trainer(Broadcasts):
     """A rank with the model `WEIGHTS`."""
 
-    world_size = TRAINERS
-
     def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.snapshot: Any = None
-        self.peers: Any = None
-
-    def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from WEIGHTS.items()
-
-    def probe(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
-        return [np.full(len(tokens) - 1, -0.5, dtype=np.float32) for tokens in sequences]
+        super().__init__(rank)
+        entries = layout(SPECS, 100)
+        buckets = own_buckets(WEIGHTS.items(), entries, rank=rank, world_size=TRAINERS)
+        logprobs = tuple((-0.5,) * (len(tokens) - 1) for tokens in PROBE)
+        probe = Probe(tokens=tuple(map(tuple, PROBE)), logprobs=logprobs)
+        self.snapshot = Snapshot(entries=tuple(entries), buckets=buckets, probe=probe)
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -90,10 +82,8 @@ class World:
     def __init__(self, *, timeout_s: float = FAR_S) -> None:
         meeting = rendezvous(timeout_s=timeout_s)
         self.trainers = [Trainer(rank) for rank in range(TRAINERS)]
-        for trainer in self.trainers:
-            take_snapshot(trainer, layout(SPECS, 100), PROBE)
         *trainers_joined, first, second = at_once(
-            *[lambda trainer=trainer: join_collective(trainer, meeting) for trainer in self.trainers],
+            *[lambda trainer=trainer: trainer.join(meeting) for trainer in self.trainers],
             *[lambda rank=rank: Peers.join(meeting, rank=TRAINERS + rank, device=CPU) for rank in range(WORKERS)],
         )
         assert [*trainers_joined, type(first), type(second)] == [None, None, Peers, Peers], (trainers_joined, first)
@@ -102,7 +92,7 @@ class World:
     def update(self, *, step: int = 3, expected: Any = (EXPECTED, EXPECTED)) -> list[Any]:
         """Runs an update. Returns the outcomes of the trainers, then of the workers."""
         return at_once(
-            *[lambda trainer=trainer: broadcast_snapshot(trainer, Version(1, step)) for trainer in self.trainers],
+            *[lambda trainer=trainer: trainer.send(trainer.snapshot, Version(1, step)) for trainer in self.trainers],
             *[
                 lambda worker=worker, own=own: receive_snapshot(worker, expected=own)
                 for worker, own in zip(self.workers, expected, strict=True)
@@ -111,7 +101,7 @@ class World:
 
     def close(self) -> None:
         for trainer in self.trainers:
-            leave_collective(trainer)
+            trainer.leave()
         for worker in self.workers:
             worker.close()
 
@@ -211,14 +201,14 @@ def test_without_rank_0_nobody_waits_for_ever() -> None:
 def test_a_peer_that_does_not_take_part_ends_the_others_wait_and_the_group(absent: int) -> None:
     world = World(timeout_s=SOON_S)
     calls = [
-        *[lambda trainer=trainer: broadcast_snapshot(trainer, Version(1, 0)) for trainer in world.trainers],
+        *[lambda trainer=trainer: trainer.send(trainer.snapshot, Version(1, 0)) for trainer in world.trainers],
         *[lambda worker=worker: receive_snapshot(worker, expected=EXPECTED) for worker in world.workers],
     ]
     del calls[absent]
     assert [type(outcome) for outcome in at_once(*calls)] == [CollectiveError] * 3
     again = world.trainers[0 if absent else 1]
     with pytest.raises(CollectiveError, match="join a new group"):
-        broadcast_snapshot(again, Version(1, 0))
+        again.send(again.snapshot, Version(1, 0))
     world.close()
 
 
@@ -226,11 +216,11 @@ def test_a_peer_that_does_not_take_part_ends_the_others_wait_and_the_group(absen
 def test_a_peer_that_leaves_ends_an_exchange_long_before_its_deadline(leaver: int) -> None:
     world = World(timeout_s=FAR_S)
     leave = [
-        *[lambda trainer=trainer: leave_collective(trainer) for trainer in world.trainers],
+        *[lambda trainer=trainer: trainer.leave() for trainer in world.trainers],
         *[worker.close for worker in world.workers],
     ][leaver]
     calls = [
-        *[lambda trainer=trainer: broadcast_snapshot(trainer, Version(1, 0)) for trainer in world.trainers],
+        *[lambda trainer=trainer: trainer.send(trainer.snapshot, Version(1, 0)) for trainer in world.trainers],
         *[lambda worker=worker: receive_snapshot(worker, expected=EXPECTED) for worker in world.workers],
     ]
     del calls[leaver]
@@ -244,7 +234,7 @@ def test_a_new_group_replaces_one_that_failed() -> None:
     for worker in world.workers:
         worker.close()
     joined = at_once(
-        *[lambda trainer=trainer: join_collective(trainer, meeting) for trainer in world.trainers],
+        *[lambda trainer=trainer: trainer.join(meeting) for trainer in world.trainers],
         *[lambda rank=rank: Peers.join(meeting, rank=rank, device=CPU) for rank in (2, 3)],
     )
     world.workers = joined[TRAINERS:]

@@ -1,7 +1,6 @@
 """Weights in shared memory of learner and engine: groups have the right size, one exists at a time, none is left."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,11 +13,9 @@ from asyncrl.run.version import Version
 from asyncrl.weights.transports import ipc
 from asyncrl.weights.transports.ipc import (
     SharedGroup,
+    SharedWeights,
     device_key,
-    get_weights_ipc_handles,
     open_group,
-    release_weights_for_ipc,
-    void_weights_for_ipc,
 )
 
 pytestmark = pytest.mark.slow  # imports torch
@@ -34,24 +31,12 @@ WEIGHTS = {
 }
 
 
-class Trainer:
-    """The only rank, with the model `WEIGHTS`."""
-
-    world_size = 1
-    refit: ipc.Refit | None = None
-
-    def weights_metadata(self) -> list[tuple[str, tuple[int, ...], str, int]]:
-        return [
-            (name, tuple(value.shape), str(value.dtype).removeprefix("torch."), value.nbytes)
-            for name, value in WEIGHTS.items()
-        ]
-
-    def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from WEIGHTS.items()
-
-
-def prepare(trainer: Trainer, buffer_bytes: int | None = None) -> list[list[str]]:
-    return ipc.prepare_weights_for_ipc(trainer, buffer_bytes, version=VERSION)
+def prepare(trainer: SharedWeights, buffer_bytes: int | None = None) -> list[list[str]]:
+    specs = [
+        (name, tuple(value.shape), str(value.dtype).removeprefix("torch."), value.nbytes)
+        for name, value in WEIGHTS.items()
+    ]
+    return trainer.prepare(specs, iter(WEIGHTS.items()), buffer_bytes, version=VERSION)
 
 
 def own(handles: dict[str, SharedGroup]) -> SharedGroup:
@@ -76,27 +61,27 @@ def memory_files() -> list[str]:
 
 
 def test_groups_fit_the_buffer_and_an_oversize_tensor_is_a_group_of_its_own() -> None:
-    assert prepare(Trainer(), 160) == [["a", "b"], ["large"], ["half", "z"]]
+    assert prepare(SharedWeights(world_size=1), 160) == [["a", "b"], ["large"], ["half", "z"]]
     for too_small in (0, 1):
-        assert prepare(Trainer(), too_small) == [[name] for name in WEIGHTS]
-    assert prepare(Trainer()) == [list(WEIGHTS)]
+        assert prepare(SharedWeights(world_size=1), too_small) == [[name] for name in WEIGHTS]
+    assert prepare(SharedWeights(world_size=1)) == [list(WEIGHTS)]
 
 
 def test_a_group_fits_half_of_the_free_memory_whatever_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     free = type("Free", (), {"available": 320})
     monkeypatch.setattr(ipc.psutil, "virtual_memory", lambda: free)
-    assert prepare(Trainer(), 2**30) == [["a", "b"], ["large"], ["half", "z"]]
+    assert prepare(SharedWeights(world_size=1), 2**30) == [["a", "b"], ["large"], ["half", "z"]]
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 160, 2**30])
 def test_what_the_engine_opens_is_what_the_learner_had(buffer_bytes: int) -> None:
-    trainer, found = Trainer(), {}
+    trainer, found = SharedWeights(world_size=1), {}
     for names in prepare(trainer, buffer_bytes):
-        handles = get_weights_ipc_handles(trainer, names)
+        handles = trainer.next_group(names)
         travelled = msgspec.convert(msgspec.to_builtins(own(handles)), SharedGroup)
         assert travelled.version == VERSION
         found |= dict(open_group(travelled, device=CPU))
-    release_weights_for_ipc(trainer)
+    trainer.release()
     assert list(found) == list(WEIGHTS)
     for name, tensor in WEIGHTS.items():
         assert found[name].dtype == tensor.dtype
@@ -104,59 +89,59 @@ def test_what_the_engine_opens_is_what_the_learner_had(buffer_bytes: int) -> Non
 
 
 def test_one_group_is_kept_at_a_time_and_none_afterwards() -> None:
-    trainer = Trainer()
+    trainer = SharedWeights(world_size=1)
     first, second, _ = prepare(trainer, 160)
-    assert own(get_weights_ipc_handles(trainer, first)).path
+    assert own(trainer.next_group(first)).path
     assert len(memory_files()) == 1
-    assert own(get_weights_ipc_handles(trainer, second)).path
+    assert own(trainer.next_group(second)).path
     assert len(memory_files()) == 1
     assert not named_segments(), "a killed learner would leave a named segment behind"
     prepare(trainer, 160)  # a new refit discards the unfinished one
     assert not memory_files()
-    get_weights_ipc_handles(trainer, first)
-    release_weights_for_ipc(trainer)
-    release_weights_for_ipc(trainer)
+    trainer.next_group(first)
+    trainer.release()
+    trainer.release()
     assert not memory_files()
 
 
 @pytest.mark.fault("F12")
 def test_a_flipped_bit_is_refused_before_anything_is_applied() -> None:
-    trainer = Trainer()
+    trainer = SharedWeights(world_size=1)
     [names] = prepare(trainer)
-    group = own(get_weights_ipc_handles(trainer, names))
+    group = own(trainer.next_group(names))
     with open(group.path, "r+b") as file:
         file.seek(5)
         file.write(b"\x01")
     with pytest.raises(ManifestMismatch, match="group with a, b, large"):
         open_group(group, device=CPU)
-    release_weights_for_ipc(trainer)
+    trainer.release()
 
 
 def test_groups_are_asked_for_in_order_and_after_they_were_prepared() -> None:
-    trainer = Trainer()
+    trainer = SharedWeights(world_size=1)
     with pytest.raises(AssertionError, match="call prepare_weights_for_ipc"):
-        get_weights_ipc_handles(trainer, ["a"])
+        trainer.next_group(["a"])
     first, second, third = prepare(trainer, 160)
     with pytest.raises(WeightError, match="the next group is a, b"):
-        get_weights_ipc_handles(trainer, second)
+        trainer.next_group(second)
     for names in (first, second, third):
-        get_weights_ipc_handles(trainer, names)
+        trainer.next_group(names)
     with pytest.raises(WeightError, match="the next group is none"):
-        get_weights_ipc_handles(trainer, first)
-    release_weights_for_ipc(trainer)
+        trainer.next_group(first)
+    trainer.release()
     with pytest.raises(AssertionError, match="call prepare_weights_for_ipc"):
-        get_weights_ipc_handles(trainer, first)
+        trainer.next_group(first)
 
 
 def test_groups_of_weights_that_have_changed_since_are_not_to_be_had_before_they_are_prepared_again() -> None:
-    trainer = Trainer()
-    void_weights_for_ipc(trainer)
+    trainer = SharedWeights(world_size=1)
+    trainer.void()
     first, second, _ = prepare(trainer, 160)
-    shared = own(get_weights_ipc_handles(trainer, first))
-    void_weights_for_ipc(trainer)
+    shared = own(trainer.next_group(first))
+    trainer.void()
     with pytest.raises(WeightError, match=r"changed since prepare_weights_for_ipc\(\) announced them as 1\.3"):
-        get_weights_ipc_handles(trainer, second)
+        trainer.next_group(second)
     assert open_group(shared, device=CPU), "an engine may still be loading the earlier group"
     prepare(trainer, 160)
-    assert own(get_weights_ipc_handles(trainer, first)).path
-    release_weights_for_ipc(trainer)
+    assert own(trainer.next_group(first)).path
+    trainer.release()

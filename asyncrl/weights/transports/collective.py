@@ -8,14 +8,13 @@ makes the same calls:
     broadcast   train rank b mod N sends bucket b with its checksum; every worker keeps a copy
     agree       if any copy is damaged, no worker applies anything
 
-Invariants: all gathers are over before the first send (`publisher.take_snapshot`). A worker changes its model only
+Invariants: all gathers are over before the first send (`publisher.own_buckets`). A worker changes its model only
 after all workers of all engines hold the whole version, so that a rank's death during the exchange leaves every replica
 with its old weights. For this, each worker needs host memory for one copy of the weights until they are applied.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import torch
@@ -40,15 +39,6 @@ CHECKSUM_BYTES = 16
 """Size of an xxh3-128 checksum, which is sent after the bytes of its bucket."""
 
 
-class CollectiveRank(Protocol):
-    """One learner rank. `snapshot` is the newest result of `publisher.take_snapshot`, `peers` the group that it has
-    joined. Both are None at first."""
-
-    rank: int
-    snapshot: Snapshot | None
-    peers: Peers | None
-
-
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """The message that rank 0 sends before the bytes. With the checksums sent with the bytes it forms a manifest."""
 
@@ -68,36 +58,39 @@ class Received:
 # -- learner ranks ---------------------------------------------------------------------------------------------------
 
 
-def join_collective(worker: CollectiveRank, rendezvous: Rendezvous, device: str = "cpu") -> None:
-    """Joins a new group with this rank, and leaves the old one if there is one. Returns when all ranks have joined.
+class Broadcasts:
+    """One learner rank's side. `peers` is the group that the rank has joined, None at first."""
 
-    Call it on every learner rank, and `init_weight_transfer_engine` on every engine, at the same time. The bytes are
-    sent from `device`. Raises CollectiveError after `rendezvous.timeout_s`.
-    """
-    leave_collective(worker)
-    worker.peers = Peers.join(rendezvous, rank=worker.rank, device=torch.device(device))
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.peers: Peers | None = None
 
+    def join(self, rendezvous: Rendezvous, device: str = "cpu") -> None:
+        """Joins a new group with this rank, and leaves the old one if there is one. Returns when all ranks have joined.
 
-def leave_collective(worker: CollectiveRank) -> None:
-    """Leaves the group. Does nothing without one. Ranks that are in an exchange get CollectiveError."""
-    peers, worker.peers = worker.peers, None
-    if peers is not None:
-        peers.close()
+        Call it on every learner rank, and `init_weight_transfer_engine` on every engine, at the same time. The bytes
+        are sent from `device`. Raises CollectiveError after `rendezvous.timeout_s`.
+        """
+        self.leave()
+        self.peers = Peers.join(rendezvous, rank=self._rank, device=torch.device(device))
 
+    def leave(self) -> None:
+        """Leaves the group. Does nothing without one. Ranks that are in an exchange get CollectiveError."""
+        peers, self.peers = self.peers, None
+        if peers is not None:
+            peers.close()
 
-def broadcast_snapshot(worker: CollectiveRank, version: Version) -> None:
-    """Sends the newest snapshot as `version`. Returns when every engine worker holds all of it.
+    def send(self, snapshot: Snapshot, version: Version) -> None:
+        """Sends the snapshot as `version`. Returns when every engine worker holds all of it.
 
-    Call it on every learner rank after `take_snapshot` has returned. On CPUs it may run at the same time as the rank's
-    steps. On GPUs it may not: two NCCL groups of one process deadlock when two ranks interleave their calls
-    differently. Raises CollectiveError when a peer is dead, missing or late. Raises UpdateRefused when an engine has
-    another model; the group stays usable then.
-    """
-    peers, snapshot = worker.peers, worker.snapshot
-    assert peers is not None, "call join_collective() first"
-    assert snapshot is not None, "call take_snapshot() first"
-    announcement = Announcement(version=version, tensors=snapshot.entries, probe=snapshot.probe)
-    peers.exchange(lambda peers: _send(peers, announcement, snapshot), what=f"broadcasting weights {version}")
+        Call it on every learner rank after each has its snapshot. On CPUs it may run at the same time as the rank's
+        steps. On GPUs it may not: two NCCL groups of one process deadlock when two ranks interleave their calls
+        differently. Raises CollectiveError when a peer is dead, missing or late. Raises UpdateRefused when an engine
+        has another model; the group stays usable then.
+        """
+        assert self.peers is not None, "call join() first"
+        announcement = Announcement(version=version, tensors=snapshot.entries, probe=snapshot.probe)
+        self.peers.exchange(lambda peers: _send(peers, announcement, snapshot), what=f"broadcasting weights {version}")
 
 
 def _send(peers: Peers, announcement: Announcement, snapshot: Snapshot) -> None:
@@ -118,7 +111,7 @@ def _send(peers: Peers, announcement: Announcement, snapshot: Snapshot) -> None:
 
 
 def receive_snapshot(peers: Peers, *, expected: Parameters) -> Received:
-    """Receives one version on one engine worker, whole and checked. It is the counterpart of `broadcast_snapshot`.
+    """Receives one version on one engine worker, whole and checked. It is the counterpart of `Broadcasts.send`.
 
     Raises ManifestMismatch when the version does not fit `expected` (before any byte is sent), or when bytes arrive
     damaged. Raises UpdateRefused when another worker has found such a mismatch, and CollectiveError when a peer is

@@ -5,17 +5,18 @@ handle. Invariants: a rank keeps one group at a time. A group does not outlive i
 checksum before it applies the group. Names, shapes and dtypes are compared before the first group, with
 `weights_metadata`.
 
-    groups = prepare_weights_for_ipc(worker, 2**30, version=version)  # call all of this on every rank
+    sharing = SharedWeights(world_size=2)
+    groups = sharing.prepare(specs, weights, 2**30, version=version)  # call all of this on every rank
     for names in groups:
-        handles = get_weights_ipc_handles(worker, names)  # the engine applies them before the next call
-    release_weights_for_ipc(worker)
+        handles = sharing.next_group(names)  # the engine applies them before the next call
+    sharing.release()
 """
 
 import mmap
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import psutil
@@ -45,25 +46,14 @@ class SharedGroup(msgspec.Struct, frozen=True, kw_only=True):
     cuda: tuple[Any, ...] = ()
 
 
-class SharingRank(Protocol):
-    """One learner rank. These functions store their state in `refit` between calls; it is None at first."""
-
-    world_size: int
-    refit: "Refit | None"
-
-    def weights_metadata(self) -> Sequence[tuple[str, tuple[int, ...], str, int]]: ...
-    def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
-
-
 @dataclass(slots=True, kw_only=True)
-class Refit:
+class _Refit:
     """The state of a rank during a refit: the groups that remain, the running gather, and the memory of the last group.
     `is_void` is True if the weights have changed since: the remaining groups would be of another version."""
 
     version: Version
     groups: list[list[TensorEntry]]
     weights: Iterator[tuple[str, torch.Tensor]]
-    device: torch.device
     shared: Any = None
     is_void: bool = False
 
@@ -76,73 +66,84 @@ class Refit:
 # -- learner ranks ---------------------------------------------------------------------------------------------------
 
 
-def prepare_weights_for_ipc(
-    worker: SharingRank, refit_buffer_size_bytes: int | None = None, device: str = "cpu", *, version: Version
-) -> list[list[str]]:
-    """Divides the weights into groups. Returns the names of each group, in the order in which to request the groups.
+class SharedWeights:
+    """One learner rank's side of refits, in the memory of its `device`. Every method except `void` and `release` is a
+    collective: call it on all ranks."""
 
-    The result is the same on every rank. A group fits into `refit_buffer_size_bytes` and into half of the free memory
-    of each rank's device; a larger tensor is a group of its own. Call it on all ranks, because it is a collective. It
-    frees the memory of an earlier, unfinished refit.
-    """
-    release_weights_for_ipc(worker)
-    free = _free_bytes(torch.device(device))
-    budget = torch.tensor([min([free] if refit_buffer_size_bytes is None else [free, refit_buffer_size_bytes])])
-    if worker.world_size > 1:
-        dist.all_reduce(budget, op=dist.ReduceOp.MIN)
-    entries = layout(worker.weights_metadata(), int(budget))
-    groups = [[entry for entry in entries if entry.bucket == bucket] for bucket in bucket_sizes(entries)]
-    worker.refit = Refit(
-        version=version, groups=groups, weights=iter(worker.gather_weights()), device=torch.device(device)
-    )
-    return [[entry.name for entry in group] for group in groups]
+    def __init__(self, *, world_size: int, device: torch.device | None = None) -> None:
+        self._world_size = world_size
+        self._device = device or torch.device("cpu")
+        self._refit: _Refit | None = None
 
+    def prepare(
+        self,
+        specs: Sequence[tuple[str, tuple[int, ...], str, int]],
+        weights: Iterator[tuple[str, torch.Tensor]],
+        refit_buffer_size_bytes: int | None = None,
+        *,
+        version: Version,
+    ) -> list[list[str]]:
+        """Divides the weights into groups. Returns the names of each group, in the order in which to request the
+        groups.
 
-def get_weights_ipc_handles(worker: SharingRank, keys: Sequence[str]) -> dict[str, SharedGroup]:
-    """Shares the next group, whose names are `keys`, in the memory of this rank's device, and frees the group before.
+        `specs` describe the tensors that `weights` yields. The result is the same on every rank. A group fits into
+        `refit_buffer_size_bytes` and into half of the free memory of each rank's device; a larger tensor is a group of
+        its own. It frees the memory of an earlier, unfinished refit.
+        """
+        self.release()
+        free = _free_bytes(self._device)
+        budget = torch.tensor([min([free] if refit_buffer_size_bytes is None else [free, refit_buffer_size_bytes])])
+        if self._world_size > 1:
+            dist.all_reduce(budget, op=dist.ReduceOp.MIN)
+        entries = layout(specs, int(budget))
+        groups = [[entry for entry in entries if entry.bucket == bucket] for bucket in bucket_sizes(entries)]
+        self._refit = _Refit(version=version, groups=groups, weights=weights)
+        return [[entry.name for entry in group] for group in groups]
 
-    Returns the group by `device_key`. Call it on all ranks, because it is a collective. Raises WeightError when `keys`
-    is not the next group, and when the weights have changed since `prepare_weights_for_ipc`.
-    """
-    refit = worker.refit
-    assert refit is not None, "call prepare_weights_for_ipc() first"
-    if refit.is_void:
-        raise WeightError(
-            f"the weights have changed since prepare_weights_for_ipc() announced them as {refit.version}; call "
-            "it again and send all groups again"
-        )
-    refit.free()
-    group = refit.groups[0] if refit.groups else []
-    if [entry.name for entry in group] != list(keys):
-        raise WeightError(
-            f"the weights {', '.join(keys)} were requested, but the next group is "
-            f"{', '.join(entry.name for entry in group) or 'none'}; use the order of prepare_weights_for_ipc"
-        )
-    del refit.groups[0]
-    parts = list(_parts(group, refit.weights))
-    refit.shared, where = _share(parts, device=refit.device)
-    hashed = xxhash.xxh3_128()
-    for part in parts:
-        hashed.update(part.numpy().data)
-    nbytes = sum(part.numel() for part in parts)
-    shared = SharedGroup(
-        version=refit.version, entries=tuple(group), nbytes=nbytes, checksum=hashed.hexdigest(), **where
-    )
-    return {device_key(refit.device): shared}
+    def next_group(self, keys: Sequence[str]) -> dict[str, SharedGroup]:
+        """Shares the next group, whose names are `keys`, in the memory of this rank's device, and frees the group
+        before.
 
-
-def void_weights_for_ipc(worker: SharingRank) -> None:
-    """Records that the weights have changed, so that the remaining groups are refused. It may be called again."""
-    if worker.refit is not None:
-        worker.refit.is_void = True
-
-
-def release_weights_for_ipc(worker: SharingRank) -> None:
-    """Frees the shared memory of this rank. It may be called again. An engine's worker keeps a mapped group until it is
-    loaded."""
-    refit, worker.refit = worker.refit, None
-    if refit is not None:
+        Returns the group by `device_key`. Raises WeightError when `keys` is not the next group, and when the weights
+        have changed since `prepare`.
+        """
+        refit = self._refit
+        assert refit is not None, "call prepare_weights_for_ipc() first"
+        if refit.is_void:
+            raise WeightError(
+                f"the weights have changed since prepare_weights_for_ipc() announced them as {refit.version}; call "
+                "it again and send all groups again"
+            )
         refit.free()
+        group = refit.groups[0] if refit.groups else []
+        if [entry.name for entry in group] != list(keys):
+            raise WeightError(
+                f"the weights {', '.join(keys)} were requested, but the next group is "
+                f"{', '.join(entry.name for entry in group) or 'none'}; use the order of prepare_weights_for_ipc"
+            )
+        del refit.groups[0]
+        parts = list(_parts(group, refit.weights))
+        refit.shared, where = _share(parts, device=self._device)
+        hashed = xxhash.xxh3_128()
+        for part in parts:
+            hashed.update(part.numpy().data)
+        nbytes = sum(part.numel() for part in parts)
+        shared = SharedGroup(
+            version=refit.version, entries=tuple(group), nbytes=nbytes, checksum=hashed.hexdigest(), **where
+        )
+        return {device_key(self._device): shared}
+
+    def void(self) -> None:
+        """Records that the weights have changed, so that the remaining groups are refused. It may be called again."""
+        if self._refit is not None:
+            self._refit.is_void = True
+
+    def release(self) -> None:
+        """Frees the shared memory of this rank. It may be called again. An engine's worker keeps a mapped group until
+        it is loaded."""
+        refit, self._refit = self._refit, None
+        if refit is not None:
+            refit.free()
 
 
 def _parts(group: Sequence[TensorEntry], weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:

@@ -6,13 +6,22 @@ with no other communication in between.
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from asyncrl.policy.interfaces import ParameterSpec
+
+class ParameterSpec(NamedTuple):
+    """One parameter as the engine receives it: Hugging Face name, shape, torch dtype without `torch.`, size in
+    bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
 
 
 def parameter_specs(model: torch.nn.Module, *, dtype: torch.dtype) -> tuple[ParameterSpec, ...]:

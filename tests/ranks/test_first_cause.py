@@ -8,8 +8,9 @@ import ray
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError, StalenessViolation
-from asyncrl.policy import ranks
-from asyncrl.policy.ranks import RankGroup
+from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks import group as ranks
+from asyncrl.ranks.group import RankGroup
 
 
 class Call:
@@ -28,7 +29,7 @@ class Call:
 
 def wait(*outcomes: Any, deadline_s: float = 60.0) -> list[Any]:
     calls = [Call(outcome) for outcome in outcomes]
-    group = RankGroup(Config(), model_path="nowhere")
+    group = RankGroup(PolicyWorker, Config(), model_path="nowhere")
     return group._wait(calls, what="train", deadline_s=deadline_s, knob="run.stall_timeout_s")
 
 
@@ -71,7 +72,7 @@ def test_past_the_deadline_the_silent_ranks_the_limit_and_the_knob_are_named() -
 
 
 def test_a_group_that_was_not_started_says_so() -> None:
-    group = RankGroup(Config(), model_path="nowhere")
+    group = RankGroup(PolicyWorker, Config(), model_path="nowhere")
     with pytest.raises(RunError, match="no ranks"):
-        group.call("train")
+        group.call(PolicyWorker.finish_training)
     assert group.shutdown()

@@ -8,7 +8,7 @@ from tiny_groups import VOCABULARY, make_batch
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CallRefused
-from asyncrl.policy.row_checks import check_rows
+from asyncrl.ranks.row_checks import check_rows
 
 
 def changed(**columns: Any) -> BatchedDataDict:

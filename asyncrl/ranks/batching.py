@@ -1,4 +1,4 @@
-"""Turns a rank's rows into padded micro-batches, and makes the last check of staleness before training.
+"""Checks, counts and makes rows of micro-batches. Also makes the last check of staleness before training.
 
 Legend: B rows, S tokens, T = S − 1. Column entry `c[b, i]` belongs to token `input_ids[b, i]`. Padding is on the right.
 """
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 
 from asyncrl.algorithms.loss import SOURCE_COLUMNS
-from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
 from asyncrl.data.specs import NO_VERSION
@@ -21,7 +20,9 @@ MIN_WIDTH = 2
 """Width of the narrowest batch, in tokens: one token to predict from, and one token to predict."""
 
 
-def check_staleness(batch: BatchedDataDict, *, step: int, limits: Sequence[int], sample_ids: Sequence[str]) -> None:
+def check_token_staleness(
+    batch: BatchedDataDict, *, step: int, limits: Sequence[int], sample_ids: Sequence[str]
+) -> None:
     """Raises StalenessViolation for a trained token that is older than its row's limit, which is the η of its ticket,
     or newer than the weights. This is the last check before training."""
     if batch.size == 0:
@@ -78,47 +79,6 @@ def staleness_counts(batch: BatchedDataDict, *, step: int) -> dict[int, int]:
         return {}
     values, counts = (step - batch["weight_versions"][trained_mask(batch)]).unique(return_counts=True)
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
-
-
-def micro_batches(batch: BatchedDataDict, learner: LearnerSection) -> list[BatchedDataDict]:
-    """Cuts the rows into micro-batches as `learner.batching` says. Each micro-batch is cut to its longest row.
-
-    If rows are sorted, long rows come first, so that a micro-batch that does not fit into memory fails at once.
-    """
-    if batch.size == 0:
-        return []
-    parts: list[BatchedDataDict]
-    match learner.batching:
-        case "padded":
-            size = learner.micro_batch_size
-            order = batch["input_lengths"].argsort(descending=True, stable=True)
-            parts = [batch.select_indices(order[start : start + size]) for start in range(0, batch.size, size)]
-        case "dynamic":
-            [shard], _ = batch.shard_by_batch_size(
-                1,
-                dynamic_batching_args={
-                    "max_tokens_per_microbatch": learner.micro_batch_tokens,
-                    "sequence_length_round": MIN_WIDTH,
-                    "input_key": "input_ids",
-                    "input_lengths_key": "input_lengths",
-                },
-            )
-            parts = [*reversed(list(shard.make_microbatch_iterator_with_dynamic_shapes()))]
-        case "packed":
-            [shard], _ = batch.shard_by_batch_size(
-                1,
-                sequence_packing_args={
-                    "max_tokens_per_microbatch": learner.micro_batch_tokens,
-                    "input_key": "input_ids",
-                    "input_lengths_key": "input_lengths",
-                    "algorithm": "modified_first_fit_decreasing",
-                    "sequence_length_pad_multiple": 1,
-                },
-            )
-            parts = [*shard.make_microbatch_iterator_for_packable_sequences()]
-    for part in parts:
-        part.truncate_tensors(1, max(int(part["input_lengths"].max()), MIN_WIDTH))
-    return parts
 
 
 def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[int, int]:

@@ -6,16 +6,58 @@ step without a trained token causes no division by zero (F24).
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
 from asyncrl.algorithms.diagnostics import OffPolicySums, adds_up, merge_metrics
 from asyncrl.algorithms.kernel import KernelSums
-from asyncrl.policy.interfaces import StepReport
 
 Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """The results of one step, over all ranks.
+
+    `skipped` is true if no update was applied because each one was non-finite on some rank (F21). A step without a
+    trained token applies no update either, but it does not count as skipped. In eval mode, the report has the numbers
+    that training would have reported.
+    """
+
+    skipped: bool = False
+    updates_applied: int = 0
+    updates_nonfinite: int = 0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    trained_tokens: int = 0
+    trained_samples: int = 0
+    entropy_nats: float = 0.0
+    ess: float = 1.0
+    importance_weight_mean: float = 1.0
+    importance_weight_max: float = 1.0
+    kl_behaviour_k1_nats: float = 0.0
+    kl_behaviour_k3_nats: float = 0.0
+    on_policy_tokens: int = 0
+    on_policy_parity_max_nats: float = 0.0
+    token_staleness: tuple[int, ...] = ()
+    """Trained tokens by staleness: entry s is the number of tokens that are s versions old."""
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+    """Measurements by name: the measures of `asyncrl.algorithms.kernel`, except for a user's loss that takes logits;
+    the mean e^|log ρ| and the largest |log ρ|; the KL to the reference; the share of real tokens among the tokens that
+    went through the model; and the number of tokens that were left out because a log-prob or advantage was not finite.
+    A measurement that was not made has no entry."""
+    loss_metrics: Mapping[str, float] = field(default_factory=dict)
+    """The loss's own metrics, added over micro-batches and ranks and averaged over updates. The presets have
+    `clipped_ratio` and `gated_ratio`."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall-clock seconds of rank 0 in the stages `log_probs`, `forward_backward` and `optimizer`."""
+    model_flops: int | None = None
+    """FLOPs of the passes (in eval mode only forward), as `asyncrl.policy.flops` counts them. None if it cannot."""
+    peak_flops_per_s: float | None = None
+    """Peak rate of the ranks' devices together, in the precision of the passes. None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +73,13 @@ class UpdatePlan:
     valid_toks: float
     valid_seqs: float
     micro_batches: int
+
+    def counts(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Returns the sums of the masks, as float32, under the names that a loss expects."""
+        return {
+            "global_valid_seqs": torch.tensor(self.valid_seqs, dtype=torch.float32, device=device),
+            "global_valid_toks": torch.tensor(self.valid_toks, dtype=torch.float32, device=device),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

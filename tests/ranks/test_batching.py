@@ -10,17 +10,17 @@ from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
 from asyncrl.errors import StalenessViolation
-from asyncrl.policy.batching import (
-    check_staleness,
+from asyncrl.ranks.batching import (
+    check_token_staleness,
     count_trained,
     empty_micro_batch,
-    micro_batches,
     staleness_counts,
     token_batch,
     tokens_passed,
     valid_sums,
     without_nonfinite,
 )
+from asyncrl.ranks.plan import BatchingPlan
 
 PADDED = LearnerSection()
 
@@ -33,7 +33,7 @@ def with_versions(group: BatchedDataDict, values: list[int]) -> BatchedDataDict:
 
 def check(group: BatchedDataDict, *, limit: int = 2) -> None:
     names = [f"7.0_g{i}" for i in range(group.size)]
-    check_staleness(group, step=STEP, limits=[limit] * group.size, sample_ids=names)
+    check_token_staleness(group, step=STEP, limits=[limit] * group.size, sample_ids=names)
 
 
 @pytest.mark.fault("F17")
@@ -46,9 +46,9 @@ def test_a_token_older_than_its_ticket_allows_stops_the_run_and_its_sample_is_na
 @pytest.mark.fault("F17")
 def test_each_row_has_the_limit_of_its_own_ticket() -> None:
     group = with_versions(make_group(0, lengths=(1, 1)), [STEP - 1, STEP - 2])
-    check_staleness(group, step=STEP, limits=[1, 2], sample_ids=["a", "b"])
+    check_token_staleness(group, step=STEP, limits=[1, 2], sample_ids=["a", "b"])
     with pytest.raises(StalenessViolation, match="sample b"):
-        check_staleness(group, step=STEP, limits=[2, 1], sample_ids=["a", "b"])
+        check_token_staleness(group, step=STEP, limits=[2, 1], sample_ids=["a", "b"])
 
 
 def test_what_passes_through_the_model_is_as_wide_as_the_longest_row_unless_it_is_packed() -> None:
@@ -76,7 +76,11 @@ def test_trained_tokens_and_their_staleness_are_counted_by_mask() -> None:
 @pytest.mark.fault("F24")
 def test_a_rank_without_rows_counts_nothing() -> None:
     batch = BatchedDataDict()
-    assert (count_trained(batch), staleness_counts(batch, step=STEP), micro_batches(batch, PADDED)) == ((0, 0), {}, [])
+    assert (count_trained(batch), staleness_counts(batch, step=STEP), BatchingPlan.of(PADDED).micro_batches(batch)) == (
+        (0, 0),
+        {},
+        [],
+    )
     check(batch)
 
 
@@ -100,7 +104,7 @@ def test_micro_batches_hold_every_row_once_within_their_limit_and_no_wider_than_
     batch = make_batch()
     batch["row"] = torch.arange(batch.size)
     learner = LearnerSection(batching=batching, micro_batch_tokens=tokens, micro_batch_size=tokens // 8)
-    parts = micro_batches(batch, learner)
+    parts = BatchingPlan.of(learner).micro_batches(batch)
     assert sorted(row for part in parts for row in part["row"].tolist()) == list(range(batch.size))
     for part in parts:
         width = part["input_ids"].shape[1]
@@ -114,7 +118,7 @@ def test_micro_batches_hold_every_row_once_within_their_limit_and_no_wider_than_
 @pytest.mark.parametrize("batching", ["padded", "dynamic"])
 def test_the_longest_rows_come_first(batching: Literal["padded", "dynamic"]) -> None:
     learner = LearnerSection(batching=batching, micro_batch_tokens=24, micro_batch_size=3)
-    parts = micro_batches(make_batch(), learner)
+    parts = BatchingPlan.of(learner).micro_batches(make_batch())
     widths = [part["input_ids"].shape[1] for part in parts]
     assert widths == sorted(widths, reverse=True)
     assert len(set(widths)) > 1

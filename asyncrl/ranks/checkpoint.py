@@ -38,10 +38,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoTokenizer
 
+from asyncrl import complete_directory
 from asyncrl.atomic_write import write_atomically
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatch
-from asyncrl.policy import complete_directory
-from asyncrl.policy.sharded import reshard
+from asyncrl.ranks.gather import reshard
 
 _STATE, _TRAINING = "state", "training.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from asyncrl.policy.sharded import gather_weights
+from asyncrl.ranks.gather import gather_weights
 
 pytestmark = pytest.mark.slow  # imports torch and transformers
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.complete_directory import COMPLETE, complete, discard, finish, prepare, publish, unfinished
 from asyncrl.errors import CheckpointIncomplete
-from asyncrl.policy.complete_directory import COMPLETE, complete, discard, finish, prepare, publish, unfinished
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 SURVIVED, KILLED = 0, 9

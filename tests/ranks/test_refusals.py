@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import (
     CallRefused,
     CheckpointError,
@@ -18,24 +20,47 @@ from asyncrl.errors import (
     StalenessViolation,
     WeightError,
 )
-from asyncrl.policy.rank_actor import POLICY_RANKS, RankActor
-from asyncrl.policy.ranks import RankGroup
-from asyncrl.policy.sharded_worker import ShardedWorker
+from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.actor import RankActor
+from asyncrl.ranks.collectives import Collectives
+from asyncrl.ranks.group import RankGroup
 
 
 class Worker:
     """Raises the errors that the test gives it."""
+
+    section = "learner"
 
     def work(self, error: Exception | None) -> str:
         if error is not None:
             raise error
         return "done"
 
+    def score(self, rows: BatchedDataDict) -> str:
+        return self.work(rows.get("error"))
+
 
 def rank() -> RankActor:
-    actor = RankActor(rank=0, world_size=1, config=Config(), kind=POLICY_RANKS)
-    actor._worker = actor._meta_rank = Worker()  # type: ignore[assignment]
+    actor = RankActor(worker=PolicyWorker, rank=0, world_size=1, config=Config())
+    actor._worker = Worker()  # type: ignore[assignment]
     return actor
+
+
+def rows(error: Exception | None) -> BatchedDataDict:
+    data = BatchedDataDict()
+    if error is not None:
+        data.data["error"] = error
+    return data
+
+
+class LostRows:
+    """A rank's access to rows that cannot be fetched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def fetch(self, meta: KVBatchMeta, *, step: int | None) -> BatchedDataDict:
+        raise self._error
 
 
 REFUSED = [
@@ -55,16 +80,22 @@ REFUSED = [
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda error: type(error).__name__)
 def test_a_refusal_is_an_answer_unless_the_caller_holds_the_reference(refusal: Exception) -> None:
     assert rank().call("work", refusal) is refusal
-    assert rank().call_with_meta("work", refusal) is refusal
+    assert rank().call_with_rows("score", rows(refusal), {}) is refusal
+    lost = rank()
+    lost._rows = LostRows(refusal)  # type: ignore[assignment]
+    assert lost.call_with_rows("score", KVBatchMeta("train", None, ["a"]), {}) is refusal
     with pytest.raises(type(refusal)):
         rank().attempt("work", refusal)
     assert rank().call("work", None) == rank().attempt("work", None) == "done"
+    assert rank().call_with_rows("score", rows(None), {}) == "done"
 
 
-@pytest.mark.parametrize("via", ["call", "call_with_meta", "attempt"])
+@pytest.mark.parametrize("via", ["call", "attempt"])
 def test_a_bug_is_no_refusal(via: str) -> None:
     with pytest.raises(KeyError):
         getattr(rank(), via)("work", KeyError("a"))
+    with pytest.raises(KeyError):
+        rank().call_with_rows("score", rows(KeyError("a")), {})
 
 
 class Remote:
@@ -91,7 +122,7 @@ class Neighbours:
     def gather(self, own: Exception | None) -> list[Exception | None]:
         return [own, *self._others]
 
-    together = ShardedWorker.together
+    together = Collectives.together
 
 
 def test_what_one_rank_refuses_all_ranks_refuse_and_any_error_of_an_argument_is_a_refusal() -> None:
@@ -112,8 +143,9 @@ def test_what_one_rank_refuses_all_ranks_refuse_and_any_error_of_an_argument_is_
 
 
 def test_the_driver_raises_a_refusal_and_ends_no_rank() -> None:
-    group = RankGroup(Config.model_validate({"learner": {"ranks": 2}}), model_path="nowhere")
+    config = Config.model_validate({"learner": {"ranks": 2}})
+    group: RankGroup[Any] = RankGroup(Worker, config, model_path="nowhere")  # type: ignore[type-var]
     group._ranks = [Remote(rank()), Remote(rank())]
     with pytest.raises(Offloaded):
-        group.call_each("work", [(None,), (Offloaded("away"),)])
-    assert group.call("work", None) == ["done", "done"]
+        group.call_with_rows(Worker.score, [rows(None), rows(Offloaded("away"))], {})
+    assert group.call(Worker.work, None) == ["done", "done"]

@@ -11,10 +11,17 @@ from asyncrl.algorithms import advantages, presets
 from asyncrl.algorithms.diagnostics import OffPolicySums
 from asyncrl.algorithms.kernel import KernelSums
 from asyncrl.config.schema import OptimizerSection
-from asyncrl.policy import schedule
-from asyncrl.policy.interfaces import StepReport
-from asyncrl.policy.schedule import learning_rate
-from asyncrl.policy.step_report import RankRecord, UpdateOutcome, UpdatePlan, global_plan, step_report, train_result
+from asyncrl.ranks import schedule
+from asyncrl.ranks.report import (
+    RankRecord,
+    StepReport,
+    UpdateOutcome,
+    UpdatePlan,
+    global_plan,
+    step_report,
+    train_result,
+)
+from asyncrl.ranks.schedule import learning_rate
 
 
 @pytest.mark.parametrize("module", [advantages, presets, schedule])

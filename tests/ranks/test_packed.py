@@ -7,7 +7,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel, Qwe
 
 from asyncrl.errors import ConfigError
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.policy.packed import ATTENTION, PackedRows, packed_attention
+from asyncrl.ranks.packed import ATTENTION, PackedRows, packed_attention
 
 pytestmark = pytest.mark.slow
 

@@ -5,16 +5,23 @@ first cause, not the broken connection of another rank (F34).
 """
 
 import concurrent.futures
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.calls import room
+from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import REFUSALS, AsyncRLError, PlacementError, RunError
-from asyncrl.policy.rank_actor import BESIDE, LOOPBACK, POLICY_RANKS, RankActor, RankKind, Shared
+from asyncrl.ranks.actor import BESIDE, LOOPBACK, RankActor, Shared
+from asyncrl.ranks.worker import RankWorker
+
+WorkerT = TypeVar("WorkerT", bound=RankWorker[Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 FIRST_CAUSE_GRACE_S = 3.0
 """If only broken connections are known, seconds to wait for the error of the rank that caused them."""
@@ -22,13 +29,18 @@ CLOSE_TIMEOUT_S = 5.0
 """Seconds for a rank to leave its process group before its process is killed."""
 
 
-class RankGroup:
-    """The model at `model_path` on `config.learner.ranks` ranks of one kind. Calls block. Several threads may call."""
+class RankGroup(Generic[WorkerT]):
+    """The model at `model_path` on `config.learner.ranks` ranks, each with a `worker`.
 
-    def __init__(self, config: Config, *, model_path: str, kind: RankKind = POLICY_RANKS) -> None:
+    Calls block, except `launch`. Several threads may call. A call takes the worker's method itself, so that its
+    arguments are checked: `ranks.call(PolicyWorker.save_hf, path)`. Each rank runs its own worker's method of this
+    name.
+    """
+
+    def __init__(self, worker: type[WorkerT], config: Config, *, model_path: str) -> None:
+        self._worker = worker
         self._config = config
         self._model_path = model_path
-        self._kind = kind
         self._ranks: list[Any] = []
         self._placement: Any = None
         self.begun = False
@@ -50,24 +62,21 @@ class RankGroup:
             raise RunError("there is no Ray to place ranks on: call ray.init() first (docs/own-loop.md)")
         self.begun = True
         if self._placement is not None:
-            raise RunError(f"the {self._kind.section}'s ranks are already started: call shutdown() first")
+            raise RunError(f"the {self._worker.section}'s ranks are already started: call shutdown() first")
+        deadline_s, knob = self._config.learner.startup_timeout_s, "learner.startup_timeout_s"
         try:
-            self._start()
+            self._place()
+            addresses = self._all("node_address", deadline_s=deadline_s, knob=knob)
+            host = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
+            rendezvous = [self._ranks[0].open_rendezvous.remote(host)]
+            [port] = self._wait(rendezvous, what="open_rendezvous", deadline_s=deadline_s, knob=knob)
+            self._all("setup", deadline_s=deadline_s, knob=knob, model_path=self._model_path, host=host, port=port)
         except BaseException:
             self.shutdown()
             raise
 
-    def _start(self) -> None:
-        deadline_s, knob = self._config.learner.startup_timeout_s, "learner.startup_timeout_s"
-        self._place()
-        addresses = self._all("node_address", deadline_s=deadline_s, knob=knob)
-        host = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
-        rendezvous = [self._ranks[0].open_rendezvous.remote(host)]
-        [port] = self._wait(rendezvous, what="open_rendezvous", deadline_s=deadline_s, knob=knob)
-        self._all("setup", deadline_s=deadline_s, knob=knob, model_path=self._model_path, host=host, port=port)
-
     def _place(self) -> None:
-        learner, section, timeout_s = self._config.learner, self._kind.section, self._config.ray.placement_timeout_s
+        learner, section, timeout_s = self._config.learner, self._worker.section, self._config.ray.placement_timeout_s
         bundle = {"CPU": learner.cpus} | ({"GPU": learner.gpus} if learner.gpus else {})
         self._placement = ray.util.placement_group(
             [bundle] * learner.ranks,
@@ -95,72 +104,74 @@ class RankGroup:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._placement, placement_group_bundle_index=rank
                 ),
-            ).remote(rank=rank, world_size=learner.ranks, config=self._config, kind=self._kind)
+            ).remote(worker=self._worker, rank=rank, world_size=learner.ranks, config=self._config)
             for rank in range(learner.ranks)
         ]
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
+    def call(self, method: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
         """Calls a worker's method on every rank with the same arguments. Returns the results in rank order.
 
-        The deadline is `run.stall_timeout_s`. The deadline of a single collective does not fit, because the time of
-        such a call depends on its number of rows.
+        If a rank refuses the call (`REFUSALS`), the refusal is raised here, and the ranks stay usable. The deadline is
+        `run.stall_timeout_s`. The deadline of a single collective does not fit, because the time of such a call depends
+        on its number of rows.
         """
-        return self.call_each(method, [args] * self.size, **options)
+        name = method.__name__
+        return self._answers(name, [rank.call.remote(name, *args, **options) for rank in self._alive()])
 
-    def call_each(
+    def call_with_rows(
         self,
-        method: str,
-        args: Sequence[tuple[Any, ...]],
-        *,
-        shared: Sequence[Any] = (),
-        with_meta: bool = False,
-        **options: Any,
-    ) -> list[Any]:
-        """Calls a method of the worker, or of its meta rank, on every rank. Returns the results in rank order.
+        method: Callable[Concatenate[WorkerT, BatchedDataDict, P], R],
+        shards: Sequence[BatchedDataDict] | Sequence[KVBatchMeta],
+        writes: Mapping[str, str],
+        *shared: P.args,
+        **options: P.kwargs,
+    ) -> list[R]:
+        """Calls a worker's method on every rank with the rank's shard. Returns the results like `call`.
 
-        `args` has one tuple of positional arguments for each rank. `shared` are further arguments for all ranks; they
-        may be any object of the caller. If a rank refuses the call (`REFUSALS`), the refusal is raised here, and the
-        ranks stay usable.
+        A shard has the rows, or it is a meta that names them; `RankActor.call_with_rows` explains `writes`. The
+        positional arguments `shared` may be any object of the caller, such as a loss.
         """
-        ranks, via = self._alive(), "call_with_meta" if with_meta else "call"
+        name, ranks = method.__name__, self._alive()
         common = [Shared(ref=ray.put(item)) for item in shared]
         calls = [
-            getattr(rank, via).remote(method, *own, *common, **options) for rank, own in zip(ranks, args, strict=True)
+            rank.call_with_rows.remote(name, shard, writes, *common, **options)
+            for rank, shard in zip(ranks, shards, strict=True)
         ]
-        deadline_s, knob = self._config.run.stall_timeout_s, "run.stall_timeout_s"
-        answers = self._wait(calls, what=method, deadline_s=deadline_s, knob=knob)
-        for answer in answers:
-            if isinstance(answer, REFUSALS):
-                raise answer
-        return answers
+        return self._answers(name, calls)
 
-    def launch(self, method: str, *args: Any) -> list[Any]:
+    def launch(
+        self, method: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs
+    ) -> list["ray.ObjectRef[R]"]:
         """Calls a worker's method on every rank without waiting. Returns references to the results, in rank order.
 
         The method has its own deadline. Its errors are raised where the references are resolved, and end no rank.
         """
-        return [rank.attempt.remote(method, *args) for rank in self._alive()]
+        return [rank.attempt.remote(method.__name__, *args, **options) for rank in self._alive()]
 
-    def setup_data_plane(self) -> None:
+    def open_data_plane(self) -> None:
         """Opens the data-plane client of every rank."""
         deadline_s, knob = self._config.learner.startup_timeout_s, "learner.startup_timeout_s"
-        self._all("setup_data_plane", deadline_s=deadline_s, knob=knob)
+        self._all("open_data_plane", deadline_s=deadline_s, knob=knob)
 
-    def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def on_ranks(self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
         """Calls `function(worker, *args)` on every rank at the same time. Returns the results in rank order.
 
         The ranks must be able to import `function`. The deadline is `learner.collective_timeout_s`.
         """
-        calls = [rank.on_rank.remote(function, *args) for rank in self._alive()]
+        calls = [rank.on_rank.remote(function, *args, **options) for rank in self._alive()]
         deadline_s, knob = self._config.learner.collective_timeout_s, "learner.collective_timeout_s"
         return self._wait(calls, what=function.__name__, deadline_s=deadline_s, knob=knob)
 
-    def beside_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def beside_ranks(
+        self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs
+    ) -> list[R]:
         """Calls `function(worker, *args)` on every rank, in a thread beside the rank's steps. `function` must not make
         collective calls or access weights."""
-        calls = [rank.on_rank.options(concurrency_group=BESIDE).remote(function, *args) for rank in self._alive()]
+        calls = [
+            rank.on_rank.options(concurrency_group=BESIDE).remote(function, *args, **options) for rank in self._alive()
+        ]
         deadline_s = self._config.weights.load_timeout_s
         return self._wait(calls, what=function.__name__, deadline_s=deadline_s, knob="weights.load_timeout_s")
 
@@ -181,6 +192,14 @@ class RankGroup:
 
     # -- all ranks fail together ---------------------------------------------------------------------------------
 
+    def _answers(self, method: str, calls: Sequence[Any]) -> list[Any]:
+        deadline_s, knob = self._config.run.stall_timeout_s, "run.stall_timeout_s"
+        answers = self._wait(calls, what=method, deadline_s=deadline_s, knob=knob)
+        for answer in answers:
+            if isinstance(answer, REFUSALS):
+                raise answer
+        return answers
+
     def _all(self, method: str, *, deadline_s: float, knob: str, **arguments: Any) -> list[Any]:
         calls = [getattr(rank, method).remote(**arguments) for rank in self._alive()]
         return self._wait(calls, what=method, deadline_s=deadline_s, knob=knob)
@@ -199,17 +218,17 @@ class RankGroup:
             return [answer.result() for answer in answers]
         self._end_all()
         if failures:
-            raise _first_cause(failures, what=what, section=self._kind.section)
+            raise _first_cause(failures, what=what, section=self._worker.section)
         unanswered = [rank for rank, answer in enumerate(answers) if answer in late]
         raise RunError(
-            f"{self._kind.section} ranks {unanswered} did not finish {what} within {knob}={deadline_s} s, so all ranks "
-            f"were ended; look at the ranks' logs, or raise the limit"
+            f"{self._worker.section} ranks {unanswered} did not finish {what} within {knob}={deadline_s} s, so all "
+            f"ranks were ended; look at the ranks' logs, or raise the limit"
         )
 
     def _alive(self) -> list[Any]:
         if not self._ranks:
             raise RunError(
-                f"the {self._kind.section} has no ranks: they have ended, or were not started; call shutdown() and "
+                f"the {self._worker.section} has no ranks: they have ended, or were not started; call shutdown() and "
                 "start()"
             )
         return self._ranks

@@ -1,6 +1,6 @@
 """One rank of a trained model: its shard (FSDP2 through accelerate), its optimizer, and the training step.
 
-The ranks of the policy and of the critic share this class. It is a plain class that the Ray actor in `rank_actor.py`
+The ranks of the policy and of the critic share this class. It is a plain class that the Ray actor in `actor.py`
 wraps; it does not use Ray. A subclass defines the model, the result of a micro-batch, and what the model scores.
 
 Invariants:
@@ -14,14 +14,12 @@ Legend: B rows, S tokens.
 """
 
 import copy
-import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 import torch
@@ -29,48 +27,50 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
+from asyncrl.algorithms.baselines import Whitening
 from asyncrl.algorithms.diagnostics import OffPolicySums
-from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.kernel import KernelSums
+from asyncrl.algorithms.returns import TokenAdvantages
+from asyncrl.algorithms.token_estimators import TokenEstimator, check_estimate, whitened_advantages
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.errors import REFUSALS, CallRefused, LossFailed, Offloaded, RowsLost
-from asyncrl.policy.accelerator import forget_accelerator, make_accelerator
-from asyncrl.policy.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
-from asyncrl.policy.checkpoint import load_checkpoint, save_checkpoint, save_tokenizer
-from asyncrl.policy.micro_batch import MicroBatchOutcome
-from asyncrl.policy.row_checks import check_rows
-from asyncrl.policy.schedule import learning_rate
-from asyncrl.policy.sharded import move_model, move_optimizer
-from asyncrl.policy.step_plan import PlannedUpdate, check_columns, cut_updates, planned_updates, required_columns
-from asyncrl.policy.step_report import RankRecord, UpdateOutcome
-from asyncrl.user_code import describe_error
+from asyncrl.errors import CallRefused, LossFailed, Offloaded
+from asyncrl.ranks.accelerator import forget_accelerator, make_accelerator
+from asyncrl.ranks.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
+from asyncrl.ranks.checkpoint import load_checkpoint, save_checkpoint, save_tokenizer
+from asyncrl.ranks.collectives import Collectives
+from asyncrl.ranks.gather import move_model, move_optimizer
+from asyncrl.ranks.loss_pass import LossT, MicroBatchOutcome, UpdateContext
+from asyncrl.ranks.plan import BatchingPlan, PlannedUpdate, check_columns, planned_updates, required_columns
+from asyncrl.ranks.report import RankRecord, UpdateOutcome
+from asyncrl.ranks.row_checks import check_rows
+from asyncrl.ranks.schedule import learning_rate
+from asyncrl.ranks.timer import stopwatch
 
 HOST = torch.device("cpu")
 _SCORED_COLUMNS = ("input_ids", "input_lengths")
-LossT = TypeVar("LossT", LossFunction, ValueLossFunction)
-"""Type of the losses with which the model is trained."""
 
 
-class ShardedWorker(ABC, Generic[LossT]):
+class RankWorker(Collectives, ABC, Generic[LossT]):
     """Rank `rank` of `world_size`. The constructor blocks until all ranks have connected to `store`."""
+
+    section: ClassVar[str]
+    """The section of the configuration for these ranks. Errors use it as the ranks' name."""
 
     def __init__(self, *, model_path: str, config: Config, rank: int, world_size: int, store: Store) -> None:
         learner = config.learner
         self._config = config
         self._model_path = model_path
-        self.rank, self.world_size = rank, world_size
-        self._timeout = timedelta(seconds=learner.collective_timeout_s)
+        timeout = timedelta(seconds=learner.collective_timeout_s)
         self._packed = learner.batching == "packed"
         torch.manual_seed(config.run.seed)
         self._accelerator = make_accelerator(
-            rank=rank, world_size=world_size, store=store, timeout=self._timeout, config=config
+            rank=rank, world_size=world_size, store=store, timeout=timeout, config=config
         )
         self._device = self._accelerator.device
         # set after accelerate is initialised, because accelerate sets the number of threads on CPUs
         torch.set_num_threads(learner.threads)
-        # for small objects, on the CPU and separate from the traffic of gradients
-        self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+        super().__init__(rank=rank, world_size=world_size, timeout=timeout)
         # DCP aborts the process if its group has other traffic. Writing a checkpoint may take longer than a collective
         self._checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.run.stall_timeout_s))
         # master weights are float32 for every engine precision: bfloat16 loses updates below 2⁻⁸ of a weight
@@ -97,20 +97,11 @@ class ShardedWorker(ABC, Generic[LossT]):
         """Loads the whole model in float32. It is the same on every rank."""
 
     @abstractmethod
-    def _outcome(
-        self,
-        part: BatchedDataDict,
-        *,
-        loss_fn: LossT,
-        counts: Mapping[str, torch.Tensor],
-        step: int | None,
-        sole_update: bool,
-    ) -> MicroBatchOutcome:
+    def _outcome(self, part: BatchedDataDict, context: UpdateContext[LossT]) -> MicroBatchOutcome:
         """Passes one micro-batch through the live model and the loss.
 
-        `counts` are the update's `global_valid_seqs` and `global_valid_toks`. With `sole_update`, the weights are still
-        those of the step's start. The result has a graph even if the micro-batch has no trained token or its loss
-        fails, because hooks and collectives must run on all ranks.
+        The result has a graph even if the micro-batch has no trained token or its loss fails, because hooks and
+        collectives must run on all ranks.
         """
 
     def _prepared(
@@ -137,6 +128,9 @@ class ShardedWorker(ABC, Generic[LossT]):
         """Returns the peak rate of this rank's device, or None if it is not known."""
         return None
 
+    def _weights_changed(self) -> None:
+        """Is called after `train` has applied an update, and after weights were loaded."""
+
     # -- training ------------------------------------------------------------------------------------------------
 
     def train(
@@ -149,7 +143,7 @@ class ShardedWorker(ABC, Generic[LossT]):
         eval_mode: bool = False,
         step: int | None = None,
     ) -> RankRecord:
-        """Trains on this rank's rows `data`, which have the columns that `loss_fn` reads. `cut_updates` cuts the rows.
+        """Trains on this rank's rows `data`, which have the columns that `loss_fn` reads. `BatchingPlan` cuts the rows.
 
         All ranks cut the same number of updates; a rank may have no rows. `step` is the version of the weights. Without
         it, no token counts as stale or on-policy. The learning-rate schedule advances by one step, unless no update was
@@ -160,38 +154,21 @@ class ShardedWorker(ABC, Generic[LossT]):
         self._check_on_device("the model", *([] if eval_mode else ["the optimizer"]))
         seconds: dict[str, float] = defaultdict(float)
         with self.together():
-            updates = _number_of_updates(data, rows_per_update=rows_per_update)
+            plan = BatchingPlan.of(self._config.learner, micro_batch_size=micro_batch_size)
+            updates = plan.number_of_updates(data, rows_per_update=rows_per_update)
             data, nonfinite_tokens = self._prepared(data, loss_fn, step=step, updates=updates, eval_mode=eval_mode)
-            cuts = cut_updates(
-                data, self._config.learner, rows_per_update=rows_per_update, micro_batch_size=micro_batch_size
-            )
+            cuts = plan.updates(data, rows_per_update=rows_per_update)
         planned = planned_updates(cuts, gather=self.gather)
-        with _timed(seconds, "log_probs"):
+        with stopwatch(seconds, "log_probs"):
             loss_fn = self._step_loss(loss_fn, planned)
         rate = self._set_learning_rate(self._calls)
-        updates_before = self._updates
-        try:
-            outcomes = tuple(
-                self._update(
-                    update,
-                    loss_fn=loss_fn,
-                    step=step,
-                    sole_update=eval_mode or len(planned) == 1,
-                    seconds=seconds,
-                    train=not eval_mode,
-                )
-                for update in planned
-                if update.plan.tokens > 0
-            )
-        except LossFailed:
-            # earlier updates of this call stay applied, so the learning-rate schedule advances
-            self._calls += self._updates > updates_before
-            raise
-        parts = [part for update in planned if update.plan.tokens > 0 for part in update.parts]
-        real_tokens, passed_tokens = tokens_passed(parts, packed=self._packed)
+        outcomes = self._run_updates(planned, loss_fn=loss_fn, step=step, eval_mode=eval_mode, seconds=seconds)
+        run = [i for i, update in enumerate(planned) if update.plan.tokens > 0]
+        real_tokens, passed_tokens = tokens_passed(
+            [part for i in run for part in planned[i].parts], packed=self._packed
+        )
         # only this rank's own rows count: the empty micro-batches that it runs for the collectives are not work
-        own = [part for cut, update in zip(cuts, planned, strict=False) if update.plan.tokens > 0 for part in cut]
-        self._calls += not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes))
+        own = [part for i in run if i < len(cuts) for part in cuts[i]]
         return RankRecord(
             plans=tuple(update.plan for update in planned),
             outcomes=outcomes,
@@ -212,32 +189,53 @@ class ShardedWorker(ABC, Generic[LossT]):
             group["lr"] = rate
         return rate
 
-    def _update(
+    def _run_updates(
         self,
-        update: PlannedUpdate,
+        planned: Sequence[PlannedUpdate],
         *,
         loss_fn: LossT,
         step: int | None,
-        sole_update: bool,
+        eval_mode: bool,
         seconds: dict[str, float],
-        train: bool = True,
+    ) -> tuple[UpdateOutcome, ...]:
+        """Runs the updates that have a trained token, and advances the learning-rate schedule."""
+        sole_update, updates_before = eval_mode or len(planned) == 1, self._updates
+        outcomes = []
+        try:
+            for update in planned:
+                if update.plan.tokens > 0:
+                    context = UpdateContext(
+                        loss_fn=loss_fn, counts=update.plan.counts(self._device), step=step, sole_update=sole_update
+                    )
+                    outcomes.append(self._update(update.parts, context, seconds=seconds, train=not eval_mode))
+        except LossFailed:
+            # earlier updates of this call stay applied, so the learning-rate schedule advances
+            self._calls += self._updates > updates_before
+            raise
+        finally:
+            if self._updates > updates_before:
+                self._weights_changed()
+        self._calls += not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes))
+        return tuple(outcomes)
+
+    def _update(
+        self,
+        parts: Sequence[BatchedDataDict],
+        context: UpdateContext[LossT],
+        *,
+        seconds: dict[str, float],
+        train: bool,
     ) -> UpdateOutcome:
         """Runs the forward passes. For training, also runs the backward passes and, if every rank is finite, one
         optimizer step. If the loss fails on any rank, raises LossFailed on all ranks, without the optimizer step."""
         loss_total, sums, kernel, grad_norm = 0.0, OffPolicySums(), KernelSums(), 0.0
         metrics: list[Mapping[str, float]] = []
-        counts = {
-            "global_valid_seqs": torch.tensor(update.plan.valid_seqs, dtype=torch.float32, device=self._device),
-            "global_valid_toks": torch.tensor(update.plan.valid_toks, dtype=torch.float32, device=self._device),
-        }
         failure: LossFailed | None = None
-        with _timed(seconds, "forward_backward"):
+        with stopwatch(seconds, "forward_backward"):
             self._optimizer.zero_grad()
-            for part in update.parts:
+            for part in parts:
                 with torch.set_grad_enabled(train):
-                    outcome = self._outcome(
-                        part.to(self._device), loss_fn=loss_fn, counts=counts, step=step, sole_update=sole_update
-                    )
+                    outcome = self._outcome(part.to(self._device), context)
                 if train:
                     # FSDP averages gradients over the ranks, but the loss is already a part of the global sum
                     self._accelerator.backward(outcome.differentiable * self.world_size)
@@ -246,7 +244,7 @@ class ShardedWorker(ABC, Generic[LossT]):
                 kernel += outcome.kernel
                 metrics.append(outcome.metrics)
                 failure = failure or outcome.failure
-        with _timed(seconds, "optimizer"):
+        with stopwatch(seconds, "optimizer"):
             if train:
                 norm = self._accelerator.clip_grad_norm_(
                     self._model.parameters(), self._config.learner.optimizer.max_grad_norm
@@ -269,6 +267,27 @@ class ShardedWorker(ABC, Generic[LossT]):
             micro_batch_metrics=tuple(part for part in metrics if part),
         )
 
+    def get_advantages(self, data: BatchedDataDict, estimator: TokenEstimator) -> BatchedDataDict:
+        """Returns `advantages` and `returns` [B, S] of this rank's rows, without columns if it has no rows.
+
+        The advantages are whitened over the rows of all ranks. Raises CallRefused if the estimator fails or a number is
+        not finite.
+        """
+        estimated: TokenAdvantages | None = None
+        # all checks are inside `together`, so that no rank waits in the sum of the moments for a rank that has failed
+        with self.together():
+            rule = estimator.whitening
+            if not isinstance(rule, Whitening):
+                raise CallRefused(f"an estimator's whitening is {rule!r}; it must be a Whitening")
+            if data.size:
+                self.check_rows(data)
+                estimated = estimator(copy.copy(data))
+                check_estimate(data, estimated)
+        found = whitened_advantages(data, estimated, rule=rule, add_up=self.add_up)
+        if found is None:
+            return BatchedDataDict()
+        return BatchedDataDict(advantages=found.advantages_BS, returns=found.returns_BS)
+
     # -- scoring -------------------------------------------------------------------------------------------------
 
     def _scored(
@@ -288,7 +307,8 @@ class ShardedWorker(ABC, Generic[LossT]):
             self.check_rows(data)
             rows = copy.copy(data)
             rows["row"] = torch.arange(data.size)
-            cuts = cut_updates(rows, self._config.learner, rows_per_update=data.size, micro_batch_size=micro_batch_size)
+            plan = BatchingPlan.of(self._config.learner, micro_batch_size=micro_batch_size)
+            cuts = plan.updates(rows, rows_per_update=data.size)
             parts = [part for update in cuts for part in update]
         passes: int = max(self.gather(len(parts)))
         scored_BS = torch.zeros(data["input_ids"].shape if data else (0, 0))
@@ -335,8 +355,9 @@ class ShardedWorker(ABC, Generic[LossT]):
         )
         if train_calls is not None:
             self._calls = train_calls
+        self._weights_changed()
 
-    # -- memory, and the group of ranks --------------------------------------------------------------------------
+    # -- memory ---------------------------------------------------------------------------------------------------
 
     def prepare_for_training(self) -> None:
         """Moves weights and optimizer to this rank's device, and frees the gradients."""
@@ -369,51 +390,6 @@ class ShardedWorker(ABC, Generic[LossT]):
         """Raises CallRefused if the model cannot use these rows. Not a collective."""
         check_rows(data, vocabulary=self._vocabulary)
 
-    def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of a small tensor over the ranks."""
-        dist.all_reduce(values, group=self._control)
-        return values
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """If the body fails on any rank, raises an error on every rank: an error of `REFUSALS` as it is, any other
-        error as CallRefused. This is a collective, and the body must not contain another one."""
-        refusal: Exception | None = None
-        try:
-            yield
-        except REFUSALS as error:
-            refusal = error
-        except Exception as error:  # a wrong argument of the caller must not end the ranks
-            refusal = CallRefused(describe_error(error))
-        refusals: list[Exception] = [found for found in self.gather(refusal) if found is not None]
-        lost = [found for found in refusals if isinstance(found, RowsLost)]
-        if lost:
-            raise RowsLost("; ".join(map(str, lost)), sample_ids=[name for error in lost for name in error.sample_ids])
-        if refusals:
-            raise refusals[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        """Returns one small object of every rank, in rank order. Fails after `learner.collective_timeout_s`."""
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self._control)
-        return gathered
-
     def close(self) -> None:
         """Leaves the process group, so that another worker can be made in this process. Idempotent."""
         forget_accelerator()
-
-
-def _number_of_updates(data: BatchedDataDict, *, rows_per_update: int) -> int:
-    """Returns the number of optimizer updates into which a rank's rows are cut."""
-    if data.elem_counts_per_gb is not None:
-        return len(data.elem_counts_per_gb)
-    return -(-data.size // max(rows_per_update, 1))
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[stage] += time.perf_counter() - start

@@ -1,0 +1,67 @@
+"""What the policy's objective needs before the first pass of a step: columns, token counts, and calibrated bounds."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
+from asyncrl.algorithms.interfaces import LossFunction
+from asyncrl.algorithms.loss import SOURCE_COLUMNS, ObjectiveLoss, interpolated_proximal
+from asyncrl.algorithms.shares import SHARES, TokenCounts, add_shares, count_tokens
+from asyncrl.data.masks import trained_mask
+from asyncrl.ranks.plan import CURRENT, PlannedUpdate
+
+
+def needs_reference(loss_fn: LossFunction) -> bool:
+    """Returns True if the loss reads `reference_policy_logprobs`. It can be known only for an objective of asyncrl."""
+    return isinstance(loss_fn, ObjectiveLoss) and "reference" in loss_fn.objective.sources()
+
+
+def needs_proximal(loss_fn: LossFunction, *, updates: int) -> bool:
+    """Returns True if the log-probs at the step's start need a forward pass of their own, before the weights change."""
+    if isinstance(loss_fn, ObjectiveLoss):
+        if needs_calibration(loss_fn.objective):
+            return True
+        if loss_fn.objective.proximal == "interpolated":
+            return False
+    return updates > 1
+
+
+def add_update_shares(
+    loss_fn: LossFunction, updates: Sequence[PlannedUpdate], *, gather: Callable[[Any], list[Any]]
+) -> None:
+    """Adds the columns of `asyncrl.algorithms.shares` that the loss reads to every micro-batch, from counts of its
+    update over all ranks. A collective if the loss reads any of them."""
+    if not (isinstance(loss_fn, ObjectiveLoss) and loss_fn.columns & set(SHARES)):
+        return
+    own = [sum(map(count_tokens, update.parts), TokenCounts()) for update in updates]
+    ranks: list[list[TokenCounts]] = gather(own)
+    for i, update in enumerate(updates):
+        counts = sum((rank[i] for rank in ranks), TokenCounts())
+        for part in update.parts:
+            add_shares(part, counts)
+
+
+def calibrated_loss(
+    loss_fn: LossFunction, updates: Sequence[PlannedUpdate], *, reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> LossFunction:
+    """Returns the loss with its bounds calibrated on the tokens of the whole step. A collective if it has such
+    bounds."""
+    if not (isinstance(loss_fn, ObjectiveLoss) and needs_calibration(loss_fn.objective)):
+        return loss_fn
+    # empty micro-batches lack the loss's columns, and they have no trained token
+    parts = [part for update in updates for part in update.parts if trained_mask(part).any()]
+
+    def flat(column: str) -> torch.Tensor:
+        return torch.cat([torch.zeros(0), *(part[column].cpu()[trained_mask(part)] for part in parts)])
+
+    objective = loss_fn.objective
+    sources = {name: flat(column) for name, column in SOURCE_COLUMNS.items() if column in loss_fn.columns}
+    sources["current"] = flat(CURRENT)
+    if objective.proximal == "interpolated":
+        sources["proximal"] = interpolated_proximal(
+            logprobs_BT=sources["current"], behaviour_BT=sources["behaviour"], staleness_BT=flat("staleness")
+        )
+    tokens = StepTokens(advantages=flat("advantages"), sources=sources)
+    return ObjectiveLoss(calibrated(objective, tokens=tokens, reduce=reduce))

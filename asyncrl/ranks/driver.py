@@ -1,0 +1,271 @@
+"""The driver's side of a sharded model: it cuts the rows for the ranks and combines their results.
+
+A driver has a `RankGroup`, and access to rows: the rows of a call are in hand (`RowsInHand`) or named (`NamedRows`).
+The policy and the critic share this code, which does not depend on the model. Arguments that no rank can use are
+refused before any rank is called, or by all ranks together. In both cases the ranks stay usable.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+import torch
+
+from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction, input_type_of
+from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.ranks.group import RankGroup, WorkerT
+from asyncrl.ranks.named_rows import DataPlane, NamedRows, name_fields
+from asyncrl.ranks.plan import BatchingPlan, check_columns, required_columns
+from asyncrl.ranks.report import step_report, train_result
+from asyncrl.ranks.timer import Timer, timed
+
+P = ParamSpec("P")
+R = TypeVar("R")
+SCORED = ("input_ids", "input_lengths")
+"""The columns that scoring reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One pass over the rows by all ranks.
+
+    A timer measures its parts `<name>/shard_data` and `<name>/ranks`, and nests them in whatever stage the caller
+    measures. If `micro_batch_size` is given, that number of rows of a rank shares a padded pass.
+    """
+
+    name: str
+    timer: Timer | None
+    micro_batch_size: int | None = None
+    rows_per_update: int | None = None
+
+
+class RowsInHand:
+    """The rows of one call, which the driver sends to the ranks. Raises AssertionError if tensors of two or more
+    dimensions differ in dimension 1."""
+
+    step = None
+    writes: Mapping[str, str] = {}
+
+    def __init__(self, data: BatchedDataDict, *, reader: str) -> None:
+        _check_widths(data)
+        self.size = data.size
+        self._data = data
+        self._reader = reader
+        self._order: list[int] | None = None
+
+    def require(self, needed: Collection[str]) -> None:
+        """Raises MissingColumns, with the reader's name, if a column is missing."""
+        check_columns(self._data, needed, reader=self._reader)
+
+    def cut(self, plan: BatchingPlan, *, ranks: int, rows_per_update: int | None) -> Sequence[BatchedDataDict]:
+        """Returns one shard for each rank."""
+        shards, self._order = plan.cut(self._data, ranks=ranks, rows_per_update=rows_per_update)
+        return shards
+
+    def joined(self, parts: Sequence[BatchedDataDict]) -> BatchedDataDict:
+        """Returns the ranks' results for their shards, in the order of the rows."""
+        whole = BatchedDataDict.from_batches(parts)
+        if self._order is not None:
+            whole.reorder_data(self._order)
+        return whole
+
+
+class RankDriver(Generic[WorkerT]):
+    """The model at `model_path` (default: `config.model.path`) on `config.learner.ranks` ranks.
+
+    `start`, or the first call that needs them, starts the ranks. With `weights_path`, and optionally `optimizer_path`,
+    they begin with the checkpoint that `save_checkpoint` wrote there. With `data_plane`, rows may also be named.
+    """
+
+    _worker: type[WorkerT]
+    _training = "training"
+    """Name of `train` for a timer."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_path: str | None = None,
+        weights_path: str | Path | None = None,
+        optimizer_path: str | Path | None = None,
+        data_plane: DataPlane | None = None,
+    ) -> None:
+        if optimizer_path is not None and weights_path is None:
+            raise ValueError(
+                f"optimizer_path={str(optimizer_path)!r} was given without weights_path: also pass the weights_path of "
+                "the same checkpoint"
+            )
+        self._config = config
+        self._group = RankGroup(self._worker, config, model_path=model_path or config.model.path)
+        self._first_checkpoint = (weights_path, optimizer_path)
+        self._data_plane = data_plane
+
+    def start(self) -> None:
+        """Starts the ranks and loads the model. Raises the errors of `RankGroup.start` and `load_checkpoint`."""
+        self._group.start()
+        weights_path, optimizer_path = self._first_checkpoint
+        if weights_path is not None:
+            self.load_checkpoint(weights_path, optimizer_path)
+        if self._data_plane is not None:
+            self._group.open_data_plane()
+
+    @property
+    def _ranks(self) -> RankGroup[WorkerT]:
+        if not self._group.begun:
+            self.start()
+        return self._group
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction | ValueLossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> dict[str, Any]:
+        return self._train(RowsInHand(data, reader="the loss"), loss_fn, eval_mode, gbs, mbs, timer)
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        ignore_arguments("prepare_for_training", args, kwargs)
+        self._ranks.call(self._worker.prepare_for_training)
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        ignore_arguments("finish_training", args, kwargs)
+        self._ranks.call(self._worker.finish_training)
+
+    def save_checkpoint(
+        self,
+        weights_path: str | Path,
+        optimizer_path: str | Path | None = None,
+        tokenizer_path: str | Path | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        ignore_arguments("save_checkpoint", args, kwargs)
+        optimizer, tokenizer = (None if path is None else _absolute(path) for path in (optimizer_path, tokenizer_path))
+        self._ranks.call(self._worker.save_checkpoint, _absolute(weights_path), optimizer, tokenizer)
+
+    def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
+        """Loads the weights that `save_checkpoint` wrote, from any number of ranks. With `optimizer_path`, also loads
+        the optimizer, its position in the learning-rate schedule of `train`, and the random generators.
+
+        Raises CheckpointError if it cannot; then nothing has changed. The reference stays the model with which the
+        ranks were started.
+        """
+        optimizer = None if optimizer_path is None else _absolute(optimizer_path)
+        self._ranks.call(self._worker.load_checkpoint, _absolute(weights_path), optimizer)
+
+    def shutdown(self) -> bool:
+        if self._data_plane is not None:
+            self._data_plane.close()
+        return self._group.shutdown()
+
+    def on_ranks(self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
+        """Calls `RankGroup.on_ranks`. Other layers, such as weight publication, access the ranks' models in this
+        way."""
+        return self._ranks.on_ranks(function, *args, **options)
+
+    def beside_ranks(
+        self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs
+    ) -> list[R]:
+        """Calls `RankGroup.beside_ranks`."""
+        return self._ranks.beside_ranks(function, *args, **options)
+
+    # -- passes over rows ----------------------------------------------------------------------------------------
+
+    def _train(
+        self,
+        rows: RowsInHand | NamedRows,
+        loss_fn: LossFunction | ValueLossFunction,
+        eval_mode: bool,
+        gbs: int | None,
+        mbs: int | None,
+        timer: Timer | None,
+    ) -> dict[str, Any]:
+        """Trains on the rows. Raises TypeError for a loss that is not callable, and ValueError for a loss with an
+        unknown `input_type`."""
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, which cannot be called; it must be a LossFunction")
+        input_type_of(loss_fn)
+        per_update = rows.size if gbs is None else gbs
+        updates = -(-rows.size // max(per_update, 1))
+        rows.require(required_columns(loss_fn, updates=updates, eval_mode=eval_mode))
+        records = self._pass(
+            rows,
+            Stage(name=self._training, timer=timer, micro_batch_size=mbs, rows_per_update=per_update),
+            self._worker.train,
+            loss_fn,
+            rows_per_update=-(-per_update // self._ranks.size),
+            micro_batch_size=mbs,
+            eval_mode=eval_mode,
+            step=rows.step,
+        )
+        return {**train_result(records), "report": step_report(records)}
+
+    def _score(
+        self,
+        data: BatchedDataDict,
+        stage: Stage,
+        method: Callable[Concatenate[WorkerT, BatchedDataDict, P], BatchedDataDict],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> BatchedDataDict:
+        """Returns the columns that a worker's method computes of the rows."""
+        rows = RowsInHand(data, reader=stage.name)
+        rows.require(SCORED)
+        return rows.joined(self._pass(rows, stage, method, *args, **options))
+
+    def _write(
+        self,
+        rows: NamedRows,
+        stage: Stage,
+        method: Callable[Concatenate[WorkerT, BatchedDataDict, P], BatchedDataDict],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> None:
+        """Makes the ranks write the columns that a worker's method computes, and records them in the meta."""
+        self._pass(rows, stage, method, *args, **options)
+        name_fields(rows.meta, rows.writes.values())
+
+    def _pass(
+        self,
+        rows: RowsInHand | NamedRows,
+        stage: Stage,
+        method: Callable[Concatenate[WorkerT, BatchedDataDict, P], R],
+        *shared: P.args,
+        **options: P.kwargs,
+    ) -> list[R]:
+        """Runs a method of the worker on every rank's rows. Returns the results in rank order."""
+        with timed(stage.timer, f"{stage.name}/shard_data"):
+            plan = BatchingPlan.of(self._config.learner, micro_batch_size=stage.micro_batch_size)
+            shards = rows.cut(plan, ranks=self._ranks.size, rows_per_update=stage.rows_per_update)
+        with timed(stage.timer, f"{stage.name}/ranks"):
+            return self._ranks.call_with_rows(method, shards, rows.writes, *shared, **options)
+
+
+def ignore_arguments(call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Warns about arguments that have no effect in asyncrl, by name, once for each place of call."""
+    names = [*(f"positional argument {value!r}" for value in args), *kwargs]
+    if names:
+        warnings.warn(f"{call}() ignores {', '.join(names)}: asyncrl has no such argument; remove it", stacklevel=3)
+
+
+def _absolute(path: str | Path) -> Path:
+    """Returns the caller's path as an absolute path, because a rank has another working directory."""
+    return Path(path).absolute()
+
+
+def _check_widths(data: BatchedDataDict) -> None:
+    """Checks that all tensors of two or more dimensions have the same number of tokens on dimension 1."""
+    widths = {
+        name: column.shape[1] for name, column in data.items() if isinstance(column, torch.Tensor) and column.ndim >= 2
+    }
+    if len(set(widths.values())) > 1:
+        raise AssertionError(
+            f"tensors differ in dimension 1 (tokens): {widths}; pad them to the same width before the call"
+        )

@@ -1,0 +1,103 @@
+"""The part of a micro-batch's pass that does not depend on the model: from the loss's result to a gradient and numbers.
+
+A loss is first differentiated only with respect to the model's outputs. The model's backward pass needs nothing but
+these slopes, and a loss that fails does not interrupt the collectives of that pass.
+
+Legend: B rows, S tokens, T = S − 1 next tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from asyncrl.algorithms.diagnostics import OffPolicySums
+from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
+from asyncrl.algorithms.kernel import KernelSums
+from asyncrl.errors import LossFailed
+from asyncrl.user_code import describe_error
+
+LossT = TypeVar("LossT", LossFunction, ValueLossFunction)
+"""Type of the losses with which a model is trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateContext(Generic[LossT]):
+    """What the passes of one update have in common.
+
+    `counts` are the update's `global_valid_seqs` and `global_valid_toks`. `step` is the version of the weights; without
+    it, no token counts as on-policy. With `sole_update`, the weights are still those of the step's start.
+    """
+
+    loss_fn: LossT
+    counts: Mapping[str, torch.Tensor]
+    step: int | None
+    sole_update: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchOutcome:
+    """The result of one micro-batch.
+
+    `differentiable` is a scalar whose gradient with respect to the weights is the loss's gradient. Its value may differ
+    from the loss. If the loss failed, `failure` is set and this gradient is 0.
+    """
+
+    differentiable: torch.Tensor
+    loss: float = 0.0
+    sums: OffPolicySums = field(default_factory=OffPolicySums)
+    kernel: KernelSums = field(default_factory=KernelSums)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    failure: LossFailed | None = None
+
+
+def checked_loss(returned: object) -> tuple[torch.Tensor, dict[str, float]]:
+    """Returns a loss's result with metrics as floats. Raises TypeError unless it is a scalar tensor and a dict of
+    numbers."""
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise TypeError(f"a loss must return (scalar, metrics), but this one returned a {type(returned).__name__}")
+    loss, metrics = returned
+    if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and isinstance(metrics, Mapping)):
+        found = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(
+            f"a loss must return a scalar tensor and a dict, but this one returned {found} and {type(metrics).__name__}"
+        )
+    return loss.squeeze(), {str(name): float(value) for name, value in metrics.items()}
+
+
+def loss_failed(error: Exception) -> LossFailed:
+    """Turns an error of a loss function into an error of the call."""
+    return LossFailed(f"the loss failed: {describe_error(error)}")
+
+
+def aligned(logprobs_BT: torch.Tensor) -> torch.Tensor:
+    """Returns [B, S] from [B, S − 1]: entry i belongs to token i, and entry 0 is 0."""
+    return torch.nn.functional.pad(logprobs_BT, (1, 0))
+
+
+def slopes_of(loss: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns ∂loss/∂leaf for each leaf; zeros for a leaf that the loss does not read."""
+    if not loss.requires_grad:
+        return tuple(torch.zeros_like(leaf) for leaf in leaves)
+    return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+
+
+def with_slopes(tensor: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+    """Returns a scalar 0 whose gradient with respect to `tensor` is `slopes`.
+
+    It replaces Σ tensor · slopes, whose product would be another copy of the logits.
+    """
+    return cast(torch.Tensor, _WithSlopes.apply(tensor, slopes))  # type: ignore[no-untyped-call]
+
+
+class _WithSlopes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slopes)
+        return slopes.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (slopes,) = ctx.saved_tensors
+        return grads[0] * slopes, None

@@ -1,0 +1,166 @@
+"""Rows that are only named: the driver handles their names, and the ranks fetch the rows and write columns back.
+
+Invariants: rows are cut by their lengths in the same way as the rows themselves (`BatchingPlan.cut`). Either all ranks
+get their rows, or the call fails on all ranks (F37). A token that is older than its ticket allows is never trained.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.clients import open_client
+from asyncrl.data_plane.codec import encode
+from asyncrl.data_plane.interfaces import PAD_SEQLEN, DataPlaneClient, KVBatchMeta
+from asyncrl.errors import CallRefused, MissingColumns
+from asyncrl.ranks.batching import MIN_WIDTH, check_token_staleness
+from asyncrl.ranks.collectives import Collectives
+from asyncrl.ranks.plan import BatchingPlan, check_columns
+
+STEP = "step"
+"""Key in `extra_info`: the version of the weights that are trained with the rows."""
+LIMIT = "max_staleness_versions"
+"""Key in a row's tags: the η of its ticket, in versions."""
+
+
+class DataPlane:
+    """The driver's access to named rows, on the data plane that `config.data_plane` selects."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._client: DataPlaneClient | None = None
+
+    @property
+    def client(self) -> DataPlaneClient:
+        """The data-plane client of this process. The first use opens it."""
+        if self._client is None:
+            self._client = open_client(self._config)
+        return self._client
+
+    def close(self) -> None:
+        """Closes the client if it was opened. Idempotent."""
+        if self._client is not None:
+            self._client.close()
+
+    def stamp_width(self, meta: KVBatchMeta) -> None:
+        """Stamps the width to which driver and ranks pad the step's rows. Also sets the lengths if `meta` has none.
+
+        Idempotent. A stamp that is too narrow for the rows is raised. If the data plane does not know the rows'
+        lengths, there is no stamp, and reads are as wide as the longest row.
+        """
+        if meta.sequence_lengths is None and meta.size:
+            meta.sequence_lengths = self.client.lengths_of(meta.sample_ids, meta.partition_id)
+        if meta.sequence_lengths:
+            stamped = meta.extra_info.get(PAD_SEQLEN, MIN_WIDTH)
+            meta.extra_info[PAD_SEQLEN] = max([stamped, *meta.sequence_lengths])
+
+    def fields_to_train(self, meta: KVBatchMeta, needed: Collection[str], *, optional: Sequence[str]) -> list[str]:
+        """Returns the columns that the ranks fetch for training: the columns that `meta` names, those that the loss
+        needs, and those of `optional` that the rows have. Raises MissingColumns if the rows lack a column of the first
+        two kinds."""
+        needed = set(needed)
+        if STEP in meta.extra_info:
+            if not isinstance(meta.extra_info[STEP], int):
+                raise CallRefused(f"the meta's extra_info[{STEP!r}] is {meta.extra_info[STEP]!r}; it must be an int")
+            needed = needed - {"staleness"} | {"weight_versions"}
+            if any(LIMIT not in tags for tags in meta.tags or [{}]):
+                raise CallRefused(
+                    f"the meta's extra_info has {STEP!r}, so the age of its tokens must be checked, but some rows "
+                    f"have no {LIMIT!r} in their tags; add it with stamp_tags()"
+                )
+        named = [*(meta.fields or []), *sorted(needed)]
+        present = self.client.fields_of(meta.sample_ids, meta.partition_id)
+        if present is None:
+            present = {name for name in {*named, *optional} if self._has_field(meta, name)}
+        check_columns(present, named, reader="training")
+        return list(dict.fromkeys([*named, *(name for name in optional if name in present)]))
+
+    def _has_field(self, meta: KVBatchMeta, name: str) -> bool:
+        """Returns True if the first row has a field, by reading it. Used for a client without `fields_of`."""
+        try:
+            self.client.get_samples(meta.sample_ids[:1], meta.partition_id, [name])
+        except KeyError:
+            return False
+        return True
+
+
+class NamedRows:
+    """The rows of one call, which `meta` names. The ranks fetch their columns `fields`.
+
+    `writes` maps columns of the ranks' results to the names under which the ranks write them to the data plane.
+    """
+
+    def __init__(
+        self, meta: KVBatchMeta, data_plane: DataPlane, fields: Sequence[str], writes: Mapping[str, str] | None = None
+    ) -> None:
+        self.meta = meta
+        self.size = meta.size
+        self.step: int | None = meta.extra_info.get(STEP)
+        self.writes = writes or {}
+        self._data_plane = data_plane
+        self._fields = fields
+
+    def require(self, needed: Collection[str]) -> None:
+        """Makes the ranks fetch what training needs. The fields of the constructor are fetched if the rows have
+        them."""
+        self._fields = self._data_plane.fields_to_train(self.meta, needed, optional=self._fields)
+
+    def cut(self, plan: BatchingPlan, *, ranks: int, rows_per_update: int | None) -> Sequence[KVBatchMeta]:
+        """Returns one meta for each rank. Without `rows_per_update`, all rows are one update."""
+        repeated = [name for name, count in Counter(self.meta.sample_ids).items() if count > 1]
+        if repeated:
+            raise ValueError(
+                f"the meta names the samples {repeated[:5]} more than once, but a row can be trained or scored only "
+                "once in a call; remove the repeated names"
+            )
+        self._data_plane.stamp_width(self.meta)
+        rows = self.size if rows_per_update is None else rows_per_update
+        shards, _ = plan.cut(self.meta, ranks=ranks, rows_per_update=rows)
+        for shard in shards:
+            shard.fields = list(self._fields)
+        return shards
+
+
+def name_fields(meta: KVBatchMeta, names: Iterable[str]) -> None:
+    """Records in `meta` that the rows have these columns."""
+    meta.fields = list(dict.fromkeys([*(meta.fields or []), *names]))
+
+
+class FetchedRows:
+    """A rank's access to named rows. Every method is a collective. `meta` names this rank's rows; it may name none.
+
+    If a rank cannot fetch its rows, RowsLost is raised on all ranks, with the lost rows of all ranks. MissingColumns is
+    raised if rows or columns were never written or have been cleared.
+    """
+
+    def __init__(self, ranks: Collectives, client: DataPlaneClient) -> None:
+        self._ranks = ranks
+        self._client = client
+
+    def fetch(self, meta: KVBatchMeta, *, step: int | None = None) -> BatchedDataDict:
+        """Returns this rank's rows with the driver's cut. With a `step`, raises StalenessViolation for a token beyond
+        the limit in its row's tags."""
+        data = BatchedDataDict()
+        with self._ranks.together():
+            if meta.size:
+                try:
+                    data = self._client.get_data(meta, meta.fields or [])
+                except KeyError as error:
+                    raise MissingColumns(
+                        f"the rows do not have all of {meta.fields}: {error.args[0]}; write the missing columns first"
+                    ) from error
+            if step is not None:
+                limits = [tags[LIMIT] for tags in meta.tags or []]
+                check_token_staleness(data, step=step, limits=limits, sample_ids=meta.sample_ids)
+        data.micro_batch_indices = meta.extra_info.get("micro_batch_indices")
+        data.micro_batch_lengths = meta.extra_info.get("micro_batch_lengths")
+        data.elem_counts_per_gb = meta.extra_info.get("elem_counts_per_gb")
+        return data
+
+    def write(self, meta: KVBatchMeta, columns: Mapping[str, Any]) -> None:
+        """Adds columns to this rank's rows."""
+        with self._ranks.together():
+            if meta.size:
+                fields = encode(columns, lengths=meta.sequence_lengths)
+                self._client.put_samples(meta.sample_ids, meta.partition_id, fields=fields)

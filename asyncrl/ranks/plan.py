@@ -1,0 +1,224 @@
+"""Plans a call: cuts the rows for the ranks, for updates and for micro-batches, and says which columns must be there.
+
+Invariant: in every update, all ranks run the same number of micro-batches, because their collectives must match.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, overload
+
+from asyncrl.algorithms.calibration import needs_calibration
+from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
+from asyncrl.algorithms.loss import SOURCE_COLUMNS, ObjectiveLoss
+from asyncrl.config.schema import LearnerSection
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs, require
+from asyncrl.data.specs import LP_SEED_FIELDS
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.data_plane.sharding import shard_meta_for_dp
+from asyncrl.errors import MissingColumns
+from asyncrl.ranks.batching import MIN_WIDTH, count_trained, empty_micro_batch, valid_sums
+from asyncrl.ranks.report import UpdatePlan, global_plan
+
+CURRENT = SOURCE_COLUMNS["proximal"]
+"""Before the first gradient, the weights at the step's start are the current weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchingPlan:
+    """How rows share passes through the model.
+
+    In mode `padded`, `rows` rows share a pass. In the modes `dynamic` and `packed`, rows with at most `tokens` tokens
+    together share a pass.
+    """
+
+    mode: Literal["padded", "dynamic", "packed"]
+    rows: int
+    tokens: int
+
+    @classmethod
+    def of(cls, learner: LearnerSection, *, micro_batch_size: int | None = None) -> "BatchingPlan":
+        """Returns the plan of `learner`. If `micro_batch_size` is given, that number of rows shares a padded pass.
+
+        Raises AssertionError if `micro_batch_size` is below 1.
+        """
+        require(
+            micro_batch_size is None or micro_batch_size > 0,
+            f"micro_batch_size (mbs) is {micro_batch_size}; it must be at least 1",
+        )
+        if micro_batch_size is not None:
+            return cls(mode="padded", rows=micro_batch_size, tokens=learner.micro_batch_tokens)
+        return cls(mode=learner.batching, rows=learner.micro_batch_size, tokens=learner.micro_batch_tokens)
+
+    @property
+    def packing(self) -> SequencePackingArgs | None:
+        """The arguments for packed rows, as a new dict; None in other modes."""
+        if self.mode != "packed":
+            return None
+        return SequencePackingArgs(
+            max_tokens_per_microbatch=self.tokens,
+            input_key="input_ids",
+            input_lengths_key="input_lengths",
+            algorithm="modified_first_fit_decreasing",
+            sequence_length_pad_multiple=1,
+        )
+
+    @property
+    def dynamic(self) -> DynamicBatchingArgs | None:
+        """The arguments for rows of similar lengths, as a new dict; None in other modes."""
+        if self.mode != "dynamic":
+            return None
+        return DynamicBatchingArgs(
+            max_tokens_per_microbatch=self.tokens,
+            sequence_length_round=MIN_WIDTH,
+            input_key="input_ids",
+            input_lengths_key="input_lengths",
+        )
+
+    @overload
+    def cut(
+        self, rows: BatchedDataDict, *, ranks: int, rows_per_update: int | None
+    ) -> tuple[Sequence[BatchedDataDict], list[int] | None]: ...
+
+    @overload
+    def cut(
+        self, rows: KVBatchMeta, *, ranks: int, rows_per_update: int | None
+    ) -> tuple[Sequence[KVBatchMeta], list[int] | None]: ...
+
+    def cut(
+        self, rows: BatchedDataDict | KVBatchMeta, *, ranks: int, rows_per_update: int | None
+    ) -> tuple[Sequence[BatchedDataDict] | Sequence[KVBatchMeta], list[int] | None]:
+        """Returns one shard for each rank, and the indices that restore the order of the rows (None: order is kept).
+
+        Rows that are only named are cut in the same way as the rows themselves. Shards are uneven if one update has all
+        rows and the ranks cannot share them evenly. Raises the errors of `asyncrl.data.sharding`.
+        """
+        uneven = rows_per_update == rows.size and rows.size % ranks > 0
+        packing, dynamic = (None, None) if uneven else (self.packing, self.dynamic)
+        if isinstance(rows, KVBatchMeta):
+            return shard_meta_for_dp(
+                rows,
+                dp_world=ranks,
+                batch_size=None if uneven else rows_per_update,
+                allow_uneven_shards=uneven,
+                sequence_packing_args=packing,
+                dynamic_batching_args=dynamic,
+            )
+        if packing is not None:
+            return rows.shard_by_batch_size(ranks, rows_per_update, sequence_packing_args=packing)
+        if dynamic is not None:
+            return rows.shard_by_batch_size(ranks, rows_per_update, dynamic_batching_args=dynamic)
+        return rows.shard_by_batch_size(ranks, None if uneven else rows_per_update, allow_uneven_shards=uneven), None
+
+    def updates(self, rows: BatchedDataDict, *, rows_per_update: int) -> list[list[BatchedDataDict]]:
+        """Returns the micro-batches of every update of a rank's rows.
+
+        If the driver has cut updates and micro-batches, its cut is used. Otherwise an update has `rows_per_update`
+        rows.
+        """
+        if rows.micro_batch_indices is None:
+            starts = range(0, rows.size, max(rows_per_update, 1))
+            return [self.micro_batches(rows.slice(start, start + rows_per_update)) for start in starts]
+        batches = [rows.get_batch(i) for i in range(len(rows.micro_batch_indices))]
+        if self.mode == "packed":
+            return [[*batch.make_microbatch_iterator_for_packable_sequences()] for batch in batches]
+        return [[*batch.make_microbatch_iterator_with_dynamic_shapes()] for batch in batches]
+
+    def number_of_updates(self, rows: BatchedDataDict, *, rows_per_update: int) -> int:
+        """Returns the number of updates into which a rank's rows are cut."""
+        if rows.elem_counts_per_gb is not None:
+            return len(rows.elem_counts_per_gb)
+        return -(-rows.size // max(rows_per_update, 1))
+
+    def micro_batches(self, rows: BatchedDataDict) -> list[BatchedDataDict]:
+        """Cuts the rows of one update into micro-batches. Each micro-batch is cut to its longest row.
+
+        If rows are sorted, long rows come first, so that a micro-batch that does not fit into memory fails at once.
+        """
+        if rows.size == 0:
+            return []
+        if self.mode == "padded":
+            order = rows["input_lengths"].argsort(descending=True, stable=True)
+            starts = range(0, rows.size, self.rows)
+            parts = [rows.select_indices(order[start : start + self.rows]) for start in starts]
+        else:
+            [shard], _ = self.cut(rows, ranks=1, rows_per_update=None)
+            if self.mode == "packed":
+                parts = [*shard.make_microbatch_iterator_for_packable_sequences()]
+            else:
+                parts = [*reversed(list(shard.make_microbatch_iterator_with_dynamic_shapes()))]
+        for part in parts:
+            part.truncate_tensors(1, max(int(part["input_lengths"].max()), MIN_WIDTH))
+        return parts
+
+
+class PlannedUpdate(NamedTuple):
+    """One optimizer update: the plan of all ranks together, and this rank's micro-batches."""
+
+    plan: UpdatePlan
+    parts: list[BatchedDataDict]
+
+
+def planned_updates(
+    cuts: Sequence[list[BatchedDataDict]], *, gather: Callable[[Any], list[Any]]
+) -> list[PlannedUpdate]:
+    """Returns the updates of all ranks. A rank with fewer micro-batches runs empty ones in addition. A collective."""
+    own = []
+    for parts in cuts:
+        counts, sums = [count_trained(part) for part in parts], [valid_sums(part) for part in parts]
+        own.append(
+            UpdatePlan(
+                tokens=sum(tokens for tokens, _ in counts),
+                samples=sum(samples for _, samples in counts),
+                valid_toks=sum(tokens for tokens, _ in sums),
+                valid_seqs=sum(sequences for _, sequences in sums),
+                micro_batches=len(parts),
+            )
+        )
+    ranks: list[list[UpdatePlan]] = gather(own)
+    updates = []
+    for i in range(max(map(len, ranks))):
+        plan = global_plan([rank[i] for rank in ranks if i < len(rank)])
+        parts = cuts[i] if i < len(cuts) else []
+        updates.append(
+            PlannedUpdate(plan, [*parts, *(empty_micro_batch() for _ in range(plan.micro_batches - len(parts)))])
+        )
+    return updates
+
+
+def required_columns(
+    loss_fn: LossFunction | ValueLossFunction, *, updates: int, eval_mode: bool = False
+) -> frozenset[str]:
+    """Returns the columns that training with `loss_fn` reads, as far as the loss names them in `columns`.
+
+    A call with one update computes `prev_logprobs` in its own pass, because the weights at its start are the current
+    weights. With several updates, this is only true for the first one. A bound that is calibrated over the step also
+    needs the column before the pass.
+    """
+    columns = getattr(loss_fn, "columns", ())
+    if isinstance(columns, str):
+        raise TypeError(f"the loss's columns are the string {columns!r}; they must be a collection of names")
+    needed = {*LP_SEED_FIELDS, *columns}
+    if updates == 1 or eval_mode:
+        needed.discard(CURRENT)
+    if isinstance(loss_fn, ObjectiveLoss):
+        needed.add("advantages")
+        if needs_calibration(loss_fn.objective):
+            needed.add(CURRENT)
+    return frozenset(needed)
+
+
+def check_columns(present: Collection[str], needed: Collection[str], *, reader: str) -> None:
+    """Raises MissingColumns, with `reader` and the columns, if a column in `needed` is not present."""
+    missing = sorted({*needed} - {*present})
+    if not missing:
+        return
+    hint = ""
+    if CURRENT in missing:
+        hint += f"; a call with several updates (gbs < rows) needs {CURRENT}: call get_logprobs() to compute it"
+    if "staleness" in missing:
+        hint += "; staleness is computed from weight_versions if the meta's extra_info has a step"
+    raise MissingColumns(
+        f"{reader} reads {', '.join(missing)}, but the rows do not have them; they have "
+        f"{', '.join(sorted(present))}{hint}"
+    )

@@ -1,0 +1,85 @@
+"""A rank that gets the names of its rows: it fetches them, runs the worker's method, and writes the columns back."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ray
+
+from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.actor import RankActor, Shared
+
+NAMED = KVBatchMeta("train", None, ["a"])
+NONE = KVBatchMeta("train", None, [])
+WRITES = {"logprobs": "prev_logprobs"}
+
+
+class Worker:
+    """Returns one column, which has the values of the rows. Records the arguments of its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def score(self, rows: BatchedDataDict, *args: Any, **options: Any) -> BatchedDataDict:
+        self.calls.append((*args, options))
+        return BatchedDataDict(logprobs=rows["x"], other=rows["x"]) if rows else BatchedDataDict()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        yield
+
+
+class Rows:
+    """Replaces the data plane of a rank."""
+
+    def __init__(self) -> None:
+        self.fetched: list[tuple[KVBatchMeta, int | None]] = []
+        self.written: list[tuple[KVBatchMeta, Mapping[str, Any]]] = []
+
+    def fetch(self, meta: KVBatchMeta, *, step: int | None = None) -> BatchedDataDict:
+        self.fetched.append((meta, step))
+        return BatchedDataDict(x=[1.0]) if meta.size else BatchedDataDict()
+
+    def write(self, meta: KVBatchMeta, columns: Mapping[str, Any]) -> None:
+        self.written.append((meta, columns))
+
+
+def rank() -> tuple[RankActor, Worker, Rows]:
+    actor, worker, rows = RankActor(worker=PolicyWorker, rank=0, world_size=1, config=Config()), Worker(), Rows()
+    actor._worker, actor._rows = worker, rows  # type: ignore[assignment]
+    return actor, worker, rows
+
+
+def test_named_rows_are_fetched_and_only_the_named_columns_of_the_result_are_written() -> None:
+    actor, worker, rows = rank()
+    assert actor.call_with_rows("score", NAMED, WRITES, micro_batch_size=2) is None
+    assert rows.fetched == [(NAMED, None)], "only training checks the age of tokens"
+    assert rows.written == [(NAMED, {"prev_logprobs": [1.0]})]
+    assert worker.calls == [({"micro_batch_size": 2},)]
+
+
+def test_a_rank_without_rows_takes_part_and_writes_nothing() -> None:
+    actor, worker, rows = rank()
+    assert actor.call_with_rows("score", NONE, WRITES) is None
+    assert len(worker.calls) == 1, "all ranks must run the worker's collectives"
+    assert rows.written == [(NONE, {})], "the write is a collective, too"
+
+
+def test_the_result_is_returned_if_no_column_is_to_be_written_and_the_step_checks_the_rows() -> None:
+    actor, worker, rows = rank()
+    assert actor.call_with_rows("score", NAMED, {}, step=5)["logprobs"] == [1.0]
+    assert (rows.fetched, rows.written) == ([(NAMED, 5)], [])
+    assert worker.calls == [({"step": 5},)]
+
+
+def test_rows_in_hand_are_passed_on_with_the_objects_that_the_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, worker, rows = rank()
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: f"opened {ref}")
+    shared: Any = Shared(ref="loss")  # type: ignore[arg-type]
+    assert actor.call_with_rows("score", BatchedDataDict(x=[2.0]), {}, shared)["logprobs"] == [2.0]
+    assert worker.calls == [("opened loss", {})]
+    assert not rows.fetched
