@@ -97,14 +97,16 @@ def watch_run(run: Path, *, address: str | None, every_s: float, once: bool = Fa
 
     from asyncrl.deployment.known_runs import check_there, ended_run, named_run
     from asyncrl.views.live import LiveDisplay, render
-    from asyncrl.views.watch import watch
 
     directory = named_run(run)
     check_there(directory)
     if (ended := ended_run(directory)) is not None:
         raise RunError(ended)
     try:
-        views = watch(directory, ask=_watched(directory, address))
+        ask = _watched(directory, address)
+        from asyncrl.views.watch import watch  # it imports Ray, which needs the token that `_watched` sets
+
+        views = watch(directory, ask=ask)
         if once:
             Console().print(render(next(views)))
             return

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,6 +19,9 @@ from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.records import RunInfo, StepRecord, mean, state_shares
 from asyncrl.views.headline import RunFacts
 from asyncrl.weights.parity import parity_tolerance_nats
+
+if TYPE_CHECKING:  # it imports Ray, which reads the environment before `use_ray_token` has set it
+    from asyncrl.buffer.actor import RunStatus
 
 RECENT_STEPS = 20
 """The live view covers this many last steps. In all views, the share of groups with equal rewards covers them too."""
@@ -100,7 +104,7 @@ def facts_of_steps(
     )
 
 
-def with_status(facts: RunFacts, status: RunStatus, *, recent: bool) -> RunFacts:
+def with_status(facts: RunFacts, status: "RunStatus", *, recent: bool) -> RunFacts:
     """Returns the facts with what only the buffer knows: failures by reason, the replicas' probes of their weights,
     and, unless `recent`, the groups since the start of the run."""
     parities = [facts.parity_nats, *(report.parity_max_nats for report in status.reports.values())]
