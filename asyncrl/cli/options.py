@@ -17,7 +17,7 @@ from asyncrl.buffer.membership import Role
 from asyncrl.cli.presence import check_presence
 from asyncrl.config.checks import check_config
 from asyncrl.config.exposure import check_exposure
-from asyncrl.config.load import config_origins, load_config
+from asyncrl.config.load import Layer, config_origins, load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, ConfigError
 
@@ -118,7 +118,11 @@ def command_app(*, help: str | None = None) -> typer.Typer:
 
 
 def checked_config(
-    files: list[Path], overrides: list[str], *, roles: Collection[Role] = tuple(Role), allow_public: bool = False
+    files: Sequence[Layer],
+    overrides: Sequence[str],
+    *,
+    roles: Collection[Role] = tuple(Role),
+    allow_public: bool = False,
 ) -> tuple[Config, list[str]]:
     """Returns the merged configuration and warnings about it.
 

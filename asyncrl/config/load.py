@@ -1,12 +1,13 @@
 """Loads a validated `Config` from files and the command line, and writes a `Config` as YAML.
 
-Files are merged from left to right, then the overrides are applied in their order. Mappings are merged key by key; any
-other value replaces the earlier value. Validation is strict about types: `true` is not accepted as a number, nor `"8"`
-as an integer. All violations are reported in one error, each with the file or override that set the value.
-`checks.check_config` checks the rules that involve several fields.
+Layers (files, or mappings from Python) are merged from left to right, then the overrides are applied in their order.
+Mappings are merged key by key; any other value replaces the earlier value. Validation is strict about types: `true` is
+not accepted as a number, nor `"8"` as an integer. All violations are reported in one error, each with the layer or
+override that set the value. `checks.check_config` checks the rules that involve several fields.
 """
 
 import json
+import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
 KeyPath = tuple[str, ...]
+Layer = Path | str | Mapping[str, object]
+"""A part of a configuration: the path of a YAML file, or a mapping whose keys are sections or dotted keys."""
 
 # Sections and keys that may differ between the deployments of one run: places, sizes of pools, and hardware. All other
 # keys must agree.
@@ -49,15 +52,17 @@ _OWN_KEYS = frozenset(
 )
 
 
-def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
-    """Returns the configuration of `files`, merged from left to right, with the overrides `a.b=c` applied last.
+def load_config(layers: Sequence[Layer], overrides: Sequence[str] = ()) -> Config:
+    """Returns the configuration of `layers`, merged from left to right, with the overrides `a.b=c` applied last.
 
-    The value of an override is YAML: `staleness.max_versions=2`, `generator.stop=["\\n"]`, `data.path=null`.
+    A layer is the path of a YAML file, or a mapping. The keys of a mapping are sections, or dotted keys:
+    `{"model": {"path": "models/my-llama"}, "learner.total_steps": 100}`. The value of an override is YAML:
+    `staleness.max_versions=2`, `generator.stop=["\\n"]`, `data.path=null`.
 
     Raises ConfigError with one line for each problem. If any file or override cannot be read, it lists only those.
     Otherwise it lists the wrong keys and values.
     """
-    merged, origins = _merged(files, overrides)
+    merged, origins = _merged(layers, overrides)
     try:
         # The detour over JSON is needed: in JSON mode, strict validation accepts text for paths and lists for tuples.
         return Config.model_validate_json(json.dumps(merged), strict=True)
@@ -68,19 +73,25 @@ def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
         raise ConfigError("\n".join(lines), key=key) from None
 
 
-def config_origins(files: Sequence[Path], overrides: Sequence[str]) -> dict[KeyPath, str]:
-    """Returns where each key was set last: `in FILE` or `on the command line`. Keys with their default are left out."""
-    return _merged(files, overrides)[1]
+def config_origins(layers: Sequence[Layer], overrides: Sequence[str]) -> dict[KeyPath, str]:
+    """Returns where each key was set last: `in FILE`, `in mapping 2` or `on the command line`. Keys with their default
+    are left out."""
+    return _merged(layers, overrides)[1]
 
 
-def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, object], dict[KeyPath, str]]:
-    """Returns all files and overrides merged into one tree, and where each key was set last."""
+def _merged(layers: Sequence[Layer], overrides: Sequence[str]) -> tuple[dict[str, object], dict[KeyPath, str]]:
+    """Returns all layers and overrides merged into one tree, and where each key was set last."""
     merged: dict[str, object] = {}
     origins: dict[KeyPath, str] = {}
     problems: list[str] = []
-    for file in files:
+    for number, layer in enumerate(layers, start=1):
         try:
-            _merge(merged, _read_mapping(file), origin=f"in {file}", origins=origins)
+            if isinstance(layer, Mapping):
+                _merge(
+                    merged, _nested(layer, source=f"mapping {number}"), origin=f"in mapping {number}", origins=origins
+                )
+            else:
+                _merge(merged, _read_mapping(Path(layer)), origin=f"in {layer}", origins=origins)
         except ConfigError as error:
             problems.append(str(error))
     for override in overrides:
@@ -173,13 +184,25 @@ def _parse_override(override: str) -> dict[str, object]:
     return _plain(tree, source=f"override {override!r}")
 
 
+def _nested(layer: Mapping[str, object], *, source: str) -> dict[str, object]:
+    """Returns a mapping from Python as a tree in which dotted keys have become sections."""
+    tree: dict[str, object] = {}
+    for key, value in layer.items():
+        section, *below = str(key).split(".")
+        for name in reversed(below):
+            value = {name: value}
+        _merge(tree, {section: value}, origin="", origins={})
+    return _plain(tree, source=source)
+
+
 def _plain(data: dict[str, object], *, source: str) -> dict[str, object]:
-    """Returns a deep copy of `data`. Raises ConfigError for data that JSON cannot express (sets, bytes, cycles).
+    """Returns a deep copy of `data`, with paths as text. Raises ConfigError for data that JSON cannot express (sets,
+    bytes, cycles).
 
     The deep copy is needed because YAML aliases make several keys share one object, and `_merge` changes objects.
     """
     try:
-        copy = json.loads(json.dumps(data))
+        copy = json.loads(json.dumps(data, default=os.fspath))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{source}: a config may hold only text, numbers, lists and mappings ({error}); replace the value"

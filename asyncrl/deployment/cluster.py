@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -173,8 +174,17 @@ def _knock(address: str) -> None:
 def _sigterm_stays_ours() -> Iterator[None]:
     """Keeps this process's SIGTERM handler while the block calls `ray.init`.
 
-    `ray.init` installs its own handler, which ends all of Ray and then the process, so a clean end is not possible.
+    `ray.init` installs its own handler, which ends all of Ray and then the process, so a clean end is not possible. In
+    a thread other than the main thread, it installs none and logs a warning, which the block hides.
     """
+    if threading.current_thread() is not threading.main_thread():
+        without = logging.getLogger("ray._private.worker")
+        without.addFilter(_is_not_about_sigterm)
+        try:
+            yield
+        finally:
+            without.removeFilter(_is_not_about_sigterm)
+        return
     ours = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -182,6 +192,10 @@ def _sigterm_stays_ours() -> Iterator[None]:
         if callable(ours):  # a process without its own handler keeps Ray's
             signal.signal(signal.SIGTERM, ours)
             signal.siginterrupt(signal.SIGTERM, False)
+
+
+def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
+    return "SIGTERM" not in record.getMessage()
 
 
 _own_session = False
