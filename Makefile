@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 EXTRA := $(if $(shell command -v nvidia-smi),gpu,cpu)
 STAMP := .venv/.installed-$(EXTRA)
+# Fails for a broken link, but not with --quiet. NO_MKDOCS_2_WARNING silences an advertisement for another program.
+SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
 
 .PHONY: train test unit check docs mutations processors
@@ -29,6 +31,7 @@ check: $(STAMP)
 	$(BIN)/python -m asyncrl.metrics.docs --check
 	$(BIN)/python dashboards/build.py --check
 	$(BIN)/python docs/faults.py --check
+	$(SITE)
 	$(BIN)/python -m pytest -q tests/test_security.py
 
 # Breaks the loss and the advantages on purpose in many ways, one at a time. Each break must make a test fail. Takes
@@ -41,11 +44,13 @@ mutations: $(STAMP)
 processors: $(STAMP)
 	$(BIN)/python tests/run_processors.py $(ARGS)
 
+# Writes the generated pages and dashboards, and then the site. Open site/index.html in a browser.
 docs: $(STAMP)
 	$(BIN)/python -m asyncrl.config.docs
 	$(BIN)/python -m asyncrl.metrics.docs
 	$(BIN)/python dashboards/build.py
 	$(BIN)/python docs/faults.py
+	$(SITE)
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv

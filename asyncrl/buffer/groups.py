@@ -12,8 +12,8 @@ from asyncrl.buffer.ledger import Account, Amount, Event, Fate, Ledger
 from asyncrl.buffer.records import GroupMeta, Ticket
 from asyncrl.buffer.slots import DuePrompt, Front, ReadyQueue, Slot, amount_of
 from asyncrl.buffer.staleness import Limits
+from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
-from asyncrl.run.version import Version
 
 # vLLM gives sample i of a request the seed + i. So the seed of a group is a multiple of the group size, which makes all
 # sample seeds different. The range leaves room below 2**63.

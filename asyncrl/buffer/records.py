@@ -8,9 +8,9 @@ from enum import StrEnum
 
 import msgspec
 
+from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass, RolloutError
-from asyncrl.run.version import Version
 
 MAX_FAILURE_CHARS = 1000
 """Maximum length of each text of a failure (message, prompt, completion). Longer texts are cut."""

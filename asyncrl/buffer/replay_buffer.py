@@ -39,9 +39,9 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, lease_violation
+from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass, StalenessViolation
-from asyncrl.run.version import Version
 
 _REFUSED_COMMITS = {
     CommitOutcome.DUPLICATE: Event.COMMIT_DUPLICATE,

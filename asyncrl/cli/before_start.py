@@ -18,12 +18,12 @@ from asyncrl.algorithms.presets import advantage_of, is_own_loss
 from asyncrl.cli.options import checked_config, print_warnings
 from asyncrl.cli.presence import model_directory
 from asyncrl.cli.terminal import outlive_terminal
+from asyncrl.common.roles import Role
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import FIRST_ROWS, Task
 from asyncrl.deployment.ray_token import use_ray_token
 from asyncrl.errors import ConfigError, DatasetError, InfraError
-from asyncrl.run.roles import Role
 
 if TYPE_CHECKING:
     from asyncrl.deployment.inputs import Prompts

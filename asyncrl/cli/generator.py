@@ -8,7 +8,7 @@ import logging
 
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, command_app, ray_address
-from asyncrl.run.roles import Role
+from asyncrl.common.roles import Role
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from functools import partial
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.live_run import Runner, join_admitted, live_run
 from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, again, command_app, ray_address
-from asyncrl.run.roles import Role
+from asyncrl.common.roles import Role
 
 app = command_app()
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from asyncrl.cli.options import LINE_EVERY_STEPS, clear_previous, print_outcome, print_previous, weights_named
 from asyncrl.cli.terminal import show_cursor
+from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
-from asyncrl.run.roles import Role
 from asyncrl.views.report import write_report
 
 if TYPE_CHECKING:

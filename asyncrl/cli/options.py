@@ -11,12 +11,12 @@ import typer
 
 from asyncrl.algorithms.checks import check_algorithm
 from asyncrl.cli.presence import check_presence
+from asyncrl.common.roles import Role
 from asyncrl.config.checks import check_config
-from asyncrl.config.load import config_origins, load_config
+from asyncrl.config.load import Layer, config_origins, load_config
 from asyncrl.config.metrics_host import check_metrics_host
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.run.roles import Role
 
 if TYPE_CHECKING:
     from asyncrl.deployment.run_dir import RunDir
@@ -115,7 +115,11 @@ def command_app(*, help: str | None = None) -> typer.Typer:
 
 
 def checked_config(
-    files: list[Path], overrides: list[str], *, roles: Collection[Role] = tuple(Role), allow_public: bool = False
+    files: Sequence[Layer],
+    overrides: Sequence[str],
+    *,
+    roles: Collection[Role] = tuple(Role),
+    allow_public: bool = False,
 ) -> tuple[Config, list[str]]:
     """Returns the merged configuration and warnings about it.
 

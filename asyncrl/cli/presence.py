@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.algorithms.presets import baseline_of
+from asyncrl.common.roles import Role
 from asyncrl.config.import_path import is_import_path, missing_module, suggest
 from asyncrl.config.schema import Config, KeyPath
 from asyncrl.demo.directory import is_tiny, why_not_built
 from asyncrl.environments.reasoning_gym_tasks import task_names
 from asyncrl.errors import ConfigError
 from asyncrl.policy.model_directory import missing_parts, model_problems, read_model
-from asyncrl.run.roles import Role
 
 _TASK = "environment.options.task"
 _NVIDIA = "nvidia[0-9]*"

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 
 from asyncrl.colocated.batch import continue_rows
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import RunError, TornReplica, WeightError
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.vllm_engine import VLLMEngine, preload, prepare_environment
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Parameters, check_published, is_news
 from asyncrl.weights.transports.ipc import SharedGroup
 from asyncrl.weights.transports.peers import Rendezvous

@@ -15,10 +15,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from asyncrl.common.version import Version
 from asyncrl.errors import ActorGone, AsyncRLError, CollectiveError, UpdateRefused, WeightError
 from asyncrl.generation.interfaces import GenerationInterface, all_succeeded
 from asyncrl.policy.interfaces import ColocatablePolicyInterface
-from asyncrl.run.version import Version
 
 CONSEQUENCES = (UpdateRefused, CollectiveError)
 """Errors that a rank raises because another rank has refused or failed."""

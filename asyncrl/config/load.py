@@ -1,13 +1,14 @@
 """Loads a validated `Config` from files and the command line, and writes a `Config` as YAML.
 
-Files are merged from left to right, then the overrides are applied in their order. Mappings are merged key by key; any
-other value replaces the earlier value. Validation is strict about types: `true` is not accepted as a number, nor `"8"`
-as an integer. All violations are reported in one error, each with the file or override that set the value.
-`checks.check_config` checks the rules that involve several fields.
+Layers (files, or mappings from Python) are merged from left to right, then the overrides are applied in their order.
+Mappings are merged key by key; any other value replaces the earlier value. Validation is strict about types: `true` is
+not accepted as a number, nor `"8"` as an integer. All violations are reported in one error, each with the layer or
+override that set the value. `checks.check_config` checks the rules that involve several fields.
 """
 
 import functools
 import json
+import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -23,16 +24,21 @@ from asyncrl.errors import ConfigError
 _REPLACED: Collection[KeyPath] = {("algorithm", "advantage")}
 """Mappings that a later layer replaces if it has a `name`: their other keys are options of that name."""
 
+Layer = Path | str | Mapping[str, object]
+"""A part of a configuration: the path of a YAML file, or a mapping whose keys are sections or dotted keys."""
 
-def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
-    """Returns the configuration of `files`, merged from left to right, with the overrides `a.b=c` applied last.
 
-    The value of an override is YAML: `staleness.max_versions=2`, `generator.stop=["\\n"]`, `data.path=null`.
+def load_config(layers: Sequence[Layer], overrides: Sequence[str] = ()) -> Config:
+    """Returns the configuration of `layers`, merged from left to right, with the overrides `a.b=c` applied last.
+
+    A layer is the path of a YAML file, or a mapping. The keys of a mapping are sections, or dotted keys:
+    `{"model": {"path": "models/my-llama"}, "learner.total_steps": 100}`. The value of an override is YAML:
+    `staleness.max_versions=2`, `generator.stop=["\\n"]`, `data.path=null`.
 
     Raises ConfigError with one line for each problem. If any file or override cannot be read, it lists only those.
     Otherwise it lists the wrong keys and values.
     """
-    merged, origins = _merged(files, overrides)
+    merged, origins = _merged(layers, overrides)
     try:
         # The detour over JSON is needed: in JSON mode, strict validation accepts text for paths and lists for tuples.
         return Config.model_validate_json(json.dumps(merged), strict=True)
@@ -43,21 +49,22 @@ def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
         raise ConfigError("\n".join(lines), key=key) from None
 
 
-def config_origins(files: Sequence[Path], overrides: Sequence[str]) -> dict[KeyPath, str]:
-    """Returns where each key was set last: `in FILE` or `on the command line`. Keys with their default are left out."""
-    return _merged(files, overrides)[1]
+def config_origins(layers: Sequence[Layer], overrides: Sequence[str]) -> dict[KeyPath, str]:
+    """Returns where each key was set last: `in FILE`, `in mapping 2` or `on the command line`. Keys with their default
+    are left out."""
+    return _merged(layers, overrides)[1]
 
 
-def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, object], dict[KeyPath, str]]:
-    """Returns all files and overrides merged into one tree, and where each key was set last."""
+def _merged(layers: Sequence[Layer], overrides: Sequence[str]) -> tuple[dict[str, object], dict[KeyPath, str]]:
+    """Returns all layers and overrides merged into one tree, and where each key was set last."""
     merged: dict[str, object] = {}
     origins: dict[KeyPath, str] = {}
     problems: list[str] = []
-    layers: list[tuple[str, Callable[[], dict[str, object]]]] = [
-        *((f"in {file}", functools.partial(_read_mapping, file)) for file in files),
+    sources = [
+        *(_source(number, layer) for number, layer in enumerate(layers, start=1)),
         *((ON_COMMAND_LINE, functools.partial(_parse_override, override)) for override in overrides),
     ]
-    for origin, read in layers:
+    for origin, read in sources:
         try:
             _merge(merged, read(), origin=origin, origins=origins)
         except ConfigError as error:
@@ -140,6 +147,37 @@ def _parse_override(override: str) -> dict[str, object]:
     for name in reversed(names[1:]):
         tree = {name: tree}
     return {names[0]: tree}
+
+
+def _source(number: int, layer: Layer) -> tuple[str, Callable[[], dict[str, object]]]:
+    """Returns where the keys of a layer stand, for messages, and a function that reads the layer."""
+    if isinstance(layer, Mapping):
+        return f"in mapping {number}", functools.partial(_nested, layer, source=f"mapping {number}")
+    return f"in {layer}", functools.partial(_read_mapping, Path(layer))
+
+
+def _nested(layer: Mapping[str, object], *, source: str) -> dict[str, object]:
+    """Returns a mapping from Python as a tree in which dotted keys have become sections."""
+    tree: dict[str, object] = {}
+    for key, value in layer.items():
+        section, *below = str(key).split(".")
+        for name in reversed(below):
+            value = {name: value}
+        _merge(tree, {section: value}, origin="", origins={})
+    return _plain(tree, source=source)
+
+
+def _plain(data: dict[str, object], *, source: str) -> dict[str, object]:
+    """Returns a deep copy of `data`, with paths as text. Raises ConfigError for data that JSON cannot express (sets,
+    bytes, cycles)."""
+    try:
+        copy = json.loads(json.dumps(data, default=os.fspath))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{source}: a config may hold only text, numbers, lists and mappings ({error}); replace the value"
+        ) from None
+    assert isinstance(copy, dict)
+    return copy
 
 
 def _merge(

@@ -24,6 +24,9 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import limits_of
+from asyncrl.common.names import COORDINATOR
+from asyncrl.common.roles import Role
+from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.failures import FailureReports
@@ -36,9 +39,6 @@ from asyncrl.metrics.catalogue import BUFFER_WAITS
 from asyncrl.metrics.recorders import BufferMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock, monotonic_at_process_start
-from asyncrl.run.names import COORDINATOR
-from asyncrl.run.roles import Role
-from asyncrl.run.version import Version
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from asyncrl.common.roles import Role, RunState
+from asyncrl.common.version import Version
 from asyncrl.config.load import first_difference
 from asyncrl.errors import HandshakeError, RunLocked, RunMismatch, VersionRegression
-from asyncrl.run.roles import Role, RunState
-from asyncrl.run.version import Version
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.buffer.records import Refusal, Reservation
-from asyncrl.run.version import Version
+from asyncrl.common.version import Version
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):

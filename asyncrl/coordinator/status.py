@@ -4,10 +4,10 @@ import msgspec
 
 from asyncrl.buffer.ledger import Account
 from asyncrl.buffer.records import Counts, FailureCount, FailureStreak
+from asyncrl.common.roles import RunState
+from asyncrl.common.version import Version
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.replicas import ReplicaReport, ReplicaView
-from asyncrl.run.roles import RunState
-from asyncrl.run.version import Version
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
+from asyncrl.common.roles import Role
 from asyncrl.metrics.states import StateClock
-from asyncrl.run.roles import Role
 
 Answer = TypeVar("Answer")
 

@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ import ray
 from ray._private import services
 from ray.exceptions import RayError
 
+from asyncrl.common.names import COORDINATOR, WEIGHTS
+from asyncrl.common.roles import Role
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.actor import CoordinatorActor
@@ -39,8 +42,6 @@ from asyncrl.deployment.ray_access import (
 )
 from asyncrl.deployment.ray_token import require_token
 from asyncrl.errors import PlacementError, RunError
-from asyncrl.run.names import COORDINATOR, WEIGHTS
-from asyncrl.run.roles import Role
 from asyncrl.weights.store import WeightClient, WeightStore
 
 logger = logging.getLogger(__name__)
@@ -175,8 +176,17 @@ def _knock(address: str) -> None:
 def _sigterm_stays_ours() -> Iterator[None]:
     """Keeps this process's SIGTERM handler while the block calls `ray.init`.
 
-    `ray.init` installs its own handler, which ends all of Ray and then the process, so a clean end is not possible.
+    `ray.init` installs its own handler, which ends all of Ray and then the process, so a clean end is not possible. In
+    a thread other than the main thread, it installs none and logs a warning, which the block hides.
     """
+    if threading.current_thread() is not threading.main_thread():
+        without = logging.getLogger("ray._private.worker")
+        without.addFilter(_is_not_about_sigterm)
+        try:
+            yield
+        finally:
+            without.removeFilter(_is_not_about_sigterm)
+        return
     ours = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -184,6 +194,10 @@ def _sigterm_stays_ours() -> Iterator[None]:
         if callable(ours):  # a process without its own handler keeps Ray's
             signal.signal(signal.SIGTERM, ours)
             signal.siginterrupt(signal.SIGTERM, False)
+
+
+def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
+    return "SIGTERM" not in record.getMessage()
 
 
 _own_session = False

@@ -62,7 +62,10 @@ async def run_both(
             config, inputs, started=lambda processes: run_dir.uses_shared_memory(processes.shared_memory)
         )
         generators = await closing.enter_async_context(running(generator_deployment.run(end), name="generators"))
-        await asyncio.sleep(0)  # lets the task create the replicas before the import below blocks the event loop
+        # Meanwhile the task of the generators creates the replicas. The threads of these two tasks import libraries that
+        # the learner imports too. Of two threads that import a library at the same time, one may see half of it.
+        screen.starting(config, "making prompts")
+        await asyncio.wait([inputs.prompts, inputs.engine_model])
         screen.starting(config, "importing the learner")
         learner_deployment = _learner(config, inputs, run_dir=run_dir, screen=screen)
         learner = await closing.enter_async_context(running(learner_deployment.run(stop), name="learner"))

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
+from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.status import RunStatus
@@ -30,7 +31,6 @@ from asyncrl.environments.secrets import read_secrets
 from asyncrl.errors import AsyncRLError, GeneratorPoolExhausted, RunError, StallError
 from asyncrl.generation.actor import GeneratorActor, ReplicaProcesses
 from asyncrl.generation.shared_memory import reap
-from asyncrl.run.roles import Role, RunState
 
 logger = logging.getLogger(__name__)
 

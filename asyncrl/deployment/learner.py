@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.registry import Registry
 from asyncrl.data.prompts import Task
@@ -35,7 +36,6 @@ from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
-from asyncrl.run.roles import Role, RunState
 from asyncrl.value.lm_value import critic_config
 from asyncrl.value.tq_value import TQValue
 from asyncrl.weights.manifest import Manifest, layout

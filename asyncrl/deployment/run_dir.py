@@ -20,7 +20,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,6 +60,10 @@ class RunDir:
         self._failing: set[Path] = set()
         self._end: tuple[State, str] = ("finished", "done")
         self.steps_written = 0
+        self.on_step: Callable[[StepRecord], object] = lambda _: None
+        """Is called with each step record after it was written."""
+        self.on_eval: Callable[[EvalRecord], object] = lambda _: None
+        """Is called with each evaluation record after it was written."""
 
     @classmethod
     def create(cls, config: Config) -> "RunDir":
@@ -132,9 +136,11 @@ class RunDir:
     def append_step(self, record: StepRecord) -> None:
         self.steps_written += 1
         self._append(self.path / "steps.jsonl", [record])
+        self.on_step(record)
 
     def append_eval(self, record: EvalRecord) -> None:
         self._append(self.path / "evals.jsonl", [record])
+        self.on_eval(record)
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         """Appends samples to `samples/step-N.jsonl`; writes no file if there are none."""

@@ -13,6 +13,8 @@ import msgspec
 import ray
 
 from asyncrl.buffer.records import Failure
+from asyncrl.common.names import COORDINATOR, WEIGHTS
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.registry import Registry
@@ -30,8 +32,6 @@ from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import monotonic_at_process_start
-from asyncrl.run.names import COORDINATOR, WEIGHTS
-from asyncrl.run.version import Version
 from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from asyncio_throttle.throttler import Throttler
 
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Refusal, Ticket
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
@@ -31,7 +32,6 @@ from asyncrl.generation.weight_updates import UpdateHooks, WeightUpdates
 from asyncrl.metrics.catalogue import GENERATOR_STATES
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.states import SlotStates
-from asyncrl.run.version import Version
 from asyncrl.user_code import describe_error
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from asyncrl.common.version import Version
 from asyncrl.data.specs import GenerationDatumSpec, GenerationOutputSpec, verify_right_padding
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest
 
 if TYPE_CHECKING:

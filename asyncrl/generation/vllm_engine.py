@@ -14,13 +14,13 @@ from typing import Any
 
 import psutil
 
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.engine_start import cause_of_death, engine_starts
 from asyncrl.generation.interfaces import Completion, LoadTimes
 from asyncrl.generation.shared_memory import segments_of, sweep_shared_memory
 from asyncrl.generation.vllm_weights import VLLMWeights
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest
 
 GIB = 2**30

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from asyncrl.common.version import Version
 from asyncrl.errors import CollectiveError, TornReplica, WeightError
 from asyncrl.generation.interfaces import LoadTimes
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest, Parameters, TensorEntry, check_published, is_news
 from asyncrl.weights.memory_file import MemoryFile
 from asyncrl.weights.remote_errors import from_text

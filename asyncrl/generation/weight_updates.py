@@ -14,11 +14,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import InfraError, ManifestMismatch, ManifestVoid, ParityError, TornReplica, WeightError
 from asyncrl.generation.interfaces import InferenceEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest, check_buckets, check_parameters, is_news
 from asyncrl.weights.parity import parity_tolerance_nats
 from asyncrl.weights.store import Publication, WeightClient

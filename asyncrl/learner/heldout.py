@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import ray
 
 from asyncrl.buffer.records import Failure
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
@@ -25,7 +26,6 @@ from asyncrl.learner.progress import replicas_in_words
 from asyncrl.learner.records import EvalRecord
 from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.run.version import Version
 
 logger = logging.getLogger(__name__)
 

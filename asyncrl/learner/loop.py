@@ -16,6 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.buffer.records import Lease, LeaseWait
+from asyncrl.common.roles import RunState
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
@@ -38,8 +40,6 @@ from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.ranks.report import StepReport
-from asyncrl.run.roles import RunState
-from asyncrl.run.version import Version
 from asyncrl.value.tq_value import TQValue
 from asyncrl.weights.gate import should_publish
 from asyncrl.weights.parity import parity_tolerance_nats

@@ -8,11 +8,11 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from asyncrl.common.version import Version
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest, Probe, TensorEntry
 from asyncrl.weights.publisher import DeliveredBucket
 from asyncrl.weights.store import WeightClient

@@ -15,6 +15,7 @@ from typing import Any
 
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import Lease
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.coordinator.status import RunStatus
@@ -26,7 +27,6 @@ from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.ranks.report import StepReport
-from asyncrl.run.version import Version
 from asyncrl.weights.parity import parity_tolerance_nats
 
 DISCARDED_FATES = (Fate.DROPPED, Fate.FILTERED, Fate.SKIPPED, Fate.ROWS_LOST, Fate.FAILED, Fate.RETURNED_ON_RESUME)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.algorithms.interfaces import LossFunction
+    from asyncrl.common.version import Version
     from asyncrl.data.batched_data_dict import BatchedDataDict
     from asyncrl.ranks.timer import Timer
-    from asyncrl.run.version import Version
 
 
 class LogprobOutputSpec(TypedDict):

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CollectiveError
@@ -23,7 +24,6 @@ from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.driver import RankDriver, Stage, ignore_arguments
 from asyncrl.ranks.gather import ParameterSpec
 from asyncrl.ranks.timer import Timer
-from asyncrl.run.version import Version
 from asyncrl.weights.transports.peers import Rendezvous
 
 GIB = 2**30

@@ -18,6 +18,7 @@ from asyncrl.algorithms.baselines import reward_kl
 from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
 from asyncrl.algorithms.presets import advantage_of
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CollectiveError, WeightError
@@ -33,7 +34,6 @@ from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
 from asyncrl.ranks.packed import ATTENTION
 from asyncrl.ranks.plan import PlannedUpdate
 from asyncrl.ranks.worker import HOST, RankWorker
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Probe, TensorEntry, layout
 from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, own_buckets
 from asyncrl.weights.transports.collective import Broadcasts

@@ -5,7 +5,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,9 +18,6 @@ from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.records import RunInfo, StepRecord, mean, state_shares
 from asyncrl.views.headline import RunFacts
 from asyncrl.weights.parity import parity_tolerance_nats
-
-if TYPE_CHECKING:  # it imports Ray, which reads the environment before `use_ray_token` has set it
-    from asyncrl.buffer.actor import RunStatus
 
 RECENT_STEPS = 20
 """The live view covers this many last steps. In all views, the share of groups with equal rewards covers them too."""

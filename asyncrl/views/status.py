@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from asyncrl.buffer.ledger import Fate
+from asyncrl.common.roles import Role, RunState
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.failures import in_words
 from asyncrl.learner.recording import mean_states
 from asyncrl.learner.records import StepRecord
-from asyncrl.run.roles import Role, RunState
 from asyncrl.views.headline import Bottleneck, Headline, bottleneck, failed_share, headline
 from asyncrl.views.run_facts import Setting, facts_of_steps, with_status
 

@@ -9,8 +9,8 @@ The module is pure and imports neither ray nor torch.
 from collections.abc import Iterable
 
 from asyncrl.buffer.records import Refusal
+from asyncrl.common.version import Version
 from asyncrl.coordinator.replicas import ReplicaView
-from asyncrl.run.version import Version
 
 
 def should_publish(

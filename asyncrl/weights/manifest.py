@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import xxhash
 
+from asyncrl.common.version import Version
 from asyncrl.errors import HandshakeError, ManifestMismatch, VersionRegression
-from asyncrl.run.version import Version
 
 ALIGNMENT_BYTES = 64  # a multiple of every dtype's alignment, because tensors are viewed in place
 

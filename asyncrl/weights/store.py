@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.common.version import Version
 from asyncrl.data_plane.calls import finished
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest, is_news
 
 KEPT_VERSIONS = 2

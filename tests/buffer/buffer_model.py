@@ -12,8 +12,8 @@ from buffer_scenes import Clock, NumberedPrompts, finished, limits
 from asyncrl.buffer.ledger import Amount, Fate
 from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Refusal, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.common.version import Version
 from asyncrl.errors import FailureClass
-from asyncrl.run.version import Version
 
 TIMEOUT_S = 10.0
 MAX_ATTEMPTS = 3

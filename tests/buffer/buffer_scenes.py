@@ -3,8 +3,8 @@
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
+from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
-from asyncrl.run.version import Version
 
 
 class Clock:

@@ -14,9 +14,9 @@ from buffer_scenes import Clock, NumberedPrompts, finished, limits
 from asyncrl.buffer.ledger import Account, Fate
 from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.common.version import Version
 from asyncrl.coordinator.replicas import Replicas
 from asyncrl.errors import FailureClass, StalenessViolation
-from asyncrl.run.version import Version
 from asyncrl.weights.gate import should_publish
 
 PATIENCE_TICKS = 50

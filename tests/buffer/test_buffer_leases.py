@@ -5,8 +5,8 @@ from buffer_scenes import Scene, finished
 
 from asyncrl.buffer.ledger import Amount, Event, Fate
 from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal
+from asyncrl.common.version import Version
 from asyncrl.errors import FailureClass, StalenessViolation
-from asyncrl.run.version import Version
 
 
 def test_the_stragglers_of_the_design_are_waited_for() -> None:

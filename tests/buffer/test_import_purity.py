@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import asyncrl.run
 import pytest
 
 import asyncrl.buffer
 import asyncrl.config
-import asyncrl.run
 
 
 def modules_of(package: ModuleType) -> list[str]:

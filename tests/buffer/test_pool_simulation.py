@@ -11,7 +11,7 @@ from pool_simulation import Outcome, Pool, Simulation, discarded_groups
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Room, admissible
-from asyncrl.run.version import Version
+from asyncrl.common.version import Version
 
 pytestmark = pytest.mark.slow
 

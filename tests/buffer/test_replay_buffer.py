@@ -6,8 +6,8 @@ from buffer_scenes import Scene, finished
 
 from asyncrl.buffer.ledger import Amount, Event, Fate
 from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal
+from asyncrl.common.version import Version
 from asyncrl.errors import DataError, FailureClass, StalenessViolation
-from asyncrl.run.version import Version
 
 OLD = Version(0, 0)
 

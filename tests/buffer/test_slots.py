@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from asyncrl.buffer.records import Ticket
 from asyncrl.buffer.slots import DuePrompt, Front, ReadyQueue, Slot
+from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
-from asyncrl.run.version import Version
 
 TASK = Task(question="q", prompt="p", answer="a")
 

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 from asyncrl.cli import before_start
 from asyncrl.cli.before_start import look, prepare
 from asyncrl.cli.main import app
+from asyncrl.common.roles import Role
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.demo.tiny_model import build_tokenizer
 from asyncrl.errors import ConfigError, DatasetError
-from asyncrl.run.roles import Role
 
 pytestmark = pytest.mark.slow
 

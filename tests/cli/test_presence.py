@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from asyncrl.cli import presence
 from asyncrl.cli.main import app
 from asyncrl.cli.presence import check_presence
+from asyncrl.common.roles import Role
 from asyncrl.config.load import config_origins, load_config
 from asyncrl.demo.directory import TINY_RECIPE
 from asyncrl.errors import ConfigError
-from asyncrl.run.roles import Role
 
 pytestmark = pytest.mark.slow
 

@@ -8,12 +8,12 @@ import torch
 from fake_engine import FakeEngine
 
 from asyncrl.colocated.batch import continue_rows
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import NO_VERSION
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion, verify_right_padding
-from asyncrl.run.version import Version
 
 pytestmark = pytest.mark.asyncio
 

@@ -6,9 +6,9 @@ import pytest
 import ray
 
 from asyncrl.colocated.refit import refit_by_broadcast, refit_colocated
+from asyncrl.common.version import Version
 from asyncrl.errors import WeightError
 from asyncrl.generation.interfaces import all_succeeded
-from asyncrl.run.version import Version
 
 
 class Recorder:

@@ -12,6 +12,8 @@ from buffer_scenes import finished
 from local_ray import local_ray
 
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Lease, LeaseWait
+from asyncrl.common.roles import Role, RunState
+from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.actor import CoordinatorActor
@@ -21,8 +23,6 @@ from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorGone, FailureClass, RunLocked
-from asyncrl.run.roles import Role, RunState
-from asyncrl.run.version import Version
 
 NOW = Version(1, 0)
 CONFIG = Config.model_validate({"learner": {"groups_per_step": 2, "group_size": 2}, "staleness": {"max_versions": 0}})

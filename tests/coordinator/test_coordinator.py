@@ -11,6 +11,8 @@ from buffer_scenes import finished
 
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, LeaseWait, Refusal, Reservation
+from asyncrl.common.roles import Role
+from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Coordinator
@@ -19,8 +21,6 @@ from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass, RunLocked
 from asyncrl.metrics.catalogue import BUFFER_WAITS, REPLICA_STATES
-from asyncrl.run.roles import Role
-from asyncrl.run.version import Version
 
 FAR_S = 60.0
 NOW = Version(1, 0)

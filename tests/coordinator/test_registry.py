@@ -2,10 +2,10 @@
 
 import pytest
 
+from asyncrl.common.roles import Role, RunState
+from asyncrl.common.version import Version
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.errors import HandshakeError, RunLocked, RunMismatch, VersionRegression
-from asyncrl.run.roles import Role, RunState
-from asyncrl.run.version import Version
 
 
 class Clock:

@@ -3,9 +3,9 @@
 from buffer_scenes import Scene
 
 from asyncrl.buffer.records import Failure, Refusal, Ticket
+from asyncrl.common.version import Version
 from asyncrl.coordinator.replicas import Replicas, ReplicaView
 from asyncrl.errors import FailureClass
-from asyncrl.run.version import Version
 
 
 class Seen(Scene):

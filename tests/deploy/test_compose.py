@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from asyncrl.cli.presence import check_presence
+from asyncrl.common.roles import Role
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import config_origins, load_config
 from asyncrl.config.metrics_host import check_metrics_host
-from asyncrl.run.roles import Role
 
 
 @pytest.fixture

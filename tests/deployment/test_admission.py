@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
+from asyncrl.common.roles import Role
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.deployment import cluster, compose, generators
 from asyncrl.errors import RunLocked, RunMismatch
-from asyncrl.run.roles import Role
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

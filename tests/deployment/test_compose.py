@@ -1,6 +1,7 @@
 """`run_both`, the main function of `asyncrl up`: its phases, and the end of both deployments if one of them fails."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,3 +108,28 @@ async def test_inputs_end_with_their_block(monkeypatch: pytest.MonkeyPatch) -> N
         await asyncio.sleep(0)
     assert all(task.cancelled() or task.done() for task in tasks)
     assert inputs.prompts.cancelled()
+
+
+@pytest.mark.asyncio
+async def test_the_learner_is_imported_when_no_thread_imports_the_tiny_model_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both import transformers. The second of two simultaneous imports fails with `cannot import name`."""
+    events: list[str] = []
+    pools = Pools(monkeypatch, generators=None, learner=StallError("nothing moves"))
+    build = compose._learner
+
+    async def describe(_: Inputs) -> str:
+        await asyncio.to_thread(time.sleep, 0.2)
+        events.append("described")
+        return "models/tiny"
+
+    def imported(*arguments: Any, **options: Any) -> Any:
+        events.append("imported")
+        return build(*arguments, **options)
+
+    monkeypatch.setattr(Inputs, "_describe_model", describe)
+    monkeypatch.setattr(compose, "_learner", imported)
+    with pytest.raises(StallError):
+        await pools.run(tmp_path, asyncio.Event())
+    assert events == ["described", "imported"]

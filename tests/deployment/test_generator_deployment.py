@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from made_up_run import make_status
 
+from asyncrl.common.roles import RunState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.status import RunStatus
@@ -16,7 +17,6 @@ from asyncrl.deployment import generators
 from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress, _Replica
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.errors import CallTimeout, ConfigError, GeneratorPoolExhausted, RunError
-from asyncrl.run.roles import RunState
 
 
 def deployment_of(config: Config) -> GeneratorDeployment:

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from asyncrl.common.version import Version
 from asyncrl.generation.interfaces import Completion, InferenceEngine
-from asyncrl.run.version import Version
 
 PROMPT = [40, 41, 42, 43]
 PARITY_NATS = 1e-4

@@ -10,9 +10,9 @@ import asyncio
 import zlib
 from collections.abc import Callable, Sequence
 
+from asyncrl.common.version import Version
 from asyncrl.errors import InfraError, TornReplica
 from asyncrl.generation.interfaces import Completion, LoadTimes
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest
 
 EOS = 1

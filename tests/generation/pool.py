@@ -9,6 +9,7 @@ from typing import Any
 from fake_engine import FakeEngine, log_prob_of
 
 from asyncrl.buffer.records import Counts, Lease
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
@@ -19,7 +20,6 @@ from asyncrl.generation.generator import Generator
 from asyncrl.generation.rollout import Rollouts
 from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Bucket, Manifest, Probe, checksum, layout
 from asyncrl.weights.store import Publication, WeightStore
 

@@ -6,7 +6,7 @@ import pytest
 from engine_contract import CONTRACT
 from fake_engine import FakeEngine
 
-from asyncrl.run.version import Version
+from asyncrl.common.version import Version
 from asyncrl.weights.manifest import Manifest, Probe
 
 

@@ -11,13 +11,13 @@ from pool import TASKS, empty_pool, everything_else_runs, started_pool, until
 from asyncrl import __version__
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.records import Failure, Refusal
+from asyncrl.common.version import Version
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorGone, DataError, FailureClass
 from asyncrl.generation.interfaces import LoadTimes
 from asyncrl.metrics.catalogue import GENERATOR_STATES
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest
 
 

@@ -7,13 +7,13 @@ from fake_engine import FakeEngine
 from pool import LengthScorer, Tokenizer, manifest_of
 
 from asyncrl.buffer.records import Ticket
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.codec import encode
 from asyncrl.errors import DataError, HandshakeError
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import GENERATED_FIELDS, Rollouts, check_completion, finished_group
-from asyncrl.run.version import Version
 
 TICKET = Ticket(
     group=3, attempt=1, task=Task(question="q", prompt="q", answer="a"), seed=0, version=Version(1, 7),

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.common.version import Version
 from asyncrl.errors import ManifestMismatch, TornReplica, VersionRegression, WeightError
 from asyncrl.generation.vllm_weights import VLLMWeights
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import TensorEntry
 from asyncrl.weights.transports.ipc import SharedGroup
 

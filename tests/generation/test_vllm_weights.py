@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from asyncrl.common.version import Version
 from asyncrl.errors import CollectiveError, ManifestMismatch
 from asyncrl.generation import vllm_weights
 from asyncrl.generation.vllm_weights import VLLMWeights
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest, Probe
 from asyncrl.weights.remote_errors import as_text
 

@@ -11,10 +11,10 @@ from pool import Pool, empty_pool, everything_else_runs, started_pool, until
 from update_scene import Scene, waits
 
 from asyncrl.buffer.ledger import Fate
+from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ManifestMismatch, ParityError, TornReplica, WeightError
 from asyncrl.generation.interfaces import LoadTimes
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest
 
 MakeScene = Callable[..., Scene]

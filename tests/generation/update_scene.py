@@ -8,12 +8,12 @@ from typing import Any
 from fake_engine import FakeEngine
 from pool import PARAMETERS, WEIGHTS, Clock, Wire, everything_else_runs, manifest_of
 
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import InfraError
 from asyncrl.generation.interfaces import LoadTimes
 from asyncrl.generation.weight_updates import UpdateHooks, WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.store import Publication
 

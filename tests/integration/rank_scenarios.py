@@ -17,6 +17,7 @@ from torch.distributed import FileStore
 from asyncrl.algorithms.interfaces import LossInputType, LossType, masked_mean
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss, gather_logprobs
 from asyncrl.algorithms.presets import PRESETS, resolve_objective
+from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.errors import Offloaded, RunError, WeightError
@@ -26,7 +27,6 @@ from asyncrl.ranks.batching import token_batch
 from asyncrl.ranks.gather import reshard
 from asyncrl.ranks.report import StepReport, step_report
 from asyncrl.ranks.worker import RankWorker
-from asyncrl.run.version import Version
 
 WorkerT = TypeVar("WorkerT", bound=RankWorker[Any])
 

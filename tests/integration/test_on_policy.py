@@ -14,6 +14,7 @@ from test_up import DENSE, ENDLESS, run_up, steps_of, summary_of
 from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
 from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import baseline_of
+from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer
@@ -21,7 +22,6 @@ from asyncrl.environments.interfaces import build_reward, build_tasks
 from asyncrl.generation.rollout import sample_rows
 from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.run.version import Version
 from asyncrl.views.headline import Bound
 from asyncrl.weights.manifest import Manifest, Probe, layout
 

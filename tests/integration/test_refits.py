@@ -26,6 +26,7 @@ from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.colocated.generation import VLLMGeneration
 from asyncrl.colocated.refit import refit_by_broadcast, refit_colocated
+from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import (
@@ -42,7 +43,6 @@ from asyncrl.errors import (
 from asyncrl.generation.interfaces import verify_right_padding
 from asyncrl.generation.shared_memory import segments_of
 from asyncrl.policy.lm_policy import Policy
-from asyncrl.run.version import Version
 
 pytestmark = pytest.mark.integration
 

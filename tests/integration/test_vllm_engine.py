@@ -11,12 +11,12 @@ from engine_contract import CONTRACT, MAX_TOKENS, PARITY_NATS, PROMPT
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
+from asyncrl.common.version import Version
 from asyncrl.errors import InfraError, TornReplica
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.vllm_engine import VLLMEngine
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest, Probe, check_parameters, layout
 
 pytestmark = pytest.mark.integration

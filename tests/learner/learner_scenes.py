@@ -15,6 +15,7 @@ from memory_client import MemoryClient
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, Lease, LeaseWait, Ticket
+from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call, CoordinatorClient, perform
@@ -40,7 +41,6 @@ from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import STEP_FIELDS
 from asyncrl.ranks.named_rows import name_fields
 from asyncrl.ranks.report import StepReport
-from asyncrl.run.version import Version
 
 GROUPS_PER_STEP = 2
 GROUP_SIZE = 2

@@ -6,10 +6,10 @@ import pytest
 from learner_scenes import Scene
 
 from asyncrl.buffer.records import Failure
+from asyncrl.common.version import Version
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data.prompts import Task
 from asyncrl.errors import CallTimeout, FailureClass, RunError, StallError
-from asyncrl.run.version import Version
 
 
 @pytest.mark.asyncio

@@ -12,14 +12,14 @@ from learner_scenes import GROUPS_PER_STEP, Scene, skipped, trained
 
 from asyncrl.algorithms.token_estimators import resolve_estimators
 from asyncrl.buffer.ledger import Event, Fate
+from asyncrl.common.roles import RunState
+from asyncrl.common.version import Version
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ActorGone, NonFiniteError, ParityError, RowsLost, RunError, StallError
 from asyncrl.generation.rollout import GENERATED_FIELDS
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.ranks.report import StepReport
-from asyncrl.run.roles import RunState
-from asyncrl.run.version import Version
 
 
 async def groups_by_fate(scene: Scene) -> dict[Fate, int]:

@@ -13,6 +13,7 @@ from learner_scenes import Scene, decoded, judged, skipped, trained
 
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import FailedTicket, Failure
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.deployment.run_dir import RunDir
@@ -21,7 +22,6 @@ from asyncrl.learner.recording import EndedStep, StepRecorder, mean_states
 from asyncrl.learner.records import StepRecord, build_summary
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.run.version import Version
 from asyncrl.views.live import LiveView
 from asyncrl.views.live_from_records import live_view
 from asyncrl.views.report import read_run, write_report

@@ -11,10 +11,10 @@ from noted_ranks import DYNAMIC, LOSS, PACKED, on, settings, stored, tq_on
 from tiny_groups import make_batch
 
 from asyncrl.algorithms.value_loss import ClippedValueLoss
+from asyncrl.common.version import Version
 from asyncrl.data import BatchedDataDict
 from asyncrl.errors import MissingColumns, RunError
 from asyncrl.policy.lm_policy import Policy
-from asyncrl.run.version import Version
 from asyncrl.value.lm_value import Value
 
 SCORED = ("prev_logprobs", "reference_policy_logprobs")

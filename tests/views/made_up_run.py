@@ -4,12 +4,12 @@ from typing import Any
 
 from asyncrl.buffer.ledger import Account, Amount, Fate
 from asyncrl.buffer.records import Counts
+from asyncrl.common.roles import Role, RunState
+from asyncrl.common.version import Version
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.replicas import ReplicaReport, ReplicaView
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.records import RunTotals, StepRecord
-from asyncrl.run.roles import Role, RunState
-from asyncrl.run.version import Version
 
 TOTALS = RunTotals(
     wall_s=50.0,

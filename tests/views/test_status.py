@@ -9,11 +9,11 @@ from made_up_run import make_status, make_step
 
 from asyncrl.buffer.ledger import Account, Amount, Fate
 from asyncrl.buffer.records import Failure, FailureCount, LeaseWait
+from asyncrl.common.roles import Role, RunState
+from asyncrl.common.version import Version
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import FailureClass
 from asyncrl.learner.records import StepRecord
-from asyncrl.run.roles import Role, RunState
-from asyncrl.run.version import Version
 from asyncrl.views.status import since_start, status_json, status_lines
 
 

@@ -17,12 +17,12 @@ from asyncrl.buffer.ledger import Account, Amount, Fate
 from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.cli import status as command
 from asyncrl.cli.main import app
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass, RunEnded, RunError
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
-from asyncrl.run.version import Version
 from asyncrl.views import live, watch
 from asyncrl.views.live import LiveView, render
 from asyncrl.views.watch import presence, steps_of

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.common.version import Version
 from asyncrl.errors import CollectiveError, ManifestMismatch, UpdateRefused
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Probe, layout
 from asyncrl.weights.publisher import Snapshot, own_buckets
 from asyncrl.weights.transports import collective

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from asyncrl.buffer.records import Refusal
+from asyncrl.common.version import Version
 from asyncrl.coordinator.replicas import ReplicaView
-from asyncrl.run.version import Version
 from asyncrl.weights.gate import should_publish
 
 PUBLISHED = Version(1, 4)

@@ -8,8 +8,8 @@ import psutil
 import pytest
 import torch
 
+from asyncrl.common.version import Version
 from asyncrl.errors import ManifestMismatch, WeightError
-from asyncrl.run.version import Version
 from asyncrl.weights.transports import ipc
 from asyncrl.weights.transports.ipc import (
     SharedGroup,

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from asyncrl.common.version import Version
 from asyncrl.errors import HandshakeError, ManifestMismatch, VersionRegression
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import (
     ALIGNMENT_BYTES,
     Bucket,

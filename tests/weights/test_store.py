@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from asyncrl.common.version import Version
 from asyncrl.errors import VersionRegression
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import Manifest, Probe
 from asyncrl.weights.store import WeightStore
 

@@ -20,8 +20,8 @@ import msgspec
 import torch
 import xxhash
 
+from asyncrl.common.version import Version
 from asyncrl.errors import ManifestMismatch
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import (
     Bucket,
     Manifest,

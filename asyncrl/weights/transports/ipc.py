@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from asyncrl.common.version import Version
 from asyncrl.errors import ManifestMismatch, WeightError
-from asyncrl.run.version import Version
 from asyncrl.weights.manifest import TensorEntry, bucket_sizes, checksum, layout
 from asyncrl.weights.memory_file import MemoryFile
 from asyncrl.weights.tensor_views import view_of

@@ -1,0 +1,208 @@
+"""`asyncrl.run`: trains from Python, in a script or in a notebook, as `asyncrl up` does from a terminal.
+
+The run gets a thread and an event loop of its own, because the thread of a notebook already runs an event loop. The
+caller's thread waits for the run's records and makes the callbacks. So a slow callback does not delay the training, and
+a callback can draw where a notebook expects it.
+"""
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from asyncrl.cli.before_start import prepare
+from asyncrl.cli.live_run import reported_run
+from asyncrl.cli.options import LINE_EVERY_STEPS, checked_config, clear_previous, print_previous, print_warnings
+from asyncrl.common.roles import Role
+from asyncrl.config.load import Layer
+from asyncrl.config.schema import Config
+from asyncrl.deployment.closing import ended_at_once
+from asyncrl.deployment.inputs import Prompts
+from asyncrl.deployment.known_runs import newest_weights
+from asyncrl.deployment.ray_token import use_ray_token
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.errors import RunError
+from asyncrl.learner.records import EvalRecord, StepRecord, Summary
+
+WAKE_EVERY_S = 0.5
+"""Longest wait of the caller's thread, seconds. A signal that arrives right before a wait does not interrupt it: Python
+raises KeyboardInterrupt after the wait."""
+
+Training = Callable[[asyncio.Event], Coroutine[Any, Any, Summary | None]]
+"""Trains a run, and ends it in order once the event is set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run left: its directory, with `report.html`, and its numbers.
+
+    `steps` has one record for each step, also for skipped ones, and `evals` one for each held-out evaluation. `weights`
+    is the folder of the newest saved weights, which vLLM and transformers load; None if the run saved none.
+    """
+
+    directory: Path
+    summary: Summary
+    steps: list[StepRecord]
+    evals: list[EvalRecord]
+    weights: Path | None
+
+
+def run(
+    config: Config | Layer,
+    overrides: Mapping[str, object] | None = None,
+    *,
+    on_step: Callable[[StepRecord], object] | None = None,
+    on_eval: Callable[[EvalRecord], object] | None = None,
+    progress: bool = True,
+) -> RunResult:
+    """Trains a run on this machine, or on the Ray cluster at `ray.address`, and returns its result.
+
+    `config` is a `Config`, the path of a YAML file, or a mapping of sections. `overrides` are merged over it; their
+    keys may be dotted: `{"learner.total_steps": 20}`. `on_step` is called with the record of each step and `on_eval`
+    with the record of each held-out evaluation, in the caller's thread. `progress` prints the run's progress.
+
+    Raises what ends the run: ConfigError and DatasetError before anything has started, RunError and others of
+    `asyncrl.errors` later. If a callback raises, or on Ctrl-C (in a notebook: "interrupt"), the run first ends in order
+    and saves its weights; then the error is raised. A second Ctrl-C is raised at once, while the run ends in the
+    background. Raises RunError if this process already uses Ray.
+
+    >>> import asyncrl
+    >>> result = asyncrl.run("configs/quickstart.yaml", {"learner.total_steps": 20})
+    >>> [step.reward_mean for step in result.steps]
+    """
+    layer = config.model_dump(mode="json") if isinstance(config, Config) else config
+    checked, warnings = checked_config([layer, overrides or {}], [])
+    print_warnings(warnings)
+    if "ray" not in sys.modules:  # if it is, Ray ignores the variable that this sets, and turns tokens on by itself
+        use_ray_token(own=checked.ray.address is None)
+    prompts = prepare(checked)
+    _enter_ray(checked)
+    clear_previous(checked)
+    steps: list[StepRecord] = []
+    evals: list[EvalRecord] = []
+    calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+
+    def stepped(record: StepRecord) -> None:
+        steps.append(record)
+        if on_step is not None:
+            calls.put(lambda: on_step(record))
+
+    def evaluated(record: EvalRecord) -> None:
+        evals.append(record)
+        if on_eval is not None:
+            calls.put(lambda: on_eval(record))
+
+    with reported_run(checked, role="up") as run_dir:
+        print_previous(run_dir)
+        run_dir.on_step, run_dir.on_eval = stepped, evaluated
+        training = _training(checked, run_dir=run_dir, prompts=prompts, progress=progress)
+        summary, interruption = _attended(training, calls=calls, run_dir=run_dir)
+    if interruption is not None:
+        raise interruption
+    if summary is None:
+        raise RunError(f"the run trained no step: see the logs in {run_dir.path / 'logs'} for the cause")
+    return RunResult(
+        directory=run_dir.path, summary=summary, steps=steps, evals=evals, weights=newest_weights(run_dir.path)
+    )
+
+
+def _enter_ray(config: Config) -> None:
+    """Joins the cluster at `ray.address`, if there is one. Raises RunError if this process already uses Ray."""
+    import ray
+
+    if ray.is_initialized():
+        raise RunError(
+            "cannot start a run, because this process already uses Ray: an earlier run is still ending, or your own "
+            "code has started Ray; call ray.shutdown() first"
+        )
+    if config.ray.address is None:
+        return
+    from asyncrl.deployment.cluster import check_admission, join
+
+    join(config.ray.address, namespace=config.run.name)
+    with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop
+        pool.submit(asyncio.run, check_admission(config, role=Role.LEARNER)).result()
+
+
+def _training(config: Config, *, run_dir: RunDir, prompts: Prompts | None, progress: bool) -> Training:
+    """Returns the run of both deployments, as `asyncrl up` composes it."""
+    from rich.console import Console
+
+    from asyncrl.deployment.compose import run_both
+    from asyncrl.deployment.screen import Screen
+    from asyncrl.views.live import LiveDisplay
+
+    console, started_s = Console(quiet=not progress), time.monotonic()
+
+    async def train(stop: asyncio.Event) -> Summary | None:
+        with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
+            screen = Screen(
+                show=display.update,
+                report=lambda line: console.print(line, markup=False, highlight=False),
+                started_s=started_s,
+            )
+            return await run_both(config, stop, run_dir=run_dir, screen=screen, prompts=prompts)
+
+    return train
+
+
+def _attended(
+    training: Training, *, calls: "SimpleQueue[Callable[[], object] | None]", run_dir: RunDir
+) -> tuple[Summary | None, BaseException | None]:
+    """Runs `training` in a thread of its own, and makes the queued calls in this thread until the training has ended.
+
+    Returns the summary, and what interrupted this thread: an error of a call, or KeyboardInterrupt. The training has
+    then ended in order. Raises the error of the training. Raises a second KeyboardInterrupt without waiting.
+    """
+    import ray
+
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    outcome: Future[Summary | None] = Future()
+
+    def work() -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                outcome.set_result(runner.run(training(stop)))
+        except BaseException as error:
+            outcome.set_exception(error)
+        try:
+            ray.shutdown(wait_for_processes=True)  # this process can start the next run only without Ray
+        finally:
+            calls.put(None)
+
+    interruption: BaseException | None = None
+    try:
+        threading.Thread(target=work, name="asyncrl.run", daemon=True).start()
+        for call in _until_ended(calls):
+            call()
+    except BaseException as error:
+        interruption = error
+        try:
+            run_dir.asked_to_end()
+            with contextlib.suppress(RuntimeError):  # the loop is closed, because the training has just ended
+                loop.call_soon_threadsafe(stop.set)
+            for _ in _until_ended(calls):  # the calls that are left are not made
+                pass
+        except KeyboardInterrupt:
+            ended_at_once(run_dir)
+            raise
+    return outcome.result(), interruption
+
+
+def _until_ended(calls: "SimpleQueue[Callable[[], object] | None]") -> Iterator[Callable[[], object]]:
+    """Yields the queued calls until None."""
+    while True:
+        try:
+            call = calls.get(timeout=WAKE_EVERY_S)
+        except Empty:
+            continue
+        if call is None:
+            return
+        yield call

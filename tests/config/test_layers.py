@@ -1,0 +1,52 @@
+"""A configuration from Python: mappings are layers as files are."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import config_origins, load_config
+from asyncrl.errors import ConfigError
+
+
+def test_mappings_and_files_are_merged_from_left_to_right(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("run: {name: base, seed: 4}\nlearner: {total_steps: 9}\n")
+    config = load_config(
+        [{"run": {"name": "first", "seed": 1}}, str(tmp_path / "base.yaml"), {"run.name": "last"}],
+        ["learner.total_steps=7"],
+    )
+    assert (config.run.name, config.run.seed, config.learner.total_steps) == ("last", 4, 7)
+
+
+def test_dotted_keys_and_sections_of_one_mapping_are_merged() -> None:
+    config = load_config([{"learner.optimizer.learning_rate": 1e-3, "learner": {"optimizer": {"warmup_steps": 2}}}])
+    assert (config.learner.optimizer.learning_rate, config.learner.optimizer.warmup_steps) == (1e-3, 2)
+
+
+def test_a_path_is_text_for_the_configuration(tmp_path: Path) -> None:
+    assert load_config([{"run": {"dir": tmp_path}}]).run.dir == tmp_path
+
+
+def test_an_error_names_the_mapping_that_set_the_value() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([{"run": {"name": "a"}}, {"run.sead": 1, "learner.total_steps": "8"}])
+    assert str(caught.value).splitlines() == [
+        "unknown key run.sead (in mapping 2): did you mean run.seed?",
+        'learner.total_steps = "8" (in mapping 2): must be a whole number; write it without quotes',
+    ]
+
+
+def test_a_value_that_a_file_could_not_hold_is_refused_with_its_mapping() -> None:
+    with pytest.raises(ConfigError, match=r"mapping 1: a config may hold only text, numbers, lists and mappings"):
+        load_config([{"run": {"name": object()}}])
+
+
+def test_the_callers_mapping_is_left_as_it_is() -> None:
+    mine = {"run": {"name": "a"}, "run.seed": 3}
+    load_config([mine, {"run.name": "b"}])
+    assert mine == {"run": {"name": "a"}, "run.seed": 3}
+
+
+def test_origins_tell_mappings_apart() -> None:
+    origins = config_origins([{"model": {"tiny": {}}}, {"model.path": "m"}], [])
+    assert origins["model", "tiny"] == "in mapping 1"
+    assert origins["model", "path"] == "in mapping 2"

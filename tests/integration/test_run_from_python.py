@@ -1,0 +1,72 @@
+"""`asyncrl.run` with real Ray, vLLM and FSDP2: the example of docs/python.md, and an interrupt, in one process."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import QUICKSTART, REPOSITORY
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+EXAMPLE = REPOSITORY / "docs" / "train_in_python.py"
+STEPS = 3
+
+NOTEBOOK = """
+import asyncio, signal, sys
+import psutil, ray
+import asyncrl
+
+def second_cell():
+    try:
+        asyncrl.run(sys.argv[2], OVERRIDES | {"run.name": "second", "learner.total_steps": 100000},
+                    on_step=lambda step: signal.raise_signal(signal.SIGINT), progress=False)
+    except KeyboardInterrupt:
+        print("interrupted")
+
+async def cells():
+    exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"), globals())
+    second_cell()
+
+asyncio.new_event_loop().run_until_complete(cells())  # as a notebook, which has a running event loop
+print("Ray is up:", ray.is_initialized(), "children:", [child.name() for child in psutil.Process().children()])
+"""
+
+
+def test_the_example_trains_and_a_second_run_ends_in_order_when_it_is_interrupted(
+    model_path: str, tmp_path: Path
+) -> None:
+    """Both runs are in one process, beside an event loop."""
+    overrides = {
+        "run": {"name": "first", "dir": str(tmp_path), "shutdown_grace_s": 60.0},
+        "model": {"path": model_path, "max_length": 64, "tiny": {"warmup_steps": 40, "warmup_wrong_fraction": 0.0}},
+        "learner": {"total_steps": STEPS, "groups_per_step": 4, "group_size": 4, "optimizer": {"warmup_steps": 0}},
+        "generator": {"max_concurrent_groups": 8, "max_completion_tokens": 10},
+        "eval.prompts": 16,
+        "staleness.max_versions": 2,
+    }
+    text, changed = re.subn(r"^OVERRIDES = .*$", f"OVERRIDES = {overrides!r}", EXAMPLE.read_text(), flags=re.MULTILINE)
+    assert changed == 1
+    example, notebook = tmp_path / "example.py", tmp_path / "notebook.py"
+    example.write_text(text)
+    notebook.write_text(NOTEBOOK)
+    done = subprocess.run(
+        [sys.executable, str(notebook), str(example), str(QUICKSTART)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=800, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = done.stdout.splitlines()
+    reported = [line for line in lines if re.match(r"step \d+: \d+ samples, mean reward \d\.\d{3}$", line)]
+    plotted = [line for line in lines if re.match(r" +\d+ █* \d\.\d{3}$", line)]
+    assert [len(reported), len(plotted)] == [STEPS, STEPS], done.stdout
+    assert f"weights: {tmp_path}/first/checkpoints/step-{STEPS}/hf" in lines
+    assert "interrupted" in lines
+    assert lines[-1] == "Ray is up: False children: []"
+    assert "SIGTERM" not in done.stderr, "Ray's warning about the thread is not for the user"
+    first, second = [json.loads((tmp_path / name / "run.json").read_bytes()) for name in ("first", "second")]
+    assert (first["state"], second["state"]) == ("finished", "stopped")
+    assert re.search(r"after step \d+ of 100000", second["exit_reason"])
+    assert list((tmp_path / "second" / "checkpoints").glob("step-*/hf")), "the weights must be saved"
+    assert (tmp_path / "first" / "report.html").exists()

@@ -1,0 +1,132 @@
+"""`asyncrl.run` with made-up trainings: threads, callbacks, interrupts and errors. tests/integration has a real one."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+import asyncrl
+from asyncrl.api import _attended
+from asyncrl.config.schema import Config
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.errors import ConfigError, StallError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[RunDir]:
+    with RunDir.create(Config.model_validate({"run": {"dir": tmp_path, "name": "test"}})) as made:
+        yield made
+
+
+def attended(run_dir: RunDir, training: Any, calls: "SimpleQueue[Any] | None" = None) -> Any:
+    return _attended(training, calls=SimpleQueue() if calls is None else calls, run_dir=run_dir)
+
+
+def test_calls_are_made_in_order_in_the_callers_thread_while_the_training_has_its_own(run_dir: RunDir) -> None:
+    calls: SimpleQueue[Any] = SimpleQueue()
+    made: list[tuple[int, int]] = []
+    threads: list[int] = []
+
+    async def training(stop: asyncio.Event) -> None:
+        threads.append(threading.get_ident())
+        for number in range(3):
+            calls.put(lambda number=number: made.append((number, threading.get_ident())))
+
+    assert attended(run_dir, training, calls) == (None, None)
+    assert made == [(number, threading.get_ident()) for number in range(3)]
+    assert threads[0] != threading.get_ident()
+
+
+def test_it_runs_beside_an_event_loop_of_the_caller_as_in_a_notebook(run_dir: RunDir) -> None:
+    async def training(stop: asyncio.Event) -> str:
+        await asyncio.sleep(0)
+        return "trained"
+
+    async def cell() -> Any:
+        return attended(run_dir, training)
+
+    assert asyncio.run(cell()) == ("trained", None)
+
+
+def test_an_error_of_a_callback_ends_the_training_in_order_first(run_dir: RunDir) -> None:
+    calls: SimpleQueue[Any] = SimpleQueue()
+    mistake = ZeroDivisionError("mine")
+
+    def fail() -> None:
+        raise mistake
+
+    async def training(stop: asyncio.Event) -> str:
+        calls.put(fail)
+        await asyncio.wait_for(stop.wait(), 60)
+        return "ended in order"
+
+    assert attended(run_dir, training, calls) == ("ended in order", mistake)
+    assert run_dir.info.exit_reason is not None, "run.json must have the request to end"
+
+
+def test_a_keyboard_interrupt_ends_the_training_in_order_first(run_dir: RunDir) -> None:
+    async def training(stop: asyncio.Event) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(stop.wait(), 60)
+        return "ended in order"
+
+    summary, interruption = attended(run_dir, training)
+    assert summary == "ended in order"
+    assert isinstance(interruption, KeyboardInterrupt)
+
+
+def test_a_second_keyboard_interrupt_does_not_wait(run_dir: RunDir) -> None:
+    ended = threading.Event()
+
+    async def training(stop: asyncio.Event) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(stop.wait(), 60)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.to_thread(ended.wait, 60)
+
+    with pytest.raises(KeyboardInterrupt):
+        attended(run_dir, training)
+    ended.set()
+    assert run_dir.info.state == "stopped"
+
+
+def test_the_error_of_the_training_is_raised(run_dir: RunDir) -> None:
+    async def training(stop: asyncio.Event) -> None:
+        raise StallError("no progress")
+
+    with pytest.raises(StallError, match="no progress"):
+        attended(run_dir, training)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"run": {"name": "test"}, "learner.total_stps": 4},
+        {"run": {"name": "test"}, "model.path": "/no/such/model"},
+    ],
+    ids=["unknown key", "no model"],
+)
+def test_a_configuration_that_cannot_run_is_refused_before_anything_is_made(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError):
+        asyncrl.run(config, {"run.dir": tmp_path})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_records_reach_the_callbacks_of_the_run_directory_after_they_were_written(run_dir: RunDir) -> None:
+    seen: list[tuple[Any, int]] = []
+    run_dir.on_eval = lambda record: seen.append(
+        (record, len((run_dir.path / "evals.jsonl").read_bytes().splitlines()))
+    )
+    record = asyncrl.EvalRecord(version=1, wall_s=2.0, prompts=3, reward_mean=0.5)
+    run_dir.append_eval(record)
+    assert seen == [(record, 1)]
