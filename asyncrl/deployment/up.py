@@ -54,7 +54,6 @@ class Up:
             self._run_dir.started_ray(config.ray.address)
         prompts = asyncio.create_task(load_prompts(config, self._prompts), name="prompts")
         described = asyncio.create_task(described_model(config, prompts), name="described model")
-        model = asyncio.create_task(ready_model(config, prompts, described, report=self._report), name="model")
         generator_deployment = GeneratorDeployment(
             config,
             model_path=described,
@@ -63,12 +62,19 @@ class Up:
         )
         end = asyncio.Event()
         generators = asyncio.create_task(generator_deployment.run(end), name="generators")
-        await asyncio.sleep(0)  # lets the task create the replicas before the import below blocks the event loop
-        self._say("importing the learner")
-        learner_deployment = self._learner(model, prompts)
-        learner = asyncio.create_task(learner_deployment.run(stop), name="learner")
-        stopping = asyncio.create_task(stop.wait(), name="stopping")
+        beside: list[asyncio.Task[Any]] = [generators, described, prompts]
         try:
+            # Meanwhile the task of the generators creates the replicas. The threads of these two tasks import libraries
+            # that the learner imports too. Of two threads that import a library at the same time, one may see half of
+            # it.
+            self._say("making prompts")
+            await asyncio.wait([prompts, described])
+            self._say("importing the learner")
+            model = asyncio.create_task(ready_model(config, prompts, described, report=self._report), name="model")
+            beside.append(model)
+            learner = asyncio.create_task(self._learner(model, prompts).run(stop), name="learner")
+            stopping = asyncio.create_task(stop.wait(), name="stopping")
+            beside += [learner, stopping]
             await asyncio.wait([learner, generators, stopping], return_when=asyncio.FIRST_COMPLETED)
             end.set()
             if generators.done() and generators.exception() is not None:
@@ -78,7 +84,6 @@ class Up:
             await generators
             return await learner
         finally:
-            beside: list[asyncio.Task[Any]] = [learner, generators, stopping, model, described, prompts]
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
