@@ -62,8 +62,8 @@ async def run_both(
             config, inputs, started=lambda processes: run_dir.uses_shared_memory(processes.shared_memory)
         )
         generators = await closing.enter_async_context(running(generator_deployment.run(end), name="generators"))
-        # Meanwhile the task of the generators creates the replicas. The threads of these two tasks import libraries that
-        # the learner imports too. Of two threads that import a library at the same time, one may see half of it.
+        # Meanwhile the task of the generators creates the replicas. The threads of these two tasks import libraries
+        # that the learner imports too. Of two threads that import a library at the same time, one may see half of it.
         screen.starting(config, "making prompts")
         await asyncio.wait([inputs.prompts, inputs.engine_model])
         screen.starting(config, "importing the learner")
