@@ -60,7 +60,7 @@ def _merged(layers: Sequence[Layer], overrides: Sequence[str]) -> tuple[dict[str
     merged: dict[str, object] = {}
     origins: dict[KeyPath, str] = {}
     problems: list[str] = []
-    sources = [
+    sources: list[tuple[str, Callable[[], dict[str, object]]]] = [
         *(_source(number, layer) for number, layer in enumerate(layers, start=1)),
         *((ON_COMMAND_LINE, functools.partial(_parse_override, override)) for override in overrides),
     ]
