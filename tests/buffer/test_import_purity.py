@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import asyncrl.run
+import asyncrl.common
 import pytest
 
 import asyncrl.buffer
@@ -25,7 +25,7 @@ def modules_of(package: ModuleType) -> list[str]:
     [
         ["asyncrl"],
         modules_of(asyncrl.config),
-        [*modules_of(asyncrl.buffer), *modules_of(asyncrl.run), "asyncrl.coordinator.status", "asyncrl.weights.gate"],
+        [*modules_of(asyncrl.buffer), *modules_of(asyncrl.common), "asyncrl.coordinator.status", "asyncrl.weights.gate"],
     ],
     ids=["asyncrl", "config", "state machines"],
 )
