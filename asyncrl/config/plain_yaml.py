@@ -66,8 +66,10 @@ def parse_yaml(text: str, *, source: str, fix: str = "") -> object:
     Raises ConfigError with `source`, line and column. Data that JSON cannot express (sets, bytes, cycles) is refused
     too. `fix` is appended to the error if the text is not valid YAML; it says what the user can do.
     """
+    loader = None
     try:
-        data = yaml.load(text, _Loader)
+        loader = _Loader(text)
+        data = loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
@@ -77,6 +79,9 @@ def parse_yaml(text: str, *, source: str, fix: str = "") -> object:
         raise ConfigError(f"{place}: {problem}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source}: not YAML ({error}){fix}") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
     try:
         json.dumps(data)
     except (TypeError, ValueError, RecursionError) as error:
