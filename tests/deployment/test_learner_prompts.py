@@ -37,7 +37,7 @@ class RefusingPolicy:
         raise RunError("no ranks")
 
 
-async def accept(*_: Any) -> None:
+async def accept(*_: Any, **__: Any) -> None:
     """Stands for a coordinator that accepts every call."""
 
 
