@@ -14,6 +14,18 @@ from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
 
 
+def up_in(run_dir: RunDir, config: Config, shown: list[str]) -> up.Up:
+    """Returns an `Up` whose prompts are loaded already. It appends the phases that it shows to `shown`."""
+    return up.Up(
+        config,
+        run_dir=run_dir,
+        started_s=0.0,
+        show=lambda view: shown.append(view.phase),
+        report=lambda line: None,
+        prompts=Prompts(train=(), heldout=()),
+    )
+
+
 @pytest.mark.asyncio
 async def test_the_first_phase_is_shown_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
@@ -24,13 +36,7 @@ async def test_the_first_phase_is_shown_before_ray_starts(tmp_path: Path, monkey
     monkeypatch.setattr(up, "start_local", no_ray)
     config = Config.model_validate({"run": {"dir": str(tmp_path)}})
     with RunDir.create(config) as run_dir:
-        run = up.Up(
-            config,
-            run_dir=run_dir,
-            started_s=0.0,
-            show=lambda view: shown.append(view.phase),
-            report=lambda line: None,
-        )
+        run = up_in(run_dir, config, shown)
         with pytest.raises(RunError, match="starting Ray"):
             await run.run(asyncio.Event())
 
@@ -64,13 +70,6 @@ async def test_the_learner_is_imported_when_no_thread_imports_the_tiny_model_any
     monkeypatch.setattr(up.Up, "_learner", learner)
     config = Config.model_validate({"run": {"dir": str(tmp_path)}})
     with RunDir.create(config) as run_dir:
-        run = up.Up(
-            config,
-            run_dir=run_dir,
-            started_s=0.0,
-            show=lambda view: None,
-            report=lambda line: None,
-            prompts=Prompts(train=(), heldout=()),
-        )
+        run = up_in(run_dir, config, [])
         await run.run(asyncio.Event())
     assert events == ["described", "imported"]
