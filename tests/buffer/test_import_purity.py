@@ -25,7 +25,12 @@ def modules_of(package: ModuleType) -> list[str]:
     [
         ["asyncrl"],
         modules_of(asyncrl.config),
-        [*modules_of(asyncrl.buffer), *modules_of(asyncrl.common), "asyncrl.coordinator.status", "asyncrl.weights.gate"],
+        [
+            *modules_of(asyncrl.buffer),
+            *modules_of(asyncrl.common),
+            "asyncrl.coordinator.status",
+            "asyncrl.weights.gate",
+        ],
     ],
     ids=["asyncrl", "config", "state machines"],
 )
