@@ -86,7 +86,7 @@ class HandshakeError(RunError):
 
 
 class GeneratorPoolExhausted(RunError):
-    """The run has fewer live replicas than `generator.min_replicas`."""
+    """A generator deployment has fewer live replicas than `generator.min_replicas`."""
 
 
 class RunEnded(RunError):

@@ -105,7 +105,7 @@ class Groups:
         return unheard
 
     def commit(self, slot: Slot, meta: GroupMeta, *, step: int) -> None:
-        """Moves a group from reserved to ready. Returns the booked bytes that its rows do not need to the buffer."""
+        """Moves a group from reserved to ready. The booked bytes that its rows do not need are free again."""
         del self.reserved[meta.key]
         slot.meta, slot.ready_step = meta, step
         self.booked_bytes += meta.row_bytes - slot.booked_bytes
@@ -131,7 +131,10 @@ class Groups:
         self._end(slot, Fate.FAILED)
 
     def lose_rows(self, slots: Collection[Slot]) -> None:
-        """Ends ready groups whose rows are lost. Their prompts go to the front and will be issued as new groups."""
+        """Ends ready groups whose rows are lost. Their prompts go to the front.
+
+        The ledger counts the next attempt at such a prompt as newly issued.
+        """
         self.ready.discard(slots)
         for slot in slots:
             self._count_unleased(slot.ticket.deadline, -1)

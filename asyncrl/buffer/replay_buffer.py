@@ -157,7 +157,8 @@ class ReplayBuffer:
         return True
 
     def expire(self) -> tuple[str, ...]:
-        """Ends tickets that were not renewed within the timeout. The prompts go to the front.
+        """Ends tickets that were not renewed within the timeout. A prompt goes to the front, unless this was its last
+        attempt.
 
         Returns the keys of these tickets; rows under them may be cleared.
         """

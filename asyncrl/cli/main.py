@@ -3,7 +3,8 @@
 `asyncrl --help` and `asyncrl config check` answer within a second, because they import neither torch nor ray nor vllm.
 Each command has its own module in this package, which exposes a Typer `app`. The table also has its line in the help.
 
-Exit codes: 0 for success, 1 for an error of the run, 2 for an error in options or configuration.
+Exit codes: 0 for success, 1 for an error of the run, 2 for an error in options or configuration, 130 for an end at once
+(a second signal, or a start that does not end within `run.shutdown_grace_s`).
 """
 
 import importlib

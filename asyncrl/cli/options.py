@@ -196,7 +196,7 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
     `again` is the command that started the run, without `asyncrl`. Exits with status 1 if the run trained no step.
     """
     if summary is None:
-        typer.echo("the run stopped before the first step", err=True)
+        typer.echo("the run ended before a step was trained", err=True)
         raise typer.Exit(1)
     from asyncrl.deployment.known_runs import newest_weights
     from asyncrl.views.outcome import totals_lines, weights_lines

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 INTERRUPTED = 130
-"""Exit code of a process that a second signal ends (128 + SIGINT)."""
+"""Exit code (128 + SIGINT) of a process that a second signal ends, or whose start does not end within the grace."""
 AT_ONCE_S = 2.0
 """Time that a second signal leaves for the last actions before the process exits, seconds."""
 
