@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import asyncrl.common
 import pytest
 
 import asyncrl.buffer
+import asyncrl.common
 import asyncrl.config
 
 
