@@ -1,5 +1,7 @@
-"""Starts Ray calls, and waits for them, always with a deadline. Cancelling a wait cancels the call. Also describes the
-resources of a cluster in which Ray cannot place an actor."""
+"""Starts Ray actors and calls, and waits for calls, always with a deadline. Cancelling a wait cancels the call.
+
+Also describes the resources of a cluster in which Ray cannot place an actor.
+"""
 
 import asyncio
 import contextlib
@@ -21,6 +23,13 @@ def start(actor: Any, method: Callable[Concatenate[Any, P], Any], *arguments: P.
     A handle of Ray has no types. mypy checks name and arguments here. Returns the reference of the result.
     """
     return getattr(actor, method.__name__).remote(*arguments, **options)
+
+
+def detached(body: type, *arguments: Any, name: str, namespace: str, **options: Any) -> Any:
+    """Returns the handle of the only actor of this name in the namespace, and starts it if needed. The actor outlives
+    the process that started it."""
+    settings = {"name": name, "namespace": namespace, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
+    return ray.remote(body).options(**settings, **options).remote(*arguments)
 
 
 def _late(what: str, timeout_s: float) -> CallTimeout:
