@@ -148,11 +148,10 @@ class Generator:
         async def one(task: Task) -> float | Failure:
             async with limit:
                 try:
-                    reward, _ = await self._rollouts.answer(task)
+                    return await self._rollouts.answer(task)
                 except RolloutError as error:
                     logger.warning("held-out question %.40r failed (%s): %s", task.question, error.reason, error)
                     return await self._heldout_failed(Failure.of(error, prompt=task.prompt))
-                return reward
 
         return list(await asyncio.gather(*[one(task) for task in tasks]))
 
