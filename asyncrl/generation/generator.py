@@ -191,7 +191,6 @@ class Generator:
         task = asyncio.create_task(self._rollout(ticket), name=f"rollout {ticket.key}")
         self._running[ticket.key] = task
         self._show_states()
-        self._metrics.inflight(len(self._running))
 
     async def _rollout(self, ticket: Ticket) -> None:
         started_s = self._clock()
@@ -229,7 +228,6 @@ class Generator:
             self._running.pop(ticket.key, None)
             self._spoiled.pop(ticket.key, None)
             self._show_states()
-            self._metrics.inflight(len(self._running))
             self._slot_freed.set()
 
     def _failed(self, key: str, incarnation: int, error: RolloutError) -> FailedTicket:
@@ -352,8 +350,9 @@ class Generator:
         self._settled.set()
 
     def _show_states(self) -> None:
+        busy = len(self._running)
+        self._metrics.inflight(busy)
         if self._loading:
             self._states.set({"paused_for_weights": self._slots})
             return
-        busy = len(self._running)
         self._states.set({"generating": busy, self._free_state: self._slots - busy})

@@ -141,17 +141,22 @@ class VLLMWeights:
         The first group begins the update, and the last one completes it. Raises ManifestMismatch or VersionRegression
         before the first group is applied, and TornReplica for every error after that.
         """
-        version, entries = _described(handles)
-        names = [entry.name for entry in entries]
+        if not handles:
+            raise WeightError(
+                "a group of shared weights names no device; pass the handles of get_weights_ipc_handles unchanged"
+            )
+        group = next(iter(handles.values()))  # version and tensors are the same on every device
+        names = [entry.name for entry in group.entries]
         if self._loading is None:
-            is_news(version, self.version)
-            _check_group(entries, expected)
-            await self.begin(version)
+            is_news(group.version, self.version)
+            _check_group(group.entries, expected)
+            await self.begin(group.version)
         with self._torn_by_errors():
-            _check_group(entries, expected)
-            if version != self._loading:
+            _check_group(group.entries, expected)
+            if group.version != self._loading:
                 raise WeightError(
-                    f"a group of weights {version} arrived during an update to {self._loading}; start the refit again"
+                    f"a group of weights {group.version} arrived during an update to {self._loading}; start the refit "
+                    "again"
                 )
             again = sorted(set(names).intersection(self._applied))
             if again:
@@ -221,16 +226,6 @@ class VLLMWeights:
                 f"loading weights {loading} failed half way ({type(error).__name__}: {error}); the replica stays "
                 "paused until a whole update is applied"
             ) from error
-
-
-def _described(handles: Mapping[str, SharedGroup]) -> tuple[Version, Sequence[TensorEntry]]:
-    """Returns version and tensors of a group. They are the same on every device."""
-    if not handles:
-        raise WeightError(
-            "a group of shared weights names no device; pass the handles of get_weights_ipc_handles unchanged"
-        )
-    group = next(iter(handles.values()))
-    return group.version, group.entries
 
 
 def _check_group(entries: Sequence[TensorEntry], expected: Parameters) -> None:
