@@ -12,7 +12,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import NO_VERSION
 from asyncrl.errors import DataError
-from asyncrl.generation.interfaces import Completion, InferenceEngine
+from asyncrl.generation.interfaces import InferenceEngine
 from asyncrl.generation.rollout import check_completion, sample_rows
 
 
@@ -63,10 +63,6 @@ async def _continue_row(
         stop=stop or (),
     )
     check_completion(completion)
-    return _output(prompt_ids, completion)
-
-
-def _output(prompt_ids: Sequence[int], completion: Completion) -> BatchedDataDict:
     rows = sample_rows(prompt_ids, [completion])
     return BatchedDataDict(
         output_ids=rows["input_ids"],

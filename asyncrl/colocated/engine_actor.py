@@ -10,14 +10,13 @@ from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Seque
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
-
 from asyncrl.colocated.batch import continue_rows
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import RunError, TornReplica, WeightError
 from asyncrl.generation.model_parameters import expected_parameters
+from asyncrl.generation.shared_memory import EngineProcesses
 from asyncrl.generation.vllm_engine import VLLMEngine, preload, prepare_environment
 from asyncrl.weights.manifest import Parameters, check_published, is_news
 from asyncrl.weights.transports.ipc import SharedGroup
@@ -25,13 +24,6 @@ from asyncrl.weights.transports.peers import Rendezvous
 
 FROM_DISK = Version(0, 0)
 """The label of the weights that the engine started with. It is older than every version that a policy sends."""
-
-
-class EngineProcesses(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes of an engine on its node, and the names of its segments in /dev/shm."""
-
-    pids: list[int]
-    shared_memory: list[str]
 
 
 class EngineActor:
@@ -53,7 +45,7 @@ class EngineActor:
         self._model = expected_parameters(model_path, dtype=self._config.model.dtype)
         self._engine = await VLLMEngine.start(self._config, model_path=model_path, sleep_mode=self._sleep_mode)
         await self._engine.weights.name(FROM_DISK)
-        return EngineProcesses(pids=self._engine.pids(), shared_memory=self._engine.shared_memory())
+        return self._engine.processes
 
     # -- generation ----------------------------------------------------------------------------------------------
 

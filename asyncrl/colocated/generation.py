@@ -12,21 +12,23 @@ engine has returned True. An asynchronous run does not use this class: its repli
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import ray
 
 from asyncrl.colocated.batch import join_outputs
-from asyncrl.colocated.engine_actor import EngineActor, EngineProcesses
+from asyncrl.colocated.engine_actor import EngineActor
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.calls import answers, finished, room
+from asyncrl.data_plane.calls import answers, finished, room, start
 from asyncrl.errors import CollectiveError, PlacementError, RunError, WeightError
 from asyncrl.generation.interfaces import GenerationInterface, all_succeeded, verify_right_padding
-from asyncrl.generation.shared_memory import reap
+from asyncrl.generation.shared_memory import EngineProcesses, reap
 from asyncrl.weights.transports.ipc import SharedGroup
 from asyncrl.weights.transports.peers import Rendezvous
+
+R = TypeVar("R")
 
 ACTOR_CONCURRENCY = 10_000
 """Calls that an engine's actor runs at a time. `generate_async` makes one call for each row."""
@@ -81,7 +83,9 @@ class VLLMGeneration(GenerationInterface):
         ]
         try:
             self._wait_for_places()
-            self._processes = self._all("start", self._model_path, timeout_s=config.generator.startup_timeout_s)
+            self._processes = self._all(
+                EngineActor.start, self._model_path, timeout_s=config.generator.startup_timeout_s
+            )
         except BaseException:
             self.shutdown()
             raise
@@ -104,7 +108,8 @@ class VLLMGeneration(GenerationInterface):
         self._check(data)
         engines = self._alive()
         shards = [shard for shard in data.shard_by_batch_size(len(engines), allow_uneven_shards=True) if shard.size]
-        refs = [engine.generate.remote(shard, greedy) for engine, shard in zip(engines, shards, strict=False)]
+        pairs = zip(engines, shards, strict=False)
+        refs = [start(engine, EngineActor.generate, shard, greedy) for engine, shard in pairs]
         try:
             outputs = answers(refs, timeout_s=self._config.run.stall_timeout_s, what="generating")
         except BaseException:
@@ -120,7 +125,7 @@ class VLLMGeneration(GenerationInterface):
         engines, timeout_s = self._alive(), self._config.run.stall_timeout_s
 
         async def one(row: int) -> tuple[int, BatchedDataDict]:
-            ref = engines[row % len(engines)].generate.remote(data.slice(row, row + 1), greedy)
+            ref = start(engines[row % len(engines)], EngineActor.generate, data.slice(row, row + 1), greedy)
             return row, await finished(ref, timeout_s=timeout_s, what=f"generating row {row}")
 
         rows = [asyncio.create_task(one(row)) for row in range(data.size)]
@@ -137,19 +142,19 @@ class VLLMGeneration(GenerationInterface):
 
         Compare them with the policy's log-probs to verify a refit.
         """
-        return self._all("score", rows, timeout_s=self._config.run.stall_timeout_s)
+        return self._all(EngineActor.score, rows, timeout_s=self._config.run.stall_timeout_s)
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
         unknown = sorted(set(tags or ()).difference(TAGS))
         if unknown:
             raise ValueError(f"cannot wake {unknown}: an engine can wake {' and '.join(TAGS)}; use these tags only")
-        return self._all_did("prepare_for_generation", TAGS if tags is None else tuple(tags))
+        return self._all_did(EngineActor.prepare_for_generation, TAGS if tags is None else tuple(tags))
 
     def finish_generation(self) -> bool:
-        return self._all_did("finish_generation")
+        return self._all_did(EngineActor.finish_generation)
 
     def invalidate_kv_cache(self) -> bool:
-        return self._all_did("invalidate_kv_cache")
+        return self._all_did(EngineActor.invalidate_kv_cache)
 
     def _check(self, data: BatchedDataDict) -> None:
         if not data.size:
@@ -159,7 +164,7 @@ class VLLMGeneration(GenerationInterface):
     # -- weights -------------------------------------------------------------------------------------------------
 
     def prepare_refit_info(self, state_dict_info: Mapping[str, Any]) -> bool:
-        self._announced = self._all_did("prepare_refit_info", dict(state_dict_info))
+        self._announced = self._all_did(EngineActor.prepare_refit_info, dict(state_dict_info))
         return self._announced
 
     def init_collective(
@@ -180,15 +185,16 @@ class VLLMGeneration(GenerationInterface):
             train_world_size=first,
             timeout_s=self._config.weights.load_timeout_s,
         )
-        return [engine.init_collective.remote(rendezvous, first + size * i) for i, engine in enumerate(engines)]
+        join = EngineActor.init_collective
+        return [start(engine, join, rendezvous, first + size * i) for i, engine in enumerate(engines)]
 
     def update_weights_from_collective(self) -> list["ray.ObjectRef[bool]"]:
         self._check_announced()
-        return [engine.update_weights_from_collective.remote() for engine in self._alive()]
+        return [start(engine, EngineActor.update_weights_from_collective) for engine in self._alive()]
 
     def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, SharedGroup]) -> bool:
         self._check_announced()
-        return self._all_did("update_weights_from_ipc_handles", dict(ipc_handles))
+        return self._all_did(EngineActor.update_weights_from_ipc_handles, dict(ipc_handles))
 
     def _check_announced(self) -> None:
         if not self._announced:
@@ -201,7 +207,7 @@ class VLLMGeneration(GenerationInterface):
     def shutdown(self) -> bool:
         self._begun = True
         engines, self._engines = self._engines, []
-        ending = [engine.shutdown.remote() for engine in engines]
+        ending = [start(engine, EngineActor.shutdown) for engine in engines]
         try:
             answers(ending, timeout_s=EXIT_S, what="ending the engines")
             in_order = True
@@ -211,17 +217,18 @@ class VLLMGeneration(GenerationInterface):
             ray.kill(engine, no_restart=True)
         processes, self._processes = self._processes, []
         for left in processes:
-            reap(left.pids, segments=left.shared_memory, timeout_s=EXIT_S)
+            reap(left, timeout_s=EXIT_S)
         return in_order
 
-    def _all_did(self, method: str, *args: Any) -> bool:
+    def _all_did(self, method: Callable[..., Awaitable[bool]], *args: Any) -> bool:
         # The engine's own deadline comes earlier, because its error says more.
         timeout_s = self._config.weights.load_timeout_s + BEYOND_S
         return all_succeeded(self._all(method, *args, timeout_s=timeout_s))
 
-    def _all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        refs = [getattr(engine, method).remote(*args) for engine in self._alive()]
-        return answers(refs, timeout_s=timeout_s, what=method)
+    def _all(self, method: Callable[..., Awaitable[R]], *args: Any, timeout_s: float) -> list[R]:
+        """Calls a method of `EngineActor` on every engine. Returns the results in the order of the engines."""
+        refs = [start(engine, method, *args) for engine in self._alive()]
+        return answers(refs, timeout_s=timeout_s, what=method.__name__)
 
     def _alive(self) -> list[Any]:
         if not self._begun:

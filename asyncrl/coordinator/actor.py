@@ -13,8 +13,8 @@ from asyncrl.data_plane.clients import GroupRows
 class CoordinatorActor:
     """The class of the actor. Callers use it through `CoordinatorClient`."""
 
-    def __init__(self, *, config: Config, tasks: Sequence[Task], nonce: str) -> None:
-        self._coordinator = Coordinator(config=config, tasks=tasks, nonce=nonce, clear_rows=GroupRows(config).clear)
+    def __init__(self, *, config: Config, tasks: Sequence[Task]) -> None:
+        self._coordinator = Coordinator(config=config, tasks=tasks, clear_rows=GroupRows(config).clear)
 
     async def perform(self, call: Call) -> Any:
         """Performs a call of the client."""

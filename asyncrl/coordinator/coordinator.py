@@ -59,13 +59,11 @@ class Coordinator:
         *,
         config: Config,
         tasks: Sequence[Task],
-        nonce: str,
         clear_rows: Callable[[Sequence[str]], Awaitable[None]],
         started_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._nonce = nonce
         self._clock = clock
         self._clear_rows = clear_rows
         self._clearing: set[asyncio.Task[None]] = set()
@@ -124,7 +122,6 @@ class Coordinator:
             run=self._config.run.name,
             state=registry.state,
             message=registry.message,
-            nonce=self._nonce,
             version=buffer.version,
             published=registry.published,
             total_steps=self._limits.total_steps,

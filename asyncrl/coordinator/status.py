@@ -19,7 +19,6 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     state: RunState
     message: str
-    nonce: str
     version: Version
     published: Version | None
     total_steps: int

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         from_nested,
         materialize,
         pack_jagged_fields,
-        response_from_nested,
         to_nested_by_length,
     )
     from asyncrl.data_plane.sharding import shard_meta_for_dp
@@ -25,7 +24,6 @@ __all__ = [
     "from_nested",
     "materialize",
     "pack_jagged_fields",
-    "response_from_nested",
     "shard_meta_for_dp",
     "to_nested_by_length",
 ]

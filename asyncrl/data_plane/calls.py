@@ -1,13 +1,16 @@
-"""Starts Ray calls, and waits for them, always with a deadline. Cancelling a wait cancels the call. Also describes the
-resources of a cluster in which Ray cannot place an actor."""
+"""Starts Ray actors and calls, and waits for calls, always with a deadline. Cancelling a wait cancels the call.
+
+Also describes the resources of a cluster in which Ray cannot place an actor.
+"""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.errors import ActorGone, AsyncRLError, CallTimeout
 
@@ -22,8 +25,37 @@ def start(actor: Any, method: Callable[Concatenate[Any, P], Any], *arguments: P.
     return getattr(actor, method.__name__).remote(*arguments, **options)
 
 
-def _late(what: str, timeout_s: float) -> str:
-    return f"{what} took longer than {timeout_s:g} s; this machine may be too busy: end other programs, and try again"
+def detached(body: type, *arguments: Any, name: str, namespace: str, **options: Any) -> Any:
+    """Returns the handle of the only actor of this name in the namespace, and starts it if needed. The actor outlives
+    the process that started it."""
+    settings = {"name": name, "namespace": namespace, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
+    return ray.remote(body).options(**settings, **options).remote(*arguments)
+
+
+def _late(what: str, timeout_s: float) -> CallTimeout:
+    return CallTimeout(
+        f"{what} took longer than {timeout_s:g} s; this machine may be too busy: end other programs, and try again"
+    )
+
+
+@contextlib.contextmanager
+def _own_errors(ref: Any, *, timeout_s: float, what: str, unchanged: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Raises the actor's errors of the types `unchanged` as they are, and typed errors for Ray's own errors. After a
+    timeout or a cancellation it asks the actor to cancel the call."""
+    try:
+        yield
+    except RayTaskError as error:
+        if isinstance(error.cause, unchanged):
+            raise error.cause from error
+        raise
+    except RayActorError as error:
+        raise ActorGone(f"{what}: the actor's process has ended ({error})") from error
+    except TimeoutError:
+        ray.cancel(ref)
+        raise _late(what, timeout_s) from None
+    except asyncio.CancelledError:
+        ray.cancel(ref)
+        raise
 
 
 async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:
@@ -32,21 +64,9 @@ async def finished(ref: Any, *, timeout_s: float, what: str) -> Any:
     Raises asyncrl's own errors unchanged, ActorGone when the actor is dead, and CallTimeout after the deadline. After
     a timeout or a cancellation it asks the actor to cancel the call.
     """
-    try:
+    with _own_errors(ref, timeout_s=timeout_s, what=what, unchanged=(AsyncRLError,)):
         async with asyncio.timeout(timeout_s):
             return await ref
-    except TimeoutError:
-        ray.cancel(ref)
-        raise CallTimeout(_late(what, timeout_s)) from None
-    except asyncio.CancelledError:
-        ray.cancel(ref)
-        raise
-    except RayTaskError as error:
-        if isinstance(error.cause, AsyncRLError):
-            raise error.cause from error
-        raise
-    except RayActorError as error:
-        raise ActorGone(f"{what}: the actor's process has ended ({error})") from error
 
 
 def answer(ref: Any, *, timeout_s: float, what: str) -> Any:
@@ -54,17 +74,9 @@ def answer(ref: Any, *, timeout_s: float, what: str) -> Any:
 
     Works like `finished`. It also raises KeyError, ValueError and TypeError of a data-plane call unchanged.
     """
-    try:
+    unchanged = (AsyncRLError, KeyError, ValueError, TypeError)
+    with _own_errors(ref, timeout_s=timeout_s, what=what, unchanged=unchanged):
         return ray.get(ref, timeout=timeout_s)
-    except GetTimeoutError:
-        ray.cancel(ref)
-        raise CallTimeout(_late(what, timeout_s)) from None
-    except RayTaskError as error:
-        if isinstance(error.cause, AsyncRLError | KeyError | ValueError | TypeError):
-            raise error.cause from error
-        raise
-    except RayActorError as error:
-        raise ActorGone(f"{what}: the actor's process has ended ({error})") from error
 
 
 def answers(refs: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
@@ -78,7 +90,7 @@ def answers(refs: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
         if not done:
             for ref in waiting:
                 ray.cancel(ref)
-            raise CallTimeout(_late(what, timeout_s))
+            raise _late(what, timeout_s)
         for ref in done:
             results[ref] = answer(ref, timeout_s=timeout_s, what=what)
     return [results[ref] for ref in refs]

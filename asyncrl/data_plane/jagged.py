@@ -45,7 +45,10 @@ def from_nested(nested: torch.Tensor, *, pad_value: float = 0, width: int | None
     It is the inverse of `to_nested_by_length` and is differentiable. Raises ValueError for a row of more than `width`
     tokens, and for a tensor that is not nested.
     """
-    _check_nested("from_nested", nested)
+    if not nested.is_nested:
+        raise ValueError(
+            f"from_nested: the tensor {list(nested.shape)} is not nested; make it nested with to_nested_by_length"
+        )
     rows = list(nested.unbind())
     longest = max(map(len, rows), default=0)
     if width is not None and longest > width:
@@ -55,33 +58,6 @@ def from_nested(nested: torch.Tensor, *, pad_value: float = 0, width: int | None
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
     return padded
-
-
-def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Takes the response's values [B, R_i, …] from a model's values [B, S_i, …] for prompts with responses.
-
-    `response_mask` [B, R_i] is jagged too; only its numbers of tokens R_i are read. Value t of a row in `full` belongs
-    to token t + 1, as logits do, so the last value of each row is left out. asyncrl's own columns, in which value t
-    belongs to token t, do not need this shift. Raises ValueError when a response has no token before it.
-    """
-    _check_nested("response_from_nested", full)
-    _check_nested("response_from_nested", response_mask)
-    rows, responses = list(full.unbind()), [len(row) for row in response_mask.unbind()]
-    if len(rows) != len(responses):
-        raise ValueError(
-            f"response_from_nested: {len(rows)} rows but {len(responses)} responses; give one for each row"
-        )
-    for i, (row, response) in enumerate(zip(rows, responses, strict=True)):
-        if response >= max(len(row), 1):
-            raise ValueError(
-                f"response_from_nested: row {i} has {len(row)} tokens and a response of {response}, but at least one "
-                "token must come before the response"
-            )
-    parts = [
-        row[len(row) - 1 - response : len(row) - 1] if response else row[:0]
-        for row, response in zip(rows, responses, strict=True)
-    ]
-    return _nested(parts, like=full.values())
 
 
 def pack_jagged_fields(
@@ -146,13 +122,6 @@ def _column(name: str, given: Any) -> torch.Tensor | list[Any]:
         kind = type(column).__name__
         raise TypeError(f"field {name!r} has the type {kind}, but must be a tensor, a list or an array of objects")
     return column
-
-
-def _check_nested(function: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_nested:
-        raise ValueError(
-            f"{function}: the tensor {list(tensor.shape)} is not nested; make it nested with to_nested_by_length"
-        )
 
 
 def _nested(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:

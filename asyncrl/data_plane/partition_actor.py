@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
-from asyncrl.data_plane.calls import answer, start
+from asyncrl.data_plane.calls import answer, detached, start
 from asyncrl.data_plane.partitions import Partitions
 from asyncrl.data_plane.row_store import RowStore
 
@@ -58,7 +58,7 @@ class Index:
 
     def __init__(self, *, namespace: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._actor = ensure_partition_actor(namespace=namespace)
+        self._actor = detached(PartitionActor, namespace, name=PARTITIONS, namespace=namespace)
 
     def call(self, method: Callable[Concatenate[Partitions, P], R], *arguments: P.args, **options: P.kwargs) -> R:
         """Calls a method of the run's `Partitions`, such as `Partitions.locate`. Raises its errors unchanged."""
@@ -79,13 +79,3 @@ class Index:
     def _answer(self, wait_s: float, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         ref = start(self._actor, PartitionActor.call, method, arguments, options, wait_s)
         return answer(ref, timeout_s=self._timeout_s + wait_s, what=f"{method} in the data plane's index")
-
-
-def ensure_partition_actor(*, namespace: str) -> Any:
-    """Returns the handle of the run's only partition actor, and starts it if needed. The actor outlives the process
-    that started it."""
-    return (
-        ray.remote(PartitionActor)
-        .options(name=PARTITIONS, namespace=namespace, lifetime="detached", get_if_exists=True, num_cpus=0)
-        .remote(namespace)
-    )

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.claims import Claim
 from asyncrl.data_plane.codec import Column, decode, encode, row_lengths
 from asyncrl.data_plane.interfaces import LENGTHS_FIELD, PAD_SEQLEN, DataPlaneClient, KVBatchMeta
 from asyncrl.data_plane.partition_actor import Index
-from asyncrl.data_plane.partitions import Partitions, StoredAt
+from asyncrl.data_plane.partitions import Claim, Partitions, StoredAt
 from asyncrl.errors import RowsLost, RunError
 
 READ_ATTEMPTS = 3

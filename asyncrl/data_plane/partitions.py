@@ -1,4 +1,4 @@
-"""The index of the rows: which sample has which field, and where it is stored. Pure.
+"""The index of the rows: which sample has which field, where it is stored, and which tasks have claimed it. Pure.
 
 The index holds no rows. A row is found by its place: the row store of a node, and the key of an object there. The order
 of a partition is the order of each sample's first put. Invariants:
@@ -6,6 +6,10 @@ of a partition is the order of each sample's first put. Invariants:
 - Clearing removes a sample completely: a later put of the same id creates a new row.
 - An object of a row store is unused as soon as no field of any sample is in it, and never before. `take_unused` returns
   each unused object once.
+- A task claims a sample at most once. A claim takes exactly the requested number of rows, or none.
+
+`DataPlaneClient.claim_meta` and `check_consumption_status` need the claims. asyncrl's own runs call neither, because
+the buffer decides which groups are trained.
 """
 
 from collections import Counter
@@ -13,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from asyncrl.data_plane.claims import Claim, Claims
+from asyncrl.data_plane.sample_ids import group_of
 
 
 class StoredAt(NamedTuple):
@@ -35,6 +39,15 @@ class Located:
     lengths: list[int | None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Rows that a task has claimed. `sequence_lengths` is None if the length of any row is unknown."""
+
+    sample_ids: list[str]
+    sequence_lengths: list[int] | None
+    tags: list[dict[str, Any]]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Row:
     where: dict[str, StoredAt] = field(default_factory=dict)
@@ -44,14 +57,40 @@ class _Row:
 
 @dataclass(slots=True, kw_only=True)
 class _Partition:
-    claims: Claims
+    partition_id: str
     fields: set[str] = field(default_factory=set)
     rows: dict[str, _Row] = field(default_factory=dict)
+    num_samples: int = 0
+    group_size: int | None = None
+    put: int = 0
+    """Rows created since the registration, or since the whole partition was last cleared."""
+    claims: dict[str, set[str]] = field(default_factory=dict)
+    """The existing samples that each task has claimed."""
 
-    def having(self, fields: Sequence[str]) -> list[str]:
-        """Returns the samples with all these fields, oldest first."""
-        needed = set(fields)
-        return [sample_id for sample_id, row in self.rows.items() if row.where.keys() >= needed]
+    def claimed(self, task: str) -> set[str]:
+        """Returns the samples that the task has claimed. Raises ValueError for a task that is not registered."""
+        if task not in self.claims:
+            raise ValueError(
+                f"partition {self.partition_id!r} has no task {task!r}; it has {sorted(self.claims)}; register the "
+                "task first"
+            )
+        return self.claims[task]
+
+    def ready(self, task: str, fields: Sequence[str]) -> list[str]:
+        """Returns the samples with all these fields that the task may claim, oldest first. With a group size, groups
+        are whole, and come in the order in which they become complete."""
+        claimed, needed = self.claimed(task), set(fields)
+        free = [name for name, row in self.rows.items() if row.where.keys() >= needed and name not in claimed]
+        if self.group_size is None:
+            return free
+        ready: list[str] = []
+        groups: dict[str, list[str]] = {}
+        for sample_id in free:
+            group = groups.setdefault(group_of(sample_id), [])
+            group.append(sample_id)
+            if len(group) == self.group_size:
+                ready.extend(groups.pop(group_of(sample_id)))
+        return ready
 
 
 class Partitions:
@@ -75,12 +114,11 @@ class Partitions:
         for name, value in (("num_samples", num_samples), ("grpo_group_size", group_size)):
             if value is not None and value < 1:
                 raise ValueError(f"partition {partition_id!r}: {name} is {value}, but must be at least 1")
-        partition = self._partitions.setdefault(partition_id, _Partition(claims=Claims(partition_id=partition_id)))
+        partition = self._partitions.setdefault(partition_id, _Partition(partition_id=partition_id))
         partition.fields.update(fields)
-        claims = partition.claims
-        claims.num_samples, claims.group_size = num_samples, group_size
+        partition.num_samples, partition.group_size = num_samples, group_size
         for task in consumer_tasks:
-            claims.claimed.setdefault(task, set())
+            partition.claims.setdefault(task, set())
 
     def produce(
         self,
@@ -105,7 +143,7 @@ class Partitions:
         for i, sample_id in enumerate(sample_ids):
             if sample_id not in partition.rows:
                 partition.rows[sample_id] = _Row()
-                partition.claims.put += 1
+                partition.put += 1
             row = partition.rows[sample_id]
             self._release(row.where[name] for name in fields if name in row.where)
             row.where.update(dict.fromkeys(fields, where[i]))
@@ -153,11 +191,12 @@ class Partitions:
         partition = self._partition(partition_id)
         if sample_ids is None:
             sample_ids = list(partition.rows)
-            partition.claims.put = 0
+            partition.put = 0
             for store in self._stores:
                 self._unused.setdefault(store, []).append(f"{partition_id}/")
         removed = {name: partition.rows.pop(name) for name in sample_ids if name in partition.rows}
-        partition.claims.forget(removed)
+        for claimed in partition.claims.values():
+            claimed.difference_update(removed)
         self._release(place for row in removed.values() for place in row.where.values())
         return [sample_id for sample_id, row in removed.items() if row.where]
 
@@ -174,24 +213,34 @@ class Partitions:
     # --- claims -------------------------------------------------------------------------------------------------
 
     def claim(self, partition_id: str, task: str, *, fields: Sequence[str], batch_size: int) -> Claim | None:
-        """Claims the task's next rows with these fields, see `Claims.take`. A field that is not registered may still
-        be put, so no row is ready for it yet."""
+        """Claims the task's next rows with these fields. If fewer than `batch_size` are ready, returns None and changes
+        nothing. A field that is not registered may still be put, so no row is ready for it yet.
+
+        Raises ValueError unless `batch_size` is a positive multiple of the group size.
+        """
         partition = self._partition(partition_id)
-        taken = partition.claims.take(task, partition.having(fields), batch_size=batch_size)
-        if taken is None:
+        group_size = partition.group_size or 1
+        if batch_size < 1 or batch_size % group_size:
+            raise ValueError(
+                f"cannot claim a batch of {batch_size} from partition {partition_id!r}: it must be a positive multiple "
+                f"of its grpo_group_size, {group_size}"
+            )
+        taken = partition.ready(task, fields)[:batch_size]
+        if len(taken) < batch_size:
             return None
+        partition.claims[task].update(taken)
         tags = [dict(partition.rows[sample_id].tags) for sample_id in taken]
         return Claim(sample_ids=taken, sequence_lengths=self.lengths_of(partition_id, taken), tags=tags)
 
     def ready(self, partition_id: str, task: str, *, fields: Sequence[str]) -> int:
         """Returns the number of rows that the task could claim now."""
-        partition = self._partition(partition_id)
-        return len(partition.claims.ready(task, partition.having(fields)))
+        return len(self._partition(partition_id).ready(task, fields))
 
     def consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
         """Returns True if the tasks have claimed every existing row, and at least `num_samples` rows were put."""
         partition = self._partition(partition_id)
-        return partition.claims.consumed(tasks, partition.rows)
+        claimed = [partition.claimed(task).issuperset(partition.rows) for task in tasks]
+        return all(claimed) and partition.put >= partition.num_samples
 
     # --- private ------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from asyncrl.data_plane.calls import detached
+
 STORE_PREFIX = "rows-"
 """Prefix of the actor names of row stores."""
 
@@ -39,16 +41,9 @@ class RowStore:
 
 
 def ensure_row_store(*, namespace: str) -> str:
-    """Returns the name of this node's row store, and starts it if needed. The store outlives the process that started
-    it."""
+    """Returns the name of this node's row store, and starts it if needed."""
     node = ray.get_runtime_context().get_node_id()
     name = f"{STORE_PREFIX}{node[:12]}"
-    ray.remote(RowStore).options(
-        name=name,
-        namespace=namespace,
-        lifetime="detached",
-        get_if_exists=True,
-        num_cpus=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
-    ).remote()
+    here = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    detached(RowStore, name=name, namespace=namespace, scheduling_strategy=here)
     return name

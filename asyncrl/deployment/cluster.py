@@ -272,7 +272,7 @@ async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Seque
     handle: Any = (
         ray.remote(CoordinatorActor)
         .options(name=COORDINATOR, **options)
-        .remote(config=config, tasks=ray.put(list(tasks)), nonce=secrets.token_hex(8))
+        .remote(config=config, tasks=ray.put(list(tasks)))
     )
     weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
     coordinator = await _coordinator(handle, config)

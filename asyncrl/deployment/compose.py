@@ -16,7 +16,7 @@ from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.inputs import Inputs, Prompts
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
-from asyncrl.generation.actor import ReplicaProcesses
+from asyncrl.generation.shared_memory import EngineProcesses
 from asyncrl.learner.records import Summary
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ async def run_both(
 
 
 def _generators(
-    config: Config, inputs: Inputs, *, started: Callable[[ReplicaProcesses], None] = lambda _: None
+    config: Config, inputs: Inputs, *, started: Callable[[EngineProcesses], None] = lambda _: None
 ) -> GeneratorDeployment:
     return GeneratorDeployment(config, model_path=inputs.engine_model, prompts=inputs.prompts, started=started)
 

@@ -29,8 +29,8 @@ from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.run_dir import reward_log_path
 from asyncrl.environments.secrets import read_secrets
 from asyncrl.errors import AsyncRLError, GeneratorPoolExhausted, RunError, StallError
-from asyncrl.generation.actor import GeneratorActor, ReplicaProcesses
-from asyncrl.generation.shared_memory import reap
+from asyncrl.generation.actor import GeneratorActor
+from asyncrl.generation.shared_memory import EngineProcesses, reap
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class _Replica:
         self.handle = handle
         self.begun = False
         """Whether the call that starts the engine was sent. Before that call, the actor only imports vLLM."""
-        self.processes: ReplicaProcesses | None = None
+        self.processes: EngineProcesses | None = None
         self.running: asyncio.Task[None] | None = None
 
 
@@ -93,7 +93,7 @@ class GeneratorDeployment:
         *,
         model_path: Awaitable[str],
         prompts: Awaitable[Prompts],
-        started: Callable[[ReplicaProcesses], None] = lambda _: None,
+        started: Callable[[EngineProcesses], None] = lambda _: None,
     ) -> None:
         self._config = config
         self._on_started = started
@@ -244,7 +244,7 @@ class GeneratorDeployment:
                 await asyncio.gather(replica.running, return_exceptions=True)
             ray.kill(replica.handle, no_restart=True)
             if (left := replica.processes) is not None:
-                await asyncio.to_thread(reap, left.pids, segments=left.shared_memory, timeout_s=EXIT_S)
+                await asyncio.to_thread(reap, left, timeout_s=EXIT_S)
 
 
 def _cause(replica: _Replica) -> str:

@@ -7,9 +7,9 @@ together, for example because their tokenizers differ (F25).
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
-import msgspec
 import ray
 
 from asyncrl.buffer.records import Failure
@@ -27,6 +27,7 @@ from asyncrl.generation.generator import Generator
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.reward_log import RewardLog
 from asyncrl.generation.rollout import Rollouts
+from asyncrl.generation.shared_memory import EngineProcesses
 from asyncrl.generation.vllm_engine import VLLMEngine, preload, prepare_environment
 from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
@@ -34,20 +35,6 @@ from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import monotonic_at_process_start
 from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
-
-logger = logging.getLogger(__name__)
-
-
-class ReplicaProcesses(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes and shared memory that a replica started on its node.
-
-    The supervisor uses `pids` and `shared_memory` (names in /dev/shm) to make sure that both are gone after the replica
-    has ended.
-    """
-
-    pids: list[int]
-    shared_memory: list[str]
-    metrics_address: str
 
 
 class GeneratorActor:
@@ -60,13 +47,10 @@ class GeneratorActor:
         self._config = config
         self._name = name
         self._deployment = deployment
-        self._engine: VLLMEngine | None = None
-        self._scorer: Scorer | None = None
-        self._server: MetricsServer | None = None
+        self._started = AsyncExitStack()
         self._generator: Generator | None = None
-        self._rollouts: Rollouts | None = None
 
-    async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> ReplicaProcesses:
+    async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> EngineProcesses:
         """Starts the engine, compares the tokenizer with the run's, and connects to the run's actors.
 
         `reward_log` is the file for the lines that reward code prints. If the file's folder does not exist on this
@@ -74,9 +58,9 @@ class GeneratorActor:
         """
         config, namespace = self._config, self._config.run.name
         timeout_s = config.buffer.call_timeout_s
-        output = RewardLog(reward_log, replica=self._name)
-        self._scorer = Scorer(config.environment, secrets=secrets, output=output)
-        scorer_started = asyncio.create_task(self._scorer.start())
+        scorer = Scorer(config.environment, secrets=secrets, output=RewardLog(reward_log, replica=self._name))
+        self._started.push_async_callback(scorer.close)
+        scorer_started = asyncio.create_task(scorer.start())
         await asyncio.sleep(0)  # lets the scorer start its processes before the engine's start blocks the event loop
         tokenizer = load_tokenizer(model_path, chat=config.data.chat)
         handle = ray.get_actor(COORDINATOR, namespace=namespace)
@@ -85,21 +69,16 @@ class GeneratorActor:
         await coordinator.call(Registry.handshake, who=f"generator {self._name}", fingerprint=fingerprint)
         # The replica generates nothing before the learner has sent its first weights, so the engine does not read the
         # weights on the disk.
-        self._engine = await VLLMEngine.start(config, model_path=model_path, load_weights=False)
+        engine = await VLLMEngine.start(config, model_path=model_path, load_weights=False)
+        self._started.push_async_callback(engine.shutdown)
         await scorer_started
         metrics = GeneratorMetrics(environment=config.environment.name)
-        self._server = MetricsServer(metrics.registry, host=config.metrics.host, port=0)
-        self._rollouts = Rollouts(
-            config=config,
-            engine=self._engine,
-            tokenizer=tokenizer,
-            scorer=self._scorer,
-            replica=self._name,
-        )
+        server = MetricsServer(metrics.registry, host=config.metrics.host, port=0)
+        self._started.callback(server.close)
         updates = WeightUpdates(
             config=config,
             name=self._name,
-            engine=self._engine,
+            engine=engine,
             source=WeightClient(ray.get_actor(WEIGHTS, namespace=namespace), timeout_s=timeout_s),
             transport=ObjectStoreTransport(),
             parameters=expected_parameters(model_path, dtype=config.model.dtype),
@@ -109,19 +88,15 @@ class GeneratorActor:
             config=config,
             name=self._name,
             deployment=self._deployment,
-            rollouts=self._rollouts,
+            rollouts=Rollouts(config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica=self._name),
             coordinator=coordinator,
             rows=GroupRows(config),
             weights=updates,
             metrics=metrics,
             started_s=monotonic_at_process_start(),
-            metrics_address=self._server.address,
+            metrics_address=server.address,
         )
-        return ReplicaProcesses(
-            pids=self._engine.pids(),
-            shared_memory=self._engine.shared_memory(),
-            metrics_address=self._server.address,
-        )
+        return engine.processes
 
     async def run(self) -> None:
         """Generates until the replica is drained. Raises when the replica cannot go on."""
@@ -144,12 +119,4 @@ class GeneratorActor:
 
     async def shutdown(self) -> None:
         """Ends the engine's processes and the scoring processes. It may be called at any time, and more than once."""
-        if self._engine is not None:
-            await self._engine.shutdown()
-            self._engine = None
-        if self._scorer is not None:
-            await self._scorer.close()
-            self._scorer = None
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        await self._started.aclose()

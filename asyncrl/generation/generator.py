@@ -116,21 +116,19 @@ class Generator:
             "weights": self._weights.run(hooks),
             "heartbeat": self._heartbeat(),
         }
-        tasks = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
-        drained = asyncio.create_task(self._drained(), name="drained")
         try:
-            ended: set[asyncio.Task[None]] = set()
-            while drained not in ended:
-                ended, _ = await asyncio.wait(
-                    {task for task in [*tasks, drained] if not task.done()} | {drained},
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                for task in ended:
-                    task.result()
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(loop, name=name) for name, loop in loops.items()]
+                await self._drained()
+                for task in tasks:
+                    task.cancel()
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            raise first from first.__cause__
         finally:
-            for task in [*tasks, drained, *self._running.values()]:
-                task.cancel()
-            await asyncio.gather(*tasks, drained, *self._running.values(), return_exceptions=True)
+            for rollout in self._running.values():
+                rollout.cancel()
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
             with contextlib.suppress(Exception):
                 await self._coordinator.call(Coordinator.leave, self._name)
 
@@ -150,11 +148,10 @@ class Generator:
         async def one(task: Task) -> float | Failure:
             async with limit:
                 try:
-                    reward, _ = await self._rollouts.answer(task)
+                    return await self._rollouts.answer(task)
                 except RolloutError as error:
                     logger.warning("held-out question %.40r failed (%s): %s", task.question, error.reason, error)
                     return await self._heldout_failed(Failure.of(error, prompt=task.prompt))
-                return reward
 
         return list(await asyncio.gather(*[one(task) for task in tasks]))
 
@@ -180,7 +177,8 @@ class Generator:
             reservation = await self._coordinator.call(Coordinator.reserve, self._name, version, free, wait_s=wait_s)
             # The first call returns at once and gives the reason of a refusal. Later calls wait for a change.
             wait_s = 0.0 if reservation.refusal is None else RESERVE_WAIT_S
-            self._set_free_state(REFUSED_STATE.get(reservation.refusal, "idle") if reservation.refusal else "idle")
+            self._free_state = REFUSED_STATE.get(reservation.refusal, "idle") if reservation.refusal else "idle"
+            self._show_states()
             for ticket in reservation.tickets:
                 self._held.add(ticket.key)
             for ticket in reservation.tickets:
@@ -193,7 +191,6 @@ class Generator:
         task = asyncio.create_task(self._rollout(ticket), name=f"rollout {ticket.key}")
         self._running[ticket.key] = task
         self._show_states()
-        self._metrics.inflight(len(self._running))
 
     async def _rollout(self, ticket: Ticket) -> None:
         started_s = self._clock()
@@ -231,7 +228,6 @@ class Generator:
             self._running.pop(ticket.key, None)
             self._spoiled.pop(ticket.key, None)
             self._show_states()
-            self._metrics.inflight(len(self._running))
             self._slot_freed.set()
 
     def _failed(self, key: str, incarnation: int, error: RolloutError) -> FailedTicket:
@@ -264,8 +260,12 @@ class Generator:
             await self._weights.verdict()
             ended = self._take_finished()
             groups = [each for each in ended if isinstance(each, FinishedGroup)]
-            if groups and (error := await self._store(groups)) is not None:
-                ended = [self._as_failed(each, error) for each in ended]
+            if groups:
+                try:
+                    await self._rows.put({group.meta.key: group.rows for group in groups})
+                except (RunError, TimeoutError) as error:
+                    lost = InfraError(f"could not store the rows of finished groups: {error}", reason="row_store")
+                    ended = [self._as_failed(each, lost) for each in ended]
             # In the order in which they ended: storing rows takes time, and the buffer counts failures in a row.
             for failed, part in itertools.groupby(ended, key=lambda each: isinstance(each, FailedTicket)):
                 if failed:
@@ -298,14 +298,6 @@ class Generator:
         if isinstance(ended, FailedTicket):
             return ended
         return self._failed(ended.meta.key, ended.meta.incarnation, error)
-
-    async def _store(self, groups: Sequence[FinishedGroup]) -> InfraError | None:
-        """Puts the rows into the store, before their metadata is committed. Returns the error if that failed."""
-        try:
-            await self._rows.put({group.meta.key: group.rows for group in groups})
-        except (RunError, TimeoutError) as error:
-            return InfraError(f"could not store the rows of finished groups: {error}", reason="row_store")
-        return None
 
     # --- calls of a weight update ---------------------------------------------------------------------------------
 
@@ -357,13 +349,10 @@ class Generator:
         self._held.discard(key)
         self._settled.set()
 
-    def _set_free_state(self, state: str) -> None:
-        self._free_state = state
-        self._show_states()
-
     def _show_states(self) -> None:
+        busy = len(self._running)
+        self._metrics.inflight(busy)
         if self._loading:
             self._states.set({"paused_for_weights": self._slots})
             return
-        busy = len(self._running)
         self._states.set({"generating": busy, self._free_state: self._slots - busy})

@@ -91,12 +91,12 @@ class Rollouts:
             scoring_s=self._clock() - scored_from_s,
         )
 
-    async def answer(self, task: Task) -> tuple[float, Completion]:
-        """Generates one greedy completion that belongs to no group. Returns its reward and the completion."""
+    async def answer(self, task: Task) -> float:
+        """Generates one greedy completion that belongs to no group. Returns its reward."""
         prompt_ids, budget = self._prompt(task)
         [completion] = await self._engine.generate(prompt_ids, n=1, seed=None, temperature=0.0, max_tokens=budget)
         [reward] = await self._scorer.score(task, [completion.text])
-        return reward, completion
+        return reward
 
     def _prompt(self, task: Task) -> tuple[list[int], int]:
         ids = encode_prompt(self._tokenizer, task.prompt)

@@ -4,9 +4,17 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
+
+
+class EngineProcesses(msgspec.Struct, frozen=True, kw_only=True):
+    """The ids of an engine's processes on its node, and the names of their segments in /dev/shm."""
+
+    pids: list[int]
+    shared_memory: list[str]
 
 
 def segments_of(processes: Iterable[psutil.Process]) -> list[str]:
@@ -21,13 +29,13 @@ def sweep_shared_memory(names: Iterable[str]) -> None:
         (SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
-def reap(pids: Iterable[int], *, segments: Iterable[str], timeout_s: float) -> None:
+def reap(engine: EngineProcesses, *, timeout_s: float) -> None:
     """Waits for an engine's processes, kills the ones that remain, and removes their shared-memory segments.
 
     Acts on this node only. On other nodes the engine's processes end with the process group of their Ray worker.
     """
     ours = []
-    for pid in pids:
+    for pid in engine.pids:
         with contextlib.suppress(psutil.NoSuchProcess):  # an engine whose replica died may end at any moment
             process = psutil.Process(pid)
             if process.name().startswith("VLLM"):
@@ -35,4 +43,4 @@ def reap(pids: Iterable[int], *, segments: Iterable[str], timeout_s: float) -> N
     for process in psutil.wait_procs(ours, timeout=timeout_s)[1]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    sweep_shared_memory(segments)
+    sweep_shared_memory(engine.shared_memory)

@@ -19,7 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import DataError, InfraError
 from asyncrl.generation.engine_start import cause_of_death, engine_starts
 from asyncrl.generation.interfaces import Completion, LoadTimes
-from asyncrl.generation.shared_memory import segments_of, sweep_shared_memory
+from asyncrl.generation.shared_memory import EngineProcesses, segments_of, sweep_shared_memory
 from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.weights.manifest import Manifest
 
@@ -78,8 +78,11 @@ class VLLMEngine:
         self._stop = config.generator.stop
         self.weights = VLLMWeights(llm, clear_cache=config.weights.kv_cache == "recompute")
         children = psutil.Process().children(recursive=True)
-        self._processes = [child for child in children if _runs_the_engine(child)]
-        self._segments = segments_of(self._processes)
+        self._children = [child for child in children if _runs_the_engine(child)]
+        self.processes = EngineProcesses(
+            pids=[child.pid for child in self._children], shared_memory=segments_of(self._children)
+        )
+        """The supervisor makes sure that these processes and segments are gone, also after the engine was killed."""
         self._requests = itertools.count()
         self._running: set[str] = set()
         self._aborts = 0
@@ -148,11 +151,9 @@ class VLLMEngine:
         max_tokens: int,
         stop: Sequence[str] = (),
     ) -> list[Completion]:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         stops = [*self._stop, *stop]
-        parameters = SamplingParams(
+        output = await self._request(
+            prompt_ids,
             n=n,
             seed=seed,
             temperature=temperature,
@@ -161,23 +162,12 @@ class VLLMEngine:
             flat_logprobs=True,
             stop=stops or None,
             detokenize=bool(stops),  # stop strings need text after every token; otherwise we decode once, at the end
-            output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._request(list(prompt_ids), parameters)
         children = sorted(output.outputs, key=lambda child: child.index)
         return [self._completion(child, has_text=bool(stops)) for child in children]
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        parameters = SamplingParams(
-            max_tokens=1,
-            prompt_logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        output = await self._request(list(tokens), parameters)
+        output = await self._request(tokens, max_tokens=1, prompt_logprobs=0, detokenize=False)
         entries = output.prompt_logprobs[1:]
         return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)]
 
@@ -222,20 +212,12 @@ class VLLMEngine:
 
     # -- processes -----------------------------------------------------------------------------------------------
 
-    def pids(self) -> list[int]:
-        """Returns the ids of the engine's processes. The supervisor uses them to make sure that all have ended."""
-        return [process.pid for process in self._processes]
-
-    def shared_memory(self) -> list[str]:
-        """Returns the segments in /dev/shm that the engine's processes map. A killed engine leaves them behind."""
-        return self._segments
-
     async def shutdown(self) -> None:
         await asyncio.to_thread(self._llm.shutdown, ENGINE_EXIT_S)
-        _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, ENGINE_EXIT_S)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, self._children, ENGINE_EXIT_S)
         for process in alive:
             process.kill()
-        sweep_shared_memory(self._segments)
+        sweep_shared_memory(self.processes.shared_memory)
 
     def _completion(self, child: Any, *, has_text: bool) -> Completion:
         if child.finish_reason == "abort":
@@ -262,9 +244,14 @@ class VLLMEngine:
             truncated=child.finish_reason == "length",
         )
 
-    async def _request(self, tokens: list[int], parameters: Any) -> Any:
+    async def _request(self, tokens: Sequence[int], **sampling: Any) -> Any:
+        """Runs one request of vLLM with these fields of its `SamplingParams`. Returns the final output."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
         request_id = f"asyncrl-{next(self._requests)}"
-        prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)}
         if self.weights.version is not None:
             # The salt keeps a new request from using a cached prefix that another version has computed.
             prompt["cache_salt"] = str(self.weights.version)

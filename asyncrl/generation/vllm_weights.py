@@ -10,8 +10,8 @@ stays paused, has no version, and waits for a whole update.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -60,14 +60,16 @@ class VLLMWeights:
         self, manifest: Manifest, buckets: Sequence[memoryview], *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
         """Applies a whole version from `buckets`, which the caller has checked against the manifest."""
-
-        async def mapped() -> AsyncGenerator[tuple[dict[str, Any], list[str]]]:
-            for index, data in enumerate(buckets):
-                entries = manifest.tensors_of(index)
-                with MemoryFile(data) as path:
-                    yield _mapped(path, data.nbytes, entries), [entry.name for entry in entries]
-
-        return await self._load(manifest, mapped(), on_paused=on_paused)
+        started_s = time.monotonic()
+        paused_s = await self.begin(manifest.version, on_paused=on_paused)
+        for index, data in enumerate(buckets):
+            entries = manifest.tensors_of(index)
+            with self._torn_by_errors(), MemoryFile(data) as path:
+                update = {"path": path, "nbytes": data.nbytes, "tensors": msgspec.to_builtins(entries)}
+                await self.apply(update, [entry.name for entry in entries])
+        loaded_s = time.monotonic()
+        await self.commit([entry.name for entry in manifest.tensors])
+        return LoadTimes(pause_s=paused_s - started_s, load_s=loaded_s - paused_s, resume_s=time.monotonic() - loaded_s)
 
     # -- bytes from a process group with the learner's ranks ---------------------------------------------------------
 
@@ -101,13 +103,12 @@ class VLLMWeights:
         manifests = await self._answer(self._llm.collective_rpc("receive_weights"), what="receiving weights")
         return msgspec.msgpack.decode(manifests[0], type=Manifest)
 
-    async def load_received(self, manifest: Manifest, *, on_paused: Callable[[], None] | None = None) -> LoadTimes:
+    async def load_received(self, manifest: Manifest) -> None:
         """Applies the version that `receive` has returned."""
-
-        async def received() -> AsyncGenerator[tuple[dict[str, Any], list[str]]]:
-            yield {"received": str(manifest.version)}, [entry.name for entry in manifest.tensors]
-
-        return await self._load(manifest, received(), on_paused=on_paused)
+        names = [entry.name for entry in manifest.tensors]
+        await self.begin(manifest.version)
+        await self.apply({"received": str(manifest.version)}, names)
+        await self.commit(names)
 
     async def _answer(self, call: Awaitable[Answer], *, what: str) -> Answer:
         answer = asyncio.ensure_future(call)
@@ -140,31 +141,32 @@ class VLLMWeights:
         The first group begins the update, and the last one completes it. Raises ManifestMismatch or VersionRegression
         before the first group is applied, and TornReplica for every error after that.
         """
-        version, entries = _described(handles)
+        if not handles:
+            raise WeightError(
+                "a group of shared weights names no device; pass the handles of get_weights_ipc_handles unchanged"
+            )
+        group = next(iter(handles.values()))  # version and tensors are the same on every device
+        names = [entry.name for entry in group.entries]
         if self._loading is None:
-            is_news(version, self.version)
-            _check_group(entries, expected)
-            await self.begin(version)
+            is_news(group.version, self.version)
+            _check_group(group.entries, expected)
+            await self.begin(group.version)
         with self._torn_by_errors():
-            _check_group(entries, expected)
-            if version != self._loading:
+            _check_group(group.entries, expected)
+            if group.version != self._loading:
                 raise WeightError(
-                    f"a group of weights {version} arrived during an update to {self._loading}; start the refit again"
+                    f"a group of weights {group.version} arrived during an update to {self._loading}; start the refit "
+                    "again"
                 )
-            again = sorted({entry.name for entry in entries}.intersection(self._applied))
+            again = sorted(set(names).intersection(self._applied))
             if again:
                 raise WeightError(f"the tensors {', '.join(again[:3])} arrived twice in one update")
-        await self.apply_shared(handles)
+        # CUDA IPC handles contain bytes, which msgspec would otherwise turn into text.
+        await self.apply({"shared": msgspec.to_builtins(handles, builtin_types=(bytes,))}, names)
         if len(self._applied) < len(expected):
             return False
         await self.commit(list(expected))
         return True
-
-    async def apply_shared(self, handles: Mapping[str, SharedGroup]) -> None:
-        """Applies one group of an update. The caller has checked its names, shapes and dtypes."""
-        _, entries = _described(handles)
-        update = {"shared": {device: msgspec.to_builtins(group) for device, group in handles.items()}}
-        await self.apply(update, [entry.name for entry in entries])
 
     def start_over(self) -> None:
         """Discards an incomplete update by groups: the next group begins a new update."""
@@ -172,9 +174,11 @@ class VLLMWeights:
 
     # -- an update, step by step -------------------------------------------------------------------------------------
 
-    async def begin(self, version: Version, *, on_paused: Callable[[], None] | None = None) -> None:
-        """Pauses generation between two decoding steps, and opens an update to `version`."""
+    async def begin(self, version: Version, *, on_paused: Callable[[], None] | None = None) -> float:
+        """Pauses generation between two decoding steps, and opens an update to `version`. Returns when (monotonic
+        seconds) generation had paused."""
         await self._llm.pause_generation(mode="keep", clear_cache=self._clear_cache)
+        paused_s = time.monotonic()
         if on_paused is not None:
             on_paused()
         self._loading, self._applied, self.is_whole = version, [], False
@@ -184,6 +188,7 @@ class VLLMWeights:
                 self._session_open = False
             await self._llm.start_weight_update()
             self._session_open = True
+        return paused_s
 
     async def apply(self, update: dict[str, Any], names: Sequence[str]) -> None:
         """Applies the tensors `names`, a part of the update. `update` tells vLLM's workers where their bytes are."""
@@ -209,30 +214,6 @@ class VLLMWeights:
         self.version, self._loading, self.is_whole = self._loading, None, True
         await self._llm.resume_generation()
 
-    async def _load(
-        self,
-        manifest: Manifest,
-        parts: AsyncGenerator[tuple[dict[str, Any], list[str]]],
-        *,
-        on_paused: Callable[[], None] | None,
-    ) -> LoadTimes:
-        paused_s = started_s = time.monotonic()
-
-        def paused() -> None:
-            nonlocal paused_s
-            paused_s = time.monotonic()
-            if on_paused is not None:
-                on_paused()
-
-        await self.begin(manifest.version, on_paused=paused)
-        with self._torn_by_errors():
-            async with aclosing(parts):
-                async for update, names in parts:
-                    await self.apply(update, names)
-        loaded_s = time.monotonic()
-        await self.commit([entry.name for entry in manifest.tensors])
-        return LoadTimes(pause_s=paused_s - started_s, load_s=loaded_s - paused_s, resume_s=time.monotonic() - loaded_s)
-
     @contextmanager
     def _torn_by_errors(self) -> Iterator[None]:
         try:
@@ -245,21 +226,6 @@ class VLLMWeights:
                 f"loading weights {loading} failed half way ({type(error).__name__}: {error}); the replica stays "
                 "paused until a whole update is applied"
             ) from error
-
-
-def _mapped(path: str, nbytes: int, entries: Sequence[TensorEntry]) -> dict[str, Any]:
-    """Builds the argument of `apply` for `entries` in a file of `nbytes` bytes that the engine's workers can map."""
-    return {"path": path, "nbytes": nbytes, "tensors": msgspec.to_builtins(entries)}
-
-
-def _described(handles: Mapping[str, SharedGroup]) -> tuple[Version, Sequence[TensorEntry]]:
-    """Returns version and tensors of a group. They are the same on every device."""
-    if not handles:
-        raise WeightError(
-            "a group of shared weights names no device; pass the handles of get_weights_ipc_handles unchanged"
-        )
-    group = next(iter(handles.values()))
-    return group.version, group.entries
 
 
 def _check_group(entries: Sequence[TensorEntry], expected: Parameters) -> None:

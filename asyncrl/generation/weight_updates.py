@@ -11,7 +11,8 @@ Invariants:
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from asyncrl.common.version import Version
@@ -71,33 +72,21 @@ class WeightUpdates:
         self._metrics = metrics
         self._clock = clock
 
-        self._version: Version | None = None
+        self.version: Version | None = None
+        """The version that is loaded and verified; None before the first one and while the replica is torn."""
+        self.updates = 0
+        """Number of versions that the engine has loaded whole."""
+        self.parity_max_nats = 0.0
+        """Largest difference (nats) of all probes that passed."""
         self._serial = 0
-        self._updates = 0
-        self._parity_max_nats = 0.0
         self._may_start = asyncio.Event()
         self._verified = asyncio.Event()
-
-    @property
-    def version(self) -> Version | None:
-        """The version that is loaded and verified; None before the first one and while the replica is torn."""
-        return self._version
-
-    @property
-    def updates(self) -> int:
-        """Number of versions that the engine has loaded whole."""
-        return self._updates
-
-    @property
-    def parity_max_nats(self) -> float:
-        """Largest difference (nats) of all probes that passed."""
-        return self._parity_max_nats
 
     async def startable(self) -> Version:
         """Waits until rollouts may start. Returns the version that they start with."""
         await self._may_start.wait()
-        assert self._version is not None
-        return self._version
+        assert self.version is not None
+        return self.version
 
     async def verdict(self) -> None:
         """Waits until the last update is verified. From then on finished groups may be committed."""
@@ -112,15 +101,15 @@ class WeightUpdates:
             if publication is None:
                 continue
             newest = publication.manifest.version
-            if self._version is None or publication.serial - self._serial > self._limits.max_lag_publications:
+            if self.version is None or publication.serial - self._serial > self._limits.max_lag_publications:
                 self._may_start.clear()
             try:
                 await self._update(publication, replica)
             except (ManifestMismatch, ManifestVoid) as error:
-                if self._version is None and isinstance(error, ManifestMismatch):
+                if self.version is None and isinstance(error, ManifestMismatch):
                     raise  # the replica's model differs from the learner's, so no later version would fit either
                 self._metrics.weight_update(outcome="refused", phase_seconds={})
-                kept = "no weights" if self._version is None else f"the weights of {self._version.words}"
+                kept = "no weights" if self.version is None else f"the weights of {self.version.words}"
                 logger.error("replica %s refused a weight update and keeps %s: %s", self._name, kept, error)
                 continue
             except (TornReplica, ParityError) as error:
@@ -143,7 +132,7 @@ class WeightUpdates:
 
     async def _tear(self, error: WeightError, replica: UpdateHooks) -> None:
         """Drops the version and stops admission. After a failed probe also fails all unverified groups as INFRA."""
-        self._version = None
+        self.version = None
         self._may_start.clear()
         if isinstance(error, ParityError):
             await self._engine.abort()
@@ -151,7 +140,7 @@ class WeightUpdates:
 
     async def _update(self, publication: Publication, replica: UpdateHooks) -> None:
         manifest = publication.manifest
-        if not is_news(manifest.version, self._version):
+        if not is_news(manifest.version, self.version):
             self._metrics.weight_update(outcome="repeated", phase_seconds={})
             return
         check_parameters(manifest, self._parameters)
@@ -162,44 +151,40 @@ class WeightUpdates:
         seconds["fetch"] = self._clock() - started_s
         # From here until the probe has passed, groups that these weights may have produced are not committed.
         self._verified.clear()
-        seconds |= await self._load(manifest, buckets, replica)
-        self._updates += 1
+        try:
+            async with self._limited(manifest, doing="loading"):
+                times = await self._engine.load(manifest, buckets, on_paused=lambda: replica.show_loading(True))
+        finally:
+            replica.show_loading(False)
+        seconds |= {"pause": times.pause_s, "load": times.load_s, "resume": times.resume_s}
+        self.updates += 1
         started_s = self._clock()
-        if self._updates % self._limits.probe_every_updates == 0 or self._version is None:
+        if self.updates % self._limits.probe_every_updates == 0 or self.version is None:
             await self._probe(manifest)
         seconds["probe"] = self._clock() - started_s
-        self._version = manifest.version
+        self.version = manifest.version
         self._verified.set()
         self._metrics.policy_version(manifest.version.step)
         self._metrics.weight_update(outcome="applied", phase_seconds=seconds)
         await replica.report()
 
-    async def _load(self, manifest: Manifest, buckets: list[memoryview], replica: UpdateHooks) -> dict[str, float]:
-        """Loads the weights into the engine. Returns the seconds of each phase."""
+    @asynccontextmanager
+    async def _limited(self, manifest: Manifest, *, doing: str) -> AsyncIterator[None]:
+        """Raises WeightError, which ends the replica, when the block takes longer than `weights.load_timeout_s`."""
         timeout_s = self._limits.load_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                times = await self._engine.load(manifest, buckets, on_paused=lambda: replica.show_loading(True))
+                yield
         except TimeoutError:
             raise WeightError(
-                f"loading the weights of {manifest.version.words} took longer than weights.load_timeout_s = "
-                f"{timeout_s:g} s, so the replica ends its engine; raise the limit if loading needs more time"
+                f"{doing} the weights of {manifest.version.words} took longer than weights.load_timeout_s = "
+                f"{timeout_s:g} s, so the replica ends its engine; raise the limit if {doing} needs more time"
             ) from None
-        finally:
-            replica.show_loading(False)
-        return {"pause": times.pause_s, "load": times.load_s, "resume": times.resume_s}
 
     async def _probe(self, manifest: Manifest) -> None:
-        probe, timeout_s = manifest.probe, self._limits.load_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                scores = await asyncio.gather(*[self._engine.score(tokens) for tokens in probe.tokens])
-        except TimeoutError:
-            raise WeightError(
-                f"probing the weights of {manifest.version.words} took longer than weights.load_timeout_s = "
-                f"{timeout_s:g} s, so the replica ends its engine; raise the limit if the probe needs more time"
-            ) from None
-        difference = probe.max_difference_nats(scores)
+        async with self._limited(manifest, doing="probing"):
+            scores = await asyncio.gather(*[self._engine.score(tokens) for tokens in manifest.probe.tokens])
+        difference = manifest.probe.max_difference_nats(scores)
         self._metrics.parity(difference)
         if not difference <= self._tolerance_nats:
             raise ParityError(
@@ -208,4 +193,4 @@ class WeightUpdates:
                 f"{self._tolerance_nats:g}; check that both pools use the same model and dtype, or raise the "
                 "limit if the difference is only rounding"
             )
-        self._parity_max_nats = max(self._parity_max_nats, difference)
+        self.parity_max_nats = max(self.parity_max_nats, difference)

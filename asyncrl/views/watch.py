@@ -33,7 +33,7 @@ def watch(run_dir: Path, *, ask: Callable[[], RunStatus | None]) -> Iterator[Liv
         if _info(run_dir).nonce != info.nonce:
             raise RunEnded(f"run {info.name} has ended, and another run of this name has started")
         status = ask()
-        if status is not None and status.nonce != info.nonce:
+        if status is not None and not _is_of(status, info):
             raise RunError(
                 f"the run {status.run} on this cluster is not the run of {run_dir}: give the directory of the run that "
                 "goes on, or the address of the cluster of this one"
@@ -52,7 +52,7 @@ def watch(run_dir: Path, *, ask: Callable[[], RunStatus | None]) -> Iterator[Liv
 def steps_of(run_dir: Path, status: RunStatus) -> Sequence[StepRecord]:
     """Returns the records of the run with this status; none if its directory is not here, or is that of another run."""
     try:
-        here = _info(run_dir).nonce == status.nonce
+        here = _is_of(status, _info(run_dir))
     except RunError:
         return []
     return read_lines(run_dir / "steps.jsonl", StepRecord) if here else []
@@ -74,6 +74,12 @@ def presence(status: RunStatus | None) -> str:
     if silent:
         parts.append(f"no heartbeats from {', '.join(silent)}")
     return ", ".join(parts)
+
+
+def _is_of(status: RunStatus, info: RunInfo) -> bool:
+    """Returns False if the status names a learner that is not the process of this run.json."""
+    learners = [each for each in status.deployments if each.role is Role.LEARNER]
+    return all((learner.host, learner.pid) == (info.host, info.pid) for learner in learners)
 
 
 def _info(run_dir: Path) -> RunInfo:

@@ -1,8 +1,16 @@
-"""Views tensors in place in a bucket of bytes."""
+"""Reads tensors in place: maps a file of bytes, and views the tensors in it."""
+
+import mmap
 
 import torch
 
 from asyncrl.weights.manifest import TensorEntry
+
+
+def mapped(path: str, nbytes: int) -> torch.Tensor:
+    """Returns the bytes of a file (uint8) in place. The tensor keeps them mapped, and writes to it stay private."""
+    with open(path, "rb") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def view_of(entry: TensorEntry, bucket: torch.Tensor) -> torch.Tensor:

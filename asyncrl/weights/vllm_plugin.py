@@ -10,7 +10,6 @@ one of three ways:
 - Shared: a learner rank on the same device shares its memory. The bytes are verified here.
 """
 
-import mmap
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +18,7 @@ from typing import Any
 
 import msgspec
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -31,7 +26,7 @@ from asyncrl.errors import WeightError
 from asyncrl.parent_death import die_with
 from asyncrl.weights.manifest import Parameters, TensorEntry
 from asyncrl.weights.remote_errors import as_text
-from asyncrl.weights.tensor_views import view_of
+from asyncrl.weights.tensor_views import mapped, view_of
 from asyncrl.weights.transports.collective import Received, receive_snapshot
 from asyncrl.weights.transports.ipc import SharedGroup, device_key, open_group
 from asyncrl.weights.transports.peers import Peers, Rendezvous
@@ -56,32 +51,6 @@ class InitInfo(WeightTransferInitInfo):
     parameters: dict[str, list[Any]] | None = None
 
 
-@dataclass
-class MappedUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: the file to map, its size in bytes, and the `TensorEntry` of each tensor in it, in builtins."""
-
-    path: str
-    nbytes: int
-    tensors: list[dict[str, Any]]
-
-
-@dataclass
-class ReceivedUpdateInfo(WeightTransferUpdateInfo):
-    """Applies all buckets of the version that `receive` got last. `received` is that version as text."""
-
-    received: str
-
-
-@dataclass
-class SharedUpdateInfo(WeightTransferUpdateInfo):
-    """One group in memory that the learner shares: a `SharedGroup` in builtins for each `device_key`."""
-
-    shared: dict[str, dict[str, Any]]
-
-
-UpdateInfo = MappedUpdateInfo | ReceivedUpdateInfo | SharedUpdateInfo
-
-
 class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
     """Loads Hugging Face tensors layer by layer.
 
@@ -89,7 +58,6 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
     """
 
     init_info_cls = InitInfo
-    update_info_cls: type[Any] = WeightTransferUpdateInfo
     _peers: Peers | None = None
     _expected: Parameters = {}  # noqa: RUF012 -- replaced, never changed
     _received: Received | None = None
@@ -126,26 +94,29 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
             self._reloading = True
             initialize_layerwise_reload(self.model)
 
-    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
-        kinds = {"received": ReceivedUpdateInfo, "shared": SharedUpdateInfo, "path": MappedUpdateInfo}
-        [kind] = [kind for key, kind in kinds.items() if key in update_dict]
-        parsed: UpdateInfo = kind(**update_dict)
-        return parsed
-
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class also synchronises the accelerator, which raises on machines without one.
-        self.receive_weights(self.parse_update_info(update_info))
+        self.receive_weights(update_info)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
+    def receive_weights(self, update_info: dict[str, Any]) -> None:
+        """Applies a part of an update. `update_info` is in builtins:
+
+        - Mapped: the `path` of a file, its size `nbytes`, and `tensors`, the `TensorEntry` of each tensor in it.
+        - Received: `received`, the version that `receive` got last, as text. All its buckets are applied.
+        - Shared: `shared`, a `SharedGroup` for each `device_key`.
+        """
         match update_info:
-            case MappedUpdateInfo():
-                weights = _mapped(update_info)
-            case ReceivedUpdateInfo():
-                weights = self._taken(update_info)
-            case SharedUpdateInfo():
-                weights = self._opened(update_info)
+            case {"path": path, "nbytes": nbytes, "tensors": tensors}:
+                bucket, entries = mapped(path, nbytes), msgspec.convert(tensors, list[TensorEntry])
+                weights = [(entry.name, view_of(entry, bucket)) for entry in entries]
+            case {"received": version}:
+                weights = self._taken(version)
+            case {"shared": groups}:
+                weights = self._opened(msgspec.convert(groups, dict[str, SharedGroup]))
+            case _:
+                raise WeightError(f"cannot apply an update with the fields {sorted(update_info)}")
         # The layerwise loaders keep each tensor until its layer is complete, and a tensor keeps its memory alive.
         with torch.device(self.device):
             self.model.load_weights(iter(weights))  # type: ignore[operator]
@@ -162,24 +133,24 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
             self._peers.close()
             self._peers = None
 
-    def _taken(self, update_info: ReceivedUpdateInfo) -> list[tuple[str, torch.Tensor]]:
+    def _taken(self, version: str) -> list[tuple[str, torch.Tensor]]:
         received = self._received
-        if received is None or str(received.manifest.version) != update_info.received:
+        if received is None or str(received.manifest.version) != version:
             raise WeightError(
-                f"cannot apply weights {update_info.received}: they are not the version that was received last; "
+                f"cannot apply weights {version}: they are not the version that was received last; "
                 "receive and apply one version at a time"
             )
         manifest, buckets = received.manifest, received.buckets
         return [(entry.name, view_of(entry, buckets[entry.bucket])) for entry in manifest.tensors]
 
-    def _opened(self, update_info: SharedUpdateInfo) -> list[tuple[str, torch.Tensor]]:
+    def _opened(self, groups: dict[str, SharedGroup]) -> list[tuple[str, torch.Tensor]]:
         own = device_key(self.device)
-        if own not in update_info.shared:
+        if own not in groups:
             raise WeightError(
-                f"the learner shares weights on {', '.join(update_info.shared)}, but this engine is on {own}; place "
+                f"the learner shares weights on {', '.join(groups)}, but this engine is on {own}; place "
                 "both on the same device, or refit by broadcast"
             )
-        return open_group(msgspec.convert(update_info.shared[own], SharedGroup), device=self.device)
+        return open_group(groups[own], device=self.device)
 
 
 class WorkerExtension:
@@ -205,14 +176,6 @@ def register() -> None:
         die_with(parent.pid)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, AsyncRLWeightTransferEngine)
-
-
-def _mapped(update_info: MappedUpdateInfo) -> list[tuple[str, torch.Tensor]]:
-    with open(update_info.path, "rb") as file:
-        mapped = mmap.mmap(file.fileno(), update_info.nbytes, access=mmap.ACCESS_COPY)
-    bucket = torch.frombuffer(mapped, dtype=torch.uint8)
-    entries = msgspec.convert(update_info.tensors, list[TensorEntry])
-    return [(entry.name, view_of(entry, bucket)) for entry in entries]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from made_up_run import TOTALS, make_status, make_step
+from made_up_run import TOTALS, make_status, make_step, status_of
 from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
@@ -167,6 +167,5 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunStatus]
     monkeypatch.setattr(cluster, "find_run", lambda _: SimpleNamespace(call=answer))
     with run_in(tmp_path / "runs") as run:  # it holds the lock: without it, the run would count as dead
         run.append_step(make_step(0, learner_state_s={"waiting_for_groups": 6.0, "optimizer": 2.0}))
-        nonce = json.loads((run.path / "run.json").read_bytes())["nonce"]
-        found = make_status(nonce=nonce, reports={"generator-a": report}, targets=targets)
+        found = status_of(run.path, reports={"generator-a": report}, targets=targets)
         yield found

@@ -36,13 +36,13 @@ async def in_process() -> AsyncIterator[CoordinatorClient]:
     async def clear_rows(keys: Any) -> None:
         """No row was stored."""
 
-    coordinator = Coordinator(config=CONFIG, tasks=TASKS, nonce="n", clear_rows=clear_rows)
+    coordinator = Coordinator(config=CONFIG, tasks=TASKS, clear_rows=clear_rows)
     yield CoordinatorClient.in_process(coordinator)
 
 
 def actor() -> Any:
     return ray.remote(CoordinatorActor).options(num_cpus=0, max_concurrency=100).remote(
-        config=CONFIG, tasks=TASKS, nonce="n"
+        config=CONFIG, tasks=TASKS
     )  # fmt: skip
 
 

@@ -53,7 +53,6 @@ def made(
     return Coordinator(
         config=config,
         tasks=questions,
-        nonce="n",
         clear_rows=rows.clear,
         started_s=started_s,
         clock=clock,
@@ -188,9 +187,7 @@ async def test_only_a_commit_that_is_accepted_is_progress() -> None:
     config = Config.model_validate({"learner": {"groups_per_step": 2, "group_size": 2}})
     tasks = [Task(question="q", prompt="q", answer="")]
     rows = ClearedRows()
-    coordinator = Coordinator(
-        config=config, tasks=tasks, nonce="n", clear_rows=rows.clear, started_s=0.0, clock=lambda: now_s
-    )
+    coordinator = Coordinator(config=config, tasks=tasks, clear_rows=rows.clear, started_s=0.0, clock=lambda: now_s)
     [ticket] = (await coordinator.reserve("a", NOW, 1, wait_s=0.0)).tickets
     now_s = 5.0
     assert await coordinator.commit([finished(ticket)]) == [CommitOutcome.ACCEPTED]

@@ -1,10 +1,13 @@
-"""A wait for several calls returns results in order, raises the first failure at once, and ends at a deadline."""
+"""A wait for calls returns results in order, raises typed errors, the first one at once, and ends at a deadline."""
 
+import asyncio
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.data_plane import calls
+from asyncrl.errors import ActorGone, CallTimeout
 
 
 class Ray:
@@ -47,3 +50,36 @@ def test_what_is_late_is_cancelled_and_the_limit_is_named(monkeypatch: pytest.Mo
     with pytest.raises(TimeoutError, match="asking took longer than 7 s"):
         found(monkeypatch, ray, "a", "never")
     assert ray.cancelled == ["never"]
+
+
+async def raising(error: Exception) -> None:
+    raise error
+
+
+def test_an_error_of_the_actor_is_raised_unchanged_also_if_it_is_a_timeout() -> None:
+    error = RayTaskError("load", "", CallTimeout("the engine is late")).as_instanceof_cause()
+    with pytest.raises(CallTimeout, match=r"^the engine is late$"):
+        asyncio.run(calls.finished(raising(error), timeout_s=7.0, what="asking"))
+
+
+def test_an_actor_that_has_ended_is_gone() -> None:
+    with pytest.raises(ActorGone, match="asking: the actor's process has ended"):
+        asyncio.run(calls.finished(raising(RayActorError()), timeout_s=7.0, what="asking"))
+
+
+def test_a_wait_that_is_late_or_cancelled_cancels_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Ray()
+    monkeypatch.setattr(calls, "ray", ray)
+
+    async def cancelled() -> None:
+        waiting = asyncio.create_task(calls.finished(asyncio.Event().wait(), timeout_s=7.0, what="asking"))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await waiting
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    assert len(ray.cancelled) == 1
+    with pytest.raises(CallTimeout, match="asking took longer than 0 s"):
+        asyncio.run(calls.finished(asyncio.Event().wait(), timeout_s=0.0, what="asking"))
+    assert len(ray.cancelled) == 2

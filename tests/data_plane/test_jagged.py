@@ -13,7 +13,6 @@ from asyncrl.data_plane import (
     from_nested,
     materialize,
     pack_jagged_fields,
-    response_from_nested,
     to_nested_by_length,
 )
 
@@ -144,14 +143,3 @@ def test_columns_of_other_types_and_layouts_are_refused() -> None:
         materialize({"x": np.ones(2)})
     with pytest.raises(ValueError, match="'flat'"):
         materialize({}, layout="flat")  # type: ignore[arg-type]
-
-
-def test_the_response_s_values_are_those_before_each_of_its_tokens() -> None:
-    # Value t belongs to token t + 1.
-    full = to_nested_by_length(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0], [8, 0, 0, 0]]), [4, 3, 1])
-    response = response_from_nested(full, to_nested_by_length(torch.ones(3, 2), [2, 1, 0]))
-    assert [row.tolist() for row in response.unbind()] == [[2, 3], [6], []]
-    with pytest.raises(ValueError, match="row 2 has 1 tokens and a response of 1"):
-        response_from_nested(full, to_nested_by_length(torch.ones(3, 2), [2, 1, 1]))
-    with pytest.raises(ValueError, match="3 rows but 1 responses"):
-        response_from_nested(full, to_nested_by_length(torch.ones(1, 2), [2]))

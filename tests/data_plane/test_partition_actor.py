@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from asyncrl.data_plane import partition_actor
-from asyncrl.data_plane.claims import Claim
 from asyncrl.data_plane.partition_actor import PartitionActor
-from asyncrl.data_plane.partitions import Partitions, StoredAt
+from asyncrl.data_plane.partitions import Claim, Partitions, StoredAt
 
 FAR_S = 60.0
 IDS = ["0.0_g0", "0.0_g1"]

@@ -109,7 +109,6 @@ class Pool:
         self.coordinator = Coordinator(
             config=self.config,
             tasks=TASKS,
-            nonce="n",
             clear_rows=self.rows.clear,
             started_s=0.0,
             clock=self.clock,

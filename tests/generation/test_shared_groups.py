@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.common.version import Version
@@ -20,11 +21,13 @@ class Engine:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.requests: list[Any] = []
         self.fail: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
-        async def call(*_: Any, **options: Any) -> None:
+        async def call(*arguments: Any, **options: Any) -> None:
             self.calls.append(options.get("weight_version") or name)
+            self.requests += arguments
             if name == "update_weights" and self.fail is not None:
                 error, self.fail = self.fail, None
                 raise error
@@ -47,6 +50,15 @@ class Scene:
 
     async def load(self, *names: str, **options: Any) -> bool:
         return await self.weights.load_shared(group(*names, **options), expected=EXPECTED)
+
+
+async def test_the_handle_of_a_gpu_arrives_byte_for_byte() -> None:
+    scene = Scene()
+    [shared] = group("a").values()
+    on_gpu = msgspec.structs.replace(shared, path="", cuda=(0, b"\x00\xffhandle", 64))
+    await scene.weights.load_shared({"gpu": on_gpu}, expected=EXPECTED)
+    [request] = scene.engine.requests
+    assert msgspec.convert(request.update_info["shared"], dict[str, SharedGroup]) == {"gpu": on_gpu}
 
 
 async def test_the_first_group_stands_still_and_the_last_goes_on() -> None:

@@ -15,7 +15,7 @@ async def wait(model_path: str, workers: int) -> None:
     prepare_environment(config)
     engine = await VLLMEngine.start(config, model_path=model_path, load_weights=False)
     everything = [process.pid for process in psutil.Process().children(recursive=True)]
-    print(json.dumps({"engine": engine.pids(), "everything": everything}), flush=True)
+    print(json.dumps({"engine": engine.processes.pids, "everything": everything}), flush=True)
     await asyncio.Event().wait()
 
 

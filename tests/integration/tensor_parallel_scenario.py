@@ -32,7 +32,7 @@ async def updates(model_path: str) -> dict[str, Any]:
         pairs += zip(completion.logprobs, expected[len(PROMPT) - 1 :], strict=True)
         apart_nats.append(max(abs(ours - theirs) for ours, theirs in pairs))
         versions.append(sorted({str(version) for version in completion.versions}))
-    found = {"apart_nats": apart_nats, "versions": versions, "processes": len(engine.pids())}
+    found = {"apart_nats": apart_nats, "versions": versions, "processes": len(engine.processes.pids)}
     await engine.shutdown()
     return found
 

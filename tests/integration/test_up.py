@@ -1,6 +1,7 @@
 """`asyncrl up` with real Ray, vLLM and FSDP2: the guarantees that every run must keep."""
 
 import contextlib
+import html
 import json
 import math
 import os
@@ -338,7 +339,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_cause(
     output, run = command.output(), tmp_path / "test"
     first, end = output.index("first failure of reward_raised: "), output.index("error: your reward failed")
     assert first < end
-    for part in (output[first:end], output[end:], (run / "report.html").read_text().replace("&#x27;", "'")):
+    for part in (output[first:end], output[end:], html.unescape((run / "report.html").read_text())):
         assert "KeyError: 'JUDGE_API_KEY'" in part
         assert "judges.py:2" in part
     assert "failed 5 times in a row (generator.max_data_failures = 5)" in output[end:]

@@ -319,7 +319,6 @@ class Scene:
         self.coordinator = Coordinator(
             config=self.config,
             tasks=TASKS,
-            nonce="n",
             clear_rows=BufferRows(self.trainer.client).clear,
             started_s=0.0,
             clock=self.clock,

@@ -1,6 +1,9 @@
 """Makes the parts of an invented short run: its steps, its totals and its buffer's status."""
 
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from asyncrl.buffer.ledger import Account, Amount, Fate
 from asyncrl.buffer.records import Counts
@@ -9,7 +12,7 @@ from asyncrl.common.version import Version
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.replicas import ReplicaReport, ReplicaView
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.learner.records import RunTotals, StepRecord
+from asyncrl.learner.records import RunInfo, RunTotals, StepRecord
 
 TOTALS = RunTotals(
     wall_s=50.0,
@@ -79,7 +82,6 @@ def make_status(**changed: Any) -> RunStatus:
         "run": "quick",
         "state": RunState.RUNNING,
         "message": "",
-        "nonce": "n",
         "version": Version(1, 3),
         "published": Version(1, 3),
         "total_steps": 9,
@@ -130,3 +132,11 @@ def make_status(**changed: Any) -> RunStatus:
         "targets": {},
     }
     return RunStatus(**(fields | changed))
+
+
+def status_of(run: Path, **changed: Any) -> RunStatus:
+    """Returns the status of the run that wrote this directory: its learner is the process of run.json."""
+    info = msgspec.json.decode((run / "run.json").read_bytes(), type=RunInfo)
+    learner = Deployment(id="learner-d", role=Role.LEARNER, host=info.host, pid=info.pid)
+    generator = Deployment(id="generator-d", role=Role.GENERATOR, host="h", pid=2)
+    return make_status(**({"deployments": (learner, generator)} | changed))

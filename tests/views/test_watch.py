@@ -4,11 +4,10 @@ import doctest
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from made_up_run import make_status, make_step
+from made_up_run import make_status, make_step, status_of
 from rich.console import Console
 from typer.testing import CliRunner
 from written_runs import write_run
@@ -26,11 +25,6 @@ from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
 from asyncrl.views import live, watch
 from asyncrl.views.live import LiveView, render
 from asyncrl.views.watch import presence, steps_of
-
-
-def of(run: Path, **changed: Any) -> RunStatus:
-    """Returns the status of the run that wrote this directory."""
-    return make_status(nonce=nonce_of(run), **changed)
 
 
 def nonce_of(run: Path) -> str:
@@ -70,7 +64,7 @@ def test_doctests() -> None:
 
 
 def test_a_view_has_the_steps_so_far_and_the_present_answer_of_the_buffer(run: Path) -> None:
-    answers = iter([of(run), of(run, published=Version(1, 5), quiet_s=75.0)])
+    answers = iter([status_of(run), status_of(run, published=Version(1, 5), quiet_s=75.0)])
     views = watch.watch(run, ask=lambda: next(answers))
     first = next(views)
     append(run, make_step(3), make_step(4, ess_ratio=0.5))
@@ -105,7 +99,7 @@ def test_without_an_answer_of_the_buffer_the_records_are_shown_and_the_view_says
 
 
 def test_a_replica_without_heartbeats_and_a_missing_learner_are_named(run: Path) -> None:
-    status = of(run)
+    status = status_of(run)
     silent = msgspec.structs.replace(status.replicas[0], replica="generator-b", live=False)
     assert presence(status) == "running, 1 replica"
     both = msgspec.structs.replace(status, replicas=(*status.replicas, silent), deployments=status.deployments[1:])
@@ -115,7 +109,7 @@ def test_a_replica_without_heartbeats_and_a_missing_learner_are_named(run: Path)
 def failing(run: Path) -> RunStatus:
     fates = dict.fromkeys(Fate, Amount()) | {Fate.FAILED: Amount(20, 20, 0)}
     first = Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="m")
-    return of(
+    return status_of(
         run,
         failures=(FailureCount(rollouts=20, groups=20, first=first),),
         account=Account(issued=Amount(20, 20, 0), fates=fates, events={}),
@@ -130,8 +124,8 @@ def test_groups_that_fail_before_the_first_step_are_warned_of(tmp_path: Path) ->
 
 
 def test_a_replica_whose_engine_disagrees_is_warned_of(run: Path) -> None:
-    report = msgspec.structs.replace(of(run).reports["generator-a"], parity_max_nats=0.5)
-    view = next(watch.watch(run, ask=lambda: of(run, reports={"generator-a": report})))
+    report = msgspec.structs.replace(status_of(run).reports["generator-a"], parity_max_nats=0.5)
+    view = next(watch.watch(run, ask=lambda: status_of(run, reports={"generator-a": report})))
     assert view.headline is not None
     assert "differ by up to 0.5 nats" in view.headline.sentence
 
@@ -140,8 +134,8 @@ def test_the_numbers_of_another_run_of_the_same_name_are_not_shown(run: Path) ->
     with pytest.raises(RunError, match="is not the run of"):
         next(watch.watch(run, ask=make_status))
     assert list(steps_of(run, make_status())) == []
-    assert len(steps_of(run, of(run))) == 3
-    assert list(steps_of(run / "nowhere", of(run))) == []
+    assert len(steps_of(run, status_of(run))) == 3
+    assert list(steps_of(run / "nowhere", status_of(run))) == []
 
 
 def test_a_run_whose_directory_another_run_has_taken_has_ended(run: Path) -> None:
@@ -167,7 +161,7 @@ def connected(monkeypatch: pytest.MonkeyPatch, ask: Callable[[], RunStatus]) -> 
 
 
 def test_once_prints_the_panel_also_where_there_is_no_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    connected(monkeypatch, lambda: of(run))
+    connected(monkeypatch, lambda: status_of(run))
     result = CliRunner().invoke(app, ["top", str(run), "--once"])
     assert result.exit_code == 0, result.output
     assert "published 3; 1 replica at 3" in result.output
@@ -187,7 +181,7 @@ def test_both_commands_show_the_run_until_it_ends_which_is_no_error(
         if len(slept) == 2:
             folder.close(state="finished", reason="done")
 
-    connected(monkeypatch, lambda: of(run))
+    connected(monkeypatch, lambda: status_of(run))
     monkeypatch.setattr(command.time, "sleep", sleep)
     result = CliRunner().invoke(app, [words[0], str(run), *words[1:]])
     assert result.exit_code == 0, result.output

@@ -22,29 +22,12 @@ import xxhash
 
 from asyncrl.common.version import Version
 from asyncrl.errors import ManifestMismatch
-from asyncrl.weights.manifest import (
-    Bucket,
-    Manifest,
-    Parameters,
-    Probe,
-    TensorEntry,
-    bucket_sizes,
-    check_buckets,
-    check_parameters,
-)
+from asyncrl.weights.manifest import Bucket, Manifest, Parameters, bucket_sizes, check_buckets, check_parameters
 from asyncrl.weights.publisher import Snapshot
 from asyncrl.weights.transports.peers import Peers, Rendezvous
 
 CHECKSUM_BYTES = 16
 """Size of an xxh3-128 checksum, which is sent after the bytes of its bucket."""
-
-
-class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """The message that rank 0 sends before the bytes. With the checksums sent with the bytes it forms a manifest."""
-
-    version: Version
-    tensors: tuple[TensorEntry, ...]
-    probe: Probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +72,14 @@ class Broadcasts:
         has another model; the group stays usable then.
         """
         assert self.peers is not None, "call join() first"
-        announcement = Announcement(version=version, tensors=snapshot.entries, probe=snapshot.probe)
-        self.peers.exchange(lambda peers: _send(peers, announcement, snapshot), what=f"broadcasting weights {version}")
+        self.peers.exchange(lambda peers: _send(peers, snapshot, version), what=f"broadcasting weights {version}")
 
 
-def _send(peers: Peers, announcement: Announcement, snapshot: Snapshot) -> None:
-    peers.say(msgspec.msgpack.encode(announcement))
-    peers.agree(None, what=f"weights {announcement.version}")
+def _send(peers: Peers, snapshot: Snapshot, version: Version) -> None:
+    # The checksums of the buckets follow with the bytes, because a rank knows only those of its own buckets.
+    manifest = Manifest(version=version, previous=None, tensors=snapshot.entries, buckets=(), probe=snapshot.probe)
+    peers.say(msgspec.msgpack.encode(manifest))
+    peers.agree(None, what=f"weights {version}")
     for index, nbytes in bucket_sizes(snapshot.entries).items():
         message = torch.empty(nbytes + CHECKSUM_BYTES, dtype=torch.uint8, device=peers.device)
         own = snapshot.buckets.get(index)
@@ -104,7 +88,7 @@ def _send(peers: Peers, announcement: Announcement, snapshot: Snapshot) -> None:
             checksum = bytearray(xxhash.xxh3_128_digest(own.data))
             message[nbytes:].copy_(torch.frombuffer(checksum, dtype=torch.uint8))
         peers.broadcast(message, root=index % peers.train_world_size)
-    peers.agree(None, what=f"the bytes of weights {announcement.version}")
+    peers.agree(None, what=f"the bytes of weights {version}")
 
 
 # -- engine workers --------------------------------------------------------------------------------------------------
@@ -122,28 +106,17 @@ def receive_snapshot(peers: Peers, *, expected: Parameters) -> Received:
 
 
 def _receive(peers: Peers, expected: Parameters) -> Received:
-    announcement = msgspec.msgpack.decode(peers.say(b""), type=Announcement)
-    manifest = Manifest(
-        version=announcement.version, previous=None, tensors=announcement.tensors, buckets=(), probe=announcement.probe
-    )
+    manifest = msgspec.msgpack.decode(peers.say(b""), type=Manifest)
     peers.agree(_refusal(lambda: check_parameters(manifest, expected)), what=f"weights {manifest.version}")
     buckets: list[torch.Tensor] = []
-    checksums: list[str] = []
+    described: list[Bucket] = []
     for index, nbytes in bucket_sizes(manifest.tensors).items():
         message = torch.empty(nbytes + CHECKSUM_BYTES, dtype=torch.uint8, device=peers.device)
         peers.broadcast(message, root=index % peers.train_world_size)
         message = message.cpu()
         buckets.append(message[:nbytes])
-        checksums.append(message[nbytes:].numpy().tobytes().hex())
-    whole = Manifest(
-        version=manifest.version,
-        previous=None,
-        tensors=manifest.tensors,
-        buckets=tuple(
-            Bucket(nbytes=bucket.nbytes, checksum=checksum) for bucket, checksum in zip(buckets, checksums, strict=True)
-        ),
-        probe=manifest.probe,
-    )
+        described.append(Bucket(nbytes=nbytes, checksum=message[nbytes:].numpy().tobytes().hex()))
+    whole = msgspec.structs.replace(manifest, buckets=tuple(described))
     damaged = _refusal(lambda: check_buckets(whole, [bucket.numpy().data for bucket in buckets]))
     peers.agree(damaged, what=f"the bytes of weights {manifest.version}")
     return Received(manifest=whole, buckets=buckets)

@@ -12,7 +12,6 @@ checksum before it applies the group. Names, shapes and dtypes are compared befo
     sharing.release()
 """
 
-import mmap
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from asyncrl.common.version import Version
 from asyncrl.errors import ManifestMismatch, WeightError
 from asyncrl.weights.manifest import TensorEntry, bucket_sizes, checksum, layout
 from asyncrl.weights.memory_file import MemoryFile
-from asyncrl.weights.tensor_views import view_of
+from asyncrl.weights.tensor_views import mapped, view_of
 
 FREE_PART = 0.5
 """Largest share of a device's free memory for one group. The engine needs some of the rest to load the group."""
@@ -191,9 +190,7 @@ def open_group(group: SharedGroup, *, device: torch.device) -> list[tuple[str, t
     """Returns the group's tensors in place. Each of them keeps the memory alive. Raises ManifestMismatch when a byte
     has changed."""
     if device.type == "cpu":
-        with open(group.path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), group.nbytes, access=mmap.ACCESS_COPY)
-        data = torch.frombuffer(mapped, dtype=torch.uint8)
+        data = mapped(group.path, group.nbytes)
     else:
         # The first entry of the handle is the device's number in the process that shares it, so our own is used.
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *group.cuda[1:])
