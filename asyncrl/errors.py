@@ -215,6 +215,10 @@ class CheckpointIncomplete(CheckpointError):
     """The directory has no marker of a finished save, or a file that the marker lists is missing."""
 
 
+class CheckpointDamaged(CheckpointError):
+    """A file of a complete checkpoint differs from its manifest."""
+
+
 class CheckpointMismatch(CheckpointError):
     """A tensor's name, shape or dtype differs from the live model, or two directories belong to different saves."""
 
