@@ -269,7 +269,7 @@ def build_summary(
         rows_outstanding=totals.rows_outstanding,
         weight_updates=totals.weight_updates,
         mid_sequence_updates=totals.mid_sequence_updates,
-        parity_max_nats=max(_present(parities), default=None),
+        parity_max_nats=largest(parities),
         generator_busy_ratio=state_shares(steps, "generator_state_s").get("generating", 0.0),
         learner_busy_ratio=sum(
             share for state, share in learner_shares.items() if state not in ("waiting_for_groups", "other")
@@ -317,6 +317,11 @@ def mean(values: Sequence[float | None]) -> float | None:
     """Returns the mean of the finite values; None when there are none."""
     present = _present(values)
     return sum(present) / len(present) if present else None
+
+
+def largest(values: Sequence[float | None]) -> float | None:
+    """Returns the largest finite value; None when there is none."""
+    return max(_present(values), default=None)
 
 
 def _present(values: Sequence[float | None]) -> list[float]:
