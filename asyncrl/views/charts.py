@@ -93,7 +93,7 @@ def line_chart(
         y_ticks=[(y(tick), number(0 if has_zero and tick == low else tick)) for tick in ticks],
         x_ticks=_x_ticks(x, x_name=x_name),
         x_name=x_name,
-        limit=None if limit is None else _level(limit[0], y(limit[1])),
+        level=None if limit is None else (limit[0], y(limit[1])),
         lines=[
             _line(one, [(x(at), y(value) if value is not None else None) for at, value in zip(xs, ys, strict=True)])
             for one, ys in faint_first
@@ -167,7 +167,7 @@ def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]
         x_ticks=[(left + slot * 0.42, str(versions)) for versions, left in enumerate(lefts)][::every],
         x_name="versions",
         bars=bars,
-        limit=None if limit is None else _behind(f"limit {limit}", LEFT + slot * (limit + 1)),
+        border=None if limit is None else (f"limit {limit}", LEFT + slot * (limit + 1)),
         legend=[(name, color) for name, color, _ in counts],
     )
 
@@ -229,19 +229,6 @@ def _percent(share: float) -> str:
     return f"{share:.0%}"
 
 
-def _level(label: str, at: float) -> dict[str, Any]:
-    """Returns a limit on the y axis: a horizontal line, with its label above it where there is room."""
-    line = {"x1": LEFT, "x2": WIDTH - RIGHT, "y1": at, "y2": at}
-    below = at + 11 if at < TOP + 14 else at - 4
-    return line | {"x": WIDTH - RIGHT - 2, "y": below, "label": label, "anchor": "end"}
-
-
-def _behind(label: str, at: float) -> dict[str, Any]:
-    """Returns a limit on the x axis: a vertical line, with its label on the right."""
-    line = {"x1": at, "x2": at, "y1": TOP, "y2": HEIGHT - BOTTOM}
-    return line | {"x": at + 4, "y": TOP + 9, "label": label, "anchor": "start"}
-
-
 def _line(one: Series, points: Sequence[tuple[float, float | None]]) -> dict[str, Any]:
     """Returns a line with a break at each gap. A single point between two gaps becomes a dot, like all points of the
     style `dots`."""
@@ -256,7 +243,6 @@ def _line(one: Series, points: Sequence[tuple[float, float | None]]) -> dict[str
         "color": one.color,
         "path": "".join("M" + _join(run).replace(" ", "L") for run in runs if len(run) > 1),
         "dots": [run[0] for run in runs if len(run) == 1],
-        "radius": 4 if one.style == "dots" else 1.8,
     }
 
 
@@ -289,14 +275,8 @@ def _four_digits(value: float | None) -> float | None:
 
 def _figure(title: str, unit: str, **parts: Any) -> Markup:
     """Returns the chart with these parts of `chart.html.j2`. A chart that is `empty` only shows this text."""
-    frame = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "bottom": HEIGHT - BOTTOM}
-    absent: dict[str, Any] = {
-        "empty": "",
-        "areas": [],
-        "bars": [],
-        "lines": [],
-        "limit": None,
-        "legend": [],
-        "numbers": None,
-    }
-    return Markup(TEMPLATES.get_template("chart.html.j2").render(title=title, unit=unit, **frame, **absent | parts))
+    frame = {"left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
+    lists = dict.fromkeys(("areas", "bars", "lines", "legend"), ())
+    others = dict.fromkeys(("empty", "level", "border", "numbers"))
+    values = {"title": title, "unit": unit, "width": WIDTH, "height": HEIGHT, **frame, **lists, **others, **parts}
+    return Markup(TEMPLATES.get_template("chart.html.j2").render(values))

@@ -49,10 +49,8 @@ class RunRecords:
     """The records of a run. `samples` has the samples of a few steps."""
 
     info: RunInfo
-    config: str
-    facts: str
-    """The main values of the configuration, in one line."""
-    staleness_limit: int
+    config: Config
+    config_text: str
     setting: Setting
     steps: Sequence[StepRecord]
     evals: Sequence[EvalRecord]
@@ -88,37 +86,16 @@ def read_run(path: Path) -> RunRecords:
             "make the report with the version that ran it"
         ) from error
     config_path = path / "config.yaml"
-    config = load_config([config_path], [])
     return RunRecords(
         info=info,
-        config=config_path.read_text(encoding="utf-8"),
-        facts=_facts(config),
-        staleness_limit=config.staleness.max_versions,
+        config=load_config([config_path], []),
+        config_text=config_path.read_text(encoding="utf-8"),
         setting=setting_at(path),
         steps=read_lines(path / "steps.jsonl", StepRecord),
         evals=read_lines(path / "evals.jsonl", EvalRecord),
         summary=summary,
         samples=_some_samples(path / "samples"),
         failures=failures,
-    )
-
-
-def _facts(config: Config) -> str:
-    """Returns the main values of the configuration in one line.
-
-    >>> _facts(Config())
-    'models/tiny-speller · reasoning_gym · decoupled_icepop · 16 × 8 samples per step · at most 2 versions old'
-    """
-    own, task = config.data.dataset == "environment", config.environment.options.get("task")
-    loss = config.algorithm.loss
-    return " · ".join(
-        [
-            config.model.path,
-            config.environment.name + (f" ({task})" if isinstance(task, str) else "") if own else config.data.dataset,
-            loss if isinstance(loss, str) else "custom objective",
-            f"{config.learner.groups_per_step} × {config.learner.group_size} samples per step",
-            f"at most {config.staleness.max_versions} versions old",
-        ]
     )
 
 
@@ -141,7 +118,7 @@ def write_report(path: Path, *, output: Path | None = None, info: RunInfo | None
 
 def report_html(run: RunRecords) -> str:
     """Returns the report as HTML. `report.html.j2` has its words and tables."""
-    drawn_limit = limit_to_draw(run.steps, limit=run.staleness_limit)
+    drawn_limit = limit_to_draw(run.steps, limit=run.config.staleness.max_versions)
     return TEMPLATES.get_template("report.html.j2").render(
         run=run,
         summary=run.summary or _summary_so_far(run),
@@ -168,9 +145,9 @@ def _summary_so_far(run: RunRecords) -> Summary | None:
         rows_outstanding=0,
         weight_updates=last.weight_updates,
         mid_sequence_updates=last.mid_sequence_updates,
-        probe_parity_max_nats=None,
+        parity_max_nats=None,
     )
-    return build_summary(run.steps, run.evals, totals, staleness_limit=run.staleness_limit)
+    return build_summary(run.steps, run.evals, totals, staleness_limit=run.config.staleness.max_versions)
 
 
 def _shortened(text: str) -> str:

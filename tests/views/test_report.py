@@ -75,6 +75,7 @@ def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Pat
         "Completion length", "Truncated completions", "Loss", "Entropy", "Gradient norm",
         "which side waits for the other", "Learner", "Generators", "Samples", "Tokens", "Groups in the buffer",
         "Age when trained", "limit 2", "Log-prob parity",
+        "models/tiny-speller · reasoning_gym · decoupled_icepop · 16 × 8 samples per step · at most 2 versions old",
         "Totals", "fate of issued groups", "640", "Configuration", "max_versions: 2", "0.50 → 0.69",
     ):  # fmt: skip
         assert words in page.text, words
