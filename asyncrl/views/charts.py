@@ -99,7 +99,7 @@ def line_chart(
             for one, ys in faint_first
         ],
         legend=legend if len(legend) > 1 else [],
-        numbers=_numbers(xs, [(one.name, one.color, _drawable(one.ys, log=False)) for one in series], x_name=x_name),
+        numbers=_numbers(xs, series, x_name=x_name),
     )
 
 
@@ -124,7 +124,10 @@ def share_chart(
         outline += [(at, y(base)) for at, base in reversed(list(zip(places, floor, strict=True)))]
         areas.append((_join(outline), colors[state]))
         floor = ceiling
-    series = [(state.replace("_", " "), colors[state], [row.get(state, 0.0) for row in shares]) for state in states]
+    series = [
+        Series(name=state.replace("_", " "), ys=[row.get(state, 0.0) for row in shares], color=colors[state])
+        for state in states
+    ]
     return _figure(
         title,
         unit,
@@ -132,7 +135,7 @@ def share_chart(
         y_ticks=_share_ticks(y),
         x_ticks=_x_ticks(x, x_name=STEP),
         x_name=STEP,
-        legend=[(name, color) for name, color, _ in series],
+        legend=[(one.name, one.color) for one in series],
         numbers=_numbers(xs, series, x_name=STEP, percent=True),
     )
 
@@ -250,22 +253,14 @@ def _join(points: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
-def _numbers(
-    xs: Sequence[float],
-    series: Sequence[tuple[str, str, Sequence[float | None]]],
-    *,
-    x_name: str,
-    percent: bool = False,
-) -> dict[str, object]:
-    """Returns the numbers for the page's script, rounded to the four digits that it shows.
-
-    `series` has (name, colour, ys) for each line.
-    """
+def _numbers(xs: Sequence[float], series: Sequence[Series], *, x_name: str, percent: bool = False) -> dict[str, Any]:
+    """Returns the numbers for the page's script, rounded to the four digits that it shows."""
+    shown = [(one.name, one.color, _drawable(one.ys, log=False)) for one in series]
     return {
         "x": x_name,
         "xs": [_four_digits(x) for x in xs] if x_name != STEP else list(xs),
         "percent": percent,
-        "series": [{"name": name, "color": color, "ys": [_four_digits(y) for y in ys]} for name, color, ys in series],
+        "series": [{"name": name, "color": color, "ys": [_four_digits(y) for y in ys]} for name, color, ys in shown],
     }
 
 
