@@ -203,13 +203,14 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(RunTotals, frozen=True, kw_only=True):
     """A run in about twenty numbers: `summary.json`. All numbers cover trained steps only, not skipped steps.
 
-    `heldout_first` and `heldout_last` are the rewards of the first and last evaluation; `heldout_last` is None when
-    there was only one. `heldout_prompts` and `heldout_failed` count the prompts of the last evaluation with and without
-    a reward. `reward_first` and `reward_last` are means over the first and last 5 % of steps, at least 1 and at most 10
-    steps. `samples_per_s` is the rate of trained samples between the end of the first and the end of the last step. The
-    busy ratios are measured over the same time: the learner's is the share of time in which it neither waited for
-    groups nor was in the state `other`, the generators' is the share of the state `generating`. `parity_max_nats` is
-    the largest difference of log-probs over all probes and all trained on-policy tokens.
+    Besides its own numbers, it has those of `RunTotals`, such as `groups_failed`: by reason, the discarded groups whose
+    rollouts failed. `heldout_first` and `heldout_last` are the rewards of the first and last evaluation; `heldout_last`
+    is None when there was only one. `heldout_prompts` and `heldout_failed` count the prompts of the last evaluation
+    with and without a reward. `reward_first` and `reward_last` are means over the first and last 5 % of steps, at least
+    1 and at most 10 steps. `samples_per_s` is the rate of trained samples between the end of the first and the end of
+    the last step. The busy ratios are measured over the same time: the learner's is the share of time in which it
+    neither waited for groups nor was in the state `other`, the generators' is the share of the state `generating`.
+    `parity_max_nats` is the largest difference of log-probs over all probes and all trained on-policy tokens.
     """
 
     steps: int
