@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.algorithms.diagnostics import OffPolicySums, off_policy_sums
+from asyncrl.algorithms.diagnostics import MetricSums, off_policy_sums
 from asyncrl.algorithms.interfaces import LossFunction, LossInputType, call_with_logits, input_type_of
-from asyncrl.algorithms.kernel import KernelSums, kernel_sums
+from asyncrl.algorithms.kernel import kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
@@ -56,9 +56,9 @@ def loss_of(
     try:
         # a copy, because the loss may change its columns, and the diagnostics read them afterwards
         loss, metrics, slopes = _differentiated(copy.copy(data), context=context, leaves=leaves)
-        sums, kernel = OffPolicySums(), KernelSums()
+        sums = MetricSums()
         if "generation_logprobs" in data:
-            sums, kernel = _diagnosed(
+            sums = _diagnosed(
                 data,
                 outputs=outputs,
                 context=context,
@@ -69,9 +69,7 @@ def loss_of(
     except Exception as error:
         return MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum(), failure=loss_failed(error))
     parts = [with_slopes(column, slope) for column, slope in zip(outputs.columns.values(), slopes, strict=True)]
-    return MicroBatchOutcome(
-        differentiable=torch.stack(parts).sum(), loss=loss, sums=sums, kernel=kernel, metrics=metrics
-    )
+    return MicroBatchOutcome(differentiable=torch.stack(parts).sum(), loss=loss, sums=sums, metrics=metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +126,11 @@ def _diagnosed(
     slopes_BT: torch.Tensor | None,
     proximal_BT: torch.Tensor,
     mask_BT: torch.Tensor,
-) -> tuple[OffPolicySums, KernelSums]:
+) -> MetricSums:
     """Returns how far the data is from the policy, and how a loss of log-probs pushes its tokens."""
     # in float32, because the difference of two bfloat16 columns would be rounded to bfloat16
     behaviour_BT = data["generation_logprobs"][:, 1:].float()
-    kernel = KernelSums()
+    kernel = MetricSums()
     if slopes_BT is not None and "advantages" in data:
         shares_BT: dict[str, torch.Tensor] = {}
         if isinstance(context.loss_fn, ObjectiveLoss):
@@ -146,7 +144,7 @@ def _diagnosed(
             shares_BT=shares_BT,
         )
     step = context.step
-    sums = off_policy_sums(
+    return kernel + off_policy_sums(
         proximal_BT=proximal_BT,
         behaviour_BT=behaviour_BT,
         entropy_BT=outputs.entropy_BT,
@@ -154,7 +152,6 @@ def _diagnosed(
         reference_BT=data["reference_policy_logprobs"][:, 1:] if "reference_policy_logprobs" in data else None,
         on_policy_BT=data["weight_versions"][:, 1:] == step if step is not None else torch.zeros_like(mask_BT),
     )
-    return sums, kernel
 
 
 def _logits(

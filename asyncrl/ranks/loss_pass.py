@@ -12,9 +12,8 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from asyncrl.algorithms.diagnostics import OffPolicySums
+from asyncrl.algorithms.diagnostics import MetricSums
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
-from asyncrl.algorithms.kernel import KernelSums
 from asyncrl.errors import LossFailed
 from asyncrl.user_code import describe_error
 
@@ -46,8 +45,7 @@ class MicroBatchOutcome:
 
     differentiable: torch.Tensor
     loss: float = 0.0
-    sums: OffPolicySums = field(default_factory=OffPolicySums)
-    kernel: KernelSums = field(default_factory=KernelSums)
+    sums: MetricSums = field(default_factory=MetricSums)
     metrics: Mapping[str, float] = field(default_factory=dict)
     failure: LossFailed | None = None
 

@@ -28,8 +28,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
 from asyncrl.algorithms.baselines import Whitening
-from asyncrl.algorithms.diagnostics import OffPolicySums
-from asyncrl.algorithms.kernel import KernelSums
+from asyncrl.algorithms.diagnostics import MetricSums
 from asyncrl.algorithms.returns import TokenAdvantages
 from asyncrl.algorithms.token_estimators import TokenEstimator, check_estimate, whitened_advantages
 from asyncrl.config.schema import Config
@@ -48,7 +47,8 @@ from asyncrl.ranks.schedule import learning_rate
 from asyncrl.ranks.timer import stopwatch
 
 HOST = torch.device("cpu")
-_SCORED_COLUMNS = ("input_ids", "input_lengths")
+SCORED_COLUMNS = ("input_ids", "input_lengths")
+"""The columns that scoring reads."""
 
 
 class RankWorker(Collectives, ABC, Generic[LossT]):
@@ -228,7 +228,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
     ) -> UpdateOutcome:
         """Runs the forward passes. For training, also runs the backward passes and, if every rank is finite, one
         optimizer step. If the loss fails on any rank, raises LossFailed on all ranks, without the optimizer step."""
-        loss_total, sums, kernel, grad_norm = 0.0, OffPolicySums(), KernelSums(), 0.0
+        loss_total, sums, grad_norm = 0.0, MetricSums(), 0.0
         metrics: list[Mapping[str, float]] = []
         failure: LossFailed | None = None
         with stopwatch(seconds, "forward_backward"):
@@ -241,7 +241,6 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
                     self._accelerator.backward(outcome.differentiable * self.world_size)
                 loss_total += outcome.loss
                 sums += outcome.sums
-                kernel += outcome.kernel
                 metrics.append(outcome.metrics)
                 failure = failure or outcome.failure
         with stopwatch(seconds, "optimizer"):
@@ -263,7 +262,6 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             grad_norm=grad_norm,
             finite=finite,
             sums=sums,
-            kernel=kernel,
             micro_batch_metrics=tuple(part for part in metrics if part),
         )
 
@@ -303,7 +301,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         parts: list[BatchedDataDict] = []
         with self.together():
             if data.size:
-                check_columns(data, _SCORED_COLUMNS, reader="scoring")
+                check_columns(data, SCORED_COLUMNS, reader="scoring")
             self.check_rows(data)
             rows = copy.copy(data)
             rows["row"] = torch.arange(data.size)
