@@ -4,7 +4,6 @@ Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,15 +16,7 @@ from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.ranks.loss_pass import (
-    MicroBatchOutcome,
-    UpdateContext,
-    aligned,
-    checked_loss,
-    loss_failed,
-    slopes_of,
-    with_slopes,
-)
+from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned, outcome_of, slopes_of, without_slopes
 from asyncrl.ranks.packed import PackedRows
 
 
@@ -46,30 +37,31 @@ def loss_of(
     logprobs_BT = outputs.logprobs_BT
     mask_BT = trained_mask(data)[:, 1:]
     if not bool(mask_BT.any()):
-        # the result keeps the graph, so that FSDP's hooks and collectives run as on the other ranks
-        return MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum())
+        return MicroBatchOutcome(differentiable=without_slopes(logprobs_BT))
     proximal_BS = data["prev_logprobs"] if "prev_logprobs" in data else aligned(logprobs_BT.detach())
     if context.sole_update:
         # before the first update, the current weights are those of the step's start
         data["prev_logprobs"] = proximal_BS
-    leaves = {name: column.detach().requires_grad_() for name, column in outputs.columns.items()}
-    try:
-        # a copy, because the loss may change its columns, and the diagnostics read them afterwards
-        loss, metrics, slopes = _differentiated(copy.copy(data), context=context, leaves=leaves)
-        sums = MetricSums()
-        if "generation_logprobs" in data:
-            sums = _diagnosed(
-                data,
-                outputs=outputs,
-                context=context,
-                slopes_BT=slopes[0] if "next_token_logprobs" in leaves else None,
-                proximal_BT=proximal_BS[:, 1:].float(),
-                mask_BT=mask_BT,
-            )
-    except Exception as error:
-        return MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum(), failure=loss_failed(error))
-    parts = [with_slopes(column, slope) for column, slope in zip(outputs.columns.values(), slopes, strict=True)]
-    return MicroBatchOutcome(differentiable=torch.stack(parts).sum(), loss=loss, sums=sums, metrics=metrics)
+
+    def called(leaves: dict[str, torch.Tensor]) -> object:
+        columns = copy.copy(data)  # the loss may change its columns, and the diagnostics read them afterwards
+        if "next_token_logits" in leaves:
+            return call_with_logits(context.loss_fn, leaves["next_token_logits"], columns, context.counts)
+        return context.loss_fn(data=columns, **context.counts, **leaves)
+
+    def measured(slopes: dict[str, torch.Tensor]) -> MetricSums:
+        if "generation_logprobs" not in data:
+            return MetricSums()
+        return _diagnosed(
+            data,
+            outputs=outputs,
+            context=context,
+            slopes_BT=slopes.get("next_token_logprobs"),
+            proximal_BT=proximal_BS[:, 1:].float(),
+            mask_BT=mask_BT,
+        )
+
+    return outcome_of(outputs.columns, called, measure=measured)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,20 +94,6 @@ def _outputs(
     if isinstance(loss_fn, ObjectiveLoss) and loss_fn.needs_entropy:
         columns["next_token_entropies"] = entropy_BT
     return _Outputs(columns=columns, logprobs_BT=logprobs_BT, entropy_BT=entropy_BT)
-
-
-def _differentiated(
-    data: BatchedDataDict, *, context: UpdateContext[LossFunction], leaves: Mapping[str, torch.Tensor]
-) -> tuple[float, dict[str, float], tuple[torch.Tensor, ...]]:
-    """Returns the loss, its metrics, and its slopes with respect to `leaves`. The slopes are also measured in eval
-    mode."""
-    with torch.enable_grad():
-        if "next_token_logits" in leaves:
-            returned = call_with_logits(context.loss_fn, leaves["next_token_logits"], data, context.counts)
-        else:
-            returned = context.loss_fn(data=data, **context.counts, **leaves)
-        loss, metrics = checked_loss(returned)
-        return float(loss.detach()), metrics, slopes_of(loss, *leaves.values())
 
 
 def _diagnosed(

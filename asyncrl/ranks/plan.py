@@ -5,7 +5,7 @@ Invariant: in every update, all ranks run the same number of micro-batches, beca
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 from asyncrl.algorithms.calibration import needs_calibration
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
@@ -14,8 +14,6 @@ from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs, require
 from asyncrl.data.specs import LP_SEED_FIELDS
-from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.data_plane.sharding import shard_meta_for_dp
 from asyncrl.errors import MissingColumns
 from asyncrl.ranks.batching import MIN_WIDTH, count_trained, empty_micro_batch, valid_sums
 from asyncrl.ranks.report import UpdatePlan, global_plan
@@ -75,40 +73,30 @@ class BatchingPlan:
             input_lengths_key="input_lengths",
         )
 
-    @overload
+    def sharding(self, rows: int, *, ranks: int, rows_per_update: int | None) -> dict[str, Any]:
+        """Returns the arguments with which `shard_by_batch_size` cuts rows, or `shard_meta_for_dp` their names, for the
+        ranks. Both cut in the same way.
+
+        Shards are uneven if one update has all rows and the ranks cannot share them evenly.
+        """
+        if rows_per_update == rows and rows % ranks > 0:
+            return {"allow_uneven_shards": True}
+        arguments: dict[str, Any] = {"batch_size": rows_per_update}
+        if self.packing is not None:
+            arguments["sequence_packing_args"] = self.packing
+        if self.dynamic is not None:
+            arguments["dynamic_batching_args"] = self.dynamic
+        return arguments
+
     def cut(
         self, rows: BatchedDataDict, *, ranks: int, rows_per_update: int | None
-    ) -> tuple[Sequence[BatchedDataDict], list[int] | None]: ...
-
-    @overload
-    def cut(
-        self, rows: KVBatchMeta, *, ranks: int, rows_per_update: int | None
-    ) -> tuple[Sequence[KVBatchMeta], list[int] | None]: ...
-
-    def cut(
-        self, rows: BatchedDataDict | KVBatchMeta, *, ranks: int, rows_per_update: int | None
-    ) -> tuple[Sequence[BatchedDataDict] | Sequence[KVBatchMeta], list[int] | None]:
+    ) -> tuple[Sequence[BatchedDataDict], list[int] | None]:
         """Returns one shard for each rank, and the indices that restore the order of the rows (None: order is kept).
-
-        Rows that are only named are cut in the same way as the rows themselves. Shards are uneven if one update has all
-        rows and the ranks cannot share them evenly. Raises the errors of `asyncrl.data.sharding`.
-        """
-        uneven = rows_per_update == rows.size and rows.size % ranks > 0
-        packing, dynamic = (None, None) if uneven else (self.packing, self.dynamic)
-        if isinstance(rows, KVBatchMeta):
-            return shard_meta_for_dp(
-                rows,
-                dp_world=ranks,
-                batch_size=None if uneven else rows_per_update,
-                allow_uneven_shards=uneven,
-                sequence_packing_args=packing,
-                dynamic_batching_args=dynamic,
-            )
-        if packing is not None:
-            return rows.shard_by_batch_size(ranks, rows_per_update, sequence_packing_args=packing)
-        if dynamic is not None:
-            return rows.shard_by_batch_size(ranks, rows_per_update, dynamic_batching_args=dynamic)
-        return rows.shard_by_batch_size(ranks, None if uneven else rows_per_update, allow_uneven_shards=uneven), None
+        Raises the errors of `asyncrl.data.sharding`."""
+        found: Any = rows.shard_by_batch_size(
+            ranks, **self.sharding(rows.size, ranks=ranks, rows_per_update=rows_per_update)
+        )
+        return found if isinstance(found, tuple) else (found, None)
 
     def updates(self, rows: BatchedDataDict, *, rows_per_update: int) -> list[list[BatchedDataDict]]:
         """Returns the micro-batches of every update of a rank's rows.

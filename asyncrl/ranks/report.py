@@ -4,7 +4,7 @@ Invariants: sums are added before any division, so that micro-batches, updates a
 step without a trained token causes no division by zero (F24).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -213,8 +213,7 @@ def _total(parts: Sequence[Number | None]) -> Number | None:
 
 
 def _histogram(counts: Sequence[Mapping[int, int]]) -> tuple[int, ...]:
-    total: dict[int, int] = defaultdict(int)
+    total: Counter[int] = Counter()
     for part in counts:
-        for staleness, tokens in part.items():
-            total[staleness] += tokens
+        total.update(part)
     return tuple(total[staleness] for staleness in range(max(total, default=-1) + 1))
