@@ -36,7 +36,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CallRefused, LossFailed, Offloaded
 from asyncrl.ranks.accelerator import forget_accelerator, make_accelerator
 from asyncrl.ranks.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
-from asyncrl.ranks.checkpoint import load_checkpoint, save_checkpoint, save_tokenizer
+from asyncrl.ranks.checkpoint import ShardedState, save_tokenizer
 from asyncrl.ranks.collectives import Collectives
 from asyncrl.ranks.gather import move_model, move_optimizer
 from asyncrl.ranks.loss_pass import LossT, MicroBatchOutcome, UpdateContext
@@ -86,6 +86,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             weight_decay=learner.optimizer.weight_decay,
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self._state = ShardedState(self._model, self._optimizer.optimizer, group=self._checkpoints)
         self._calls = 0  # number of `train` calls, which the learning-rate schedule counts
         self._updates = 0  # number of updates that the optimizer has applied
         self._offloaded: frozenset[str] = frozenset()
@@ -326,14 +327,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         """Writes the state from which training can continue on any number of ranks: the weights, and the optimizer and
         the tokenizer if they have a path. Each goes to its own directory, which all ranks must share. Raises
         CheckpointError if it cannot be written."""
-        save_checkpoint(
-            self._model,
-            self._optimizer.optimizer,
-            train_calls=self._calls,
-            weights_path=weights_path,
-            optimizer_path=optimizer_path,
-            group=self._checkpoints,
-        )
+        self._state.save(train_calls=self._calls, weights_path=weights_path, optimizer_path=optimizer_path)
         if tokenizer_path is not None:
             save_tokenizer(self._model_path, tokenizer_path, group=self._checkpoints)
 
@@ -344,13 +338,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         Raises CheckpointError if it cannot; then nothing has changed. The reference stays the model with which the
         worker was made.
         """
-        train_calls = load_checkpoint(
-            self._model,
-            self._optimizer.optimizer,
-            weights_path=weights_path,
-            optimizer_path=optimizer_path,
-            group=self._checkpoints,
-        )
+        train_calls = self._state.load(weights_path=weights_path, optimizer_path=optimizer_path)
         if train_calls is not None:
             self._calls = train_calls
         self._weights_changed()
