@@ -41,6 +41,7 @@ from transformers import AutoTokenizer
 from asyncrl import complete_directory
 from asyncrl.atomic_write import write_atomically
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatch
+from asyncrl.ranks.collectives import gather_objects
 from asyncrl.ranks.gather import reshard
 
 _STATE, _TRAINING = "state", "training.json"
@@ -104,7 +105,7 @@ class ShardedState:
         has_moments = bool(self._optimizer.state)
         if has_moments:
             self._write(self._moments(), path)
-        generators = tuple(_gather(_generators(), group=self._group))
+        generators = tuple(gather_objects(_generators(), group=self._group))
         training = _Training(train_calls=train_calls, has_moments=has_moments, generators=generators)
         on_first_rank(lambda: write_atomically(path / _TRAINING, msgspec.json.encode(training)), group=self._group)
 
@@ -202,7 +203,7 @@ def _check_apart(paths: Sequence[Path]) -> None:
 def _check_shared(path: Path, *, group: dist.ProcessGroup) -> None:
     """Raises CheckpointError if the ranks wrote to different disks. Otherwise rank 0 would mark a checkpoint as
     complete that has only a part of the shards."""
-    seen = _gather(complete_directory.sizes(path), group=group)
+    seen = gather_objects(complete_directory.sizes(path), group=group)
     apart = next((rank for rank, files in enumerate(seen) if files != seen[0]), None)
     if apart is not None:
         raise CheckpointError(
@@ -310,16 +311,10 @@ def _on_all_ranks(action: Callable[[], T], *, group: dist.ProcessGroup) -> T:
         failure = error
     except Exception as error:
         failure = CheckpointError(f"rank {dist.get_rank(group)}: {type(error).__name__}: {error}")
-    first = next((error for error in _gather(failure, group=group) if error is not None), None)
+    first = next((error for error in gather_objects(failure, group=group) if error is not None), None)
     if first is not None:
         raise first
     return outcome  # type: ignore[return-value]
-
-
-def _gather(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def _first_failure(error: CheckpointException, what: str) -> AsyncRLError:

@@ -4,7 +4,7 @@ Invariant: in every update, all ranks run the same number of micro-batches, beca
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from asyncrl.algorithms.calibration import needs_calibration
@@ -107,10 +107,7 @@ class BatchingPlan:
         if rows.micro_batch_indices is None:
             starts = range(0, rows.size, max(rows_per_update, 1))
             return [self.micro_batches(rows.slice(start, start + rows_per_update)) for start in starts]
-        batches = [rows.get_batch(i) for i in range(len(rows.micro_batch_indices))]
-        if self.mode == "packed":
-            return [[*batch.make_microbatch_iterator_for_packable_sequences()] for batch in batches]
-        return [[*batch.make_microbatch_iterator_with_dynamic_shapes()] for batch in batches]
+        return [self._parts(rows.get_batch(i)) for i in range(len(rows.micro_batch_indices))]
 
     def number_of_updates(self, rows: BatchedDataDict, *, rows_per_update: int) -> int:
         """Returns the number of updates into which a rank's rows are cut."""
@@ -131,13 +128,18 @@ class BatchingPlan:
             parts = [rows.select_indices(order[start : start + self.rows]) for start in starts]
         else:
             [shard], _ = self.cut(rows, ranks=1, rows_per_update=None)
-            if self.mode == "packed":
-                parts = [*shard.make_microbatch_iterator_for_packable_sequences()]
-            else:
-                parts = [*reversed(list(shard.make_microbatch_iterator_with_dynamic_shapes()))]
+            parts = self._parts(shard)
+            if self.mode == "dynamic":
+                parts.reverse()
         for part in parts:
             part.truncate_tensors(1, max(int(part["input_lengths"].max()), MIN_WIDTH))
         return parts
+
+    def _parts(self, update: BatchedDataDict) -> list[BatchedDataDict]:
+        """Returns the micro-batches of an update that is cut already."""
+        if self.mode == "packed":
+            return [*update.make_microbatch_iterator_for_packable_sequences()]
+        return [*update.make_microbatch_iterator_with_dynamic_shapes()]
 
 
 class PlannedUpdate(NamedTuple):
@@ -151,18 +153,7 @@ def planned_updates(
     cuts: Sequence[list[BatchedDataDict]], *, gather: Callable[[Any], list[Any]]
 ) -> list[PlannedUpdate]:
     """Returns the updates of all ranks. A rank with fewer micro-batches runs empty ones in addition. A collective."""
-    own = []
-    for parts in cuts:
-        counts, sums = [count_trained(part) for part in parts], [valid_sums(part) for part in parts]
-        own.append(
-            UpdatePlan(
-                tokens=sum(tokens for tokens, _ in counts),
-                samples=sum(samples for _, samples in counts),
-                valid_toks=sum(tokens for tokens, _ in sums),
-                valid_seqs=sum(sequences for _, sequences in sums),
-                micro_batches=len(parts),
-            )
-        )
+    own = [replace(global_plan([_plan_of(part) for part in parts]), micro_batches=len(parts)) for parts in cuts]
     ranks: list[list[UpdatePlan]] = gather(own)
     updates = []
     for i in range(max(map(len, ranks))):
@@ -172,6 +163,12 @@ def planned_updates(
             PlannedUpdate(plan, [*parts, *(empty_micro_batch() for _ in range(plan.micro_batches - len(parts)))])
         )
     return updates
+
+
+def _plan_of(part: BatchedDataDict) -> UpdatePlan:
+    """Returns the plan of one micro-batch."""
+    (tokens, samples), (valid_toks, valid_seqs) = count_trained(part), valid_sums(part)
+    return UpdatePlan(tokens=tokens, samples=samples, valid_toks=valid_toks, valid_seqs=valid_seqs, micro_batches=1)
 
 
 def required_columns(

@@ -117,15 +117,15 @@ class RankRecord:
     peak_flops_per_s: float | None = None
 
 
-def global_plan(ranks: Sequence[UpdatePlan]) -> UpdatePlan:
+def global_plan(plans: Sequence[UpdatePlan]) -> UpdatePlan:
     """Combines the plans of one update over all ranks. Counts are added, and the largest number of micro-batches
     counts."""
     return UpdatePlan(
-        tokens=sum(plan.tokens for plan in ranks),
-        samples=sum(plan.samples for plan in ranks),
-        valid_toks=sum(plan.valid_toks for plan in ranks),
-        valid_seqs=sum(plan.valid_seqs for plan in ranks),
-        micro_batches=max(plan.micro_batches for plan in ranks),
+        tokens=sum(plan.tokens for plan in plans),
+        samples=sum(plan.samples for plan in plans),
+        valid_toks=sum(plan.valid_toks for plan in plans),
+        valid_seqs=sum(plan.valid_seqs for plan in plans),
+        micro_batches=max((plan.micro_batches for plan in plans), default=0),
     )
 
 

@@ -281,7 +281,7 @@ ADVANTAGES = [
     ),
     ("one component decides for all", ".values()]).any(0)", ".values()]).all(0)"),
     ("own estimators lose their options", "samples.group_ids_N, **own.options)", "samples.group_ids_N)"),
-    ("own options are not checked", "signature.bind(None, None, **own.options)", "pass"),
+    ("own options are not checked", "misfit(signature, *values, **given, **own.options)", "None"),
 ]
 BASELINES = [
     (
