@@ -311,7 +311,7 @@ BASELINES = [
         'self.baseline in GROUP_BASELINES and self.single == "zero"',
         "self.baseline in GROUP_BASELINES",
     ),
-    ("any β of a KL", "if not 0 < self.beta < math.inf:", "if False:"),
+    ("any β of a KL", 'check_positive("kl.beta"', 'print("kl.beta"'),
     ("any γ", "if not 0 < self.gamma <= 1:", "if False:"),
     ("γ has no tokens", "self.kl is not None or self.gamma != 1", "self.kl is not None"),
     ("a KL has no tokens", "self.kl is not None or self.gamma != 1", "self.gamma != 1"),
@@ -477,13 +477,13 @@ OBJECTIVE = [
     ("gates without a bound", "if self.budget is None and self.lo <= least", "if False and self.lo <= least"),
     (
         "any beta",
-        'if not 0 < self.beta < math.inf:\n            raise ValueError(\n                f"a penalty',
-        'if False:\n            raise ValueError(\n                f"a penalty',
+        'check_positive("a penalty',
+        'print("a penalty',
     ),
     (
         "any beta of a regression",
-        'if not 0 < self.beta < math.inf:\n            raise ValueError(f"the beta of a regression',
-        'if False:\n            raise ValueError(f"the beta of a regression',
+        'check_positive("the beta of a regression',
+        'print("the beta of a regression',
     ),
     ("a likelihood against another policy", 'if self.kind == "positive_nll" and (', "if False and ("),
 ]
