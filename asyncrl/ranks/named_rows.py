@@ -13,6 +13,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.clients import open_client
 from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import PAD_SEQLEN, DataPlaneClient, KVBatchMeta
+from asyncrl.data_plane.sharding import shard_meta_for_dp
 from asyncrl.errors import CallRefused, MissingColumns
 from asyncrl.ranks.batching import MIN_WIDTH, check_token_staleness
 from asyncrl.ranks.collectives import Collectives
@@ -116,7 +117,8 @@ class NamedRows:
             )
         self._data_plane.stamp_width(self.meta)
         rows = self.size if rows_per_update is None else rows_per_update
-        shards, _ = plan.cut(self.meta, ranks=ranks, rows_per_update=rows)
+        cut = plan.sharding(self.size, ranks=ranks, rows_per_update=rows)
+        shards, _ = shard_meta_for_dp(self.meta, dp_world=ranks, **cut)
         for shard in shards:
             shard.fields = list(self._fields)
         return shards
