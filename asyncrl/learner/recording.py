@@ -128,14 +128,14 @@ class StepRecorder:
     def _record(self, step: EndedStep) -> StepRecord:
         report, status = step.report, step.status
         trained = not report.skipped
-        own = set(StepRecord.__struct_fields__)
-        measured: dict[str, Any] = {name: _finite(value) for name, value in _measured(step).items() if name in own}
+        measured = {name: _finite(value) for name, value in _measured(step).items()}
+        own: dict[str, Any] = {name: measured.pop(name) for name in StepRecord.__struct_fields__ if name in measured}
         return StepRecord(
             step=step.lease.step,
             wall_s=self.elapsed_s(),
             duration_s=step.duration_s,
             trained=trained,
-            **measured,
+            **own,
             group_staleness=counts_by_staleness(step.lease)["groups"] if trained else {},
             token_staleness=_tokens_by_staleness(report) if trained else {},
             trained_samples=report.trained_samples if trained else 0,
@@ -154,7 +154,7 @@ class StepRecorder:
             ),
             weight_updates=sum(entry.weight_updates for entry in status.reports.values()),
             mid_sequence_updates=self._mid_sequence_updates,
-            diagnostics={name: _finite(value) for name, value in _diagnostics(step).items()},
+            diagnostics={name: _finite(value) for name, value in _diagnostics(step).items()} | measured,
         )
 
     # --- samples ------------------------------------------------------------------------------------------------

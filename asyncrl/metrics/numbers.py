@@ -50,7 +50,7 @@ class Number:
     """A scalar of a step.
 
     `name` is its key in steps.jsonl, either of the record or of its `diagnostics`. `tracker` is its group in experiment
-    trackers, or its group and its name there if this is another name; None if the number is not recorded. `line` is its
+    trackers, or its group and its name there if this is another name. `line` is its
     line in the report, `panel` its panel of the dashboard Learning, with the legend of its line there. `gauge` is the
     end of its gauge's name, by default `name`; None if there is no gauge.
     """
@@ -58,7 +58,7 @@ class Number:
     name: str
     unit: str
     help: str
-    tracker: str | None
+    tracker: str
     line: Line | None = None
     panel: tuple[Panel, str] | None = None
     gauge: str | None = SAME
@@ -195,7 +195,7 @@ NUMBERS: tuple[Number, ...] = (
         "masked_samples_ratio",
         "ratio",
         "Share of samples that are left out of the loss: a filter masks them, or they have no token.",
-        None,
+        "length/masked_ratio",
         panel=(LEFT_OUT, "masked"),
     ),
     Number(
@@ -261,14 +261,14 @@ NUMBERS: tuple[Number, ...] = (
         "importance_weight_mean",
         "ratio",
         "Mean over tokens of the proximal probability divided by the behaviour probability.",
-        None,
+        "staleness",
         panel=(WEIGHTS, "mean"),
     ),
     Number(
         "importance_weight_max",
         "ratio",
         "Largest proximal probability of a token divided by its behaviour probability.",
-        None,
+        "staleness",
         panel=(WEIGHTS, "largest"),
     ),
     Number(
@@ -283,7 +283,7 @@ NUMBERS: tuple[Number, ...] = (
         "kl_to_behaviour_nats",
         "nats",
         "KL divergence between the behaviour and the proximal policy, by the estimator k3.",
-        None,
+        "staleness",
         panel=(DIFFERENCES, "KL"),
     ),
     Number(
@@ -382,9 +382,7 @@ NUMBERS: tuple[Number, ...] = (
 )
 
 TRACKERS = {
-    number.name: number.tracker if "/" in number.tracker else f"{number.tracker}/{number.name}"
-    for number in NUMBERS
-    if number.tracker is not None
+    number.name: number.tracker if "/" in number.tracker else f"{number.tracker}/{number.name}" for number in NUMBERS
 }
 """The names of recorded numbers in experiment trackers, by their names in steps.jsonl."""
 
