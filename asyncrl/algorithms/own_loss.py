@@ -41,7 +41,8 @@ def _call_problem(loss: Any) -> str | None:
     try:
         kind = input_type_of(loss)
         signature = inspect.signature(loss)
-    except ValueError as error:  # an unknown input_type, or a callable that is written in C and has no signature
+    except ValueError as error:
+        # `input_type` of the loss is unknown: an error. Or the loss is written in C and has no signature: not checked.
         return str(error) if hasattr(loss, "input_type") else None
     counts: dict[str, None] = dict.fromkeys(("global_valid_seqs", "global_valid_toks"))
     logits = (["next_token_logits"], ["logits"], ["next_token_logits", "logits"])

@@ -179,10 +179,9 @@ class StepRecorder:
 
 
 def _groups_failed(status: RunStatus) -> dict[str, int]:
-    """Returns the number of failed groups by reason, without groups that were retried.
+    """Returns the number of groups that failed for good, by the reason of their last attempt.
 
-    The reason `expired` counts groups without a failed rollout: their replica stopped sending heartbeats on the last
-    attempt.
+    The reason `expired` counts groups whose last attempt had no failed rollout: its replica stopped sending heartbeats.
     """
     by_reason = groups_by_reason(status.failures)
     expired = status.account.fates[Fate.FAILED].groups - sum(by_reason.values())

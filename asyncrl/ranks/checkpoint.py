@@ -7,9 +7,9 @@ torch's distributed checkpoint (DCP) writes `state/` in its safetensors format: 
 default format is not used, because loading it unpickles data. `training.json` has the state that is not a tensor.
 Hyperparameters are not saved, because they are in the configuration.
 
-Invariants: a directory with a file `COMPLETE` is complete, and a directory without it is refused. If a save ends at any
-point, the last complete checkpoint can still be loaded. If a load fails, weights and optimizer are unchanged on every
-rank. Every function that takes `group` is a collective over that group. If it fails on one rank, it raises on all
+Invariants: a directory with a file `COMPLETE` is complete, and a directory without it is refused. If a save is
+interrupted, the last complete checkpoint can still be loaded. If a load fails, weights and optimizer are unchanged on
+every rank. Every function that takes `group` is a collective over that group. If it fails on one rank, it raises on all
 ranks.
 """
 

@@ -175,14 +175,14 @@ class RankDriver(Generic[WorkerT]):
         return self._group.shutdown()
 
     def on_ranks(self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
-        """Calls `RankGroup.on_ranks`. Other layers, such as weight publication, access the ranks' models in this
-        way."""
+        """Calls `function(worker, *args)` on every rank: see `RankGroup.on_ranks`. Other layers, such as weight
+        publication, access the ranks' models in this way."""
         return self._ranks.on_ranks(function, *args, **options)
 
     def beside_ranks(
         self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs
     ) -> list[R]:
-        """Calls `RankGroup.beside_ranks`."""
+        """Calls `function(worker, *args)` on every rank in a thread beside its steps: see `RankGroup.beside_ranks`."""
         return self._ranks.beside_ranks(function, *args, **options)
 
     # -- passes over rows ----------------------------------------------------------------------------------------

@@ -132,8 +132,8 @@ def name_fields(meta: KVBatchMeta, names: Iterable[str]) -> None:
 class FetchedRows:
     """A rank's access to named rows. Every method is a collective. `meta` names this rank's rows; it may name none.
 
-    If a rank cannot fetch its rows, RowsLost is raised on all ranks, with the lost rows of all ranks. MissingColumns is
-    raised if rows or columns were never written or have been cleared.
+    If rows of a rank ended with the process that stored them, RowsLost is raised on all ranks, with the lost rows of
+    all ranks. MissingColumns is raised for rows or columns that were never written, or were cleared.
     """
 
     def __init__(self, ranks: Collectives, client: DataPlaneClient) -> None:

@@ -210,7 +210,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
                     )
                     outcomes.append(self._update(update.parts, context, seconds=seconds, train=not eval_mode))
         except LossFailed:
-            # earlier updates of this call stay applied, so the learning-rate schedule advances
+            # this update is not applied; if earlier updates of this call were, the learning-rate schedule advances
             self._calls += self._updates > updates_before
             raise
         finally:

@@ -25,7 +25,7 @@ from asyncrl.value.worker import ValueWorker
 
 
 class TQValue(Value):
-    """A `Value` with rows on the data plane that `config.data_plane` selects."""
+    """A critic (`Value`) whose ranks read and write rows on the data plane that `config.data_plane` names."""
 
     _data_plane: DataPlane
 
