@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config.schema import EnvironmentSection
-from asyncrl.environments.group_scoring import GroupScoring, secrets_hint
+from asyncrl.environments.group_scoring import GroupScoring
 from asyncrl.environments.interfaces import build_reward
 from asyncrl.environments.scoring_messages import (
     HEADER_BYTES,
@@ -28,7 +28,7 @@ from asyncrl.environments.scoring_messages import (
     Started,
     encode,
 )
-from asyncrl.environments.secrets import Secrets, needed_variable
+from asyncrl.environments.secrets import Secrets, secrets_hint
 from asyncrl.errors import ConfigError
 from asyncrl.parent_death import die_with
 from asyncrl.user_code import describe_error
@@ -49,8 +49,7 @@ def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> N
     secrets = Secrets({name: os.environ[name] for name in section.secrets if name in os.environ})
 
     def refuse(message: str, error: Exception, *, key: str) -> None:
-        name = needed_variable(error, start.withheld)
-        hint = secrets_hint(name) if name else ""
+        hint = secrets_hint(error, start.withheld)
         connection.sendall(encode(Started(error=secrets.redact(message) + hint, key=key)))
 
     try:

@@ -67,12 +67,22 @@ def read_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> Sec
     return Secrets({name: environ[name] for name in section.secrets})
 
 
-def needed_variable(error: BaseException, withheld: Collection[str]) -> str | None:
+def secrets_hint(error: BaseException, withheld: Collection[str]) -> str:
+    """Returns the end of the message about `error`, if reward code did not find an environment variable; otherwise "".
+
+    `withheld` are the variables that exist in the generator's process but not in scoring processes.
+    """
+    name = _needed_variable(error, withheld)
+    if name is None:
+        return ""
+    return f"; add {name} to environment.secrets: reward code sees only the variables that are named there"
+
+
+def _needed_variable(error: BaseException, withheld: Collection[str]) -> str | None:
     """Returns the name of the environment variable that reward code did not find, or None if `error` has another cause.
 
     Three kinds of errors count: a KeyError of `os.environ`, a KeyError for a name in `withheld`, and an error whose
-    text mentions a name in `withheld` that has an underscore, as clients of judges raise it. `withheld` are the
-    variables that exist in the generator's process but not in scoring processes.
+    text mentions a name in `withheld` that has an underscore, as clients of judges raise it.
     """
     link: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from asyncrl.config.schema import EnvironmentSection
-from asyncrl.environments.secrets import Secrets, missing_secrets, needed_variable, read_secrets
+from asyncrl.environments.secrets import Secrets, missing_secrets, read_secrets, secrets_hint
 from asyncrl.errors import ConfigError
 
 KEY = 'sk-"a\\b/c'
@@ -79,4 +79,5 @@ def raised(code: str) -> BaseException:
     ],
 )
 def test_an_error_for_lack_of_an_environment_variable_is_recognised(code: str, name: str | None) -> None:
-    assert needed_variable(raised(code), withheld=["WITHHELD_KEY", "HOME"]) == name
+    hint = secrets_hint(raised(code), withheld=["WITHHELD_KEY", "HOME"])
+    assert hint.startswith(f"; add {name} to environment.secrets") if name else hint == ""
