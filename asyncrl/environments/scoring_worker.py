@@ -1,7 +1,7 @@
 """The process that runs reward code: `python -m asyncrl.environments.scoring_worker SOCKET PARENT_PID PROGRESS`.
 
 `scoring_process.py` starts it. It reads one `Start`, and then answers each `Request` with one `Reply`. Messages are
-length-prefixed JSON on an inherited socket. PROGRESS is the file descriptor of the shared memory of `Progress`.
+lines of JSON on an inherited socket. PROGRESS is the file descriptor of the shared memory of `Progress`.
 Standard output and standard error are a pipe to the parent. The module imports none of torch, ray and vllm, so that
 only the environment decides how long the start takes.
 """
@@ -13,6 +13,7 @@ import resource
 import socket
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -20,7 +21,6 @@ from asyncrl.config.schema import EnvironmentSection
 from asyncrl.environments.group_scoring import GroupScoring
 from asyncrl.environments.interfaces import build_reward
 from asyncrl.environments.scoring_messages import (
-    HEADER_BYTES,
     Message,
     Progress,
     Request,
@@ -44,7 +44,8 @@ def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> N
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # flush every line, because the process may be killed at any time
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    start = _receive(connection, Start)
+    messages = connection.makefile("rb")
+    start = _receive(messages, Start)
     section = EnvironmentSection.model_validate_json(start.section)
     secrets = Secrets({name: os.environ[name] for name in section.secrets if name in os.environ})
 
@@ -65,26 +66,18 @@ def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> N
     connection.sendall(encode(Started(form=reward.form)))
     own_pid = os.getpid()
     while True:
-        request = _receive(connection, Request)
+        request = _receive(messages, Request)
         reply = scoring.score(request)
         if os.getpid() != own_pid:
             os._exit(0)  # reward code has forked and this is the copy; only the original process replies
         connection.sendall(encode(reply))
 
 
-def _receive(connection: socket.socket, kind: type[Message]) -> Message:
-    header = _receive_exactly(connection, HEADER_BYTES)
-    return msgspec.json.decode(_receive_exactly(connection, int.from_bytes(header, "big")), type=kind)
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        chunk = connection.recv(min(size - len(data), 2**20))
-        if not chunk:
-            os._exit(0)  # the parent has closed its end or has died
-        data += chunk
-    return bytes(data)
+def _receive(messages: BinaryIO, kind: type[Message]) -> Message:
+    line = messages.readline()
+    if not line.endswith(b"\n"):
+        os._exit(0)  # the parent has closed its end or has died
+    return msgspec.json.decode(line, type=kind)
 
 
 def _die_with(parent_pid: int) -> None:
