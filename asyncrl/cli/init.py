@@ -1,6 +1,5 @@
 """`asyncrl init MODEL DATA`: writes a first configuration for the user's model and dataset."""
 
-import json
 import math
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from asyncrl.config.starter import Facts, starter_yaml
 from asyncrl.data.prompts import Task
 from asyncrl.environments.interfaces import read_tasks
 from asyncrl.errors import ConfigError
+from asyncrl.policy.model_directory import read_model
 
 LOOKED_AT = 10_000
 """Number of prompts whose lengths are measured. This takes seconds and finds the longest prompt of most datasets."""
@@ -119,8 +119,6 @@ def _facts(model: str, data: str, tasks: Sequence[Task], *, prompts: int, reward
 
     tokenizer = load_tokenizer(model, chat="auto")
     answers = tokenizer([task.answer for task in tasks], add_special_tokens=False)["input_ids"]
-    described = _model_description(model)
-    longest = described.get("max_position_embeddings")
     name = Path(data.partition(":")[0]).stem.replace("_", "-")
     return Facts(
         name=name if name[:1].isalnum() else "run",
@@ -132,27 +130,26 @@ def _facts(model: str, data: str, tasks: Sequence[Task], *, prompts: int, reward
         longest_prompt=max(map(len, encode_prompts(tokenizer, [task.question for task in tasks]))),
         longest_answer=1 + max(map(len, answers)),  # 1 for the end-of-sequence token
         completion_tokens=completion,
-        longest_model=longest if isinstance(longest, int) else None,
+        longest_model=_positions(model),
         parameters=_parameters(model),
         gpus=_gpus(),
     )
 
 
-def _model_description(model: str) -> dict[str, object]:
-    """Returns the contents of the model's config.json, from its directory or from the Hugging Face Hub."""
+def _positions(model: str) -> int | None:
+    """Returns the maximum sequence length of the model, from its directory or from the Hugging Face Hub, tokens."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     path = Path(model, "config.json")
     try:
-        described = json.loads((path if path.is_file() else Path(hf_hub_download(model, "config.json"))).read_text())
+        return read_model((path if path.is_file() else Path(hf_hub_download(model, "config.json"))).parent).positions
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ConfigError(
             f"MODEL {model}: its config.json cannot be read ({error}); name a model's directory, or a model of the "
             "Hugging Face Hub",
             key="model.path",
         ) from None
-    return described if isinstance(described, dict) else {}
 
 
 def _parameters(model: str) -> int | None:

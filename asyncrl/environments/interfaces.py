@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
-from asyncrl.config.import_path import call_with_options, is_import_path, resolve, suggest
+from asyncrl.config.import_path import call_with_options, resolve
 from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.prompts import Row, Task, apply_template, read_jsonl, read_rows, split
 from asyncrl.environments.reward_function import RewardFunction, reward_function
@@ -45,14 +45,8 @@ def build_environment(section: EnvironmentSection) -> Environment:
             from asyncrl.environments.reasoning_gym import ReasoningGym as factory
         case "math":
             from asyncrl.environments.math import Math as factory
-        case path if is_import_path(path):
+        case path:
             factory = resolve(path, key="environment.name")
-        case name:
-            hint = suggest(name, ["reasoning_gym", "math"])
-            raise ConfigError(
-                f"environment.name: {name!r} is neither reasoning_gym, math nor an import path{hint}",
-                key="environment.name",
-            )
     environment = call_with_options(factory, section.options, key="environment.options")
     if not isinstance(environment, Environment):
         raise ConfigError(
@@ -77,14 +71,8 @@ def build_reward(section: EnvironmentSection) -> RewardFunction:
             from asyncrl.environments.verifiers import exact_match as function
         case "math_verify":
             from asyncrl.environments.verifiers import math_verify as function
-        case path if is_import_path(path):
+        case path:
             function = resolve(path, key="environment.reward")
-        case name:
-            hint = suggest(name, ["exact_match", "math_verify"])
-            raise ConfigError(
-                f"environment.reward: {name!r} is neither exact_match, math_verify nor an import path{hint}",
-                key="environment.reward",
-            )
     return reward_function(function, section)
 
 
@@ -136,17 +124,12 @@ def read_tasks(config: Config, *, first: int | None = None) -> list[Task]:
                     "data.path: must be set for data.dataset = jsonl; give the path of the file", key="data.path"
                 )
             tasks, skipped = read_jsonl(data.path, on_bad_row=data.on_bad_row, first=first)
-        case path if is_import_path(path):
+        case path:
             function = resolve(path, key="data.dataset")
             with _described(f"data.dataset = {path}"):
                 made = call_with_options(function, data.options, key="data.options")
             tasks, skipped = read_rows(
                 _items(made, first=first, key="data.dataset", path=path), source=path, on_bad_row=data.on_bad_row
-            )
-        case name:
-            hint = suggest(name, ["environment", "jsonl"])
-            raise ConfigError(
-                f"data.dataset: {name!r} is neither environment, jsonl nor an import path{hint}", key="data.dataset"
             )
     if skipped:
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))

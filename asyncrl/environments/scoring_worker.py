@@ -12,10 +12,10 @@ import os
 import resource
 import socket
 import sys
-from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+import psutil
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.environments.group_scoring import GroupScoring
@@ -90,15 +90,15 @@ def _die_with(parent_pid: int) -> None:
 
 def _limit(*, memory_bytes: int) -> None:
     """Sets the limits for reward code. Call it after the imports, so that the limits need no allowance for them."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
-    _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + memory_bytes)
+    _lower(resource.RLIMIT_AS, psutil.Process().memory_info().vms + memory_bytes)
     _lower(resource.RLIMIT_CORE, 0)
     if sys.platform == "linux":
         # The kernel counts all threads of the user against this limit. It does not apply the limit to root.
-
         uid = os.getuid()
-        own = [entry for entry in Path("/proc").iterdir() if entry.name.isdecimal() and _owner(entry) == uid]
-        threads = sum(_threads(entry) for entry in own)
+        running = psutil.process_iter(["uids", "num_threads"])
+        threads = sum(
+            each.info["num_threads"] or 0 for each in running if each.info["uids"] and each.info["uids"].real == uid
+        )
         _lower(resource.RLIMIT_NPROC, threads + _SPARE_PROCESSES)
 
 
@@ -106,20 +106,6 @@ def _lower(limit: int, value: int) -> None:
     _, hard = resource.getrlimit(limit)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (value, value))
-
-
-def _owner(process: Path) -> int | None:
-    try:
-        return process.stat().st_uid
-    except OSError:
-        return None
-
-
-def _threads(process: Path) -> int:
-    try:
-        return sum(1 for _ in (process / "task").iterdir())
-    except OSError:
-        return 0
 
 
 if __name__ == "__main__":
