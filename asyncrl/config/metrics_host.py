@@ -5,6 +5,7 @@ They may never bind every network.
 """
 
 import ipaddress
+import re
 import socket
 
 from asyncrl.config.schema import Config
@@ -13,13 +14,22 @@ from asyncrl.errors import ConfigError
 NODE = "node"
 """Value of `metrics.host` for the Ray address of each process, by which other nodes of the cluster reach it."""
 
+_HOST = re.compile(r"[\w.:%-]+")
+"""Characters of addresses and names. `socket.inet_aton` ignores a blank and everything after it: `127.0.0.1 x`."""
+
 
 def check_metrics_host(config: Config, *, allow_public: bool) -> None:
-    """Raises ConfigError if `metrics.host` binds every address, or if other machines can reach it without
-    `allow_public`."""
-    host = config.metrics.host.strip()
+    """Raises ConfigError if `metrics.host` binds every address, if other machines can reach it without `allow_public`,
+    or if it is neither an address nor a name."""
+    host = config.metrics.host
+    named = f"metrics.host = {host!r}"
+    if host not in ("", "*") and not _HOST.fullmatch(host):
+        raise ConfigError(
+            f"{named}: is neither an address nor the name of a machine; set it to one address without blanks, e.g. "
+            "127.0.0.1",
+            key="metrics.host",
+        )
     address = _address(host)
-    named = f"metrics.host = {config.metrics.host!r}"
     if host in ("", "*") or (address is not None and address.is_unspecified):
         raise ConfigError(
             f"{named}: would answer to every network, and is not an address that Prometheus can scrape; set it to "
