@@ -22,28 +22,24 @@ def check_metrics_host(config: Config, *, allow_public: bool) -> None:
     """Raises ConfigError if `metrics.host` binds every address, if other machines can reach it without `allow_public`,
     or if it is neither an address nor a name."""
     host = config.metrics.host
-    named = f"metrics.host = {host!r}"
-    if host not in ("", "*") and not _HOST.fullmatch(host):
-        raise ConfigError(
-            f"{named}: is neither an address nor the name of a machine; set it to one address without blanks, e.g. "
-            "127.0.0.1",
-            key="metrics.host",
-        )
     address = _address(host)
-    if host in ("", "*") or (address is not None and address.is_unspecified):
-        raise ConfigError(
-            f"{named}: would answer to every network, and is not an address that Prometheus can scrape; set it to "
-            f"127.0.0.1, or with --allow-public to an address of one network, or to {NODE} for the Ray address of each "
-            "process",
-            key="metrics.host",
+    if host not in ("", "*") and not _HOST.fullmatch(host):
+        problem = (
+            "is neither an address nor the name of a machine; set it to one address without blanks, e.g. 127.0.0.1"
         )
-    on_this_machine = host == "localhost" or (address is not None and address.is_loopback)
-    if not allow_public and not on_this_machine:
-        raise ConfigError(
-            f"{named}: other machines can reach it, and the endpoints have no password; add --allow-public if that "
-            "network may read the metrics, or set it to 127.0.0.1",
-            key="metrics.host",
+    elif host in ("", "*") or (address is not None and address.is_unspecified):
+        problem = (
+            "would answer to every network, and is not an address that Prometheus can scrape; set it to 127.0.0.1, or "
+            f"with --allow-public to an address of one network, or to {NODE} for the Ray address of each process"
         )
+    elif allow_public or host == "localhost" or (address is not None and address.is_loopback):
+        return
+    else:
+        problem = (
+            "other machines can reach it, and the endpoints have no password; add --allow-public if that network may "
+            "read the metrics, or set it to 127.0.0.1"
+        )
+    raise ConfigError(f"metrics.host = {host!r}: {problem}", key="metrics.host")
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -56,5 +52,5 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         # Sockets accept forms of 0.0.0.0 that ipaddress does not: 0, 0.0, 0x0.
         return ipaddress.IPv4Address(socket.inet_aton(host))
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a null character
         return None

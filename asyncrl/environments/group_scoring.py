@@ -62,7 +62,7 @@ class GroupScoring:
 
     def _scored(self, group: Group) -> Result:
         """Makes the calls of one group one after the other."""
-        sample = None if self._form.batched else 0
+        sample = None
         try:
             if self._form.batched:
                 self._begin(0)

@@ -9,6 +9,7 @@ tree and session on purpose, and it does not limit access to the file system or 
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -66,7 +67,7 @@ class Scorer:
                 start_timeout_s=start_timeout_s,
                 closing=self._closing,
                 secrets=secrets or Secrets(),
-                output=output or _log_line,
+                output=output or functools.partial(_log.info, "reward code: %s"),
             )
             for _ in range(section.score_workers)
         ]
@@ -208,7 +209,3 @@ class _Waiting:
             self.rewards.set_exception(result)
         else:
             self.rewards.set_result(result)
-
-
-def _log_line(line: str) -> None:
-    _log.info("reward code: %s", line)

@@ -64,10 +64,6 @@ class _Late(Exception):
     """The deadline has passed."""
 
 
-class _NotSendable(Exception):
-    """A request cannot be encoded as a message."""
-
-
 class ScoringProcess:
     """One scoring process and its replacements. One thread uses it at a time. `kill` may be called from any thread."""
 
@@ -109,8 +105,9 @@ class ScoringProcess:
         child = self._spawned()
         deadline_s = time.monotonic() + self._start_timeout_s
         withheld = tuple(os.environ.keys() - self._environment().keys())
+        start = Start(section=self._section.model_dump_json(), withheld=withheld)
         try:
-            child.send(Start(section=self._section.model_dump_json(), withheld=withheld), deadline_s=deadline_s)
+            child.send(encode(start), deadline_s=deadline_s)
             started = child.receive(Started, deadline=lambda: deadline_s)
         except (_Died, _Late) as error:
             status = self.discard()
@@ -129,14 +126,10 @@ class ScoringProcess:
         self.start()
         child = self._child
         assert child is not None
-        deadline = self._deadline(groups, child.progress)
         self._requests += 1
         try:
-            child.send(Request(id=self._requests, groups=tuple(groups)), deadline_s=deadline())
-            reply = child.receive(Reply, deadline=deadline)
-            if reply.id != self._requests or not _fits(reply.results, groups):
-                raise _Died("sent a reply that does not belong to the request")
-        except _NotSendable as error:
+            request = encode(Request(id=self._requests, groups=tuple(groups)))
+        except (TypeError, ValueError) as error:  # metadata that is not JSON, or a message that is too long
             if len(groups) > 1:  # send the groups one by one to find the one that cannot be sent
                 return [result for group in groups for result in self.score([group])]
             return [
@@ -146,6 +139,12 @@ class ScoringProcess:
                     reason="not_scorable",
                 )
             ]
+        deadline = self._deadline(groups, child.progress)
+        try:
+            child.send(request, deadline_s=deadline())
+            reply = child.receive(Reply, deadline=deadline)
+            if reply.id != self._requests or not _fits(reply.results, groups):
+                raise _Died("sent a reply that does not belong to the request")
         except _Late:
             under_way = self._under_way(groups, child.progress)
             self._replace("exceeded its time limit")
@@ -278,14 +277,10 @@ class _Child:
         except ChildProcessError:
             return False
 
-    def send(self, message: msgspec.Struct, *, deadline_s: float) -> None:
-        try:
-            line = encode(message)
-        except (TypeError, ValueError) as error:  # metadata that is not JSON, or a message that is too long
-            raise _NotSendable(str(error)) from error
+    def send(self, message: bytes, *, deadline_s: float) -> None:
         self._socket.settimeout(max(0.001, deadline_s - time.monotonic()))
         try:
-            self._socket.sendall(line)
+            self._socket.sendall(message)
         except TimeoutError as error:
             raise _Late("does not read its requests") from error
         except OSError as error:

@@ -6,6 +6,7 @@ processes. The values are not in any file, log or error: the output and the erro
 
 import json
 import re
+import traceback
 from collections.abc import Collection, Mapping
 from types import TracebackType
 from urllib.parse import quote, quote_plus
@@ -50,19 +51,18 @@ class Secrets:
         return self._pattern.sub(lambda found: f"<{self._names[found[0]]}>", text) if self._names else text
 
 
-def missing_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> list[str]:
-    """Returns a message for each name of `environment.secrets` that is unset or empty in the command's environment."""
-    return [
+def read_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> Secrets:
+    """Returns the values of `environment.secrets`.
+
+    Raises ConfigError with one line for each name that is unset or empty in the command's environment.
+    """
+    missing = [
         f"environment.secrets: {name} is not set in the environment of this command; run `export {name}=...` before "
         "the command, or remove the name from environment.secrets"
         for name in section.secrets
         if not environ.get(name)
     ]
-
-
-def read_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> Secrets:
-    """Returns the values of `environment.secrets`. Raises ConfigError when one is missing."""
-    if missing := missing_secrets(section, environ):
+    if missing:
         raise ConfigError("\n".join(missing), key="environment.secrets")
     return Secrets({name: environ[name] for name in section.secrets})
 
@@ -100,13 +100,9 @@ def _needed_variable(error: BaseException, withheld: Collection[str]) -> str | N
 
 
 def _is_of_environ(trace: TracebackType | None) -> bool:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return (
-        trace is not None
-        and trace.tb_frame.f_globals.get("__name__") == "os"
-        and trace.tb_frame.f_code.co_name == "__getitem__"
-    )
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    raised_in = [(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames[-1:]]
+    return raised_in == [("os", "__getitem__")]
 
 
 def _forms(value: str) -> set[str]:
