@@ -78,16 +78,6 @@ class Scorer:
         self._threads: list[threading.Thread] = []
         self._started: list[Future[None]] = []
 
-    @property
-    def replacements(self) -> int:
-        """Number of processes that were killed or found dead, and replaced."""
-        return sum(process.replacements for process in self._processes)
-
-    @property
-    def pids(self) -> list[int]:
-        """Ids of the processes that are alive."""
-        return [process.pid for process in self._processes if process.pid is not None]
-
     async def start(self) -> None:
         """Starts all processes. Call it before the first score. Raises ConfigError, or InfraError with the reason
         `scorer_unavailable`."""

@@ -84,15 +84,8 @@ class ScoringProcess:
         self._lock = threading.Lock()  # keeps a process from being started or reaped while another thread kills it
         self._child: _Child | None = None
         self._requests = 0
-        self.replacements = 0
         self.form = Form()
         """How the reward is called. It is valid after the first start of a process."""
-
-    @property
-    def pid(self) -> int | None:
-        """The id of the process while it is alive, otherwise None."""
-        child = self._child
-        return child.process.pid if child is not None and child.alive() else None
 
     def start(self) -> None:
         """Makes sure that a process is alive and ready for requests. Starts or replaces it if needed."""
@@ -216,7 +209,6 @@ class ScoringProcess:
 
     def _replace(self, why: str) -> str:
         status = self.discard()
-        self.replacements += 1
         if not self._closing.is_set():
             _log.warning("a scoring process is replaced, because it %s (%s)", why, status)
         return status
