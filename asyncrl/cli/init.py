@@ -3,7 +3,7 @@
 import math
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -63,10 +63,11 @@ def init(
     if output.exists() and not force:
         raise ConfigError(f"{output} exists already; name another file with --output, or add --force")
     _check_model(model)
-    tasks = _tasks(data)
+    section = {"dataset": data} if is_import_path(data) else {"dataset": "jsonl", "path": str(Path(data))}
+    tasks = read_tasks(Config.model_validate({"data": section}))  # in the same way as a run
     if not tasks:
         raise ConfigError(f"{data}: has no prompts; name a dataset with at least one")
-    facts = _facts(model, data, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion_tokens)
+    facts = _facts(model, section, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion_tokens)
     warnings = _write_checked(output, starter_yaml(facts))
     typer.echo(
         f"wrote {output}: {facts.prompts} prompts of at most {facts.longest_prompt} tokens, {_places(facts.gpus)}"
@@ -107,24 +108,19 @@ def _places(gpus: int) -> str:
     return f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU: generators and learner run on CPUs"
 
 
-def _tasks(data: str) -> Sequence[Task]:
-    """Reads the prompts in the same way as a run."""
-    section = {"dataset": data} if is_import_path(data) else {"dataset": "jsonl", "path": data}
-    return read_tasks(Config.model_validate({"data": section}))
-
-
-def _facts(model: str, data: str, tasks: Sequence[Task], *, prompts: int, reward: str, completion: int | None) -> Facts:
+def _facts(
+    model: str, data: Mapping[str, str], tasks: Sequence[Task], *, prompts: int, reward: str, completion: int | None
+) -> Facts:
     """Measures `tasks` with the model's tokenizer, and collects the facts for `starter_yaml`."""
     from asyncrl.data.tokenizer import encode_prompts, load_tokenizer
 
     tokenizer = load_tokenizer(model, chat="auto")
     answers = tokenizer([task.answer for task in tasks], add_special_tokens=False)["input_ids"]
-    name = Path(data.partition(":")[0]).stem.replace("_", "-")
+    name = Path(data.get("path") or data["dataset"].partition(":")[0]).stem.replace("_", "-")
     return Facts(
         name=name if name[:1].isalnum() else "run",
         model=model,
-        data_path=None if is_import_path(data) else Path(data),
-        dataset=data if is_import_path(data) else None,
+        data=data,
         reward=reward,
         prompts=prompts,
         longest_prompt=max(map(len, encode_prompts(tokenizer, [task.question for task in tasks]))),
