@@ -102,15 +102,13 @@ class GroupScoring:
         _, stubborn = await asyncio.wait([cancelled], timeout=CANCEL_GRACE_S)
         retire = "has a reward call that did not end when it was cancelled" if stubborn else ""
         errors = [(index, error) for index, call in enumerate(calls) if call in done and (error := call.exception())]
+        if late and not errors:
+            overran = _Unusable(RewardFailure.TIMEOUT, self._form.overran(timeout_s, count))
+            errors = [(min(map(calls.index, late)), overran)]
         if errors:
             index, error = errors[0]
             failed = self._failed(group, error.__cause__ or error, sample=None if batched else index)
             return replace(failed, retire=failed.retire or retire)
-        if late:
-            message = f"{self._subject} {self._form.overran(timeout_s, count)}"
-            sample = _only(None if batched else min(map(calls.index, late)), count)
-            failure = Failure(reason=RewardFailure.TIMEOUT, sample=sample, message=message)
-            return Result(failure=failure, retire=retire)
         return Result(rewards=tuple(chain.from_iterable(call.result() for call in calls)))
 
     async def _call(self, group: Group, argument: object, numbers: range) -> tuple[float, ...]:
@@ -133,7 +131,8 @@ class GroupScoring:
         else:
             reason = RewardFailure.RAISED
             what = f"raised {describe_error(error, redact=self._secrets.redact)}{self._hint(error)}"
-        sample = _only(sample, len(group.completions))
+        if sample is None and len(group.completions) == 1:
+            sample = 0  # only this completion can have failed
         failure = Failure(reason=reason, sample=sample, message=f"{self._subject} {what}")
         return Result(failure=failure, retire=_OUT_OF_MEMORY if isinstance(error, MemoryError) else "")
 
@@ -149,15 +148,12 @@ class _CallFailed(Exception):
 
 
 class _Unusable(Exception):
+    """A call gave no usable reward. `sample` is the index of the completion, if only one of a batch has no reward."""
+
     def __init__(self, reason: RewardFailure, message: str, *, sample: int | None = None) -> None:
         super().__init__(message)
         self.reason = reason
         self.sample = sample
-
-
-def _only(sample: int | None, completions: int) -> int | None:
-    """Returns 0 for a call with exactly one completion: only that completion can have failed. Otherwise `sample`."""
-    return 0 if sample is None and completions == 1 else sample
 
 
 def _number(value: object, *, at: str = "", sample: int | None = None) -> float:
