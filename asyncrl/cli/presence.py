@@ -8,6 +8,7 @@ import difflib
 import importlib.util
 import os
 import shutil
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ def check_presence(config: Config, *, roles: Collection[Role], origins: Mapping[
     """
     model, warnings = _model(config, roles, origins)
     missing = [*_file(config), *model, *_modules(config, roles), *_trackers(config, roles)]
+    missing += _run_directory(config) if Role.LEARNER in roles else []
     if config.environment.name == "reasoning_gym" and builds_environment(config, roles):
         missing += _reasoning_gym_task(config)
     # GPUs and cores of this machine matter only for a Ray that `asyncrl up` starts. Other clusters may have other
@@ -78,6 +80,23 @@ def _file(config: Config) -> Iterator[str]:
     path = config.data.path
     if path is not None and not path.is_file():
         yield f"data.path = {path}: there is no such file; name a file with one JSON object in each line"
+
+
+def _run_directory(config: Config) -> Iterator[str]:
+    """Yields a problem if the run's directory cannot be written.
+
+    Tries to write a file without a name: the file permissions do not show a read-only or a full file system.
+    """
+    path = config.run.dir / config.run.name
+    existing = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"x")
+    except OSError as error:
+        yield (
+            f"run.dir = {config.run.dir}: the run's directory {path} cannot be written ({existing}: {error.strerror}); "
+            "set run.dir to a folder in which you can create files"
+        )
 
 
 def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, str]) -> tuple[list[str], list[str]]:
