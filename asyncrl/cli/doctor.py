@@ -19,7 +19,6 @@ from typing import Annotated
 import psutil
 import typer
 
-from asyncrl.cli.options import command_app
 from asyncrl.deployment.known_runs import RUNS, dead_runs, live_runs
 from asyncrl.deployment.remains import remains_of, stray_processes
 
@@ -267,11 +266,9 @@ def _available_memory_bytes() -> int:
         return available
 
 
-app = command_app()
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 
-@app.command()
 def doctor(
     timeout_s: Annotated[float, typer.Option(min=1, help="Maximum time to import one package, seconds.")] = 120.0,
 ) -> None:
