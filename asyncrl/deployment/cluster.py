@@ -73,17 +73,14 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     logical_cpus += config.learner.ranks * config.learner.cpus
     if config.critic is not None:
         logical_cpus += config.critic.ranks * config.critic.cpus
-    with _sigterm_stays_ours(), _children_in_sessions_of_their_own(), loopback_stays_loopback():
+    with _children_in_sessions_of_their_own():
         context: Any = patiently(
-            lambda: ray.init(
+            lambda: _connect(
                 address="local",  # start a new cluster, even if another one runs on this machine
                 num_cpus=max(1, round(logical_cpus + 0.5)),
                 include_dashboard=False,
                 namespace=config.run.name,
                 object_store_memory=config.ray.object_store_mb * 2**20,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                configure_logging=False,
                 _node_ip_address=LOOPBACK,
                 _system_config={"worker_niceness": WORKER_NICENESS},
             )
@@ -91,6 +88,12 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     address = str(context.address_info["address"])
     check_own_address(address)
     return address
+
+
+def _connect(**options: Any) -> Any:
+    """Calls `ray.init` with `options`, and with the settings that starting and joining a cluster share."""
+    with _sigterm_stays_ours(), loopback_stays_loopback():
+        return ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **options)
 
 
 def patiently(start: Callable[[], Started]) -> Started:
@@ -132,14 +135,7 @@ def join(address: str, *, namespace: str) -> None:
     """
     try:
         _knock(address)
-        with _sigterm_stays_ours(), loopback_stays_loopback():
-            ray.init(
-                address=address,
-                namespace=namespace,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                configure_logging=False,
-            )
+        _connect(address=address, namespace=namespace)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if is_token_refused(error):
             raise RunError(

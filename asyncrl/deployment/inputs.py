@@ -3,17 +3,15 @@
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.environments.prompt_lengths import fitting
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompts:
+class Prompts(NamedTuple):
     """The tasks of a run: for training, and held out for evaluation."""
 
     train: Sequence[Task]
@@ -55,8 +53,7 @@ class Inputs:
         def build() -> Prompts:
             from asyncrl.environments.interfaces import build_tasks
 
-            train, heldout = build_tasks(self._config)
-            return Prompts(train=train, heldout=heldout)
+            return Prompts(*build_tasks(self._config))
 
         return await asyncio.to_thread(build) if loaded is None else loaded
 
@@ -82,8 +79,7 @@ class Inputs:
         def build() -> str:
             from asyncrl.demo.tiny_model import ensure_model
 
-            tasks = (prompts.train, prompts.heldout)
-            return _for_workers(ensure_model(self._config, tasks=tasks, report=self._report))
+            return _for_workers(ensure_model(self._config, tasks=prompts, report=self._report))
 
         return await asyncio.to_thread(build)
 
@@ -95,8 +91,7 @@ async def fitting_prompts(config: Config, prompts: Prompts, *, tokenizer: Any) -
     """
 
     def look() -> Prompts:
-        train = fitting(prompts.train, config=config, tokenizer=tokenizer)
-        return Prompts(train=train, heldout=fitting(prompts.heldout, config=config, tokenizer=tokenizer))
+        return Prompts(*[fitting(tasks, config=config, tokenizer=tokenizer) for tasks in prompts])
 
     return await asyncio.to_thread(look)
 

@@ -21,7 +21,6 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -49,13 +48,13 @@ OF_EVERY_START = {"config.yaml", "run.json", "lock", "logs", "metrics", "samples
 class RunDir:
     """The directory of this process's run, from `create` to `close`."""
 
-    def __init__(self, path: Path, *, taken: "_Taken", info: RunInfo) -> None:
+    def __init__(self, path: Path, *, lock: BinaryIO, previous: Path | None, info: RunInfo) -> None:
         self.path = path
-        self.previous = taken.previous
+        self.previous = previous
         """New path of the directory of the previous run with this name; None if there was none."""
         self.targets_path = path / "metrics" / "targets.json"
         self.failures_path = path / "failures.json"
-        self._lock = taken.lock
+        self._lock = lock
         self._info = info
         self._failing: set[Path] = set()
         self._end: tuple[State, str] = ("finished", "done")
@@ -81,7 +80,8 @@ class RunDir:
             nonce=secrets.token_hex(8),
         )
         try:
-            run = cls(path, taken=_take(path, info), info=info)
+            lock, previous = _take(path, info)
+            run = cls(path, lock=lock, previous=previous, info=info)
             try:
                 run._lay_out(config)
             except OSError:
@@ -242,17 +242,10 @@ def reward_log_path(config: Config) -> Path:
     return (config.run.dir / config.run.name / "logs" / "reward.log").absolute()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Taken:
-    """The lock on a run's directory, and the new path of the previous run's directory if it was moved."""
-
-    lock: BinaryIO
-    previous: Path | None
-
-
-def _take(path: Path, info: RunInfo) -> _Taken:
+def _take(path: Path, info: RunInfo) -> tuple[BinaryIO, Path | None]:
     """Locks `path`. If an ended run has records there, first moves its directory aside.
 
+    Returns the lock, and the new path of the ended run's directory if it was moved.
     Raises RunLocked if the run in `path` is alive.
     """
     previous: Path | None = None
@@ -283,7 +276,7 @@ def _take(path: Path, info: RunInfo) -> _Taken:
             lock.truncate(0)
             lock.write(f"pid {info.pid} on {info.host} since {info.started}\n".encode())
             lock.flush()
-            return _Taken(lock=lock, previous=previous)
+            return lock, previous
 
 
 def _has_records(path: Path) -> bool:
