@@ -33,7 +33,7 @@ from asyncrl.config.schema import Config, TinyModelSection
 from asyncrl.data.prompts import Task, fingerprint
 from asyncrl.demo.directory import TINY_RECIPE, is_tiny
 from asyncrl.environments.interfaces import build_tasks
-from asyncrl.errors import ConfigError, DatasetError
+from asyncrl.errors import DatasetError
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
@@ -59,20 +59,30 @@ def ensure_model(
 
     The model is built again if its recipe or its training tasks have changed. A directory that this module did not
     write is used as it is. Without `model.tiny`, the path is returned unchanged, because it may be a hub id. `tasks` is
-    the result of `build_tasks`, if the caller already has it.
+    the result of `build_tasks`, if the caller already has it. `model.max_length` (tokens) is the limit for prompt,
+    answer and end-of-sequence token together. Raises DatasetError for a task that is longer or has characters outside
+    of printable ASCII.
     """
-    section, path = config.model.tiny, Path(config.model.path)
+    section, path, max_length = config.model.tiny, Path(config.model.path), config.model.max_length
     if section is None or _is_foreign(path):
         return config.model.path
     train, heldout = tasks or build_tasks(config)
-    recipe = recipe_fingerprint(section, tasks=train, max_length=config.model.max_length)
+    recipe = {"fingerprint": recipe_fingerprint(section, tasks=train, max_length=max_length)}
     was = _recipe_of(path)
-    if was.get("fingerprint") != recipe:
-        if was.get("fingerprint", was.get(_REPLACED)):
-            report("tiny model: the recipe has changed, so the model is built again")
-        build_tiny_model(
-            section, path=path, tasks=train, heldout=heldout, max_length=config.model.max_length, report=report
-        )
+    if was.get("fingerprint") == recipe["fingerprint"]:
+        return config.model.path
+    if was.get("fingerprint", was.get(_REPLACED)):
+        report("tiny model: the recipe has changed, so the model is built again")
+    _check([*train, *heldout], max_length=max_length)
+    tokenizer = build_tokenizer(max_length=max_length)
+    described = _model_config(section, tokenizer=tokenizer, max_length=max_length)
+    recipe["description"] = _hash(described.to_dict())
+    with _deterministic(section.seed):
+        model = Qwen3ForCausalLM(described)  # type: ignore[no-untyped-call]
+        report(f"tiny model: {model.num_parameters() / 1e6:.2f}M parameters, {len(train)} training tasks")
+        warm_up(model, tokenizer, section=section, tasks=train, heldout=heldout, report=report)
+    _put(path, parts=[model, tokenizer], recipe=recipe)
+    report(f"tiny model: written to {path}")
     return config.model.path
 
 
@@ -93,41 +103,6 @@ def ensure_description(config: Config) -> str:
         described.architectures = [Qwen3ForCausalLM.__name__]
         _put(path, parts=[described, tokenizer], recipe=recipe)
     return config.model.path
-
-
-def build_tiny_model(
-    section: TinyModelSection,
-    *,
-    path: Path,
-    tasks: Sequence[Task],
-    max_length: int,
-    heldout: Sequence[Task] = (),
-    report: Report = print,
-) -> None:
-    """Trains a tiny model on `tasks` and puts it at `path`. An older tiny model there is replaced by one rename.
-
-    `max_length` (tokens) is the limit for prompt, answer and end-of-sequence token together. Raises ConfigError if
-    `path` is not a tiny model of asyncrl and so must not be replaced. Raises DatasetError for a task that is too long
-    or has characters outside of printable ASCII.
-    """
-    if _is_foreign(path):
-        raise ConfigError(
-            f"model.path: {path} exists, but it is not a tiny model, so it is not replaced; name another path",
-            key="model.path",
-        )
-    _check([*tasks, *heldout], max_length=max_length)
-    tokenizer = build_tokenizer(max_length=max_length)
-    with _deterministic(section.seed):
-        config = _model_config(section, tokenizer=tokenizer, max_length=max_length)
-        model = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
-        report(f"tiny model: {model.num_parameters() / 1e6:.2f}M parameters, {len(tasks)} training tasks")
-        warm_up(model, tokenizer, section=section, tasks=tasks, heldout=heldout, report=report)
-    recipe = {
-        "description": _hash(config.to_dict()),
-        "fingerprint": recipe_fingerprint(section, tasks=tasks, max_length=max_length),
-    }
-    _put(path, parts=[model, tokenizer], recipe=recipe)
-    report(f"tiny model: written to {path}")
 
 
 def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:

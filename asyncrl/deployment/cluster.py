@@ -234,9 +234,10 @@ class RunHandles:
     weights: WeightClient
 
 
-def deployment_id(role: Role) -> str:
-    """Returns a new, unique id for a deployment."""
-    return f"{role.value}-{secrets.token_hex(3)}"
+def new_deployment(role: Role) -> Deployment:
+    """Returns a deployment of this process with a new, unique id."""
+    name = f"{role.value}-{secrets.token_hex(3)}"
+    return Deployment(id=name, role=role, host=socket.gethostname(), pid=os.getpid())
 
 
 async def check_admission(config: Config, *, role: Role) -> None:
@@ -249,11 +250,11 @@ async def check_admission(config: Config, *, role: Role) -> None:
     except ValueError:
         return
     coordinator = await _coordinator(handle, config)
-    await coordinator.call(Registry.check, _member(deployment_id(role), role), shared=shared_config(config))
+    await coordinator.call(Registry.check, new_deployment(role), shared=shared_config(config))
 
 
-async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Sequence[Task]) -> RunHandles:
-    """Creates or finds the run's actors, and attaches this deployment to the run.
+async def enter_run(config: Config, *, deployment: Deployment, tasks: Sequence[Task]) -> RunHandles:
+    """Creates or finds the run's actors, and attaches `deployment` to the run.
 
     Raises RunMismatch, which names a config key whose value differs from the run's. Raises RunLocked, which names the
     learner that the run has already.
@@ -268,20 +269,15 @@ async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Seque
     weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
     coordinator = await _coordinator(handle, config)
     await coordinator.call(Coordinator.start)
-    member = _member(deployment, role)
-    await coordinator.call(Registry.attach, member, shared=shared_config(config))
+    await coordinator.call(Registry.attach, deployment, shared=shared_config(config))
     weights = WeightClient(weights_handle, timeout_s=config.buffer.call_timeout_s)
-    return RunHandles(deployment=member, coordinator=coordinator, weights=weights)
+    return RunHandles(deployment=deployment, coordinator=coordinator, weights=weights)
 
 
 async def _coordinator(handle: Any, config: Config) -> CoordinatorClient:
     """Returns a client of the run's coordinator, once Ray has placed it. Raises PlacementError."""
     await placed(handle.__ray_ready__.remote(), config=config, what="the buffer", cpus=0)
     return CoordinatorClient.over_ray(handle, timeout_s=config.buffer.call_timeout_s)
-
-
-def _member(deployment: str, role: Role) -> Deployment:
-    return Deployment(id=deployment, role=role, host=socket.gethostname(), pid=os.getpid())
 
 
 async def ray_nodes(*, timeout_s: float) -> list[dict[str, Any]]:

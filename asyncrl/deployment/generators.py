@@ -24,7 +24,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.calls import finished
 from asyncrl.deployment.closing import Stopped, running, unless_stopped
-from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run, placed
+from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment, placed
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.run_dir import reward_log_path
 from asyncrl.environments.secrets import read_secrets
@@ -100,7 +100,7 @@ class GeneratorDeployment:
         self._secrets = read_secrets(config.environment, os.environ)
         self._model_path = model_path
         self._prompts = prompts
-        self._id = deployment_id(Role.GENERATOR)
+        self._deployment = new_deployment(Role.GENERATOR)
 
     async def run(self, stop: asyncio.Event) -> None:
         config = self._config
@@ -112,7 +112,7 @@ class GeneratorDeployment:
             made.push_async_callback(self._end, replicas)
             replicas.extend(self._make() for _ in range(config.generator.replicas))
             tasks = (await self._prompts).train
-            handles = await enter_run(config, role=Role.GENERATOR, deployment=self._id, tasks=tasks)
+            handles = await enter_run(config, deployment=self._deployment, tasks=tasks)
             entered.push_async_callback(self._leave, handles)
             # Heartbeats begin now and continue while engines start and drain. Without them the run would count this
             # deployment as gone, and the last live deployment that leaves ends the run's actors.
@@ -145,7 +145,7 @@ class GeneratorDeployment:
                 max_restarts=0,
                 max_concurrency=ACTOR_CONCURRENCY,
             )
-            .remote(config=self._config, name=name, deployment=self._id)
+            .remote(config=self._config, name=name, deployment=self._deployment.id)
         )
         return _Replica(name, handle)
 
