@@ -320,14 +320,11 @@ def _hash(value: object) -> str:
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
     """Switches off the progress bar that transformers would show for the one file that it writes."""
-    if not transformers_logging.is_progress_bar_enabled():
+    with contextlib.ExitStack() as after:
+        if transformers_logging.is_progress_bar_enabled():
+            transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            after.callback(transformers_logging.enable_progress_bar)
         yield
-        return
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

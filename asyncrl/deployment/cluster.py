@@ -175,19 +175,14 @@ def _sigterm_stays_ours() -> Iterator[None]:
     `ray.init` installs its own handler, which ends all of Ray and then the process, so a clean end is not possible. In
     a thread other than the main thread, it installs none and logs a warning, which the block hides.
     """
-    if threading.current_thread() is not threading.main_thread():
-        without = logging.getLogger("ray._private.worker")
-        without.addFilter(_is_not_about_sigterm)
-        try:
-            yield
-        finally:
-            without.removeFilter(_is_not_about_sigterm)
-        return
-    ours = signal.getsignal(signal.SIGTERM)
+    ours, log = signal.getsignal(signal.SIGTERM), logging.getLogger("ray._private.worker")
+    log.addFilter(_is_not_about_sigterm)
     try:
         yield
     finally:
-        if callable(ours):  # a process without its own handler keeps Ray's
+        log.removeFilter(_is_not_about_sigterm)
+        # a process without its own handler keeps Ray's
+        if callable(ours) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, ours)
             signal.siginterrupt(signal.SIGTERM, False)
 

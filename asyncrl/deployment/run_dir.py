@@ -150,12 +150,12 @@ class RunDir:
     def write_failures(self, failures: Sequence[FailureCount]) -> None:
         """Writes `failures.json`: the number of failed rollouts by class and reason, with the first failure of each."""
         try:
-            write_atomically(self.failures_path, _pretty(failures))
+            write_atomically(self.failures_path, pretty(failures))
         except OSError as error:
             logger.error("cannot write %s: %s", self.failures_path, error)
 
     def write_summary(self, summary: Summary) -> None:
-        write_atomically(self.path / "summary.json", _pretty(summary))
+        write_atomically(self.path / "summary.json", pretty(summary))
 
     def close(self, *, state: State, reason: str) -> None:
         """Records how the run ended and releases the lock. A second call does nothing."""
@@ -199,7 +199,7 @@ class RunDir:
         self._write_info()
 
     def _write_info(self) -> None:
-        write_atomically(self.path / "run.json", _pretty(self._info))
+        write_atomically(self.path / "run.json", pretty(self._info))
 
     def _note(self, what: str, **changes: Any) -> None:
         """Changes run.json while the run lives. A failure is logged, because it must not end the run."""
@@ -290,7 +290,8 @@ def _free_name(path: Path) -> Path:
     return aside
 
 
-def _pretty(record: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
+def pretty(record: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
+    """Returns the JSON of a record, indented."""
     return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
 
 
