@@ -160,7 +160,7 @@ def warm_up(
     for step in range(1, section.warmup_steps + 1):
         drawn = draw.choices(tasks, k=section.warmup_batch_size)
         examples = [_encode(tokenizer, _shown(task, draw, section=section)) for task in drawn]
-        tokens_BS, labels_BS = _batch(examples, pad_id=_id(tokenizer, PAD))
+        tokens_BS, labels_BS = _batch(examples, pad_id=tokenizer.pad_token_id)
         logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=_IGNORED)
         for group in optimizer.param_groups:
@@ -190,7 +190,7 @@ def warm_up(
 @torch.inference_mode()
 def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, tasks: Sequence[Task]) -> float:
     """Returns the share of `tasks` whose greedy completion equals the answer, including the end-of-sequence token."""
-    pad_id = _id(tokenizer, PAD)
+    pad_id = tokenizer.pad_token_id
     examples = [_encode(tokenizer, task) for task in tasks]
     correct = 0
     for start in range(0, len(examples), 64):
@@ -213,8 +213,8 @@ def _model_config(section: TinyModelSection, *, tokenizer: PreTrainedTokenizerFa
         rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=_id(tokenizer, EOS),
-        pad_token_id=_id(tokenizer, PAD),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
 
@@ -247,7 +247,7 @@ def _shown(task: Task, draw: random.Random, *, section: TinyModelSection) -> Tas
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, task: Task) -> Example:
-    return tokenizer.encode(task.prompt), [*tokenizer.encode(task.answer), _id(tokenizer, EOS)]
+    return tokenizer.encode(task.prompt), [*tokenizer.encode(task.answer), tokenizer.eos_token_id]
 
 
 def _batch(examples: Sequence[Example], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -272,12 +272,6 @@ def _exact_B(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
     """
     wanted_BS = labels_BS[:, 1:]
     return ((logits_BSV.argmax(dim=-1) == wanted_BS) | (wanted_BS == _IGNORED)).all(dim=1)
-
-
-def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
-    index = tokenizer.convert_tokens_to_ids(token)
-    assert isinstance(index, int)
-    return index
 
 
 def _put(path: Path, *, parts: Sequence[Any], recipe: dict[str, str]) -> None:

@@ -298,10 +298,14 @@ def find_run(name: str) -> CoordinatorClient:
 
 
 async def leave_run(handles: RunHandles, *, namespace: str) -> None:
-    """Detaches this deployment from the run. The last deployment that leaves ends the run's detached actors."""
-    left = await handles.coordinator.call(Registry.detach, handles.deployment.id)
-    if left == 0:
-        end_actors(namespace)
+    """Detaches this deployment from the run. The last deployment that leaves ends the run's detached actors.
+
+    Raises nothing: the deployment ends in any case, and its own error is more important.
+    """
+    with contextlib.suppress(Exception):
+        left = await handles.coordinator.call(Registry.detach, handles.deployment.id)
+        if left == 0:
+            end_actors(namespace)
 
 
 async def keep_attached(handles: RunHandles, *, every_s: float) -> None:

@@ -113,7 +113,7 @@ class GeneratorDeployment:
             replicas.extend(self._make() for _ in range(config.generator.replicas))
             tasks = (await self._prompts).train
             handles = await enter_run(config, deployment=self._deployment, tasks=tasks)
-            entered.push_async_callback(self._leave, handles)
+            entered.push_async_callback(leave_run, handles, namespace=config.run.name)
             # Heartbeats begin now and continue while engines start and drain. Without them the run would count this
             # deployment as gone, and the last live deployment that leaves ends the run's actors.
             every_s = config.buffer.heartbeat_timeout_s / 5
@@ -126,10 +126,6 @@ class GeneratorDeployment:
             for replica in replicas:
                 replica.running = asyncio.create_task(self._run(replica), name=replica.name)
             await self._watch(replicas, handles, stop)
-
-    async def _leave(self, handles: RunHandles) -> None:
-        with contextlib.suppress(Exception):
-            await leave_run(handles, namespace=self._config.run.name)
 
     def _make(self) -> _Replica:
         generator = self._config.generator

@@ -281,8 +281,7 @@ class LearnerDeployment:
         with contextlib.suppress(Exception):
             state = RunState.FAILED if self._failure else RunState.FINISHED
             await handles.coordinator.call(Registry.set_state, state, self._failure)
-        with contextlib.suppress(Exception):
-            await leave_run(handles, namespace=self._config.run.name)
+        await leave_run(handles, namespace=self._config.run.name)
 
     async def _serve_end(self, server: MetricsServer, grace: "asyncio.Future[None]") -> None:
         """Serves until the clients of the HTTP discovery have received the empty list, but not beyond the grace."""
