@@ -3,11 +3,12 @@
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
+from asyncrl.environments.interfaces import build_tasks
 from asyncrl.environments.prompt_lengths import fitting
 
 
@@ -50,12 +51,7 @@ class Inputs:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _load_prompts(self, loaded: Prompts | None) -> Prompts:
-        def build() -> Prompts:
-            from asyncrl.environments.interfaces import build_tasks
-
-            return Prompts(*build_tasks(self._config))
-
-        return await asyncio.to_thread(build) if loaded is None else loaded
+        return loaded or Prompts(*await asyncio.to_thread(build_tasks, self._config))
 
     async def _describe_model(self) -> str:
         if self._config.model.tiny is None:
@@ -90,10 +86,8 @@ async def fitting_prompts(config: Config, prompts: Prompts, *, tokenizer: Any) -
     Raises DatasetError for a prompt that does not fit, unless `data.on_bad_row` is `skip`.
     """
 
-    def look() -> Prompts:
-        return Prompts(*[fitting(tasks, config=config, tokenizer=tokenizer) for tasks in prompts])
-
-    return await asyncio.to_thread(look)
+    fit = partial(fitting, config=config, tokenizer=tokenizer)
+    return Prompts(*await asyncio.to_thread(lambda: [fit(tasks) for tasks in prompts]))
 
 
 def _for_workers(model: str) -> str:
