@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli.before_start import try_hub
-from asyncrl.cli.options import checked_config, command_app, print_warnings
+from asyncrl.cli.options import checked_config, print_warnings
 from asyncrl.cli.presence import check_model
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.schema import Config
@@ -23,10 +23,7 @@ from asyncrl.policy.model_directory import read_model
 LOOKED_AT = 10_000
 """Number of prompts whose lengths are measured. This takes seconds and finds the longest prompt of most datasets."""
 
-app = command_app()
 
-
-@app.command()
 def init(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hugging Face Hub id of a model.")],
     data: Annotated[

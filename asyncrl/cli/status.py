@@ -16,7 +16,6 @@ from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
     RunningAddress,
     RunningRun,
-    command_app,
     named_address,
     print_headline,
     print_warnings,
@@ -30,10 +29,7 @@ if TYPE_CHECKING:
 WATCH_EVERY_S = 2.0
 """Default time between two looks at a run."""
 
-app = command_app()
 
-
-@app.command()
 def status(
     run: RunningRun,
     address: RunningAddress = None,

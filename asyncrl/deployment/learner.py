@@ -14,7 +14,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
 from asyncrl.deployment.closing import Stopped, running, unless_stopped
-from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run
+from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment
 from asyncrl.deployment.inputs import Prompts, fitting_prompts
 from asyncrl.deployment.learner_display import LearnerDisplay
 from asyncrl.deployment.learner_log import LearnerLog
@@ -38,7 +38,7 @@ from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.value.lm_value import critic_config
 from asyncrl.value.tq_value import TQValue
-from asyncrl.weights.manifest import Manifest, layout
+from asyncrl.weights.manifest import layout
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
 logger = logging.getLogger(__name__)
@@ -100,9 +100,7 @@ class LearnerDeployment:
         self._display.enter("making prompts")
         prompts = await self._prompts
         self._display.enter("starting the buffer")
-        handles = await enter_run(
-            config, role=Role.LEARNER, deployment=deployment_id(Role.LEARNER), tasks=prompts.train
-        )
+        handles = await enter_run(config, deployment=new_deployment(Role.LEARNER), tasks=prompts.train)
         entered.push_async_callback(self._leave, handles)
         entered.push_async_callback(asyncio.to_thread, self._log.close)
         metrics = described_metrics(config)
@@ -186,9 +184,6 @@ class LearnerDeployment:
         """Builds the learner's loop from its parts. The ranks have started."""
         config = self._config
 
-        def delivered(manifest: Manifest, seconds: dict[str, float]) -> None:
-            metrics.published(bytes=manifest.nbytes, phase_seconds=seconds)
-
         publisher = Publisher(
             policy=policy,
             entries=layout(policy.weights_metadata(), config.weights.bucket_bytes),
@@ -196,7 +191,7 @@ class LearnerDeployment:
             transport=ObjectStoreTransport(),
             coordinator=handles.coordinator,
             weights=handles.weights,
-            delivered=delivered,
+            delivered=lambda manifest, seconds: metrics.published(bytes=manifest.nbytes, phase_seconds=seconds),
         )
         log = RunLog(
             append_step=self._log.append_step, append_eval=self._log.append_eval, write_samples=self._log.write_samples
@@ -286,8 +281,7 @@ class LearnerDeployment:
         with contextlib.suppress(Exception):
             state = RunState.FAILED if self._failure else RunState.FINISHED
             await handles.coordinator.call(Registry.set_state, state, self._failure)
-        with contextlib.suppress(Exception):
-            await leave_run(handles, namespace=self._config.run.name)
+        await leave_run(handles, namespace=self._config.run.name)
 
     async def _serve_end(self, server: MetricsServer, grace: "asyncio.Future[None]") -> None:
         """Serves until the clients of the HTTP discovery have received the empty list, but not beyond the grace."""

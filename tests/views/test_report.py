@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from written_runs import HOSTILE, write_run
 
 from asyncrl.buffer.records import Failure, FailureCount
-from asyncrl.cli.report import app
+from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass, RunError
@@ -313,7 +313,7 @@ def test_smoothing_is_a_trailing_mean_that_skips_gaps() -> None:
 
 def test_the_command_prints_where_the_page_is(tmp_path: Path) -> None:
     path = write_run(tmp_path, [make_step(0)])
-    result = CliRunner().invoke(app, [str(path), "--output", str(tmp_path / "other.html")])
+    result = CliRunner().invoke(app, ["report", str(path), "--output", str(tmp_path / "other.html")])
     assert result.exit_code == 0
     assert result.output.strip() == str(tmp_path / "other.html")
     Page((tmp_path / "other.html").read_text())
