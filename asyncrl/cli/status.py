@@ -36,7 +36,9 @@ def status(
     json: Annotated[
         bool, typer.Option("--json", help="Print all fields as JSON: indented on a terminal, else in one line.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show a live view instead, as `asyncrl top` does.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show a live view until the run ends, as `asyncrl top` does.")
+    ] = False,
 ) -> None:
     """Show the state of a run: versions, buffer, generators, ledger, and what limits its speed.
 

@@ -1,7 +1,7 @@
-"""Checks `metrics.host`, the address of the metrics endpoints. They may bind this machine or, if the user allows it,
-one network.
+"""Checks `metrics.host`, the address at which the metrics endpoints listen.
 
-They may never bind every network.
+It may be a loopback address, which only this machine can reach. If the user allows it, it may be one address of this
+machine in a network. It may never be the address that means all networks, such as 0.0.0.0.
 """
 
 import ipaddress

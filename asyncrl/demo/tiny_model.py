@@ -251,8 +251,8 @@ def _encode(tokenizer: PreTrainedTokenizerFast, task: Task) -> Example:
 
 
 def _batch(examples: Sequence[Example], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens and labels, both (B, S), padded on the right. Labels are the answers' tokens at their
-    positions."""
+    """Returns tokens and labels, both (B, S), padded on the right. A label is the token itself in the answer, and
+    `_IGNORED` elsewhere."""
     longest = max(len(prompt) + len(answer) for prompt, answer in examples)
     tokens_BS = torch.full((len(examples), longest), pad_id)
     labels_BS = torch.full((len(examples), longest), _IGNORED)

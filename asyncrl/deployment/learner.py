@@ -290,7 +290,7 @@ class LearnerDeployment:
                 await asyncio.wait([told, grace], return_when=asyncio.FIRST_COMPLETED)
 
     async def _grace(self, stop: asyncio.Event) -> None:
-        """Returns `LEAVE_S` before the end of the grace, once `stop` is set. After that the run waits for nothing."""
+        """Waits until `stop` is set and only `LEAVE_S` seconds of `run.shutdown_grace_s` are left."""
         await stop.wait()
         await asyncio.sleep(max(0.0, self._config.run.shutdown_grace_s - LEAVE_S))
 
