@@ -7,146 +7,99 @@ import torch, ray or vllm: the public names below are imported when they are fir
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
-    from asyncrl.algorithms.interfaces import (
-        LossFunction,
-        LossInputType,
-        LossType,
-        MetricNormalization,
-        ValueLossFunction,
-        masked_mean,
-    )
-    from asyncrl.algorithms.loss import ObjectiveLoss
-    from asyncrl.algorithms.objective import Objective
-    from asyncrl.algorithms.presets import resolve_objective
-    from asyncrl.algorithms.returns import gae, vtrace
-    from asyncrl.algorithms.value_loss import ClippedValueLoss
-    from asyncrl.api import RunResult, run
-    from asyncrl.colocated.generation import VLLMGeneration
-    from asyncrl.colocated.refit import refit_by_broadcast, refit_colocated
-    from asyncrl.config.load import dump_config, load_config
-    from asyncrl.config.schema import Config
-    from asyncrl.data.batched_data_dict import BatchedDataDict
-    from asyncrl.data.prompts import Task
-    from asyncrl.data.tokenizer import encode_prompt, load_tokenizer
-    from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-    from asyncrl.deployment.cluster import start_local
-    from asyncrl.environments.interfaces import Environment
-    from asyncrl.errors import AsyncRLError, ConfigError, DatasetError, RunError
-    from asyncrl.generation.interfaces import GenerationInterface
-    from asyncrl.learner.records import EvalRecord, StepRecord, Summary
-    from asyncrl.policy.interfaces import ColocatablePolicyInterface, PolicyInterface
-    from asyncrl.policy.lm_policy import Policy
-    from asyncrl.policy.tq_policy import TQPolicy
-    from asyncrl.value.interfaces import ValueInterface
-    from asyncrl.value.lm_value import Value
-    from asyncrl.value.tq_value import TQValue
+if TYPE_CHECKING:  # `as` makes a name public for type checkers
+    from asyncrl.algorithms.advantages import Samples as Samples
+    from asyncrl.algorithms.advantages import compute_advantages as compute_advantages
+    from asyncrl.algorithms.advantages import resolve_estimator as resolve_estimator
+    from asyncrl.algorithms.interfaces import LossFunction as LossFunction
+    from asyncrl.algorithms.interfaces import LossInputType as LossInputType
+    from asyncrl.algorithms.interfaces import LossType as LossType
+    from asyncrl.algorithms.interfaces import MetricNormalization as MetricNormalization
+    from asyncrl.algorithms.interfaces import ValueLossFunction as ValueLossFunction
+    from asyncrl.algorithms.interfaces import masked_mean as masked_mean
+    from asyncrl.algorithms.loss import ObjectiveLoss as ObjectiveLoss
+    from asyncrl.algorithms.objective import Objective as Objective
+    from asyncrl.algorithms.presets import resolve_objective as resolve_objective
+    from asyncrl.algorithms.returns import gae as gae
+    from asyncrl.algorithms.returns import vtrace as vtrace
+    from asyncrl.algorithms.value_loss import ClippedValueLoss as ClippedValueLoss
+    from asyncrl.api import RunResult as RunResult
+    from asyncrl.api import run as run
+    from asyncrl.colocated.generation import VLLMGeneration as VLLMGeneration
+    from asyncrl.colocated.refit import refit_by_broadcast as refit_by_broadcast
+    from asyncrl.colocated.refit import refit_colocated as refit_colocated
+    from asyncrl.config.load import dump_config as dump_config
+    from asyncrl.config.load import load_config as load_config
+    from asyncrl.config.schema import Config as Config
+    from asyncrl.data.batched_data_dict import BatchedDataDict as BatchedDataDict
+    from asyncrl.data.prompts import Task as Task
+    from asyncrl.data.tokenizer import encode_prompt as encode_prompt
+    from asyncrl.data.tokenizer import load_tokenizer as load_tokenizer
+    from asyncrl.data_plane.interfaces import DataPlaneClient as DataPlaneClient
+    from asyncrl.data_plane.interfaces import KVBatchMeta as KVBatchMeta
+    from asyncrl.deployment.cluster import start_local as start_local
+    from asyncrl.environments.interfaces import Environment as Environment
+    from asyncrl.errors import AsyncRLError as AsyncRLError
+    from asyncrl.errors import ConfigError as ConfigError
+    from asyncrl.errors import DatasetError as DatasetError
+    from asyncrl.errors import RunError as RunError
+    from asyncrl.generation.interfaces import GenerationInterface as GenerationInterface
+    from asyncrl.learner.records import EvalRecord as EvalRecord
+    from asyncrl.learner.records import StepRecord as StepRecord
+    from asyncrl.learner.records import Summary as Summary
+    from asyncrl.policy.interfaces import ColocatablePolicyInterface as ColocatablePolicyInterface
+    from asyncrl.policy.interfaces import PolicyInterface as PolicyInterface
+    from asyncrl.policy.lm_policy import Policy as Policy
+    from asyncrl.policy.tq_policy import TQPolicy as TQPolicy
+    from asyncrl.value.interfaces import ValueInterface as ValueInterface
+    from asyncrl.value.lm_value import Value as Value
+    from asyncrl.value.tq_value import TQValue as TQValue
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "Samples": "algorithms.advantages",
-    "compute_advantages": "algorithms.advantages",
-    "resolve_estimator": "algorithms.advantages",
-    "LossFunction": "algorithms.interfaces",
-    "LossInputType": "algorithms.interfaces",
-    "LossType": "algorithms.interfaces",
-    "MetricNormalization": "algorithms.interfaces",
-    "ValueLossFunction": "algorithms.interfaces",
-    "masked_mean": "algorithms.interfaces",
-    "ObjectiveLoss": "algorithms.loss",
-    "Objective": "algorithms.objective",
-    "resolve_objective": "algorithms.presets",
-    "gae": "algorithms.returns",
-    "vtrace": "algorithms.returns",
-    "ClippedValueLoss": "algorithms.value_loss",
-    "RunResult": "api",
-    "run": "api",
-    "dump_config": "config.load",
-    "load_config": "config.load",
-    "Config": "config.schema",
-    "BatchedDataDict": "data.batched_data_dict",
-    "Task": "data.prompts",
-    "encode_prompt": "data.tokenizer",
-    "load_tokenizer": "data.tokenizer",
-    "DataPlaneClient": "data_plane.interfaces",
-    "KVBatchMeta": "data_plane.interfaces",
-    "start_local": "deployment.cluster",
-    "Environment": "environments.interfaces",
-    "AsyncRLError": "errors",
-    "ConfigError": "errors",
-    "DatasetError": "errors",
-    "RunError": "errors",
-    "GenerationInterface": "generation.interfaces",
-    "refit_by_broadcast": "colocated.refit",
-    "refit_colocated": "colocated.refit",
-    "VLLMGeneration": "colocated.generation",
-    "EvalRecord": "learner.records",
-    "StepRecord": "learner.records",
-    "Summary": "learner.records",
-    "ColocatablePolicyInterface": "policy.interfaces",
-    "PolicyInterface": "policy.interfaces",
-    "Policy": "policy.lm_policy",
-    "TQPolicy": "policy.tq_policy",
-    "ValueInterface": "value.interfaces",
-    "Value": "value.lm_value",
-    "TQValue": "value.tq_value",
+_NAMES = {
+    "algorithms.advantages": ["Samples", "compute_advantages", "resolve_estimator"],
+    "algorithms.interfaces": [
+        "LossFunction",
+        "LossInputType",
+        "LossType",
+        "MetricNormalization",
+        "ValueLossFunction",
+        "masked_mean",
+    ],
+    "algorithms.loss": ["ObjectiveLoss"],
+    "algorithms.objective": ["Objective"],
+    "algorithms.presets": ["resolve_objective"],
+    "algorithms.returns": ["gae", "vtrace"],
+    "algorithms.value_loss": ["ClippedValueLoss"],
+    "api": ["RunResult", "run"],
+    "colocated.generation": ["VLLMGeneration"],
+    "colocated.refit": ["refit_by_broadcast", "refit_colocated"],
+    "config.load": ["dump_config", "load_config"],
+    "config.schema": ["Config"],
+    "data.batched_data_dict": ["BatchedDataDict"],
+    "data.prompts": ["Task"],
+    "data.tokenizer": ["encode_prompt", "load_tokenizer"],
+    "data_plane.interfaces": ["DataPlaneClient", "KVBatchMeta"],
+    "deployment.cluster": ["start_local"],
+    "environments.interfaces": ["Environment"],
+    "errors": ["AsyncRLError", "ConfigError", "DatasetError", "RunError"],
+    "generation.interfaces": ["GenerationInterface"],
+    "learner.records": ["EvalRecord", "StepRecord", "Summary"],
+    "policy.interfaces": ["ColocatablePolicyInterface", "PolicyInterface"],
+    "policy.lm_policy": ["Policy"],
+    "policy.tq_policy": ["TQPolicy"],
+    "value.interfaces": ["ValueInterface"],
+    "value.lm_value": ["Value"],
+    "value.tq_value": ["TQValue"],
 }
-"""Maps each public name to the module that defines it."""
+"""Maps each module to the public names that it defines."""
 
-__all__ = [
-    "AsyncRLError",
-    "BatchedDataDict",
-    "ClippedValueLoss",
-    "ColocatablePolicyInterface",
-    "Config",
-    "ConfigError",
-    "DataPlaneClient",
-    "DatasetError",
-    "Environment",
-    "EvalRecord",
-    "GenerationInterface",
-    "KVBatchMeta",
-    "LossFunction",
-    "LossInputType",
-    "LossType",
-    "MetricNormalization",
-    "Objective",
-    "ObjectiveLoss",
-    "Policy",
-    "PolicyInterface",
-    "RunError",
-    "RunResult",
-    "Samples",
-    "StepRecord",
-    "Summary",
-    "TQPolicy",
-    "TQValue",
-    "Task",
-    "VLLMGeneration",
-    "Value",
-    "ValueInterface",
-    "ValueLossFunction",
-    "__version__",
-    "compute_advantages",
-    "dump_config",
-    "encode_prompt",
-    "gae",
-    "load_config",
-    "load_tokenizer",
-    "masked_mean",
-    "refit_by_broadcast",
-    "refit_colocated",
-    "resolve_estimator",
-    "resolve_objective",
-    "run",
-    "start_local",
-    "vtrace",
-]
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 if not TYPE_CHECKING:  # type checkers see the imports above, and would accept any name beside a __getattr__
+    __all__ = ["__version__", *_MODULES]
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
@@ -155,4 +108,4 @@ if not TYPE_CHECKING:  # type checkers see the imports above, and would accept a
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULES})

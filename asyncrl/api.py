@@ -7,24 +7,27 @@ a callback can draw where a notebook expects it.
 
 import asyncio
 import contextlib
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from rich.console import Console
+
 from asyncrl.cli.before_start import prepare
-from asyncrl.cli.live_run import reported_run
-from asyncrl.cli.options import LINE_EVERY_STEPS, checked_config, clear_previous, print_previous, print_warnings
+from asyncrl.cli.live_run import join_admitted, shown_run
+from asyncrl.cli.options import checked_config, print_warnings
 from asyncrl.common.roles import Role
 from asyncrl.config.load import Layer
 from asyncrl.config.schema import Config
 from asyncrl.deployment.closing import ended_at_once
-from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.known_runs import newest_weights
 from asyncrl.deployment.ray_token import use_ray_token
 from asyncrl.deployment.run_dir import RunDir
@@ -71,7 +74,8 @@ def run(
     Raises what ends the run: ConfigError and DatasetError before anything has started, RunError and others of
     `asyncrl.errors` later. If a callback raises, or on Ctrl-C (in a notebook: "interrupt"), the run first ends in order
     and saves its weights; then the error is raised. A second Ctrl-C is raised at once, while the run ends in the
-    background. Raises RunError if this process already uses Ray.
+    background. SIGTERM counts as Ctrl-C if `run` is called in the main thread and SIGTERM has no handler. Raises
+    RunError if this process already uses Ray.
 
     >>> import asyncrl
     >>> result = asyncrl.run("configs/quickstart.yaml", {"learner.total_steps": 20})
@@ -84,7 +88,6 @@ def run(
         use_ray_token(own=checked.ray.address is None)
     prompts = prepare(checked)
     _enter_ray(checked)
-    clear_previous(checked)
     steps: list[StepRecord] = []
     evals: list[EvalRecord] = []
     calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -99,10 +102,12 @@ def run(
         if on_eval is not None:
             calls.put(lambda: on_eval(record))
 
-    with reported_run(checked, role="up") as run_dir:
-        print_previous(run_dir)
+    console = Console(quiet=not progress)
+    with shown_run(checked, role="up", console=console, started_s=time.monotonic()) as (run_dir, screen):
+        from asyncrl.deployment.compose import run_both  # imports Ray
+
         run_dir.on_step, run_dir.on_eval = stepped, evaluated
-        training = _training(checked, run_dir=run_dir, prompts=prompts, progress=progress)
+        training = partial(run_both, checked, run_dir=run_dir, screen=screen, prompts=prompts)
         summary, interruption = _attended(training, calls=calls, run_dir=run_dir)
     if interruption is not None:
         raise interruption
@@ -122,37 +127,24 @@ def _enter_ray(config: Config) -> None:
             "cannot start a run, because this process already uses Ray: an earlier run is still ending, or your own "
             "code has started Ray; call ray.shutdown() first"
         )
-    if config.ray.address is None:
-        return
-    from asyncrl.deployment.cluster import check_admission, join
-
-    join(config.ray.address, namespace=config.run.name)
-    with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop
-        pool.submit(asyncio.run, check_admission(config, role=Role.LEARNER)).result()
+    if config.ray.address is not None:
+        with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop
+            pool.submit(join_admitted, config.ray.address, config, role=Role.LEARNER).result()
 
 
-def _training(config: Config, *, run_dir: RunDir, prompts: Prompts | None, progress: bool) -> Training:
-    """Returns the run of both deployments, as `asyncrl up` composes it."""
-    from rich.console import Console
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Makes SIGTERM raise KeyboardInterrupt within the block, as Ctrl-C does.
 
-    from asyncrl.deployment.compose import run_both
-    from asyncrl.deployment.screen import Screen
-    from asyncrl.views.live import LiveDisplay
-
-    console, started_s = Console(quiet=not progress), time.monotonic()
-
-    async def train(stop: asyncio.Event) -> Summary | None:
-        with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
-            screen = Screen(
-                show=display.update,
-                report=lambda line: console.print(line, markup=False, highlight=False),
-                started_s=started_s,
-            )
-            return await run_both(config, stop, run_dir=run_dir, screen=screen, prompts=prompts)
-
-    return train
+    Does nothing if SIGTERM has a handler already, or outside of the main thread, where Python allows no handler.
+    """
+    with contextlib.ExitStack() as after:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            after.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
+        yield
 
 
+@_sigterm_interrupts()
 def _attended(
     training: Training, *, calls: "SimpleQueue[Callable[[], object] | None]", run_dir: RunDir
 ) -> tuple[Summary | None, BaseException | None]:

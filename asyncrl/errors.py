@@ -41,12 +41,17 @@ AsyncRLError
 Each message names the key or value, the limit, and what the user can do.
 """
 
+import copyreg
 from collections.abc import Sequence
 from enum import StrEnum
 
 
 class AsyncRLError(Exception):
-    """Base class of every error that asyncrl raises on purpose."""
+    """Base class of every error that asyncrl raises on purpose. Errors cross processes with all their attributes."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Python would call the class with the message only, and some classes require keywords.
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class ConfigError(AsyncRLError):
@@ -56,13 +61,6 @@ class ConfigError(AsyncRLError):
     def __init__(self, message: str, *, key: str = "") -> None:
         super().__init__(message)
         self.key = key
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_config_error, (str(self), self.key)
-
-
-def _rebuild_config_error(message: str, key: str) -> ConfigError:
-    return ConfigError(message, key=key)
 
 
 class DatasetError(AsyncRLError):
@@ -120,13 +118,6 @@ class RowsLost(ActorGone):
     def __init__(self, message: str, *, sample_ids: Sequence[str]) -> None:
         super().__init__(message)
         self.sample_ids = tuple(sample_ids)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_rows_lost, (str(self), self.sample_ids)
-
-
-def _rebuild_rows_lost(message: str, sample_ids: tuple[str, ...]) -> RowsLost:
-    return RowsLost(message, sample_ids=sample_ids)
 
 
 class PlacementError(RunError):
@@ -186,13 +177,6 @@ class RolloutError(AsyncRLError):
         super().__init__(message)
         self.reason = reason
         self.completion = completion
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_rollout_error, (type(self), str(self), self.reason, self.completion)
-
-
-def _rebuild_rollout_error(cls: type[RolloutError], message: str, reason: str, completion: str) -> RolloutError:
-    return cls(message, reason=reason, completion=completion)
 
 
 class InfraError(RolloutError):

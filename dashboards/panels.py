@@ -15,7 +15,7 @@ from grafana_foundation_sdk.builders import common, dashboard, heatmap, promethe
 from grafana_foundation_sdk.models import common as options
 from grafana_foundation_sdk.models import dashboard as models
 
-from asyncrl.metrics.numbers import panels
+from asyncrl.metrics.numbers import GAUGES, panels
 from asyncrl.metrics.state_colors import STATES
 
 RUN = 'run="$run"'
@@ -102,11 +102,11 @@ def declared(row: str) -> list[timeseries.Panel]:
     return [
         lines(
             panel.title,
-            panel.description,
-            *(Query(now(gauge, RUN), legend) for gauge, legend in gauges),
+            panel.description or shown[0][0].help,
+            *(Query(now(GAUGES[number.name], RUN), legend) for number, legend in shown),
             unit=panel.unit,
         )
-        for panel, gauges in panels(row).items()
+        for panel, shown in panels(row).items()
     ]
 
 

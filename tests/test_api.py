@@ -79,15 +79,34 @@ def recorded(run_dir: RunDir) -> dict[str, Any]:
     return content
 
 
-def test_a_keyboard_interrupt_ends_the_training_in_order_first(run_dir: RunDir) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_training_in_order_first(run_dir: RunDir, number: signal.Signals) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
     async def training(stop: asyncio.Event) -> str:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         await asyncio.wait_for(stop.wait(), 60)
         return "ended in order"
 
     summary, interruption = attended(run_dir, training)
     assert summary == "ended in order"
     assert isinstance(interruption, KeyboardInterrupt)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_keeps_the_callers_handler(run_dir: RunDir) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+
+    async def training(stop: asyncio.Event) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "trained"
+
+    try:
+        assert attended(run_dir, training) == ("trained", None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM]
 
 
 def test_a_second_keyboard_interrupt_does_not_wait(run_dir: RunDir) -> None:

@@ -31,6 +31,7 @@ from asyncrl.algorithms.baselines import (
     Whitening,
     resolve_advantage,
 )
+from asyncrl.algorithms.interfaces import misfit
 from asyncrl.algorithms.returns import ROUNDING, deviation
 from asyncrl.config.import_path import resolve
 from asyncrl.errors import ConfigError, RunError
@@ -284,18 +285,16 @@ def _estimator_of(function: Callable[..., Any], own: OwnEstimator) -> Estimator:
     except (TypeError, ValueError):  # a callable that is written in C may have no signature
         signature = None
     takes_samples = signature is not None and "samples" in signature.parameters
-    try:
-        if signature is not None and takes_samples:
-            signature.bind(samples=None, **own.options)
-        elif signature is not None:
-            signature.bind(None, None, **own.options)
-    except TypeError as error:
+    given: dict[str, Any] = {"samples": None} if takes_samples else {}
+    values = () if takes_samples else (None, None)
+    problem = None if signature is None else misfit(signature, *values, **given, **own.options)
+    if problem is not None:
         wanted = "samples" if takes_samples else "rewards, group_ids"
         raise ConfigError(
-            f"{KEY} = {own.path}: it cannot be called with ({', '.join([wanted, *own.options])}): {error}; its "
+            f"{KEY} = {own.path}: it cannot be called with ({', '.join([wanted, *own.options])}): {problem}; its "
             f"parameters are {signature}",
             key=KEY,
-        ) from error
+        )
 
     def estimate(samples: Samples) -> torch.Tensor:
         try:

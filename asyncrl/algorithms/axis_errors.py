@@ -1,8 +1,9 @@
-"""Explains msgspec's errors about axes that a user wrote: adds the names or fields that would be accepted.
+"""Errors about axes that a user wrote. Adds the names or fields that would be accepted to msgspec's errors.
 
 Does not import torch.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -14,6 +15,12 @@ from asyncrl.config.import_path import suggest
 
 _PLACE = re.compile(r"at `\$\.(?P<place>[^`]*)`")
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`")
+
+
+def check_positive(name: str, value: float, advice: str = "") -> None:
+    """Raises ValueError with `advice` unless the value is finite and above 0."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value:g}: it must be finite and above 0{advice}")
 
 
 def explained(error: msgspec.ValidationError, *, struct: type[msgspec.Struct], axes: Mapping[str, Any]) -> str:

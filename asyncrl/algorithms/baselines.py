@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncrl.algorithms.axis_errors import explained
+from asyncrl.algorithms.axis_errors import check_positive, explained
 from asyncrl.config.import_path import is_import_path, suggest
 from asyncrl.errors import ConfigError
 
@@ -52,10 +52,7 @@ class RewardKL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The estimator of the KL. `asyncrl.algorithms.returns.kl_estimate` has the formulas."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < math.inf:
-            raise ValueError(
-                f"kl.beta is {self.beta:g}: it must be finite and above 0; to train without a KL, remove kl"
-            )
+        check_positive("kl.beta", self.beta, "; to train without a KL, remove kl")
 
 
 class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,10 +86,9 @@ class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"scale is {self.scale} with baseline {self.baseline}: a scale needs one of the baselines "
                 f"{', '.join(sorted(GROUP_BASELINES))}; set baseline to one of them, or set scale: none"
             )
-        if self.length_penalty is not None and not 0 < self.length_penalty < math.inf:
-            raise ValueError(f"length_penalty is {self.length_penalty:g}: it must be finite and above 0, or null")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature:g}: it must be finite and above 0")
+        if self.length_penalty is not None:
+            check_positive("length_penalty", self.length_penalty, ", or null")
+        check_positive("temperature", self.temperature)
         if self.weights and (
             not all(map(math.isfinite, self.weights.values())) or not any(weight for weight in self.weights.values())
         ):

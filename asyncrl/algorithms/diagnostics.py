@@ -9,8 +9,7 @@ of samples would always look healthy.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,64 +17,49 @@ MAX_FLOAT64_LOG_RATIO = 300.0
 """Limit of |log ρ| in nats, for sums in float64: e^600 still fits, so the square of every ρ up to this limit can be
 summed (F22). The loss itself is computed in float32 and has the limit `token_terms.MAX_FLOAT32_LOG_RATIO`."""
 
+_WEIGHT_SQUARED = "importance_weight_squared"
+
 AVERAGED_METRICS = frozenset({"lr", "wd", "reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length"})
 """Metrics of a loss that have the same meaning in every micro-batch and are not parts of a sum."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffPolicySums:
-    """Sums over the trained tokens of one micro-batch, rank or step. `+` adds two of them; of fields with `max` in
-    their name it takes the maximum.
+@dataclass(frozen=True, slots=True)
+class MetricSums:
+    """(sum, count) of each measure of one micro-batch, rank or step, by name. `+` adds two of them.
 
-    The `on_policy_*` fields cover only tokens that were sampled with the weight version of the step. For these tokens
-    sampler and trainer are the same policy, so their log-probs must agree. A difference shows an error in a cache, a
-    temperature or a tokenizer between the two.
+    A measure with `max` in its name is at least 0. `+` takes its maximum instead of its sum. A measure without a pair
+    was not measured.
     """
 
-    tokens: int = 0
-    weight: float = 0.0
-    weight_squared: float = 0.0
-    weight_max: float = 0.0
-    exp_abs_log_rho: float = 0.0
-    abs_log_rho_max_nats: float = 0.0
-    k1_nats: float = 0.0
-    k3_nats: float = 0.0
-    entropy_nats: float = 0.0
-    reference_tokens: int = 0
-    reference_k3_nats: float = 0.0
-    on_policy_tokens: int = 0
-    on_policy_parity_max_nats: float = 0.0
+    pairs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
-    def __add__(self, other: "OffPolicySums") -> "OffPolicySums":
-        total: dict[str, Any] = {}
-        for name in (field.name for field in fields(self)):
-            ours, theirs = getattr(self, name), getattr(other, name)
-            total[name] = max(ours, theirs) if _extreme(name) else ours + theirs
-        return OffPolicySums(**total)
+    def __add__(self, other: "MetricSums") -> "MetricSums":
+        total = dict(self.pairs)
+        for name, (value, count) in other.pairs.items():
+            before, counted = total.get(name, (0.0, 0.0))
+            total[name] = (max(before, value) if _extreme(name) else before + value, counted + count)
+        return MetricSums(total)
 
     @property
     def ess(self) -> float:
         """Effective share of the tokens, (Σρ)² / (N · Σρ²), from 1/N to 1. It is NaN if there are no tokens."""
-        if self.weight_squared == 0.0:
+        if "importance_weight_mean" not in self.pairs:
             return math.nan
-        return self.weight / self.tokens * (self.weight / self.weight_squared)
+        (first, count), (second, _) = (self.pairs[name] for name in ("importance_weight_mean", _WEIGHT_SQUARED))
+        return first / count * (first / second)
 
-    def extremes(self) -> dict[str, float]:
-        """Returns the mean e^|log ρ|, the largest |log ρ|, and the mean KL to the reference if reference log-probs were
-        given. Returns an empty dict if there are no tokens."""
-        if not self.tokens:
-            return {}
-        extremes = {
-            "exp_abs_log_rho_mean": self.exp_abs_log_rho / self.tokens,
-            "abs_log_rho_max_nats": self.abs_log_rho_max_nats,
+    def means(self) -> dict[str, float]:
+        """Returns sum / count of each measure, and maxima as they are. `kernel_ess_ratio` is (Σκ)² / (N · Σκ²) over
+        tokens with A ≠ 0; it is 0 if κ is 0 for all of them."""
+        means = {
+            name: value if _extreme(name) else value / count
+            for name, (value, count) in self.pairs.items()
+            if count > 0 and name != _WEIGHT_SQUARED
         }
-        if self.reference_tokens:
-            extremes["kl_to_reference_nats"] = self.reference_k3_nats / self.reference_tokens
-        return extremes
-
-    def mean(self, total: float) -> float:
-        """Returns `total` divided by the number of tokens, or 0 if there are none."""
-        return total / max(self.tokens, 1)
+        if "kernel" not in means:
+            return means
+        first, second = means.pop("kernel"), means.pop("kernel_squared")
+        return means | {"kernel_ess_ratio": first**2 / second if second > 0 else 0.0}
 
 
 @torch.no_grad()
@@ -87,40 +71,42 @@ def off_policy_sums(
     mask_BT: torch.Tensor,
     on_policy_BT: torch.Tensor,
     reference_BT: torch.Tensor | None = None,
-) -> OffPolicySums:
-    """Returns the sums of one micro-batch.
+) -> MetricSums:
+    """Returns the sums of one micro-batch; empty if it has no trained token. The names are those of `StepReport`.
+
+    The measure `on_policy_parity_max_nats` covers only tokens that were sampled with the weight version of the step.
+    For these tokens sampler and trainer are the same policy, so their log-probs must agree. A difference shows an error
+    in a cache, a temperature or a tokenizer between the two.
 
     k1 and k3 estimate KL(behaviour ‖ proximal), http://joschu.net/blog/kl-approx.html. The reference's k3 estimates
     KL(proximal ‖ reference) at the sampled tokens.
     """
     log_rho = (proximal_BT.double() - behaviour_BT.double())[mask_BT]
     if log_rho.numel() == 0:
-        return OffPolicySums()
+        return MetricSums()
     bounded = log_rho.clamp(-MAX_FLOAT64_LOG_RATIO, MAX_FLOAT64_LOG_RATIO)
     rho = bounded.exp()
-    reference_k3 = 0.0
+    totals = {
+        "entropy_nats": entropy_BT.double()[mask_BT].sum(),
+        "importance_weight_mean": rho.sum(),
+        _WEIGHT_SQUARED: rho.square().sum(),
+        "importance_weight_max": rho.max(),
+        "kl_behaviour_k1_nats": -log_rho.sum(),
+        "kl_behaviour_k3_nats": (rho - 1 - bounded).sum(),
+        "exp_abs_log_rho_mean": bounded.abs().exp().sum(),
+        "abs_log_rho_max_nats": log_rho.abs().max(),
+    }
     if reference_BT is not None:
         log_ratio = (reference_BT.double() - proximal_BT.double())[mask_BT].clamp(
             -MAX_FLOAT64_LOG_RATIO, MAX_FLOAT64_LOG_RATIO
         )
-        reference_k3 = float((log_ratio.exp() - 1 - log_ratio).sum())
+        totals["kl_to_reference_nats"] = (log_ratio.exp() - 1 - log_ratio).sum()
+    pairs = {name: (float(total), float(log_rho.numel())) for name, total in totals.items()}
     # max() ignores NaN, so a NaN is replaced by inf
     parity = log_rho[on_policy_BT[mask_BT]].abs().nan_to_num(nan=torch.inf)
-    return OffPolicySums(
-        tokens=log_rho.numel(),
-        weight=float(rho.sum()),
-        weight_squared=float(rho.square().sum()),
-        weight_max=float(rho.max()),
-        exp_abs_log_rho=float(bounded.abs().exp().sum()),
-        abs_log_rho_max_nats=float(log_rho.abs().max()),
-        k1_nats=float(-log_rho.sum()),
-        k3_nats=float((rho - 1 - bounded).sum()),
-        entropy_nats=float(entropy_BT.double()[mask_BT].sum()),
-        reference_tokens=log_rho.numel() if reference_BT is not None else 0,
-        reference_k3_nats=reference_k3,
-        on_policy_tokens=parity.numel(),
-        on_policy_parity_max_nats=float(parity.max()) if parity.numel() else 0.0,
-    )
+    if parity.numel():
+        pairs["on_policy_parity_max_nats"] = (float(parity.max()), float(parity.numel()))
+    return MetricSums(pairs)
 
 
 def adds_up(name: str) -> bool:

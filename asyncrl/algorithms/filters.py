@@ -7,41 +7,38 @@ Legend: N samples of the step, in any order.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import AlgorithmSection, Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFilters:
-    """The filters that `algorithm.zero_variance` and `algorithm.overlong` select."""
+    """The filters that `zero_variance` and `overlong` of the section `algorithm` select."""
 
-    zero_variance: Literal["keep", "mask"] = "keep"
-    overlong: Literal["keep", "mask", "penalise"] = "keep"
+    section: AlgorithmSection
     max_completion_tokens: int
-    overlong_buffer_tokens: int
 
     def shaped_rewards(
         self, rewards_N: torch.Tensor, *, truncated_N: torch.Tensor, completion_tokens_N: torch.Tensor
     ) -> torch.Tensor:
         """Returns the rewards [N] from which the advantages are computed."""
-        if self.overlong != "penalise":
+        if self.section.overlong != "penalise":
             return rewards_N
         return rewards_N + overlong_penalty(
             completion_tokens_N,
             truncated_N=truncated_N,
             max_completion_tokens=self.max_completion_tokens,
-            buffer_tokens=self.overlong_buffer_tokens,
+            buffer_tokens=self.section.overlong_buffer_tokens,
         )
 
     def masked(self, *, zero_variance_N: torch.Tensor, truncated_N: torch.Tensor) -> torch.Tensor:
         """Returns the samples that are excluded from the loss, bool [N]."""
         masked_N = torch.zeros_like(truncated_N)
-        if self.zero_variance == "mask":
+        if self.section.zero_variance == "mask":
             masked_N = masked_N | zero_variance_N
-        if self.overlong == "mask":
+        if self.section.overlong == "mask":
             masked_N = masked_N | truncated_N
         return masked_N
 
@@ -64,10 +61,4 @@ def overlong_penalty(
 
 def build_filters(config: Config) -> SampleFilters:
     """Returns the filters that the configuration selects."""
-    section = config.algorithm
-    return SampleFilters(
-        zero_variance=section.zero_variance,
-        overlong=section.overlong,
-        max_completion_tokens=config.generator.max_completion_tokens,
-        overlong_buffer_tokens=section.overlong_buffer_tokens,
-    )
+    return SampleFilters(section=config.algorithm, max_completion_tokens=config.generator.max_completion_tokens)

@@ -138,20 +138,20 @@ def call_with_logits(
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     names = [name for name in _LOGITS if name in signature.parameters]
     any_keyword = inspect.Parameter.VAR_KEYWORD in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds
-    if not names and any_keyword and _binds(signature, data=data, **counts):
+    if not names and any_keyword and misfit(signature, data=data, **counts) is None:
         names = [*_LOGITS]
     if not names:
         return loss_fn(logits, data, **counts)
     return loss_fn(data=data, **counts, **dict.fromkeys(names, logits))
 
 
-def _binds(signature: inspect.Signature, **arguments: Any) -> bool:
-    """Returns True if a call with exactly these arguments fits the signature."""
+def misfit(signature: inspect.Signature, *values: Any, **keywords: Any) -> str | None:
+    """Returns why a call with exactly these arguments does not fit the signature, or None if it fits."""
     try:
-        signature.bind(**arguments)
-    except TypeError:
-        return False
-    return True
+        signature.bind(*values, **keywords)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 @runtime_checkable

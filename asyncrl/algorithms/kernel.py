@@ -12,38 +12,15 @@ Every measure is a pair (sum, count), so that micro-batches, updates and ranks c
 measure without a pair was not measured and has no mean.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
 
+from asyncrl.algorithms.diagnostics import MetricSums
+
 STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16)
 """Lower ends of the staleness buckets, in versions."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelSums:
-    """(sum, count) of each measure, by name. `+` adds two of them."""
-
-    pairs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    def __add__(self, other: "KernelSums") -> "KernelSums":
-        total: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-        for part in (self.pairs, other.pairs):
-            for name, (value, count) in part.items():
-                total[name] = (total[name][0] + value, total[name][1] + count)
-        return KernelSums(dict(total))
-
-    def means(self) -> dict[str, float]:
-        """Returns sum / count of each measure. `kernel_ess_ratio` is (Σκ)² / (N · Σκ²) over tokens with A ≠ 0; it is 0
-        if κ is 0 for all of them."""
-        means = {name: value / count for name, (value, count) in self.pairs.items() if count > 0}
-        if "kernel" not in means:
-            return means
-        first, second = means.pop("kernel"), means.pop("kernel_squared")
-        return means | {"kernel_ess_ratio": first**2 / second if second > 0 else 0.0}
 
 
 @torch.no_grad()
@@ -55,7 +32,7 @@ def kernel_sums(
     log_rho_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     shares_BT: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> KernelSums:
+) -> MetricSums:
     """Returns the sums of one micro-batch.
 
     `slopes_BT` are the slopes from which κ is computed. `staleness_BT` is in versions; None if it is not known.
@@ -84,7 +61,7 @@ def kernel_sums(
         mean(f"{name}_positive_ratio", share, advantages > 0)
         mean(f"{name}_negative_ratio", share, advantages < 0)
     if staleness_BT is None:
-        return KernelSums(pairs)
+        return MetricSums(pairs)
     staleness = staleness_BT[mask_BT]
     for low, high in zip(STALENESS_BUCKETS, [*STALENESS_BUCKETS[1:], None], strict=True):
         inside = (staleness >= low) & (staleness < high if high is not None else True)
@@ -92,4 +69,4 @@ def kernel_sums(
         mean(f"silent_ratio_{label}", silent, inside & pushed)
         mean(f"abs_log_rho_nats_{label}", log_rho.abs(), inside)
         mean(f"advantage_{label}", advantages, inside)
-    return KernelSums(pairs)
+    return MetricSums(pairs)

@@ -25,6 +25,8 @@ from typing import Literal
 
 import msgspec
 
+from asyncrl.algorithms.axis_errors import check_positive
+
 Anchor = Literal["current", "proximal", "behaviour"]
 Source = Literal["current", "proximal", "behaviour", "reference"]
 Pool = Literal["token", "mean", "sum", "min", "max"]
@@ -127,8 +129,8 @@ class SoftGate(_Axis, frozen=True, kw_only=True, tag="soft_gate", tag_field="kin
     negative: float = 1.05
 
     def __post_init__(self) -> None:
-        if not (0 < self.positive < math.inf and 0 < self.negative < math.inf):
-            raise ValueError(f"temperatures must be finite and above 0, got {self.positive} and {self.negative}")
+        check_positive("positive (a temperature)", self.positive)
+        check_positive("negative (a temperature)", self.negative)
 
 
 class Quadratic(_Axis, frozen=True, kw_only=True, tag="quadratic", tag_field="kind"):
@@ -141,8 +143,7 @@ class Quadratic(_Axis, frozen=True, kw_only=True, tag="quadratic", tag_field="ki
     width: float = 0.2
 
     def __post_init__(self) -> None:
-        if not 0 < self.width < math.inf:
-            raise ValueError(f"width is a distance of u from 1: it must be finite and above 0, got {self.width}")
+        check_positive("width (a distance of u from 1)", self.width)
 
 
 class Regression(_Axis, frozen=True, kw_only=True, tag="regression", tag_field="kind"):
@@ -151,8 +152,7 @@ class Regression(_Axis, frozen=True, kw_only=True, tag="regression", tag_field="
     beta: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < math.inf:
-            raise ValueError(f"the beta of a regression must be finite and above 0, got {self.beta}")
+        check_positive("the beta of a regression", self.beta)
 
 
 Surrogate = Reinforce | Linear | Clipped | Weighted | SoftGate | Quadratic | Regression
@@ -287,10 +287,7 @@ class Penalty(_Axis, frozen=True, kw_only=True):
     ess: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < math.inf:
-            raise ValueError(
-                f"a penalty's beta must be finite and above 0, got {self.beta}; to train without the penalty, remove it"
-            )
+        check_positive("a penalty's beta", self.beta, "; to train without the penalty, remove it")
         if self.kind == "positive_nll" and (self.q != "reference" or self.corrected_by != "none"):
             raise ValueError("positive_nll does not compare the policy with another policy: remove q and corrected_by")
 
@@ -337,8 +334,8 @@ class Objective(_Axis, frozen=True, kw_only=True):
     own."""
 
     def __post_init__(self) -> None:
-        if self.constant is not None and not 0 < self.constant < math.inf:
-            raise ValueError(f"constant divides the loss: it must be finite and above 0, got {self.constant}")
+        if self.constant is not None:
+            check_positive("constant (a divisor of the loss)", self.constant)
         if self.constant is not None and self.aggregation is not Aggregation.SEQUENCE_SUM_CONSTANT:
             raise ValueError(
                 f"constant is an option of aggregation sequence_sum_constant, but aggregation is {self.aggregation}: "

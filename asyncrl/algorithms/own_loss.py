@@ -3,7 +3,7 @@
 import inspect
 from typing import Any, cast
 
-from asyncrl.algorithms.interfaces import LossFunction, LossInputType, input_type_of
+from asyncrl.algorithms.interfaces import LossFunction, LossInputType, input_type_of, misfit
 from asyncrl.config.import_path import resolve
 from asyncrl.errors import ConfigError
 from asyncrl.user_code import describe_error
@@ -41,7 +41,8 @@ def _call_problem(loss: Any) -> str | None:
     try:
         kind = input_type_of(loss)
         signature = inspect.signature(loss)
-    except ValueError as error:  # an unknown input_type, or a callable that is written in C and has no signature
+    except ValueError as error:
+        # `input_type` of the loss is unknown: an error. Or the loss is written in C and has no signature: not checked.
         return str(error) if hasattr(loss, "input_type") else None
     counts: dict[str, None] = dict.fromkeys(("global_valid_seqs", "global_valid_toks"))
     logits = (["next_token_logits"], ["logits"], ["next_token_logits", "logits"])
@@ -49,18 +50,13 @@ def _call_problem(loss: Any) -> str | None:
     calls.append(([None, None], {}))
     if kind == LossInputType.LOGPROB:
         calls = [([], {"data": None, "next_token_logprobs": None})]
-    problem = ""
-    for values, keywords in calls:
-        try:
-            signature.bind(*values, **keywords, **counts)
-        except TypeError as error:
-            problem = str(error)
-        else:
-            return None
+    problems = [misfit(signature, *values, **keywords, **counts) for values, keywords in calls]
+    if None in problems:
+        return None
     takes = "data, global_valid_seqs, global_valid_toks, next_token_logprobs"
     if kind == LossInputType.LOGIT:
         takes = "next_token_logits, data, global_valid_seqs, global_valid_toks"
-    return f"{problem}; it must take ({takes}), but its parameters are {signature}"
+    return f"{problems[-1]}; it must take ({takes}), but its parameters are {signature}"
 
 
 def _is_loss(value: Any) -> bool:

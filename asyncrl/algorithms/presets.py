@@ -173,7 +173,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "oapl": Preset(
             source="2602.19362",
-            use="Very stale data, no importance weights: the log-ratio is fitted to the advantage.",
+            use="For very stale data. Without importance weights: a squared error draws β log ρ to the advantage.",
             objective=Objective(
                 surrogate=Regression(beta=1e-3),
                 anchor="behaviour",

@@ -9,7 +9,7 @@ Legend: B rows, S tokens. `values_BS[b, t]` is V(before token t). T = S − 1, b
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import torch
@@ -64,7 +64,10 @@ class ClippedValueLoss:
     ) -> tuple[torch.Tensor, dict[str, float]]:
         missing = sorted(self.columns - set(data))
         if missing:
-            raise missing_value_columns(missing)
+            raise RunError(
+                f"the value loss reads {' and '.join(missing)}, but the rows do not have these columns; add them "
+                "before training"
+            )
         mask_BT = (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)) > 0
 
         def inside(column_BS: torch.Tensor) -> torch.Tensor:
@@ -98,13 +101,6 @@ class ClippedValueLoss:
             "value_error_mean": mean(error_BT),
             "value_error_square_mean": mean(error_BT.double().square()),
         }
-
-
-def missing_value_columns(names: Sequence[str]) -> RunError:
-    """Returns the error for rows that lack columns which the value loss reads."""
-    return RunError(
-        f"the value loss reads {' and '.join(names)}, but the rows do not have these columns; add them before training"
-    )
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float:

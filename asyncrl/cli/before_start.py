@@ -15,7 +15,7 @@ import typer
 
 from asyncrl.algorithms.baselines import OwnEstimator, resolve_advantage
 from asyncrl.algorithms.presets import advantage_of, is_own_loss
-from asyncrl.cli.options import checked_config, print_warnings
+from asyncrl.cli.options import checked_config, print_warnings, run_checks
 from asyncrl.cli.presence import model_directory
 from asyncrl.cli.terminal import outlive_terminal
 from asyncrl.common.roles import Role
@@ -23,7 +23,7 @@ from asyncrl.config.import_path import is_import_path
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import FIRST_ROWS, Task
 from asyncrl.deployment.ray_token import use_ray_token
-from asyncrl.errors import ConfigError, DatasetError, InfraError
+from asyncrl.errors import ConfigError, InfraError
 
 if TYPE_CHECKING:
     from asyncrl.deployment.inputs import Prompts
@@ -40,17 +40,13 @@ def look(config: Config) -> list[str]:
     Returns notes about the rows that were read. Raises ConfigError with one line for each problem. Sends no request to
     the Hugging Face Hub.
     """
-    notes: list[str] = []
-    trials = [_try_hub_files, *_trials(config, tuple(Role)), lambda config: notes.append(_first_rows(config))]
-    problems = _problems(config, trials)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    notes = run_checks(config, [_try_hub_files, *_trials(config, tuple(Role)), _first_rows])
     if model_directory(config) is None:
         notes.append(
             f"model.path = {config.model.path}: a model of the Hugging Face Hub; this check sends no request to the "
             "Hub, but a run does before it starts"
         )
-    return [note for note in notes if note]
+    return notes
 
 
 def prepared(
@@ -74,25 +70,12 @@ def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompt
     from asyncrl.deployment.inputs import Prompts
     from asyncrl.environments.interfaces import build_tasks
 
-    problems = _problems(config, [try_hub, _try_hub_files, *_trials(config, roles)])
-    if problems:
-        raise ConfigError("\n".join(problems))
+    run_checks(config, [try_hub, _try_hub_files, *_trials(config, roles)])
     if not _has_own_rows(config):
         return None
-    train, heldout = build_tasks(config)
-    _try_prompts(config, [*train, *heldout])
-    return Prompts(train=train, heldout=heldout)
-
-
-def _problems(config: Config, trials: Sequence[Callable[[Config], None]]) -> list[str]:
-    """Runs all trials and returns the messages of those that failed."""
-    problems = []
-    for trial in trials:
-        try:
-            trial(config)
-        except (ConfigError, DatasetError) as error:
-            problems.append(str(error))
-    return problems
+    prompts = Prompts(*build_tasks(config))
+    _try_prompts(config, [*prompts.train, *prompts.heldout])
+    return prompts
 
 
 def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], None]]:
@@ -150,10 +133,10 @@ def _has_own_rows(config: Config) -> bool:
     return source == "jsonl" or is_import_path(source)
 
 
-def _first_rows(config: Config) -> str:
-    """Reads the first rows of the user's dataset and returns a note about it; "" for a built-in environment."""
+def _first_rows(config: Config) -> list[str]:
+    """Reads the first rows of the user's dataset and returns a note about it; none for a built-in environment."""
     if not _has_own_rows(config):
-        return ""
+        return []
     from asyncrl.environments.interfaces import read_tasks, split_tasks
 
     tasks = read_tasks(config, first=FIRST_ROWS)
@@ -161,7 +144,7 @@ def _first_rows(config: Config) -> str:
     if len(tasks) < FIRST_ROWS:
         split_tasks(config, tasks)
     rows = f"the first {FIRST_ROWS} rows were" if len(tasks) >= FIRST_ROWS else "all rows were"
-    return f"data.dataset = {config.data.dataset}: {rows} read; a run reads all of them before it starts"
+    return [f"data.dataset = {config.data.dataset}: {rows} read; a run reads all of them before it starts"]
 
 
 def _try_prompts(config: Config, tasks: Sequence[Task]) -> None:

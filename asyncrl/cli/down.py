@@ -2,13 +2,10 @@
 
 import typer
 
-from asyncrl.cli.options import RunningAddress, RunningRun, command_app, named_address
+from asyncrl.cli.options import RunningAddress, RunningRun, named_address
 from asyncrl.errors import RunError
 
-app = command_app()
 
-
-@app.command()
 def down(run: RunningRun, address: RunningAddress = None) -> None:
     """End a run, or clean up after a run that was killed.
 

@@ -7,15 +7,12 @@ import asyncio
 import logging
 
 from asyncrl.cli.before_start import prepared
-from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, command_app, ray_address
+from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, ray_address
 from asyncrl.common.roles import Role
 
 logger = logging.getLogger(__name__)
 
-app = command_app()
 
-
-@app.command()
 def generator(
     files: ConfigFiles, overrides: Overrides, address: Address = None, allow_public: AllowPublic = False
 ) -> None:

@@ -5,14 +5,11 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import ConfigFiles, Overrides, command_app
+from asyncrl.cli.options import ConfigFiles, Overrides
 from asyncrl.cli.terminal import outlive_terminal
 from asyncrl.config.load import load_config
 
-app = command_app()
 
-
-@app.command()
 def head(
     files: ConfigFiles,
     overrides: Overrides,

@@ -1,17 +1,16 @@
 """`asyncrl init MODEL DATA`: writes a first configuration for the user's model and dataset."""
 
-import json
 import math
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from asyncrl.cli.before_start import try_hub
-from asyncrl.cli.options import checked_config, command_app, print_warnings
+from asyncrl.cli.options import checked_config, print_warnings
 from asyncrl.cli.presence import check_model
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.schema import Config
@@ -19,14 +18,12 @@ from asyncrl.config.starter import Facts, starter_yaml
 from asyncrl.data.prompts import Task
 from asyncrl.environments.interfaces import read_tasks
 from asyncrl.errors import ConfigError
+from asyncrl.policy.model_directory import read_model
 
 LOOKED_AT = 10_000
 """Number of prompts whose lengths are measured. This takes seconds and finds the longest prompt of most datasets."""
 
-app = command_app()
 
-
-@app.command()
 def init(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hugging Face Hub id of a model.")],
     data: Annotated[
@@ -63,10 +60,11 @@ def init(
     if output.exists() and not force:
         raise ConfigError(f"{output} exists already; name another file with --output, or add --force")
     _check_model(model)
-    tasks = _tasks(data)
+    section = {"dataset": data} if is_import_path(data) else {"dataset": "jsonl", "path": str(Path(data))}
+    tasks = read_tasks(Config.model_validate({"data": section}))  # in the same way as a run
     if not tasks:
         raise ConfigError(f"{data}: has no prompts; name a dataset with at least one")
-    facts = _facts(model, data, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion_tokens)
+    facts = _facts(model, section, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion_tokens)
     warnings = _write_checked(output, starter_yaml(facts))
     typer.echo(
         f"wrote {output}: {facts.prompts} prompts of at most {facts.longest_prompt} tokens, {_places(facts.gpus)}"
@@ -107,52 +105,44 @@ def _places(gpus: int) -> str:
     return f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU: generators and learner run on CPUs"
 
 
-def _tasks(data: str) -> Sequence[Task]:
-    """Reads the prompts in the same way as a run."""
-    section = {"dataset": data} if is_import_path(data) else {"dataset": "jsonl", "path": data}
-    return read_tasks(Config.model_validate({"data": section}))
-
-
-def _facts(model: str, data: str, tasks: Sequence[Task], *, prompts: int, reward: str, completion: int | None) -> Facts:
+def _facts(
+    model: str, data: Mapping[str, str], tasks: Sequence[Task], *, prompts: int, reward: str, completion: int | None
+) -> Facts:
     """Measures `tasks` with the model's tokenizer, and collects the facts for `starter_yaml`."""
     from asyncrl.data.tokenizer import encode_prompts, load_tokenizer
 
     tokenizer = load_tokenizer(model, chat="auto")
     answers = tokenizer([task.answer for task in tasks], add_special_tokens=False)["input_ids"]
-    described = _model_description(model)
-    longest = described.get("max_position_embeddings")
-    name = Path(data.partition(":")[0]).stem.replace("_", "-")
+    name = Path(data.get("path") or data["dataset"].partition(":")[0]).stem.replace("_", "-")
     return Facts(
         name=name if name[:1].isalnum() else "run",
         model=model,
-        data_path=None if is_import_path(data) else Path(data),
-        dataset=data if is_import_path(data) else None,
+        data=data,
         reward=reward,
         prompts=prompts,
         longest_prompt=max(map(len, encode_prompts(tokenizer, [task.question for task in tasks]))),
         longest_answer=1 + max(map(len, answers)),  # 1 for the end-of-sequence token
         completion_tokens=completion,
-        longest_model=longest if isinstance(longest, int) else None,
+        longest_model=_positions(model),
         parameters=_parameters(model),
         gpus=_gpus(),
     )
 
 
-def _model_description(model: str) -> dict[str, object]:
-    """Returns the contents of the model's config.json, from its directory or from the Hugging Face Hub."""
+def _positions(model: str) -> int | None:
+    """Returns the maximum sequence length of the model, from its directory or from the Hugging Face Hub, tokens."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     path = Path(model, "config.json")
     try:
-        described = json.loads((path if path.is_file() else Path(hf_hub_download(model, "config.json"))).read_text())
+        return read_model((path if path.is_file() else Path(hf_hub_download(model, "config.json"))).parent).positions
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ConfigError(
             f"MODEL {model}: its config.json cannot be read ({error}); name a model's directory, or a model of the "
             "Hugging Face Hub",
             key="model.path",
         ) from None
-    return described if isinstance(described, dict) else {}
 
 
 def _parameters(model: str) -> int | None:

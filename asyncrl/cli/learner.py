@@ -4,13 +4,10 @@ from functools import partial
 
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.live_run import Runner, join_admitted, live_run
-from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, again, command_app, ray_address
+from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, again, ray_address
 from asyncrl.common.roles import Role
 
-app = command_app()
 
-
-@app.command()
 def learner(
     files: ConfigFiles, overrides: Overrides, address: Address = None, allow_public: AllowPublic = False
 ) -> None:

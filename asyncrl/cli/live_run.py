@@ -1,4 +1,4 @@
-"""A run in the foreground, for the commands `up` and `learner`: its directory, its live view, signals and its end."""
+"""A run in the foreground, for `up`, `learner` and `asyncrl.run`: its directory, its live view, signals and its end."""
 
 import asyncio
 import contextlib
@@ -6,21 +6,25 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from asyncrl.cli.options import LINE_EVERY_STEPS, clear_previous, print_outcome, print_previous, weights_named
 from asyncrl.cli.terminal import show_cursor
 from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
+from asyncrl.deployment.closing import asked_to_end, ended_at_once
+from asyncrl.deployment.launch import log_to, run_until_done
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.screen import Screen
+from asyncrl.learner.records import Summary
+from asyncrl.metrics.states import monotonic_at_process_start
+from asyncrl.views.live import LiveDisplay
 from asyncrl.views.report import write_report
-
-if TYPE_CHECKING:
-    from asyncrl.deployment.run_dir import RunDir
-    from asyncrl.learner.records import Summary
 
 logger = logging.getLogger(__name__)
 
-Runner = Callable[..., "Awaitable[Summary | None]"]
+Runner = Callable[..., Awaitable[Summary | None]]
 """A function of `deployment.compose` that runs the deployments until the run is done or its event is set."""
 
 
@@ -48,41 +52,41 @@ def live_run(
     `runner` imports the function that runs the deployments. `importing` is the phase that is shown meanwhile. `again`
     is the command that started the run, without `asyncrl`.
     """
-    clear_previous(config)
-    with reported_run(config, role=role) as run_dir, weights_named(run_dir.path):
-        print_previous(run_dir)
-        from rich.console import Console
-
-        from asyncrl.deployment.closing import asked_to_end, ended_at_once
-        from asyncrl.deployment.launch import run_until_done
-        from asyncrl.deployment.screen import Screen
-        from asyncrl.metrics.states import monotonic_at_process_start
-        from asyncrl.views.live import LiveDisplay
-
-        console = Console()
-        with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
-            screen = Screen(
-                show=display.update,
-                report=partial(console.print, markup=False, highlight=False),
-                started_s=monotonic_at_process_start(),
-            )
-            if importing is not None:
-                screen.starting(config, importing)
-            run = runner()
-            summary = run_until_done(
-                partial(run, run_dir=run_dir, screen=screen),
-                asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s),
-                at_once=[show_cursor, partial(ended_at_once, run_dir)],
-            )
+    with shown_run(config, role=role, console=Console(), started_s=monotonic_at_process_start()) as (run_dir, screen):
+        if importing is not None:
+            screen.starting(config, importing)
+        run = runner()
+        summary = run_until_done(
+            partial(run, run_dir=run_dir, screen=screen),
+            asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s),
+            at_once=[show_cursor, partial(ended_at_once, run_dir)],
+        )
     print_outcome(summary, run_dir.path, config=config, again=again)
 
 
 @contextlib.contextmanager
-def reported_run(config: Config, *, role: str) -> "Iterator[RunDir]":
-    """Does what `recorded_run` does, and writes the report when the block ends in any way."""
-    from asyncrl.deployment.launch import recorded_run
+def shown_run(config: Config, *, role: str, console: Console, started_s: float) -> Iterator[tuple[RunDir, Screen]]:
+    """Does what `reported_run` does, and shows the run on `console` within the block.
 
-    with contextlib.ExitStack() as after, recorded_run(config, role=role) as run_dir:
+    Before that, removes what a killed run of this name left. If an error ends the block, prints where the run's newest
+    weights are. `started_s` is the start of the run on the monotonic clock.
+    """
+    clear_previous(config)
+    with reported_run(config, role=role) as run_dir, weights_named(run_dir.path):
+        print_previous(run_dir)
+        with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
+            report = partial(console.print, markup=False, highlight=False)
+            yield run_dir, Screen(show=display.update, report=report, started_s=started_s)
+
+
+@contextlib.contextmanager
+def reported_run(config: Config, *, role: str) -> Iterator[RunDir]:
+    """Takes the run's directory for this process and logs to it.
+
+    When the block ends in any way, run.json records how it ended, and the report is written. Raises RunLocked if
+    another process holds the directory.
+    """
+    with contextlib.ExitStack() as after, RunDir.create(config) as run_dir, log_to(run_dir.log_path(role, 0)):
         after.callback(_write_report, run_dir.path)  # after the block, so that run.json records how the run ended
         yield run_dir
 

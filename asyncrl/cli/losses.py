@@ -9,15 +9,11 @@ from asyncrl.algorithms.baselines import CRITICS
 from asyncrl.algorithms.checks import NEEDS_CRITIC
 from asyncrl.algorithms.objective_properties import is_corrected
 from asyncrl.algorithms.presets import DEFAULT_BASELINE, PRESETS, Preset, resolve_objective
-from asyncrl.cli.options import command_app
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.plain_yaml import dump_yaml
 from asyncrl.errors import ConfigError
 
-app = command_app()
 
-
-@app.command()
 def losses(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Preset whose axes are printed.")] = None,
 ) -> None:

@@ -1,7 +1,8 @@
 """The `asyncrl` command: a table of subcommands, each of which is imported only when it is used.
 
 `asyncrl --help` and `asyncrl config check` answer within a second, because they import neither torch nor ray nor vllm.
-Each command has its own module in this package, which exposes a Typer `app`. The table also has its line in the help.
+Each command has its own module in this package, with a function of the same name. A module with several commands has a
+Typer `app` instead.
 
 Exit codes: 0 for success, 1 for an error of the run, 2 for an error in options or configuration, 130 for an end at once
 (a second signal, or a start that does not end within `run.shutdown_grace_s`).
@@ -17,22 +18,22 @@ from typer.core import TyperCommand, TyperGroup
 
 from asyncrl.errors import AsyncRLError, ConfigError
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "up": ("asyncrl.cli.up", "Run everything on this machine: Ray, generators, learner, live view."),
-    "head": ("asyncrl.cli.head", "Start a Ray cluster on this machine, for a run in several terminals."),
-    "generator": ("asyncrl.cli.generator", "Add generators to a run on a Ray cluster."),
-    "learner": ("asyncrl.cli.learner", "Start the learner of a run on a Ray cluster."),
-    "init": ("asyncrl.cli.init", "Write a first configuration for your model and your data."),
-    "status": ("asyncrl.cli.status", "Show the state of a run."),
-    "top": ("asyncrl.cli.top", "Watch a run live."),
-    "down": ("asyncrl.cli.down", "End a run, or clean up after a run that was killed."),
-    "report": ("asyncrl.cli.report", "Write an HTML page with the curves and totals of a run."),
-    "model": ("asyncrl.cli.model", "Build the tiny model that a configuration describes."),
-    "losses": ("asyncrl.cli.losses", "List the published objectives for algorithm.loss."),
-    "config": ("asyncrl.cli.config", "Show, check or describe a configuration, without starting a run."),
-    "doctor": ("asyncrl.cli.doctor", "Check this machine: packages, memory, processes of old runs."),
+COMMANDS: dict[str, str] = {
+    "up": "Run everything on this machine: Ray, generators, learner, live view.",
+    "head": "Start a Ray cluster on this machine, for a run in several terminals.",
+    "generator": "Add generators to a run on a Ray cluster.",
+    "learner": "Start the learner of a run on a Ray cluster.",
+    "init": "Write a first configuration for your model and your data.",
+    "status": "Show the state of a run.",
+    "top": "Watch a run live.",
+    "down": "End a run, or clean up after a run that was killed.",
+    "report": "Write an HTML page with the curves and totals of a run.",
+    "model": "Build the tiny model that a configuration describes.",
+    "losses": "List the published objectives for algorithm.loss.",
+    "config": "Show, check or describe a configuration, without starting a run.",
+    "doctor": "Check this machine: packages, memory, processes of old runs.",
 }
-"""Maps each command to the module that exposes its `app`, and to its line in the help."""
+"""Maps each command to its line in the help."""
 
 _HELP = """\
 Asynchronous reinforcement learning of language models. vLLM generators and an FSDP2 learner run at the same time, and
@@ -59,14 +60,13 @@ class _LazyGroup(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        for name, (_, help_line) in COMMANDS.items():
+        for name, help_line in COMMANDS.items():
             self.add_command(TyperCommand(name, help=help_line, short_help=help_line, rich_markup_mode=None))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None:
-            module = importlib.import_module(COMMANDS[name][0])
-            command = typer.main.get_command(module.app)
+            command = typer.main.get_command(_app_of(name))
             command.name = name
         return name, command, rest
 
@@ -79,6 +79,16 @@ class _LazyGroup(TyperGroup):
             for line in str(error).splitlines():
                 typer.echo(f"{typer.style('error:', fg='red', bold=True)} {line}", err=True)
             raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+def _app_of(command: str) -> typer.Typer:
+    from asyncrl.cli.options import command_app  # imports pydantic, which `asyncrl --help` does not need
+
+    module = importlib.import_module(f"asyncrl.cli.{command}")
+    app: typer.Typer = getattr(module, "app", None) or command_app()
+    if not hasattr(module, "app"):
+        app.command()(getattr(module, command))
+    return app
 
 
 app = typer.Typer(

@@ -2,12 +2,9 @@
 
 import typer
 
-from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, command_app, print_warnings
-
-app = command_app()
+from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, print_warnings
 
 
-@app.command()
 def model(files: ConfigFiles, overrides: Overrides) -> None:
     """Build `model.tiny` at `model.path` and warm it up on the training part of the dataset.
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,7 @@ from asyncrl.config.checks import check_config
 from asyncrl.config.load import Layer, config_origins, load_config
 from asyncrl.config.metrics_host import check_metrics_host
 from asyncrl.config.schema import Config
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, DatasetError
 
 if TYPE_CHECKING:
     from asyncrl.deployment.run_dir import RunDir
@@ -52,24 +52,18 @@ AllowPublic = Annotated[
     ),
 ]
 
+_address = functools.partial(typer.Option, "--address", metavar="HOST:PORT", show_default=False)
+
 Address = Annotated[
     str | None,
-    typer.Option(
-        "--address",
-        metavar="HOST:PORT",
-        show_default=False,
-        help="Ray cluster. Default: the config's ray.address, else the cluster that runs on this machine.",
-    ),
+    _address(help="Ray cluster. Default: the config's ray.address, else the cluster that runs on this machine."),
 ]
 
 RunningAddress = Annotated[
     str | None,
-    typer.Option(
-        "--address",
-        metavar="HOST:PORT",
-        show_default=False,
+    _address(
         help="Ray cluster. Default: RAY_ADDRESS, else the address in the run's directory, else the cluster that runs "
-        "on this machine.",
+        "on this machine."
     ),
 ]
 """The option --address of commands that do not read a config."""
@@ -127,21 +121,23 @@ def checked_config(
     lists the violated rules over several keys, and the parts that deployments of `roles` need and this machine lacks.
     """
     config = load_config(files, overrides)
+    metrics_host = functools.partial(check_metrics_host, allow_public=allow_public)
+    presence = functools.partial(check_presence, roles=roles, origins=config_origins(files, overrides))
+    return config, run_checks(config, [metrics_host, check_config, check_algorithm, presence])
+
+
+def run_checks(config: Config, checks: Iterable[Callable[[Config], list[str] | None]]) -> list[str]:
+    """Runs all checks and returns their warnings. Raises ConfigError with one line for each problem that they found."""
     problems: list[str] = []
     warnings: list[str] = []
-    try:
-        check_metrics_host(config, allow_public=allow_public)
-    except ConfigError as error:
-        problems.append(str(error))
-    presence = functools.partial(check_presence, roles=roles, origins=config_origins(files, overrides))
-    for check in (check_config, check_algorithm, presence):
+    for check in checks:
         try:
-            warnings += check(config)
-        except ConfigError as error:
+            warnings += check(config) or []
+        except (ConfigError, DatasetError) as error:
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return config, warnings
+    return warnings
 
 
 def print_warnings(warnings: list[str]) -> None:

@@ -8,8 +8,8 @@ import difflib
 import importlib.util
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from asyncrl.algorithms.presets import baseline_of
@@ -34,6 +34,7 @@ def check_presence(config: Config, *, roles: Collection[Role], origins: Mapping[
     """
     model, warnings = _model(config, roles, origins)
     missing = [*_file(config), *model, *_modules(config, roles), *_trackers(config, roles)]
+    missing += _run_directory(config) if Role.LEARNER in roles else []
     if config.environment.name == "reasoning_gym" and builds_environment(config, roles):
         missing += _reasoning_gym_task(config)
     # GPUs and cores of this machine matter only for a Ray that `asyncrl up` starts. Other clusters may have other
@@ -78,6 +79,23 @@ def _file(config: Config) -> Iterator[str]:
     path = config.data.path
     if path is not None and not path.is_file():
         yield f"data.path = {path}: there is no such file; name a file with one JSON object in each line"
+
+
+def _run_directory(config: Config) -> Iterator[str]:
+    """Yields a problem if the run's directory cannot be written.
+
+    Tries to write a file without a name: the file permissions do not show a read-only or a full file system.
+    """
+    path = config.run.dir / config.run.name
+    existing = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"x")
+    except OSError as error:
+        yield (
+            f"run.dir = {config.run.dir}: the run's directory {path} cannot be written ({existing}: {error.strerror}); "
+            "set run.dir to a folder in which you can create files"
+        )
 
 
 def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, str]) -> tuple[list[str], list[str]]:
@@ -159,49 +177,26 @@ def _reasoning_gym_task(config: Config) -> Iterator[str]:
         yield f"{_TASK}: reasoning-gym has no task {task!r}{suggest(str(task), names)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pool:
-    """Processes of a section of the configuration, and the GPUs of each. `counted` is the key of their number."""
-
-    section: str
-    counted: str
-    processes: int
-    gpus: float
-
-
 def _gpus(config: Config) -> Iterator[str]:
-    generator, learner, critic = config.generator, config.learner, config.critic
-    pools = [
-        _Pool(section="generator", counted="replicas", processes=generator.replicas, gpus=generator.gpus),
-        _Pool(section="learner", counted="ranks", processes=learner.ranks, gpus=learner.gpus),
-    ]
-    if critic is not None:
-        pools.append(_Pool(section="critic", counted="ranks", processes=critic.ranks, gpus=critic.gpus))
-    pools = [pool for pool in pools if pool.gpus > 0]
-    has_gpu = shutil.which("nvidia-smi") is not None or any(
-        next(Path("/dev").glob(name), None) is not None for name in _GPU_FILES
-    )
-    return _too_few_gpus(pools) if has_gpu else _no_gpus(pools)
-
-
-def _too_few_gpus(pools: Sequence[_Pool]) -> Iterator[str]:
-    there, wanted = len(list(Path("/dev").glob(_NVIDIA))), sum(pool.gpus * pool.processes for pool in pools)
-    if there and wanted > there:
-        terms = [
-            f"{pool.section}.{pool.counted} × {pool.section}.gpus = {pool.processes} × {pool.gpus:g}" for pool in pools
-        ]
+    has_gpu = shutil.which("nvidia-smi") is not None or any(any(Path("/dev").glob(name)) for name in _GPU_FILES)
+    nvidia = len(list(Path("/dev").glob(_NVIDIA)))
+    wanted, terms = 0.0, []
+    for name, counted in (("generator", "replicas"), ("learner", "ranks"), ("critic", "ranks")):
+        section = getattr(config, name)
+        if section is None or section.gpus == 0:
+            continue
+        if not has_gpu:
+            yield (
+                f"{name}.gpus = {section.gpus:g}: this machine has no GPU, and no other machine can join the Ray "
+                f"cluster that `asyncrl up` starts; set {name}.gpus to 0, or set ray.address to a cluster with GPUs"
+            )
+        processes = getattr(section, counted)
+        wanted += section.gpus * processes
+        terms.append(f"{name}.{counted} × {name}.gpus = {processes} × {section.gpus:g}")
+    if nvidia and wanted > nvidia:
         yield (
-            f"{' and '.join(terms)}: needs {wanted:g} GPUs, this machine has {there}, and no other machine can join "
+            f"{' and '.join(terms)}: needs {wanted:g} GPUs, this machine has {nvidia}, and no other machine can join "
             "the Ray that `asyncrl up` starts; lower them, or set ray.address to a cluster with more GPUs"
-        )
-
-
-def _no_gpus(pools: Sequence[_Pool]) -> Iterator[str]:
-    for pool in pools:
-        key = f"{pool.section}.gpus"
-        yield (
-            f"{key} = {pool.gpus:g}: this machine has no GPU, and no other machine can join the Ray cluster that "
-            f"`asyncrl up` starts; set {key} to 0, or set ray.address to a cluster with GPUs"
         )
 
 

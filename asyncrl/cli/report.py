@@ -5,15 +5,12 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import command_app, print_warnings
+from asyncrl.cli.options import print_warnings
 from asyncrl.deployment.known_runs import as_it_is, check_there, ended_run, named_run
 from asyncrl.views.report import write_report
 
-app = command_app()
 
-
-@app.command()
-def command(
+def report(
     run: Annotated[
         Path,
         typer.Argument(metavar="RUN", help="Directory of a run, or the name of a run in runs/, such as quickstart."),

@@ -16,7 +16,6 @@ from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
     RunningAddress,
     RunningRun,
-    command_app,
     named_address,
     print_headline,
     print_warnings,
@@ -30,17 +29,16 @@ if TYPE_CHECKING:
 WATCH_EVERY_S = 2.0
 """Default time between two looks at a run."""
 
-app = command_app()
 
-
-@app.command()
 def status(
     run: RunningRun,
     address: RunningAddress = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print all fields as JSON: indented on a terminal, else in one line.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show a live view instead, as `asyncrl top` does.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show a live view until the run ends, as `asyncrl top` does.")
+    ] = False,
 ) -> None:
     """Show the state of a run: versions, buffer, generators, ledger, and what limits its speed.
 

@@ -4,13 +4,10 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import RunningAddress, RunningRun, command_app
+from asyncrl.cli.options import RunningAddress, RunningRun
 from asyncrl.cli.status import WATCH_EVERY_S, watch_run
 
-app = command_app()
 
-
-@app.command()
 def top(
     run: RunningRun,
     address: RunningAddress = None,

@@ -4,13 +4,10 @@ from functools import partial
 
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.live_run import Runner, join_admitted, live_run
-from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides, again, command_app
+from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides, again
 from asyncrl.common.roles import Role
 
-app = command_app()
 
-
-@app.command()
 def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = False) -> None:
     """Start a local Ray, generators and a learner, show the run live, and end all of them when the run is done.
 

@@ -107,10 +107,11 @@ class EngineActor:
 
     @asynccontextmanager
     async def _update(self) -> AsyncIterator[VLLMEngine]:
-        """Runs one update at a time.
+        """Runs one weight update at a time, in the block.
 
-        Ends the engine when the update takes longer than `weights.load_timeout_s`. When the update leaves the engine
-        with a part of it, aborts the running requests: they would otherwise wait for the next update.
+        Ends the engine when the update takes longer than `weights.load_timeout_s`. If the engine has got only a part of
+        the new weights, it stays paused. So this aborts its running requests, which would otherwise wait for the next
+        update.
         """
         engine = self._started()
         async with self._updating:

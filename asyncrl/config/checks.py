@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.config.field_types import WATCHED_DEADLINE
 from asyncrl.config.gpu_shares import share_violations, share_warnings
-from asyncrl.config.import_path import is_import_path, suggest
+from asyncrl.config.import_path import BUILT_IN_NAMES, is_import_path, malformed
 from asyncrl.config.schema import Config, marked
 from asyncrl.errors import ConfigError
 
@@ -21,15 +21,6 @@ BYTES_PER_TOKEN = 24
 """Bytes of a row for each token: token id and weight version (int64), behaviour log-prob and mask (float32)."""
 BYTES_PER_ROW = 8
 """Bytes of a row in addition to its tokens: the length, int64."""
-
-BUILT_IN_NAMES = {
-    "data.dataset": ("environment", "jsonl"),
-    "environment.name": ("reasoning_gym", "math"),
-    "environment.reward": ("exact_match", "math_verify"),
-}
-"""Built-in names that a field accepts. It also accepts an import path `package.module:callable`."""
-
-_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 # The ids of the Hugging Face Hub: `name` or `owner/name`. No owner on the Hub has the name `models`, so a path that
 # begins with `models/` is a folder. The pattern deliberately does not look at the disk: a tiny model that was once
@@ -218,13 +209,10 @@ def _prompt_template(template: str) -> Iterator[str]:
 
 
 def _names(config: Config) -> Iterator[str]:
-    for key, options in BUILT_IN_NAMES.items():
+    for key in BUILT_IN_NAMES:
         name = _value(config, key)
-        if name is not None and name not in options and not _IMPORT_PATH.fullmatch(name):
-            yield (
-                f"{key} = {name}: must be one of {', '.join(options)}, or an import path like "
-                f"package.module:callable{suggest(name, list(options))}"
-            )
+        if name is not None and (problem := malformed(name, key=key)):
+            yield problem
 
 
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (

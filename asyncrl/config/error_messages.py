@@ -6,6 +6,7 @@ with another name.
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,13 +43,6 @@ _WANTED = {
     "model_type": _Wanted("a section (a mapping of keys)"),
     "string_type": _Wanted("text"),
     "tuple_type": _Wanted("a list"),
-}
-_BOUNDS = {
-    "greater_than": "must be above {gt:g}",
-    "greater_than_equal": "must be at least {ge:g}",
-    "less_than": "must be below {lt:g}",
-    "less_than_equal": "must be at most {le:g}",
-    "string_pattern_mismatch": "must match {pattern}",
 }
 
 
@@ -97,14 +91,12 @@ def _suggest_key(path: KeyPath, *, value: object) -> str:
 
 
 def _limit_and_fix(violation: ErrorDetails, *, origin: str) -> str:
-    kind, value, context = violation["type"], violation["input"], violation.get("ctx", {})
-    if kind in _BOUNDS:
-        return _BOUNDS[kind].format(**context)
+    kind, value = violation["type"], violation["input"]
     if kind in _WANTED:
         return f"must be {_WANTED[kind].words}{_type_fix(kind, value, origin=origin)}"
-    message = violation["msg"].replace("Input should be", "must be")
+    message = re.sub("^(Input|String) should", "must", violation["msg"])
     if kind == "literal_error":
-        options = [option.strip("'") for option in str(context["expected"]).replace(" or ", ", ").split(", ")]
+        options = [option.strip("'") for option in str(violation["ctx"]["expected"]).replace(" or ", ", ").split(", ")]
         return message + (suggest(str(value), options) if len(options) > 1 else "")
     return message
 

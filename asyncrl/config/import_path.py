@@ -7,18 +7,37 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.user_code import describe_error
 
+BUILT_IN_NAMES: Mapping[str, Sequence[str]] = {
+    "data.dataset": ("environment", "jsonl"),
+    "environment.name": ("reasoning_gym", "math"),
+    "environment.reward": ("exact_match", "math_verify"),
+}
+"""Built-in names that a key accepts instead of an import path."""
+
+_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
 
 def is_import_path(value: str) -> bool:
     """Returns whether `value` is an import path; otherwise it is a built-in name."""
     return ":" in value
+
+
+def malformed(value: str, *, key: str) -> str | None:
+    """Returns an error if `value` is neither a built-in name of `key` nor written like an import path; else None."""
+    names = BUILT_IN_NAMES.get(key, ())
+    if value in names or _IMPORT_PATH.fullmatch(value):
+        return None
+    known = f"one of {', '.join(names)}, or " if names else ""
+    return f"{key} = {value}: must be {known}an import path like package.module:callable{suggest(value, names)}"
 
 
 def resolve(value: str, *, key: str) -> Callable[..., Any]:
@@ -27,9 +46,9 @@ def resolve(value: str, *, key: str) -> Callable[..., Any]:
     The part after the colon may have dots, e.g. `module:Class.method`. `key` is the config key that has the value, for
     errors. Raises ConfigError if there is no such module or attribute, if it is not callable, or if the import raises.
     """
-    module_name, colon, attributes = value.partition(":")
-    if not (colon and module_name and attributes and not module_name.startswith(".")):
-        raise ConfigError(f"{key}: {value!r} is not an import path; write it like 'package.module:callable'", key=key)
+    if problem := malformed(value, key=key):
+        raise ConfigError(problem, key=key)
+    module_name, _, attributes = value.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
@@ -102,7 +121,7 @@ def call_with_options(function: Callable[..., Any], options: Mapping[str, Any], 
     return function(**options)
 
 
-def suggest(name: str, candidates: list[str]) -> str:
+def suggest(name: str, candidates: Sequence[str]) -> str:
     """Returns `; did you mean 'x'?` with the candidate that is most similar to `name`; "" if none is similar."""
     close = difflib.get_close_matches(name, candidates, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -8,7 +8,6 @@ override that set the value. `checks.check_config` checks the rules that involve
 
 import functools
 import json
-import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from pydantic import ValidationError
 
 from asyncrl.config.error_messages import ON_COMMAND_LINE, error_message
 from asyncrl.config.field_types import PER_DEPLOYMENT
-from asyncrl.config.plain_yaml import dump_yaml, parse_yaml
+from asyncrl.config.plain_yaml import dump_yaml, parse_yaml, plain
 from asyncrl.config.schema import Config, KeyPath, marked
 from asyncrl.errors import ConfigError
 
@@ -138,46 +137,29 @@ def _read_mapping(file: Path) -> dict[str, object]:
 
 def _parse_override(override: str) -> dict[str, object]:
     key, equals, text = override.partition("=")
-    names = key.split(".")
-    if not equals or not all(names):
+    if not equals or not all(key.split(".")):
         raise ConfigError(f"{override!r} is not an override; write section.key=value, e.g. staleness.max_versions=2")
     quoted = shlex.quote(json.dumps(text, ensure_ascii=False))
     fix = f"; the value is read as YAML, and text like this needs quotes: {key}={quoted}"
-    tree: object = parse_yaml(text, source=f"override {override!r}", fix=fix)
-    for name in reversed(names[1:]):
-        tree = {name: tree}
-    return {names[0]: tree}
+    return _nested({key: parse_yaml(text, source=f"override {override!r}", fix=fix)})
 
 
 def _source(number: int, layer: Layer) -> tuple[str, Callable[[], dict[str, object]]]:
     """Returns where the keys of a layer stand, for messages, and a function that reads the layer."""
     if isinstance(layer, Mapping):
-        return f"in mapping {number}", functools.partial(_nested, layer, source=f"mapping {number}")
+        return f"in mapping {number}", lambda: plain(_nested(layer), source=f"mapping {number}")
     return f"in {layer}", functools.partial(_read_mapping, Path(layer))
 
 
-def _nested(layer: Mapping[str, object], *, source: str) -> dict[str, object]:
-    """Returns a mapping from Python as a tree in which dotted keys have become sections."""
+def _nested(layer: Mapping[str, object]) -> dict[str, object]:
+    """Returns a mapping as a tree in which dotted keys have become sections."""
     tree: dict[str, object] = {}
     for key, value in layer.items():
         section, *below = str(key).split(".")
         for name in reversed(below):
             value = {name: value}
         _merge(tree, {section: value}, origin="", origins={})
-    return _plain(tree, source=source)
-
-
-def _plain(data: dict[str, object], *, source: str) -> dict[str, object]:
-    """Returns a deep copy of `data`, with paths as text. Raises ConfigError for data that JSON cannot express (sets,
-    bytes, cycles)."""
-    try:
-        copy = json.loads(json.dumps(data, default=os.fspath))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{source}: a config may hold only text, numbers, lists and mappings ({error}); replace the value"
-        ) from None
-    assert isinstance(copy, dict)
-    return copy
+    return tree
 
 
 def _merge(

@@ -1,10 +1,11 @@
-"""Checks `metrics.host`, the address of the metrics endpoints. They may bind this machine or, if the user allows it,
-one network.
+"""Checks `metrics.host`, the address at which the metrics endpoints listen.
 
-They may never bind every network.
+It may be a loopback address, which only this machine can reach. If the user allows it, it may be one address of this
+machine in a network. It may never be the address that means all networks, such as 0.0.0.0.
 """
 
 import ipaddress
+import re
 import socket
 
 from asyncrl.config.schema import Config
@@ -13,27 +14,32 @@ from asyncrl.errors import ConfigError
 NODE = "node"
 """Value of `metrics.host` for the Ray address of each process, by which other nodes of the cluster reach it."""
 
+_HOST = re.compile(r"[\w.:%-]+")
+"""Characters of addresses and names. `socket.inet_aton` ignores a blank and everything after it: `127.0.0.1 x`."""
+
 
 def check_metrics_host(config: Config, *, allow_public: bool) -> None:
-    """Raises ConfigError if `metrics.host` binds every address, or if other machines can reach it without
-    `allow_public`."""
-    host = config.metrics.host.strip()
+    """Raises ConfigError if `metrics.host` binds every address, if other machines can reach it without `allow_public`,
+    or if it is neither an address nor a name."""
+    host = config.metrics.host
     address = _address(host)
-    named = f"metrics.host = {config.metrics.host!r}"
-    if host in ("", "*") or (address is not None and address.is_unspecified):
-        raise ConfigError(
-            f"{named}: would answer to every network, and is not an address that Prometheus can scrape; set it to "
-            f"127.0.0.1, or with --allow-public to an address of one network, or to {NODE} for the Ray address of each "
-            "process",
-            key="metrics.host",
+    if host not in ("", "*") and not _HOST.fullmatch(host):
+        problem = (
+            "is neither an address nor the name of a machine; set it to one address without blanks, e.g. 127.0.0.1"
         )
-    on_this_machine = host == "localhost" or (address is not None and address.is_loopback)
-    if not allow_public and not on_this_machine:
-        raise ConfigError(
-            f"{named}: other machines can reach it, and the endpoints have no password; add --allow-public if that "
-            "network may read the metrics, or set it to 127.0.0.1",
-            key="metrics.host",
+    elif host in ("", "*") or (address is not None and address.is_unspecified):
+        problem = (
+            "would answer to every network, and is not an address that Prometheus can scrape; set it to 127.0.0.1, or "
+            f"with --allow-public to an address of one network, or to {NODE} for the Ray address of each process"
         )
+    elif allow_public or host == "localhost" or (address is not None and address.is_loopback):
+        return
+    else:
+        problem = (
+            "other machines can reach it, and the endpoints have no password; add --allow-public if that network may "
+            "read the metrics, or set it to 127.0.0.1"
+        )
+    raise ConfigError(f"metrics.host = {host!r}: {problem}", key="metrics.host")
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -46,5 +52,5 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         # Sockets accept forms of 0.0.0.0 that ipaddress does not: 0, 0.0, 0x0.
         return ipaddress.IPv4Address(socket.inet_aton(host))
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a null character
         return None

@@ -6,6 +6,7 @@ Two things differ from PyYAML's safe loader, which reads YAML 1.1: `1e-3` is a n
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -82,13 +83,18 @@ def parse_yaml(text: str, *, source: str, fix: str = "") -> object:
     finally:
         if loader is not None:
             loader.dispose()
+    return plain(data, source=source)
+
+
+def plain(data: object, *, source: str) -> Any:
+    """Returns a deep copy of `data`, with paths as text. Raises ConfigError for data that JSON cannot express (sets,
+    bytes, cycles)."""
     try:
-        json.dumps(data)
+        return json.loads(json.dumps(data, default=lambda value: str(Path(value))))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{source}: a config may hold only text, numbers, lists and mappings ({error}); replace the value"
         ) from None
-    return data
 
 
 def dump_yaml(data: object) -> str:

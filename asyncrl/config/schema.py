@@ -359,8 +359,8 @@ class AlgorithmSection(Section):
     they count in the denominators of the loss. `mask`: they are masked out of the loss."""
     overlong: Literal["keep", "mask", "penalise"] = "keep"
     """Samples that were cut at their length limit. `keep`: they are trained. `mask`: they are masked out of the loss.
-    `penalise`: 1 is subtracted from their reward, and a part of 1 from the reward of every completion that ends in the
-    last `overlong_buffer_tokens` tokens before the limit."""
+    `penalise`: 1 is subtracted from their reward. From the reward of a completion that ends within the last
+    `overlong_buffer_tokens` tokens before the limit, a share of 1 is subtracted that rises linearly with its length."""
     overlong_buffer_tokens: PositiveInt = 4
     """Number of last tokens before `generator.max_completion_tokens` over which the penalty rises linearly from 0 to 1.
     For `algorithm.overlong: penalise`."""

@@ -5,8 +5,8 @@ nor transformers.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from asyncrl.config.plain_yaml import dump_yaml
 from asyncrl.config.schema import RaySection
@@ -31,15 +31,14 @@ class Facts:
     """The facts that `asyncrl init` found about the model and the dataset.
 
     Lengths are in tokens of the model's tokenizer. Prompts are measured with the chat template, if it is applied.
-    `data_path` is set for a JSONL file, `dataset` for an import path. `completion_tokens` is the user's option
+    `data` are the keys `dataset` and `path` of the section `data`. `completion_tokens` is the user's option
     --completion-tokens. `longest_model` is the model's maximum sequence length in tokens, `parameters` its number of
     parameters; both are None if the model's files do not give them.
     """
 
     name: str
     model: str
-    data_path: Path | None
-    dataset: str | None
+    data: Mapping[str, str]
     reward: str
     prompts: int
     longest_prompt: int
@@ -68,8 +67,7 @@ def starter_yaml(facts: Facts) -> str:
         f"  dtype: {'bfloat16' if on_gpu else 'float32'}",
         f"  max_length: {prompt + completion} # prompt and completion: {prompt} + {completion}",
         "data:",
-        f"  dataset: {_text(facts.dataset or 'jsonl')}",
-        *([f"  path: {_text(str(facts.data_path))}"] if facts.data_path is not None else []),
+        *(f"  {key}: {_text(value)}" for key, value in facts.data.items()),
         '  prompt_template: "{question}" # makes the prompt; the other keys of a JSONL row are fields too',
         f"  max_prompt_tokens: {prompt} # the longest prompt has {facts.longest_prompt}",
         "environment:",

@@ -21,18 +21,11 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
-    "BatchedDataDict": "batched_data_dict",
-    "SlicedDataDict": "batched_data_dict",
-    "get_packer": "packing",
-    "DynamicBatchingArgs": "sharding",
-    "SequencePackingArgs": "sharding",
-    "DP_TRAIN_FIELDS": "specs",
-    "LP_SEED_FIELDS": "specs",
-    "GenerationDatumSpec": "specs",
-    "GenerationOutputSpec": "specs",
-    "TrainDatumSpec": "specs",
-    "verify_right_padding": "specs",
+    "batched_data_dict": ("BatchedDataDict", "SlicedDataDict"),
+    "packing": ("get_packer",),
+    "sharding": ("DynamicBatchingArgs", "SequencePackingArgs"),
 }
+"""The names of each module. All other names are in `specs`."""
 
 __all__ = [
     "DP_TRAIN_FIELDS",
@@ -50,6 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    module = next((module for module, names in _MODULES.items() if name in names), "specs")
+    return getattr(import_module(f"{__name__}.{module}"), name)

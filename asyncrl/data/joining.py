@@ -1,12 +1,11 @@
 """Joins the columns of several batches, or of several ranks.
 
-Gathering is a collective. Every rank learns the columns of all ranks before any tensor moves. Therefore all ranks
-refuse a batch that cannot be joined, and no rank waits for a rank that has given up. The group's timeout limits every
-wait.
+Gathering is one collective, after which every rank has the columns of all ranks. Therefore all ranks refuse a batch
+that cannot be joined, and no rank waits for a rank that has given up. The group's timeout limits the wait.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,56 +37,21 @@ def join_columns(columns: list[Any], *, pad_value: float, key: str) -> Any:
     return torch.cat(padded)
 
 
-class _TensorHeader(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
 def gather_columns(columns: Mapping[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
     """Returns the columns of every rank of `group`, in rank order. It is a collective and is not differentiable.
 
-    Shapes may differ between ranks, and a rank may have no columns. A tensor arrives on the same kind of device as on
-    its rank; the group's backend must support that device. A list is sent pickled.
+    Shapes may differ between ranks, and a rank may have no columns. Columns are sent pickled, tensors by way of the
+    CPU. A tensor arrives on the same kind of device as on its rank.
     """
-    mine = {
-        key: _TensorHeader(tuple(column.shape), column.dtype, column.device.type)
-        if isinstance(column, torch.Tensor)
-        else column
+    # a copy, because pickling a view would send the storage of the whole batch
+    on_cpu = {
+        key: column.detach().to("cpu", copy=True) if isinstance(column, torch.Tensor) else column
         for key, column in columns.items()
     }
-    headers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(headers, mine, group=group)
-
-    gathered: list[dict[str, Any]] = [dict(header) for header in headers]
-    # These are collectives, so all ranks need the same order of columns: by the first rank that has the column.
-    for key in dict.fromkeys(key for header in headers for key in header):
-        tensor_headers = [header.get(key) for header in headers]
-        if any(isinstance(header, _TensorHeader) for header in tensor_headers):
-            for rank, tensor in _gather_tensor(columns.get(key), tensor_headers, group).items():
-                gathered[rank][key] = tensor
-    return gathered
-
-
-def _gather_tensor(mine: Any, headers: list[Any], group: dist.ProcessGroup | None) -> dict[int, torch.Tensor]:
-    """Gathers one column. Returns its tensors by rank. `headers[rank]` is not a _TensorHeader if that rank has none."""
-    known = {rank: header for rank, header in enumerate(headers) if isinstance(header, _TensorHeader)}
-    nbytes = max(header.nbytes for header in known.values())
-    device = mine.device if isinstance(mine, torch.Tensor) else torch.device(next(iter(known.values())).device_type)
-    # Tensors are sent as bytes: backends support few dtypes, and ranks with different shapes need one common size.
-    sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    if isinstance(mine, torch.Tensor) and mine.numel():
-        as_bytes = mine.detach().contiguous().reshape(-1).view(torch.uint8)
-        sent[: len(as_bytes)] = as_bytes
-    received = [torch.empty_like(sent) for _ in headers]
-    if nbytes:
-        dist.all_gather(received, sent, group=group)
-    return {
-        # A copy: a view would keep the buffer of the longest rank alive.
-        rank: received[rank][: header.nbytes].clone().view(header.dtype).reshape(header.shape)
-        for rank, header in known.items()
-    }
+    devices = {key: column.device.type for key, column in columns.items() if isinstance(column, torch.Tensor)}
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (on_cpu, devices), group=group)
+    return [
+        {key: column.to(devices[key]) if key in devices else column for key, column in found.items()}
+        for found, devices in gathered
+    ]

@@ -5,11 +5,12 @@ Every algorithm guarantees: each sequence is in exactly one bin, and no bin is e
 give equal bins, on every rank and in every process. If `min_bin_count` or `bin_count_multiple` need more bins, the
 heaviest bins are cut in two. Empty bins are never added, because a rank without work would wait in a collective.
 
-| algorithm | rule | bins, n → ∞ | |---|---|---| | concatenative | next fit: in the given order; opens a new bin when
-the last one is full | ≤ 2 · OPT | | first_fit_shuffle | first bin with room, in a shuffled order, so that lengths are
-mixed within bins | ≤ 1.7 · OPT | | first_fit_decreasing | first bin with room, longest sequence first | ≤ 11/9 · OPT |
-| modified_first_fit_decreasing | bins of large sequences are first filled with the sequences that fit best | ≤ 71/60 ·
-OPT |
+| algorithm | rule | bins, n → ∞ |
+|---|---|---|
+| concatenative | next fit: in the given order; opens a new bin when the last one is full | ≤ 2 · OPT |
+| first_fit_shuffle | first bin with room, in a shuffled order, which mixes lengths within bins | ≤ 1.7 · OPT |
+| first_fit_decreasing | first bin with room, longest sequence first | ≤ 11/9 · OPT |
+| modified_first_fit_decreasing | fills bins of large sequences with what fits best, then first fit | ≤ 71/60 · OPT |
 
 OPT is the smallest possible number of bins. Bounds: Johnson et al. 1974, SIAM J. Comput. 3(4); Johnson & Garey 1985, "A
 71/60 theorem for bin packing".
@@ -19,19 +20,9 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 Bins = list[list[int]]
 """The positions of the sequences in each bin."""
-
-
-class PackingAlgorithm(StrEnum):
-    """The available algorithms."""
-
-    CONCATENATIVE = "concatenative"
-    FIRST_FIT_DECREASING = "first_fit_decreasing"
-    FIRST_FIT_SHUFFLE = "first_fit_shuffle"
-    MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,23 +48,16 @@ class PackingMetrics:
         return self.capacity_tokens - self.tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequencePacker:
     """Packs lengths by one algorithm. Create it with `get_packer`. `metrics` is None unless they are collected."""
 
-    def __init__(
-        self,
-        place: Callable[[Sequence[int], int], Bins],
-        *,
-        bin_capacity: int,
-        collect_metrics: bool,
-        min_bin_count: int,
-        bin_count_multiple: int,
-    ) -> None:
-        self._place = place
-        self._bin_capacity = bin_capacity
-        self._min_bin_count = min_bin_count
-        self._bin_count_multiple = bin_count_multiple
-        self.metrics = PackingMetrics() if collect_metrics else None
+    place: Callable[[Sequence[int], int], Bins]
+    """Returns the bins for lengths and a capacity in tokens."""
+    bin_capacity: int
+    min_bin_count: int
+    bin_count_multiple: int
+    metrics: PackingMetrics | None
 
     def pack(self, sequence_lengths: Iterable[int]) -> Bins:
         """Returns bins of positions in `sequence_lengths` (tokens).
@@ -83,18 +67,18 @@ class SequencePacker:
         """
         lengths = [int(length) for length in sequence_lengths]
         for i, length in enumerate(lengths):
-            if not 0 <= length <= self._bin_capacity:
+            if not 0 <= length <= self.bin_capacity:
                 raise ValueError(
-                    f"sequence {i} has {length} tokens, but a bin holds 0 to {self._bin_capacity}; raise bin_capacity "
+                    f"sequence {i} has {length} tokens, but a bin holds 0 to {self.bin_capacity}; raise bin_capacity "
                     "(max_tokens_per_microbatch), or cut the sequence"
                 )
-        bins = self._place(lengths, self._bin_capacity)
+        bins = self.place(lengths, self.bin_capacity)
         needed = len(bins)
-        count = _round_up(max(needed, self._min_bin_count), self._bin_count_multiple)
+        count = _round_up(max(needed, self.min_bin_count), self.bin_count_multiple)
         if count > len(lengths):
             raise ValueError(
                 f"{len(lengths)} sequences cannot fill {count} bins ({needed} by length; min_bin_count "
-                f"{self._min_bin_count}, bin_count_multiple {self._bin_count_multiple}), and a micro-batch must not be "
+                f"{self.min_bin_count}, bin_count_multiple {self.bin_count_multiple}), and a micro-batch must not be "
                 "empty; pack more sequences at a time"
             )
         while len(bins) < count:
@@ -105,7 +89,7 @@ class SequencePacker:
             self.metrics.tokens += sum(lengths)
             self.metrics.bins += count
             self.metrics.bins_added += count - needed
-            self.metrics.capacity_tokens += count * self._bin_capacity
+            self.metrics.capacity_tokens += count * self.bin_capacity
         return bins
 
 
@@ -135,27 +119,26 @@ def get_packer(
     ):
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}, but must be at least {least}")
-    names = [known.value for known in PackingAlgorithm]
-    if algorithm.lower() not in names:
-        raise ValueError(f"unknown packing algorithm {algorithm!r}; use one of {', '.join(names)}")
 
     def shuffled(lengths: Sequence[int], capacity: int) -> Bins:
         order = list(range(len(lengths)))
         random.Random(seed).shuffle(order)
         return _first_fit(order, lengths, capacity)
 
-    places: dict[PackingAlgorithm, Callable[[Sequence[int], int], Bins]] = {
-        PackingAlgorithm.CONCATENATIVE: _next_fit,
-        PackingAlgorithm.FIRST_FIT_DECREASING: _first_fit_decreasing,
-        PackingAlgorithm.FIRST_FIT_SHUFFLE: shuffled,
-        PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: _modified_first_fit_decreasing,
+    places: dict[str, Callable[[Sequence[int], int], Bins]] = {
+        "concatenative": _next_fit,
+        "first_fit_decreasing": _first_fit_decreasing,
+        "first_fit_shuffle": shuffled,
+        "modified_first_fit_decreasing": _modified_first_fit_decreasing,
     }
+    if algorithm.lower() not in places:
+        raise ValueError(f"unknown packing algorithm {algorithm!r}; use one of {', '.join(places)}")
     return SequencePacker(
-        places[PackingAlgorithm(algorithm.lower())],
+        place=places[algorithm.lower()],
         bin_capacity=bin_capacity,
-        collect_metrics=collect_metrics,
         min_bin_count=min_bin_count or 0,
         bin_count_multiple=bin_count_multiple or 1,
+        metrics=PackingMetrics() if collect_metrics else None,
     )
 
 

@@ -154,7 +154,7 @@ _RENAME = (
 
 
 def _check_metadata(metadata: object) -> None:
-    """Scoring processes get tasks as JSON."""
+    """Raises BadRow if the metadata is not a dict that JSON can encode: scoring processes get tasks as JSON."""
     if not isinstance(metadata, dict):
         raise BadRow("wrong_type", f"has 'metadata' of type {type(metadata).__name__}, not a dict")
     try:

@@ -116,27 +116,21 @@ def plan_shards(
             batch_size=batch_size,
             allow_uneven_shards=allow_uneven_shards,
         )
-    if allow_uneven_shards:
-        return plan_uneven(total_rows, shards=shards)
-    return plan_even(total_rows, shards=shards, batch_size=batch_size)
+    return plan_contiguous(total_rows, shards=shards, batch_size=batch_size, allow_uneven_shards=allow_uneven_shards)
 
 
-def plan_even(total_rows: int, *, shards: int, batch_size: int | None = None) -> list[ShardPlan]:
-    """Cuts every chunk into equal contiguous parts."""
-    chunks = _chunks(total_rows, shards=shards, batch_size=batch_size, even=True)
+def plan_contiguous(
+    total_rows: int, *, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
+) -> list[ShardPlan]:
+    """Cuts every chunk into contiguous parts of ⌈rows / shards⌉ rows. With `allow_uneven_shards`, the last parts may
+    have fewer rows or none. Without it, all parts are equal."""
+    chunks = _chunks(total_rows, shards=shards, batch_size=batch_size, even=not allow_uneven_shards)
+    sizes = [-(-len(chunk) // shards) for chunk in chunks]
     plans = []
     for shard in range(shards):
-        parts = [chunk[shard * len(chunk) // shards : (shard + 1) * len(chunk) // shards] for chunk in chunks]
+        parts = [chunk[shard * size : (shard + 1) * size] for chunk, size in zip(chunks, sizes, strict=True)]
         plans.append(ShardPlan(rows=[row for part in parts for row in part], rows_per_chunk=[len(p) for p in parts]))
     return plans
-
-
-def plan_uneven(total_rows: int, *, shards: int) -> list[ShardPlan]:
-    """Gives each shard ⌈rows / shards⌉ contiguous rows. The last shards may have fewer or none."""
-    (chunk,) = _chunks(total_rows, shards=shards, batch_size=None, even=False)
-    size = -(-total_rows // shards)
-    parts = [list(chunk[shard * size : (shard + 1) * size]) for shard in range(shards)]
-    return [ShardPlan(rows=part, rows_per_chunk=[len(part)]) for part in parts]
 
 
 def plan_dynamic(
@@ -204,7 +198,7 @@ def plan_packed(
 def caller_rows(plans: Iterable[ShardPlan]) -> list[int]:
     """Returns the caller's row number of each row of the concatenated shards.
 
-    >>> caller_rows(plan_even(4, shards=2, batch_size=2))
+    >>> caller_rows(plan_contiguous(4, shards=2, batch_size=2))
     [0, 2, 1, 3]
     """
     return [row for plan in plans for row in plan.rows]

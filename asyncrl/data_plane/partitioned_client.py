@@ -35,7 +35,10 @@ class PartitionedClient(DataPlaneClient):
     def _load(
         self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[StoredAt]]
     ) -> Mapping[str, Sequence[tuple[Column, int]]]:
-        """Returns column and row of each sample, by field. Raises KeyError or RowsLost for rows that are gone."""
+        """Returns, for each field, the stored column and the row in it for each sample.
+
+        Raises RowsLost for rows that ended with their store, and KeyError for rows that were cleared.
+        """
 
     def register_partition(
         self,
@@ -132,7 +135,7 @@ class PartitionedClient(DataPlaneClient):
                 raise TimeoutError(
                     f"task {task_name!r} waited {timeout_s:g} s (timeout_s) for {batch_size} rows of partition "
                     f"{partition_id!r} with {fields}, but only {ready} are ready"
-                    + (f"; {unknown} were neither registered nor put: check their names" if unknown else "")
+                    + (f"; the columns {unknown} were neither registered nor put: check their names" if unknown else "")
                 )
             claim = Claim(sample_ids=[], sequence_lengths=[], tags=[])
         return KVBatchMeta(

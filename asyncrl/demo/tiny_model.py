@@ -33,7 +33,7 @@ from asyncrl.config.schema import Config, TinyModelSection
 from asyncrl.data.prompts import Task, fingerprint
 from asyncrl.demo.directory import TINY_RECIPE, is_tiny
 from asyncrl.environments.interfaces import build_tasks
-from asyncrl.errors import ConfigError, DatasetError
+from asyncrl.errors import DatasetError
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
@@ -59,20 +59,30 @@ def ensure_model(
 
     The model is built again if its recipe or its training tasks have changed. A directory that this module did not
     write is used as it is. Without `model.tiny`, the path is returned unchanged, because it may be a hub id. `tasks` is
-    the result of `build_tasks`, if the caller already has it.
+    the result of `build_tasks`, if the caller already has it. `model.max_length` (tokens) is the limit for prompt,
+    answer and end-of-sequence token together. Raises DatasetError for a task that is longer or has characters outside
+    of printable ASCII.
     """
-    section, path = config.model.tiny, Path(config.model.path)
+    section, path, max_length = config.model.tiny, Path(config.model.path), config.model.max_length
     if section is None or _is_foreign(path):
         return config.model.path
     train, heldout = tasks or build_tasks(config)
-    recipe = recipe_fingerprint(section, tasks=train, max_length=config.model.max_length)
+    recipe = {"fingerprint": recipe_fingerprint(section, tasks=train, max_length=max_length)}
     was = _recipe_of(path)
-    if was.get("fingerprint") != recipe:
-        if was.get("fingerprint", was.get(_REPLACED)):
-            report("tiny model: the recipe has changed, so the model is built again")
-        build_tiny_model(
-            section, path=path, tasks=train, heldout=heldout, max_length=config.model.max_length, report=report
-        )
+    if was.get("fingerprint") == recipe["fingerprint"]:
+        return config.model.path
+    if was.get("fingerprint", was.get(_REPLACED)):
+        report("tiny model: the recipe has changed, so the model is built again")
+    _check([*train, *heldout], max_length=max_length)
+    tokenizer = build_tokenizer(max_length=max_length)
+    described = _model_config(section, tokenizer=tokenizer, max_length=max_length)
+    recipe["description"] = _hash(described.to_dict())
+    with _deterministic(section.seed):
+        model = Qwen3ForCausalLM(described)  # type: ignore[no-untyped-call]
+        report(f"tiny model: {model.num_parameters() / 1e6:.2f}M parameters, {len(train)} training tasks")
+        warm_up(model, tokenizer, section=section, tasks=train, heldout=heldout, report=report)
+    _put(path, parts=[model, tokenizer], recipe=recipe)
+    report(f"tiny model: written to {path}")
     return config.model.path
 
 
@@ -93,41 +103,6 @@ def ensure_description(config: Config) -> str:
         described.architectures = [Qwen3ForCausalLM.__name__]
         _put(path, parts=[described, tokenizer], recipe=recipe)
     return config.model.path
-
-
-def build_tiny_model(
-    section: TinyModelSection,
-    *,
-    path: Path,
-    tasks: Sequence[Task],
-    max_length: int,
-    heldout: Sequence[Task] = (),
-    report: Report = print,
-) -> None:
-    """Trains a tiny model on `tasks` and puts it at `path`. An older tiny model there is replaced by one rename.
-
-    `max_length` (tokens) is the limit for prompt, answer and end-of-sequence token together. Raises ConfigError if
-    `path` is not a tiny model of asyncrl and so must not be replaced. Raises DatasetError for a task that is too long
-    or has characters outside of printable ASCII.
-    """
-    if _is_foreign(path):
-        raise ConfigError(
-            f"model.path: {path} exists, but it is not a tiny model, so it is not replaced; name another path",
-            key="model.path",
-        )
-    _check([*tasks, *heldout], max_length=max_length)
-    tokenizer = build_tokenizer(max_length=max_length)
-    with _deterministic(section.seed):
-        config = _model_config(section, tokenizer=tokenizer, max_length=max_length)
-        model = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
-        report(f"tiny model: {model.num_parameters() / 1e6:.2f}M parameters, {len(tasks)} training tasks")
-        warm_up(model, tokenizer, section=section, tasks=tasks, heldout=heldout, report=report)
-    recipe = {
-        "description": _hash(config.to_dict()),
-        "fingerprint": recipe_fingerprint(section, tasks=tasks, max_length=max_length),
-    }
-    _put(path, parts=[model, tokenizer], recipe=recipe)
-    report(f"tiny model: written to {path}")
 
 
 def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
@@ -185,7 +160,7 @@ def warm_up(
     for step in range(1, section.warmup_steps + 1):
         drawn = draw.choices(tasks, k=section.warmup_batch_size)
         examples = [_encode(tokenizer, _shown(task, draw, section=section)) for task in drawn]
-        tokens_BS, labels_BS = _batch(examples, pad_id=_id(tokenizer, PAD))
+        tokens_BS, labels_BS = _batch(examples, pad_id=tokenizer.pad_token_id)
         logits_BSV = model(input_ids=tokens_BS, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=_IGNORED)
         for group in optimizer.param_groups:
@@ -215,7 +190,7 @@ def warm_up(
 @torch.inference_mode()
 def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, tasks: Sequence[Task]) -> float:
     """Returns the share of `tasks` whose greedy completion equals the answer, including the end-of-sequence token."""
-    pad_id = _id(tokenizer, PAD)
+    pad_id = tokenizer.pad_token_id
     examples = [_encode(tokenizer, task) for task in tasks]
     correct = 0
     for start in range(0, len(examples), 64):
@@ -238,8 +213,8 @@ def _model_config(section: TinyModelSection, *, tokenizer: PreTrainedTokenizerFa
         rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=_id(tokenizer, EOS),
-        pad_token_id=_id(tokenizer, PAD),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
 
@@ -272,12 +247,12 @@ def _shown(task: Task, draw: random.Random, *, section: TinyModelSection) -> Tas
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, task: Task) -> Example:
-    return tokenizer.encode(task.prompt), [*tokenizer.encode(task.answer), _id(tokenizer, EOS)]
+    return tokenizer.encode(task.prompt), [*tokenizer.encode(task.answer), tokenizer.eos_token_id]
 
 
 def _batch(examples: Sequence[Example], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens and labels, both (B, S), padded on the right. Labels are the answers' tokens at their
-    positions."""
+    """Returns tokens and labels, both (B, S), padded on the right. A label is the token itself in the answer, and
+    `_IGNORED` elsewhere."""
     longest = max(len(prompt) + len(answer) for prompt, answer in examples)
     tokens_BS = torch.full((len(examples), longest), pad_id)
     labels_BS = torch.full((len(examples), longest), _IGNORED)
@@ -297,12 +272,6 @@ def _exact_B(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
     """
     wanted_BS = labels_BS[:, 1:]
     return ((logits_BSV.argmax(dim=-1) == wanted_BS) | (wanted_BS == _IGNORED)).all(dim=1)
-
-
-def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
-    index = tokenizer.convert_tokens_to_ids(token)
-    assert isinstance(index, int)
-    return index
 
 
 def _put(path: Path, *, parts: Sequence[Any], recipe: dict[str, str]) -> None:
@@ -345,14 +314,11 @@ def _hash(value: object) -> str:
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
     """Switches off the progress bar that transformers would show for the one file that it writes."""
-    if not transformers_logging.is_progress_bar_enabled():
+    with contextlib.ExitStack() as after:
+        if transformers_logging.is_progress_bar_enabled():
+            transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            after.callback(transformers_logging.enable_progress_bar)
         yield
-        return
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

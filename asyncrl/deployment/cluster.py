@@ -73,17 +73,14 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     logical_cpus += config.learner.ranks * config.learner.cpus
     if config.critic is not None:
         logical_cpus += config.critic.ranks * config.critic.cpus
-    with _sigterm_stays_ours(), _children_in_sessions_of_their_own(), loopback_stays_loopback():
+    with _children_in_sessions_of_their_own():
         context: Any = patiently(
-            lambda: ray.init(
+            lambda: _connect(
                 address="local",  # start a new cluster, even if another one runs on this machine
                 num_cpus=max(1, round(logical_cpus + 0.5)),
                 include_dashboard=False,
                 namespace=config.run.name,
                 object_store_memory=config.ray.object_store_mb * 2**20,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                configure_logging=False,
                 _node_ip_address=LOOPBACK,
                 _system_config={"worker_niceness": WORKER_NICENESS},
             )
@@ -91,6 +88,12 @@ def start_local(config: Config, *, generators: int = 1) -> str:
     address = str(context.address_info["address"])
     check_own_address(address)
     return address
+
+
+def _connect(**options: Any) -> Any:
+    """Calls `ray.init` with `options`, and with the settings that starting and joining a cluster share."""
+    with _sigterm_stays_ours(), loopback_stays_loopback():
+        return ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **options)
 
 
 def patiently(start: Callable[[], Started]) -> Started:
@@ -132,14 +135,7 @@ def join(address: str, *, namespace: str) -> None:
     """
     try:
         _knock(address)
-        with _sigterm_stays_ours(), loopback_stays_loopback():
-            ray.init(
-                address=address,
-                namespace=namespace,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                configure_logging=False,
-            )
+        _connect(address=address, namespace=namespace)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if is_token_refused(error):
             raise RunError(
@@ -179,19 +175,14 @@ def _sigterm_stays_ours() -> Iterator[None]:
     `ray.init` installs its own handler, which ends all of Ray and then the process, so a clean end is not possible. In
     a thread other than the main thread, it installs none and logs a warning, which the block hides.
     """
-    if threading.current_thread() is not threading.main_thread():
-        without = logging.getLogger("ray._private.worker")
-        without.addFilter(_is_not_about_sigterm)
-        try:
-            yield
-        finally:
-            without.removeFilter(_is_not_about_sigterm)
-        return
-    ours = signal.getsignal(signal.SIGTERM)
+    ours, log = signal.getsignal(signal.SIGTERM), logging.getLogger("ray._private.worker")
+    log.addFilter(_is_not_about_sigterm)
     try:
         yield
     finally:
-        if callable(ours):  # a process without its own handler keeps Ray's
+        log.removeFilter(_is_not_about_sigterm)
+        # a process without its own handler keeps Ray's
+        if callable(ours) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, ours)
             signal.siginterrupt(signal.SIGTERM, False)
 
@@ -242,9 +233,10 @@ class RunHandles:
     weights: WeightClient
 
 
-def deployment_id(role: Role) -> str:
-    """Returns a new, unique id for a deployment."""
-    return f"{role.value}-{secrets.token_hex(3)}"
+def new_deployment(role: Role) -> Deployment:
+    """Returns a deployment of this process with a new, unique id."""
+    name = f"{role.value}-{secrets.token_hex(3)}"
+    return Deployment(id=name, role=role, host=socket.gethostname(), pid=os.getpid())
 
 
 async def check_admission(config: Config, *, role: Role) -> None:
@@ -257,11 +249,11 @@ async def check_admission(config: Config, *, role: Role) -> None:
     except ValueError:
         return
     coordinator = await _coordinator(handle, config)
-    await coordinator.call(Coordinator.check, _member(deployment_id(role), role), shared=shared_config(config))
+    await coordinator.call(Coordinator.check, new_deployment(role), shared=shared_config(config))
 
 
-async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Sequence[Task]) -> RunHandles:
-    """Creates or finds the run's actors, and attaches this deployment to the run.
+async def enter_run(config: Config, *, deployment: Deployment, tasks: Sequence[Task]) -> RunHandles:
+    """Creates or finds the run's actors, and attaches `deployment` to the run.
 
     Raises RunMismatch, which names a config key whose value differs from the run's. Raises RunLocked, which names the
     learner that the run has already, and LearnerNotRestored for a learner that would continue the run without its
@@ -277,20 +269,15 @@ async def enter_run(config: Config, *, role: Role, deployment: str, tasks: Seque
     weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
     coordinator = await _coordinator(handle, config)
     await coordinator.call(Coordinator.start)
-    member = _member(deployment, role)
-    incarnation = await coordinator.call(Coordinator.attach, member, shared=shared_config(config))
+    incarnation = await coordinator.call(Coordinator.attach, deployment, shared=shared_config(config))
     weights = WeightClient(weights_handle, timeout_s=config.buffer.call_timeout_s)
-    return RunHandles(deployment=member, incarnation=incarnation, coordinator=coordinator, weights=weights)
+    return RunHandles(deployment=deployment, incarnation=incarnation, coordinator=coordinator, weights=weights)
 
 
 async def _coordinator(handle: Any, config: Config) -> CoordinatorClient:
     """Returns a client of the run's coordinator, once Ray has placed it. Raises PlacementError."""
     await placed(handle.__ray_ready__.remote(), config=config, what="the buffer", cpus=0)
     return CoordinatorClient.over_ray(handle, timeout_s=config.buffer.call_timeout_s)
-
-
-def _member(deployment: str, role: Role) -> Deployment:
-    return Deployment(id=deployment, role=role, host=socket.gethostname(), pid=os.getpid())
 
 
 async def ray_nodes(*, timeout_s: float) -> list[dict[str, Any]]:
@@ -316,10 +303,14 @@ def find_run(name: str) -> CoordinatorClient:
 
 
 async def leave_run(handles: RunHandles, *, namespace: str) -> None:
-    """Detaches this deployment from the run. The last deployment that leaves ends the run's detached actors."""
-    left = await handles.coordinator.call(Registry.detach, handles.deployment.id)
-    if left == 0:
-        end_actors(namespace)
+    """Detaches this deployment from the run. The last deployment that leaves ends the run's detached actors.
+
+    Raises nothing: the deployment ends in any case, and its own error is more important.
+    """
+    with contextlib.suppress(Exception):
+        left = await handles.coordinator.call(Registry.detach, handles.deployment.id)
+        if left == 0:
+            end_actors(namespace)
 
 
 async def keep_attached(handles: RunHandles, *, every_s: float) -> None:

@@ -5,7 +5,6 @@ a function starts here ends before the function returns, in the opposite order.
 """
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.inputs import Inputs, Prompts
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
-from asyncrl.generation.shared_memory import EngineProcesses
 from asyncrl.learner.records import Summary
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ async def run_generators(config: Config, stop: asyncio.Event, *, prompts: Prompt
     """Runs a generator deployment on the cluster that this process has joined. `prompts` are the prompts if they are
     loaded already."""
     async with Inputs(config, loaded=prompts) as inputs:
-        await _generators(config, inputs).run(stop)
+        await GeneratorDeployment(config, model_path=inputs.engine_model, prompts=inputs.prompts).run(stop)
 
 
 async def run_learner(
@@ -58,8 +56,11 @@ async def run_both(
     end = asyncio.Event()
     async with AsyncExitStack() as closing:
         inputs = await closing.enter_async_context(Inputs(config, loaded=prompts, report=screen.report))
-        generator_deployment = _generators(
-            config, inputs, started=lambda processes: run_dir.uses_shared_memory(processes.shared_memory)
+        generator_deployment = GeneratorDeployment(
+            config,
+            model_path=inputs.engine_model,
+            prompts=inputs.prompts,
+            started=lambda processes: run_dir.uses_shared_memory(processes.shared_memory),
         )
         generators = await closing.enter_async_context(running(generator_deployment.run(end), name="generators"))
         # Meanwhile the task of the generators creates the replicas. The threads of these two tasks import libraries
@@ -75,12 +76,6 @@ async def run_both(
         end.set()
         await generators  # if it raises, the learner is cancelled
         return await learner
-
-
-def _generators(
-    config: Config, inputs: Inputs, *, started: Callable[[EngineProcesses], None] = lambda _: None
-) -> GeneratorDeployment:
-    return GeneratorDeployment(config, model_path=inputs.engine_model, prompts=inputs.prompts, started=started)
 
 
 def _learner(config: Config, inputs: Inputs, *, run_dir: RunDir, screen: Screen) -> "LearnerDeployment":

@@ -24,7 +24,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.calls import finished
 from asyncrl.deployment.closing import Stopped, running, unless_stopped
-from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run, placed
+from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment, placed
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.run_dir import reward_log_path
 from asyncrl.environments.secrets import read_secrets
@@ -100,7 +100,7 @@ class GeneratorDeployment:
         self._secrets = read_secrets(config.environment, os.environ)
         self._model_path = model_path
         self._prompts = prompts
-        self._id = deployment_id(Role.GENERATOR)
+        self._deployment = new_deployment(Role.GENERATOR)
 
     async def run(self, stop: asyncio.Event) -> None:
         config = self._config
@@ -112,8 +112,8 @@ class GeneratorDeployment:
             made.push_async_callback(self._end, replicas)
             replicas.extend(self._make() for _ in range(config.generator.replicas))
             tasks = (await self._prompts).train
-            handles = await enter_run(config, role=Role.GENERATOR, deployment=self._id, tasks=tasks)
-            entered.push_async_callback(self._leave, handles)
+            handles = await enter_run(config, deployment=self._deployment, tasks=tasks)
+            entered.push_async_callback(leave_run, handles, namespace=config.run.name)
             # Heartbeats begin now and continue while engines start and drain. Without them the run would count this
             # deployment as gone, and the last live deployment that leaves ends the run's actors.
             every_s = config.buffer.heartbeat_timeout_s / 5
@@ -126,10 +126,6 @@ class GeneratorDeployment:
             for replica in replicas:
                 replica.running = asyncio.create_task(self._run(replica), name=replica.name)
             await self._watch(replicas, handles, stop)
-
-    async def _leave(self, handles: RunHandles) -> None:
-        with contextlib.suppress(Exception):
-            await leave_run(handles, namespace=self._config.run.name)
 
     def _make(self) -> _Replica:
         generator = self._config.generator
@@ -145,7 +141,7 @@ class GeneratorDeployment:
                 max_restarts=0,
                 max_concurrency=ACTOR_CONCURRENCY,
             )
-            .remote(config=self._config, name=name, deployment=self._id)
+            .remote(config=self._config, name=name, deployment=self._deployment.id)
         )
         return _Replica(name, handle)
 

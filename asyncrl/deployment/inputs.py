@@ -3,17 +3,16 @@
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
+from asyncrl.environments.interfaces import build_tasks
 from asyncrl.environments.prompt_lengths import fitting
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompts:
+class Prompts(NamedTuple):
     """The tasks of a run: for training, and held out for evaluation."""
 
     train: Sequence[Task]
@@ -52,13 +51,7 @@ class Inputs:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _load_prompts(self, loaded: Prompts | None) -> Prompts:
-        def build() -> Prompts:
-            from asyncrl.environments.interfaces import build_tasks
-
-            train, heldout = build_tasks(self._config)
-            return Prompts(train=train, heldout=heldout)
-
-        return await asyncio.to_thread(build) if loaded is None else loaded
+        return loaded or Prompts(*await asyncio.to_thread(build_tasks, self._config))
 
     async def _describe_model(self) -> str:
         if self._config.model.tiny is None:
@@ -82,8 +75,7 @@ class Inputs:
         def build() -> str:
             from asyncrl.demo.tiny_model import ensure_model
 
-            tasks = (prompts.train, prompts.heldout)
-            return _for_workers(ensure_model(self._config, tasks=tasks, report=self._report))
+            return _for_workers(ensure_model(self._config, tasks=prompts, report=self._report))
 
         return await asyncio.to_thread(build)
 
@@ -94,11 +86,8 @@ async def fitting_prompts(config: Config, prompts: Prompts, *, tokenizer: Any) -
     Raises DatasetError for a prompt that does not fit, unless `data.on_bad_row` is `skip`.
     """
 
-    def look() -> Prompts:
-        train = fitting(prompts.train, config=config, tokenizer=tokenizer)
-        return Prompts(train=train, heldout=fitting(prompts.heldout, config=config, tokenizer=tokenizer))
-
-    return await asyncio.to_thread(look)
+    fit = partial(fitting, config=config, tokenizer=tokenizer)
+    return Prompts(*await asyncio.to_thread(lambda: [fit(tasks) for tasks in prompts]))
 
 
 def _for_workers(model: str) -> str:

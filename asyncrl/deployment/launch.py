@@ -1,4 +1,4 @@
-"""Code that the commands `up`, `learner` and `generator` share: preparing a run, its log, and signals.
+"""Code that the commands `up`, `learner`, `generator` and `head` share: the log of a process, and signals.
 
 The first SIGTERM, SIGINT or SIGHUP asks for a clean end. A second SIGTERM or SIGINT ends the process at once.
 """
@@ -13,9 +13,6 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
-
-from asyncrl.config.schema import Config
-from asyncrl.deployment.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +64,6 @@ def log_to(path: Path | None) -> Iterator[None]:
                 handler.close()
             except OSError as error:  # the disk is full; this must not hide the error that ended the run
                 logger.error("the log %s is incomplete: %s", path, error)
-
-
-@contextlib.contextmanager
-def recorded_run(config: Config, *, role: str) -> Iterator[RunDir]:
-    """Takes the run's directory for this process and logs to it. run.json records how the block ended.
-
-    Raises RunLocked if another process holds the directory.
-    """
-    run_dir = RunDir.create(config)
-    with run_dir, log_to(run_dir.log_path(role, 0)):
-        yield run_dir
 
 
 def run_until_done(

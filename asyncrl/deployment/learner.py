@@ -15,7 +15,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
 from asyncrl.deployment.closing import Stopped, running, unless_stopped
-from asyncrl.deployment.cluster import RunHandles, deployment_id, enter_run, keep_attached, leave_run
+from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment
 from asyncrl.deployment.inputs import Prompts, fitting_prompts
 from asyncrl.deployment.learner_display import LearnerDisplay
 from asyncrl.deployment.learner_log import LearnerLog
@@ -39,7 +39,7 @@ from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.value.lm_value import critic_config
 from asyncrl.value.tq_value import TQValue
-from asyncrl.weights.manifest import Manifest, layout
+from asyncrl.weights.manifest import layout
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
 logger = logging.getLogger(__name__)
@@ -101,9 +101,7 @@ class LearnerDeployment:
         self._display.enter("making prompts")
         prompts = await self._prompts
         self._display.enter("starting the buffer")
-        handles = await enter_run(
-            config, role=Role.LEARNER, deployment=deployment_id(Role.LEARNER), tasks=prompts.train
-        )
+        handles = await enter_run(config, deployment=new_deployment(Role.LEARNER), tasks=prompts.train)
         entered.push_async_callback(self._leave, handles)
         entered.push_async_callback(asyncio.to_thread, self._log.close)
         metrics = described_metrics(config)
@@ -187,9 +185,6 @@ class LearnerDeployment:
         """Builds the learner's loop from its parts. The ranks have started."""
         config = self._config
 
-        def delivered(manifest: Manifest, seconds: dict[str, float]) -> None:
-            metrics.published(bytes=manifest.nbytes, phase_seconds=seconds)
-
         publisher = Publisher(
             policy=policy,
             entries=layout(policy.weights_metadata(), config.weights.bucket_bytes),
@@ -197,7 +192,7 @@ class LearnerDeployment:
             transport=ObjectStoreTransport(),
             coordinator=handles.coordinator,
             weights=handles.weights,
-            delivered=delivered,
+            delivered=lambda manifest, seconds: metrics.published(bytes=manifest.nbytes, phase_seconds=seconds),
         )
         log = RunLog(
             append_step=self._log.append_step, append_eval=self._log.append_eval, write_samples=self._log.write_samples
@@ -288,8 +283,7 @@ class LearnerDeployment:
         with contextlib.suppress(Exception):
             state = RunState.FAILED if self._failure else RunState.FINISHED
             await handles.coordinator.call(LearnerCalls.set_state, handles.incarnation, state, self._failure)
-        with contextlib.suppress(Exception):
-            await leave_run(handles, namespace=self._config.run.name)
+        await leave_run(handles, namespace=self._config.run.name)
 
     async def _serve_end(self, server: MetricsServer, grace: "asyncio.Future[None]") -> None:
         """Serves until the clients of the HTTP discovery have received the empty list, but not beyond the grace."""
@@ -298,7 +292,7 @@ class LearnerDeployment:
                 await asyncio.wait([told, grace], return_when=asyncio.FIRST_COMPLETED)
 
     async def _grace(self, stop: asyncio.Event) -> None:
-        """Returns `LEAVE_S` before the end of the grace, once `stop` is set. After that the run waits for nothing."""
+        """Waits until `stop` is set and only `LEAVE_S` seconds of `run.shutdown_grace_s` are left."""
         await stop.wait()
         await asyncio.sleep(max(0.0, self._config.run.shutdown_grace_s - LEAVE_S))
 

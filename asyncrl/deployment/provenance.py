@@ -17,13 +17,16 @@ def provenance() -> dict[str, str]:
 
     `git` is `unknown` if asyncrl is not imported from a git checkout.
     """
-    versions = {"git": _git_revision(), "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    packages = {package: version for package in PACKAGES if (version := installed_version(package))}
+    return {"git": _git_revision(), "python": platform.python_version(), **packages}
+
+
+def installed_version(package: str) -> str | None:
+    """Returns the version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _git_revision() -> str:

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from asyncrl.atomic_write import write_atomically
 from asyncrl.deployment.known_runs import as_it_is, read_info
+from asyncrl.deployment.run_dir import pretty
 from asyncrl.generation.shared_memory import SHARED_MEMORY, segments_of, sweep_shared_memory
 from asyncrl.learner.records import RunInfo
 from asyncrl.views.report import write_report
@@ -94,9 +94,7 @@ def clear(directory: Path) -> list[str]:
         if info is not None and info != read_info(directory):
             lines.insert(0, f"run {directory.name} {info.exit_reason}")
             try:
-                write_atomically(
-                    directory / "run.json", msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n"
-                )
+                write_atomically(directory / "run.json", pretty(info))
                 write_report(directory)
             except Exception as error:  # an unreadable record must not prevent the cleanup
                 logger.warning("%s does not record how the run ended: %s", directory, error)

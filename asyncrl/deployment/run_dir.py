@@ -21,7 +21,6 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -49,13 +48,13 @@ OF_EVERY_START = {"config.yaml", "run.json", "lock", "logs", "metrics", "samples
 class RunDir:
     """The directory of this process's run, from `create` to `close`."""
 
-    def __init__(self, path: Path, *, taken: "_Taken", info: RunInfo) -> None:
+    def __init__(self, path: Path, *, lock: BinaryIO, previous: Path | None, info: RunInfo) -> None:
         self.path = path
-        self.previous = taken.previous
+        self.previous = previous
         """New path of the directory of the previous run with this name; None if there was none."""
         self.targets_path = path / "metrics" / "targets.json"
         self.failures_path = path / "failures.json"
-        self._lock = taken.lock
+        self._lock = lock
         self._info = info
         self._failing: set[Path] = set()
         self._end: tuple[State, str] = ("finished", "done")
@@ -81,7 +80,8 @@ class RunDir:
             nonce=secrets.token_hex(8),
         )
         try:
-            run = cls(path, taken=_take(path, info), info=info)
+            lock, previous = _take(path, info)
+            run = cls(path, lock=lock, previous=previous, info=info)
             try:
                 run._lay_out(config)
             except OSError:
@@ -150,12 +150,12 @@ class RunDir:
     def write_failures(self, failures: Sequence[FailureCount]) -> None:
         """Writes `failures.json`: the number of failed rollouts by class and reason, with the first failure of each."""
         try:
-            write_atomically(self.failures_path, _pretty(failures))
+            write_atomically(self.failures_path, pretty(failures))
         except OSError as error:
             logger.error("cannot write %s: %s", self.failures_path, error)
 
     def write_summary(self, summary: Summary) -> None:
-        write_atomically(self.path / "summary.json", _pretty(summary))
+        write_atomically(self.path / "summary.json", pretty(summary))
 
     def close(self, *, state: State, reason: str) -> None:
         """Records how the run ended and releases the lock. A second call does nothing."""
@@ -199,7 +199,7 @@ class RunDir:
         self._write_info()
 
     def _write_info(self) -> None:
-        write_atomically(self.path / "run.json", _pretty(self._info))
+        write_atomically(self.path / "run.json", pretty(self._info))
 
     def _note(self, what: str, **changes: Any) -> None:
         """Changes run.json while the run lives. A failure is logged, because it must not end the run."""
@@ -242,17 +242,10 @@ def reward_log_path(config: Config) -> Path:
     return (config.run.dir / config.run.name / "logs" / "reward.log").absolute()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Taken:
-    """The lock on a run's directory, and the new path of the previous run's directory if it was moved."""
-
-    lock: BinaryIO
-    previous: Path | None
-
-
-def _take(path: Path, info: RunInfo) -> _Taken:
+def _take(path: Path, info: RunInfo) -> tuple[BinaryIO, Path | None]:
     """Locks `path`. If an ended run has records there, first moves its directory aside.
 
+    Returns the lock, and the new path of the ended run's directory if it was moved.
     Raises RunLocked if the run in `path` is alive.
     """
     previous: Path | None = None
@@ -283,7 +276,7 @@ def _take(path: Path, info: RunInfo) -> _Taken:
             lock.truncate(0)
             lock.write(f"pid {info.pid} on {info.host} since {info.started}\n".encode())
             lock.flush()
-            return _Taken(lock=lock, previous=previous)
+            return lock, previous
 
 
 def _has_records(path: Path) -> bool:
@@ -297,7 +290,8 @@ def _free_name(path: Path) -> Path:
     return aside
 
 
-def _pretty(record: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
+def pretty(record: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
+    """Returns the JSON of a record, indented."""
     return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
 
 

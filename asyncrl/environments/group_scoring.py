@@ -7,15 +7,14 @@ import asyncio
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, chain
 
 from msgspec.structs import replace
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.environments.reward_function import RewardFunction, subject
 from asyncrl.environments.scoring_messages import Failure, Group, Reply, Request, Result, RewardFailure
-from asyncrl.environments.secrets import Secrets, needed_variable
+from asyncrl.environments.secrets import Secrets, secrets_hint
 from asyncrl.user_code import describe_error
 
 CANCEL_GRACE_S = 1.0
@@ -47,6 +46,7 @@ class GroupScoring:
         self._begin = begin
         self._secrets = secrets or Secrets()
         self._withheld = withheld
+        self._unfinished: set[int] = set()  # numbers of the completions whose calls have not ended
         self._runner = asyncio.Runner() if reward.form.asynchronous else None
 
     def score(self, request: Request) -> Reply:
@@ -61,57 +61,68 @@ class GroupScoring:
         return Reply(id=request.id, results=tuple(results))
 
     def _scored(self, group: Group) -> Result:
-        if self._form.batched:
-            try:
-                self._begin(0)
-                value = self._function(group.task, group.completions)
-                return Result(rewards=_numbers(value, len(group.completions)))
-            except BaseException as error:
-                return self._failed(group, error, sample=None)
-        rewards: list[float] = []
-        sample = 0
+        """Makes the calls of one group one after the other."""
+        sample = None
         try:
+            if self._form.batched:
+                self._begin(0)
+                return Result(rewards=_numbers(self._function(group.task, group.completions), len(group.completions)))
+            rewards: list[float] = []
             for sample, completion in enumerate(group.completions):
                 self._begin(sample)
                 rewards.append(_number(self._function(group.task, completion)))
+            return Result(rewards=tuple(rewards))
         except BaseException as error:  # also SystemExit and the like, because this is the user's code
             return self._failed(group, error, sample=sample)
-        return Result(rewards=tuple(rewards))
 
     async def _at_once(self, groups: Sequence[Group]) -> list[Result]:
         """Starts all calls of all groups at once and waits for them."""
-        sizes = [len(group.completions) for group in groups]
-        offsets = [0, *accumulate(sizes)]
-        unfinished = set(range(offsets[-1]))
-
-        def finished(samples: range) -> None:
-            unfinished.difference_update(samples)
-            self._begin(min(unfinished, default=0))
-
+        ends = accumulate(len(group.completions) for group in groups)
+        numbers = [range(end - len(group.completions), end) for group, end in zip(groups, ends, strict=True)]
+        self._unfinished = set(chain.from_iterable(numbers))
         self._begin(0)
-        calls = [
-            _Calls(self._function, group, batched=self._form.batched, offset=offset, finished=finished)
-            for group, offset in zip(groups, offsets, strict=False)
-        ]
-        return list(
-            await asyncio.gather(*[self._awaited(group, call) for group, call in zip(groups, calls, strict=True)])
-        )
+        return await asyncio.gather(*map(self._awaited, groups, numbers))
 
-    async def _awaited(self, group: Group, calls: "_Calls") -> Result:
-        """Waits for the calls of one group. The group's first failure, or its time limit, cancels its other calls."""
-        count, timeout_s = len(group.completions), self._section.score_timeout_s
-        late, stubborn = await calls.run(self._form.limit_s(timeout_s, count))
+    async def _awaited(self, group: Group, numbers: range) -> Result:
+        """Runs the calls of one group at once. The group's first failure, or its time limit, cancels its other calls.
+
+        `numbers` are the numbers of the group's completions in the request.
+        """
+        count, timeout_s, batched = len(group.completions), self._section.score_timeout_s, self._form.batched
+        if batched:
+            calls = [asyncio.create_task(self._call(group, group.completions, numbers))]
+        else:
+            each = zip(group.completions, numbers, strict=True)
+            calls = [asyncio.create_task(self._call(group, text, range(n, n + 1))) for text, n in each]
+        limit_s = self._form.limit_s(timeout_s, count)
+        done, late = await asyncio.wait(calls, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+        for call in late:
+            call.cancel()
+        cancelled = asyncio.gather(*late, return_exceptions=True)
+        _, stubborn = await asyncio.wait([cancelled], timeout=CANCEL_GRACE_S)
         retire = "has a reward call that did not end when it was cancelled" if stubborn else ""
-        if calls.errors:
-            first = min(calls.errors)
-            failed = self._failed(group, calls.errors[first], sample=None if self._form.batched else first)
+        errors = [(index, error) for index, call in enumerate(calls) if call in done and (error := call.exception())]
+        if late and not errors:
+            overran = _Unusable(RewardFailure.TIMEOUT, self._form.overran(timeout_s, count))
+            errors = [(min(map(calls.index, late)), overran)]
+        if errors:
+            index, error = errors[0]
+            failed = self._failed(group, error.__cause__ or error, sample=None if batched else index)
             return replace(failed, retire=failed.retire or retire)
-        if late:
-            message = f"{self._subject} {self._form.overran(timeout_s, count)}"
-            sample = _only(None if self._form.batched else min(late), count)
-            failure = Failure(reason=RewardFailure.TIMEOUT, sample=sample, message=message)
-            return Result(failure=failure, retire=retire)
-        return Result(rewards=calls.rewards)
+        return Result(rewards=tuple(chain.from_iterable(call.result() for call in calls)))
+
+    async def _call(self, group: Group, argument: object, numbers: range) -> tuple[float, ...]:
+        """Makes one call for the completions with these numbers and returns their rewards. Raises _CallFailed."""
+        try:
+            value = await self._function(group.task, argument)
+            return _numbers(value, len(numbers)) if self._form.batched else (_number(value),)
+        except GeneratorExit:  # the event loop was broken, and Python discards this coroutine
+            raise
+        except BaseException as error:
+            raise _CallFailed from error
+        finally:
+            self._unfinished.difference_update(numbers)
+            self._begin(min(self._unfinished, default=0))
 
     def _failed(self, group: Group, error: BaseException, *, sample: int | None) -> Result:
         if isinstance(error, _Unusable):
@@ -120,96 +131,29 @@ class GroupScoring:
         else:
             reason = RewardFailure.RAISED
             what = f"raised {describe_error(error, redact=self._secrets.redact)}{self._hint(error)}"
-        sample = _only(sample, len(group.completions))
+        if sample is None and len(group.completions) == 1:
+            sample = 0  # only this completion can have failed
         failure = Failure(reason=reason, sample=sample, message=f"{self._subject} {what}")
         return Result(failure=failure, retire=_OUT_OF_MEMORY if isinstance(error, MemoryError) else "")
 
     def _hint(self, error: BaseException) -> str:
         if isinstance(error, MemoryError):
             return f"; the limit is environment.score_memory_mib = {self._section.score_memory_mib}, raise it if needed"
-        if name := needed_variable(error, self._withheld):
-            return secrets_hint(name)
-        return ""
+        return secrets_hint(error, self._withheld)
 
 
-def secrets_hint(name: str) -> str:
-    """Returns the end of an error message for reward code that needs the environment variable `name`."""
-    return f"; add {name} to environment.secrets: reward code sees only the variables that are named there"
-
-
-class _Calls:
-    """Runs the calls of one group at once in the running event loop.
-
-    `offset` is the number of the group's first completion in the request. `finished` is called with the numbers of the
-    completions whose call has ended.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        group: Group,
-        *,
-        batched: bool,
-        offset: int,
-        finished: Callable[[range], None],
-    ) -> None:
-        self._function = function
-        self._group = group
-        self._batched = batched
-        self._offset = offset
-        self._finished = finished
-        self._values: dict[int, tuple[float, ...]] = {}
-        self._cancelling = False
-        self._failed = asyncio.Event()
-        self.errors: dict[int, BaseException] = {}
-
-    @property
-    def rewards(self) -> tuple[float, ...]:
-        return tuple(reward for _, rewards in sorted(self._values.items()) for reward in rewards)
-
-    async def run(self, limit_s: float) -> tuple[list[int], bool]:
-        """Runs the calls for at most `limit_s` seconds. Returns the indexes of the calls that had to be cancelled, and
-        whether a call still runs after its cancellation."""
-        completions = self._group.completions
-        arguments = [completions] if self._batched else list(completions)
-        tasks = [asyncio.create_task(self._call(index, each)) for index, each in enumerate(arguments)]
-        failed = asyncio.create_task(self._failed.wait())
-        either: list[asyncio.Future[Any]] = [asyncio.gather(*tasks, return_exceptions=True), failed]
-        await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        self._cancelling = True
-        failed.cancel()
-        left = [index for index, task in enumerate(tasks) if not task.done()]
-        for index in left:
-            tasks[index].cancel()
-        if left:
-            await asyncio.wait([tasks[index] for index in left], timeout=CANCEL_GRACE_S)
-        return left, any(not task.done() for task in tasks)
-
-    async def _call(self, index: int, argument: object) -> None:
-        count = len(self._group.completions)
-        try:
-            value = await self._function(self._group.task, argument)
-            self._values[index] = _numbers(value, count) if self._batched else (_number(value),)
-        except GeneratorExit:  # the event loop was broken, and Python discards this coroutine
-            raise
-        except BaseException as error:  # also SystemExit, which would end the event loop
-            if not self._cancelling:
-                self.errors[index] = error
-                self._failed.set()
-        first = self._offset + index
-        self._finished(range(first, first + (count if self._batched else 1)))
+class _CallFailed(Exception):
+    """A call of an asynchronous reward failed. The cause is the error of the call: it may be SystemExit, with which a
+    task would end the event loop."""
 
 
 class _Unusable(Exception):
+    """A call gave no usable reward. `sample` is the index of the completion, if only one of a batch has no reward."""
+
     def __init__(self, reason: RewardFailure, message: str, *, sample: int | None = None) -> None:
         super().__init__(message)
         self.reason = reason
         self.sample = sample
-
-
-def _only(sample: int | None, completions: int) -> int | None:
-    """Returns 0 for a call with exactly one completion: only that completion can have failed. Otherwise `sample`."""
-    return 0 if sample is None and completions == 1 else sample
 
 
 def _number(value: object, *, at: str = "", sample: int | None = None) -> float:

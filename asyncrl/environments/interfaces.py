@@ -5,13 +5,12 @@ The rest of the system uses an environment only through `Environment`, and finds
 every process. Reward code is the user's code: it runs in the processes of `scoring.py`, not in the generator.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
-from asyncrl.config.import_path import call_with_options, is_import_path, resolve, suggest
+from asyncrl.config.import_path import call_with_options, resolve
 from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.prompts import Row, Task, apply_template, read_jsonl, read_rows, split
 from asyncrl.environments.reward_function import RewardFunction, reward_function
@@ -45,14 +44,8 @@ def build_environment(section: EnvironmentSection) -> Environment:
             from asyncrl.environments.reasoning_gym import ReasoningGym as factory
         case "math":
             from asyncrl.environments.math import Math as factory
-        case path if is_import_path(path):
+        case path:
             factory = resolve(path, key="environment.name")
-        case name:
-            hint = suggest(name, ["reasoning_gym", "math"])
-            raise ConfigError(
-                f"environment.name: {name!r} is neither reasoning_gym, math nor an import path{hint}",
-                key="environment.name",
-            )
     environment = call_with_options(factory, section.options, key="environment.options")
     if not isinstance(environment, Environment):
         raise ConfigError(
@@ -77,14 +70,8 @@ def build_reward(section: EnvironmentSection) -> RewardFunction:
             from asyncrl.environments.verifiers import exact_match as function
         case "math_verify":
             from asyncrl.environments.verifiers import math_verify as function
-        case path if is_import_path(path):
+        case path:
             function = resolve(path, key="environment.reward")
-        case name:
-            hint = suggest(name, ["exact_match", "math_verify"])
-            raise ConfigError(
-                f"environment.reward: {name!r} is neither exact_match, math_verify nor an import path{hint}",
-                key="environment.reward",
-            )
     return reward_function(function, section)
 
 
@@ -122,55 +109,40 @@ def read_tasks(config: Config, *, first: int | None = None) -> list[Task]:
     becomes a DatasetError.
     """
     data = config.data
-    match data.dataset:
-        case "environment":
-            name = config.environment.name
-            with _described(f"environment.name = {name}"):
-                own = build_environment(config.environment).tasks(config.run.seed)
-            tasks, skipped = read_rows(
-                _items(own, first=first, key="environment.name", path=name), source=name, on_bad_row=data.on_bad_row
-            )
-        case "jsonl":
-            if data.path is None:
-                raise ConfigError(
-                    "data.path: must be set for data.dataset = jsonl; give the path of the file", key="data.path"
-                )
-            tasks, skipped = read_jsonl(data.path, on_bad_row=data.on_bad_row, first=first)
-        case path if is_import_path(path):
-            function = resolve(path, key="data.dataset")
-            with _described(f"data.dataset = {path}"):
-                made = call_with_options(function, data.options, key="data.options")
-            tasks, skipped = read_rows(
-                _items(made, first=first, key="data.dataset", path=path), source=path, on_bad_row=data.on_bad_row
-            )
-        case name:
-            hint = suggest(name, ["environment", "jsonl"])
+    if data.dataset == "jsonl":
+        if data.path is None:
             raise ConfigError(
-                f"data.dataset: {name!r} is neither environment, jsonl nor an import path{hint}", key="data.dataset"
+                "data.path: must be set for data.dataset = jsonl; give the path of the file", key="data.path"
             )
+        tasks, skipped = read_jsonl(data.path, on_bad_row=data.on_bad_row, first=first)
+    else:
+        own = data.dataset == "environment"
+        key, source = ("environment.name", config.environment.name) if own else ("data.dataset", data.dataset)
+        rows = _rows_of_code(config, key=key, source=source, first=first)
+        tasks, skipped = read_rows(rows, source=source, on_bad_row=data.on_bad_row)
     if skipped:
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
         _log.warning("%s: skipped %d rows (%s)", data.path or data.dataset, sum(skipped.values()), counts)
     return apply_template(data.prompt_template, tasks)
 
 
-def _items(made: object, *, first: int | None, key: str, path: str) -> Iterator[Row]:
-    """Yields the rows that a user's function returned or yields. Raises DatasetError when its code raises."""
-    if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
-        raise DatasetError(
-            f"{key} = {path} returned a {type(made).__name__}; return or yield asyncrl Tasks, or dicts with the texts "
-            "'prompt' and 'answer'"
-        )
-    with _described(f"{key} = {path}"):
-        yield from islice(made, first)
+def _rows_of_code(config: Config, *, key: str, source: str, first: int | None) -> Iterator[Row]:
+    """Yields the rows of the environment, or of the function `source`; at most `first`.
 
-
-@contextlib.contextmanager
-def _described(source: str) -> Iterator[None]:
-    """Turns an error of the user's code into a DatasetError that says what was raised, and where."""
+    Raises DatasetError when the user's code raises, which says what was raised, and where.
+    """
     try:
-        yield
+        if key == "environment.name":
+            made: object = build_environment(config.environment).tasks(config.run.seed)
+        else:
+            made = call_with_options(resolve(source, key=key), config.data.options, key="data.options")
+        if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
+            raise DatasetError(
+                f"{key} = {source} returned a {type(made).__name__}; return or yield asyncrl Tasks, or dicts with the "
+                "texts 'prompt' and 'answer'"
+            )
+        yield from islice(made, first)
     except AsyncRLError:
         raise
     except Exception as error:
-        raise DatasetError(f"{source} raised {describe_error(error)}") from error
+        raise DatasetError(f"{key} = {source} raised {describe_error(error)}") from error

@@ -9,13 +9,14 @@ tree and session on purpose, and it does not limit access to the file system or 
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
@@ -66,7 +67,7 @@ class Scorer:
                 start_timeout_s=start_timeout_s,
                 closing=self._closing,
                 secrets=secrets or Secrets(),
-                output=output or _log_line,
+                output=output or functools.partial(_log.info, "reward code: %s"),
             )
             for _ in range(section.score_workers)
         ]
@@ -76,16 +77,6 @@ class Scorer:
         # that started it ends.
         self._threads: list[threading.Thread] = []
         self._started: list[Future[None]] = []
-
-    @property
-    def replacements(self) -> int:
-        """Number of processes that were killed or found dead, and replaced."""
-        return sum(process.replacements for process in self._processes)
-
-    @property
-    def pids(self) -> list[int]:
-        """Ids of the processes that are alive."""
-        return [process.pid for process in self._processes if process.pid is not None]
 
     async def start(self) -> None:
         """Starts all processes. Call it before the first score. Raises ConfigError, or InfraError with the reason
@@ -107,8 +98,6 @@ class Scorer:
             return []
         parts = [(each,) for each in completions] if self._shared() else [tuple(completions)]
         calls = [self._in_line(Group(task=task, completions=part)) for part in parts]
-        if len(calls) == 1:
-            return await calls[0]
         try:
             return [reward for rewards in await asyncio.gather(*calls) for reward in rewards]
         finally:
@@ -117,10 +106,9 @@ class Scorer:
 
     def _in_line(self, group: Group) -> "asyncio.Future[list[float]]":
         self._start_threads()
-        loop = asyncio.get_running_loop()
-        rewards: asyncio.Future[list[float]] = loop.create_future()
-        self._line.put(_Waiting(group=group, rewards=rewards, loop=loop))
-        return rewards
+        waiting = _Waiting(group=group)
+        self._line.put(waiting)
+        return asyncio.wrap_future(waiting.rewards)
 
     def _shared(self) -> bool:
         """Returns True if the completions of a group are divided among several processes."""
@@ -163,7 +151,7 @@ class Scorer:
     def _taken(self, first: "_Waiting", form: Form) -> "list[_Waiting]":
         """Takes the groups to score together, and drops cancelled ones. Takes more than one group only if the reward
         is async."""
-        taken = [] if first.rewards.cancelled() else [first]
+        taken = [first] if first.rewards.set_running_or_notify_cancel() else []
         completions = len(first.group.completions)
         with contextlib.suppress(queue.Empty):
             while form.asynchronous and completions < AWAITED_AT_ONCE:
@@ -171,7 +159,7 @@ class Scorer:
                 if waiting is None:
                     self._line.put(None)  # the end mark, which the next `get` must find
                     break
-                if not waiting.rewards.cancelled():
+                if waiting.rewards.set_running_or_notify_cancel():
                     taken.append(waiting)
                     completions += len(waiting.group.completions)
         return taken
@@ -192,7 +180,8 @@ class Scorer:
             thread.join()
         with contextlib.suppress(queue.Empty):
             while True:  # groups that were added while closing
-                if (waiting := self._line.get_nowait()) is not None:
+                waiting = self._line.get_nowait()
+                if waiting is not None and waiting.rewards.set_running_or_notify_cancel():
                     waiting.deliver(closed())
         for process in self._processes:
             process.discard()
@@ -200,25 +189,13 @@ class Scorer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Waiting:
-    """A waiting group, and the future of its caller, which belongs to the caller's event loop."""
+    """A waiting group and its rewards. `rewards` is cancelled if the caller has given up before the scoring begins."""
 
     group: Group
-    rewards: "asyncio.Future[list[float]]"
-    loop: asyncio.AbstractEventLoop
+    rewards: "Future[list[float]]" = field(default_factory=Future)
 
     def deliver(self, result: list[float] | Exception) -> None:
-        """Sets the result. It may be called from any thread."""
-        with contextlib.suppress(RuntimeError):  # the caller's event loop is closed
-            self.loop.call_soon_threadsafe(self._set, result)
-
-    def _set(self, result: list[float] | Exception) -> None:
-        if self.rewards.done():
-            return
         if isinstance(result, Exception):
             self.rewards.set_exception(result)
         else:
             self.rewards.set_result(result)
-
-
-def _log_line(line: str) -> None:
-    _log.info("reward code: %s", line)

@@ -10,11 +10,8 @@ import msgspec
 from asyncrl.data.prompts import Task
 from asyncrl.environments.reward_function import Form
 
-MAX_FRAME_BYTES = 64 * 2**20
+MAX_MESSAGE_BYTES = 64 * 2**20
 """Longest message in either direction. A group of completions is far smaller."""
-
-HEADER_BYTES = 4
-"""Size of the length at the beginning of a frame."""
 
 
 class RewardFailure(StrEnum):
@@ -86,13 +83,13 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Encodes a frame: the length in four big-endian bytes, then JSON. Raises ValueError beyond MAX_FRAME_BYTES."""
-    body = msgspec.json.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
+    """Encodes a message as one line of JSON. Raises ValueError beyond MAX_MESSAGE_BYTES."""
+    line = msgspec.json.encode(message) + b"\n"
+    if len(line) > MAX_MESSAGE_BYTES:
         raise ValueError(
-            f"a message has {len(body)} bytes, more than the limit of {MAX_FRAME_BYTES}; send shorter completions"
+            f"a message has {len(line)} bytes, more than the limit of {MAX_MESSAGE_BYTES}; send shorter completions"
         )
-    return len(body).to_bytes(HEADER_BYTES, "big") + body
+    return line
 
 
 class Progress:

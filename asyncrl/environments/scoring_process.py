@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,8 +24,7 @@ from asyncrl.environments.group_scoring import CANCEL_GRACE_S
 from asyncrl.environments.output import OutputReader
 from asyncrl.environments.reward_function import Form, subject
 from asyncrl.environments.scoring_messages import (
-    HEADER_BYTES,
-    MAX_FRAME_BYTES,
+    MAX_MESSAGE_BYTES,
     Group,
     Message,
     Progress,
@@ -65,10 +64,6 @@ class _Late(Exception):
     """The deadline has passed."""
 
 
-class _NotSendable(Exception):
-    """A request cannot be encoded as a message."""
-
-
 class ScoringProcess:
     """One scoring process and its replacements. One thread uses it at a time. `kill` may be called from any thread."""
 
@@ -87,35 +82,26 @@ class ScoringProcess:
         self._start_timeout_s = start_timeout_s
         self._closing = closing
         self._lock = threading.Lock()  # keeps a process from being started or reaped while another thread kills it
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._progress: Progress | None = None
-        self._reader: OutputReader | None = None
+        self._child: _Child | None = None
         self._requests = 0
-        self.replacements = 0
         self.form = Form()
         """How the reward is called. It is valid after the first start of a process."""
-
-    @property
-    def pid(self) -> int | None:
-        """The id of the process while it is alive, otherwise None."""
-        process = self._process
-        return process.pid if process is not None and _alive(process) else None
 
     def start(self) -> None:
         """Makes sure that a process is alive and ready for requests. Starts or replaces it if needed."""
         if self._closing.is_set():
             raise closed()
-        if self._process is not None:
-            if _alive(self._process):
+        if self._child is not None:
+            if self._child.alive():
                 return
             self._replace("was found dead")
-        self._spawn()
+        child = self._spawned()
         deadline_s = time.monotonic() + self._start_timeout_s
         withheld = tuple(os.environ.keys() - self._environment().keys())
+        start = Start(section=self._section.model_dump_json(), withheld=withheld)
         try:
-            self._send(Start(section=self._section.model_dump_json(), withheld=withheld), deadline_s=deadline_s)
-            started = self._receive(Started, deadline=lambda: deadline_s)
+            child.send(encode(start), deadline_s=deadline_s)
+            started = child.receive(Started, deadline=lambda: deadline_s)
         except (_Died, _Late) as error:
             status = self.discard()
             raise InfraError(
@@ -131,14 +117,12 @@ class ScoringProcess:
     def score(self, groups: Sequence[Group]) -> list[list[float] | DataError]:
         """Returns the rewards of each group, or its error. Takes several groups only for an asynchronous reward."""
         self.start()
-        deadline = self._deadline(groups)
+        child = self._child
+        assert child is not None
         self._requests += 1
         try:
-            self._send(Request(id=self._requests, groups=tuple(groups)), deadline_s=deadline())
-            reply = self._receive(Reply, deadline=deadline)
-            if reply.id != self._requests or not _fits(reply.results, groups):
-                raise _Died("sent a reply that does not belong to the request")
-        except _NotSendable as error:
+            request = encode(Request(id=self._requests, groups=tuple(groups)))
+        except (TypeError, ValueError) as error:  # metadata that is not JSON, or a message that is too long
             if len(groups) > 1:  # send the groups one by one to find the one that cannot be sent
                 return [result for group in groups for result in self.score([group])]
             return [
@@ -148,8 +132,14 @@ class ScoringProcess:
                     reason="not_scorable",
                 )
             ]
+        deadline = self._deadline(groups, child.progress)
+        try:
+            child.send(request, deadline_s=deadline())
+            reply = child.receive(Reply, deadline=deadline)
+            if reply.id != self._requests or not _fits(reply.results, groups):
+                raise _Died("sent a reply that does not belong to the request")
         except _Late:
-            under_way = self._under_way(groups)
+            under_way = self._under_way(groups, child.progress)
             self._replace("exceeded its time limit")
             timeout_s = self._section.score_timeout_s
             blocked = "; it blocked its event loop: use `await` for calls that take time, or remove `async`"
@@ -163,7 +153,7 @@ class ScoringProcess:
                 for group, completion in zip(groups, under_way, strict=True)
             ]
         except _Died as error:
-            under_way = self._under_way(groups)
+            under_way = self._under_way(groups, child.progress)
             status = self._replace("died")
             if self._closing.is_set():
                 raise closed() from error
@@ -171,18 +161,17 @@ class ScoringProcess:
             return [DataError(message, reason=RewardFailure.CRASHED, completion=completion) for completion in under_way]
         if retire := next((result.retire for result in reply.results if result.retire), ""):
             self._replace(retire)
-        elif self._left_behind() > _MAX_LEFT_BEHIND:
+        elif len(_descendants(child.process.pid)) > _MAX_LEFT_BEHIND:
             self._replace(f"left more than {_MAX_LEFT_BEHIND} processes behind")
         return [_outcome(result, group) for result, group in zip(reply.results, groups, strict=True)]
 
-    def _deadline(self, groups: Sequence[Group]) -> Callable[[], float]:
+    def _deadline(self, groups: Sequence[Group], progress: Progress) -> Callable[[], float]:
         """Returns a function that gives the deadline of a request that begins now.
 
         If the reward takes one completion after the other, the deadline moves with the progress: each completion has
         `score_timeout_s` from its beginning. The deadline never exceeds the limits of all completions together.
         """
-        progress, timeout_s = self._progress, self._section.score_timeout_s
-        assert progress is not None
+        timeout_s = self._section.score_timeout_s
         progress.begin(0)
         begun_s = time.monotonic()
         most = max(len(group.completions) for group in groups)
@@ -192,11 +181,10 @@ class ScoringProcess:
             return lambda: latest_s
         return lambda: min(progress.read()[1], begun_s + timeout_s * (most - 1)) + timeout_s
 
-    def _under_way(self, groups: Sequence[Group]) -> list[str]:
+    def _under_way(self, groups: Sequence[Group], progress: Progress) -> list[str]:
         """Returns for each group the completion that was being scored. It is empty if the group's scoring had not begun
         or had ended, and if several completions were scored in one call."""
-        assert self._progress is not None
-        sample, _ = self._progress.read()
+        sample, _ = progress.read()
         found: list[str] = []
         for group in groups:
             alone = not self.form.batched or len(group.completions) == 1
@@ -207,57 +195,30 @@ class ScoringProcess:
     def kill(self) -> None:
         """Ends the process and its descendants. The thread that uses the process then finds it dead."""
         with self._lock:
-            if self._process is not None:
-                _kill_tree(self._process)
+            if self._child is not None:
+                _kill_tree(self._child.process)
 
     def discard(self) -> str:
         """Kills the process and closes its socket, pipe and shared memory. Returns how it ended."""
         self.kill()
-        process, self._process = self._process, None
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if self._reader is not None:
-            self._reader.join()
-            self._reader = None
-        if self._progress is not None:
-            self._progress.close()
-            self._progress = None
-        return _ending(process)
+        child, self._child = self._child, None
+        if child is None:
+            return "not started"
+        child.close()
+        return _ending(child.process)
 
     def _replace(self, why: str) -> str:
         status = self.discard()
-        self.replacements += 1
         if not self._closing.is_set():
             _log.warning("a scoring process is replaced, because it %s (%s)", why, status)
         return status
 
-    def _left_behind(self) -> int:
-        return len(_descendants(self._process.pid)) if self._process is not None else 0
-
-    def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        with self._lock, theirs, contextlib.ExitStack() as stack:
+    def _spawned(self) -> "_Child":
+        with self._lock:
             if self._closing.is_set():
-                ours.close()
                 raise closed()
-            progress = os.memfd_create("asyncrl scoring progress")
-            stack.callback(os.close, progress)
-            os.ftruncate(progress, Progress.BYTES)
-            printed, prints = os.pipe()
-            stack.callback(os.close, prints)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _WORKER_MODULE, str(theirs.fileno()), str(os.getpid()), str(progress)],
-                stdin=subprocess.DEVNULL,
-                stdout=prints,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno(), progress],
-                env=self._environment(),
-                start_new_session=True,  # a process group of its own, so that one kill also reaches forked processes
-            )
-            self._socket = ours
-            self._progress = Progress(progress)
-            self._reader = OutputReader(printed, pid=self._process.pid, secrets=self._secrets, output=self._output)
+            self._child = _Child(environment=self._environment(), secrets=self._secrets, output=self._output)
+            return self._child
 
     def _environment(self) -> dict[str, str]:
         """Returns the environment of a scoring process: a few general variables, the secrets of the config but no other
@@ -267,58 +228,84 @@ class ScoringProcess:
         search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         return kept | threads | self._secrets.environment | {"PYTHONPATH": search_path, "PYTHONHASHSEED": "0"}
 
-    def _send(self, message: msgspec.Struct, *, deadline_s: float) -> None:
-        assert self._socket is not None
+
+class _Child:
+    """A process of reward code, with its socket, the shared memory of its progress, and the reader of its output."""
+
+    def __init__(self, *, environment: Mapping[str, str], secrets: Secrets, output: Callable[[str], None]) -> None:
+        self._socket, theirs = socket.socketpair()
+        progress = os.memfd_create("asyncrl scoring progress")
+        os.ftruncate(progress, Progress.BYTES)
+        printed, prints = os.pipe()
         try:
-            frame = encode(message)
-        except (TypeError, ValueError) as error:  # metadata that is not JSON, or a message that is too long
-            raise _NotSendable(str(error)) from error
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _WORKER_MODULE, str(theirs.fileno()), str(os.getpid()), str(progress)],
+                stdin=subprocess.DEVNULL,
+                stdout=prints,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno(), progress],
+                env=environment,
+                start_new_session=True,  # a process group of its own, so that one kill also reaches forked processes
+            )
+            self.progress = Progress(progress)
+        finally:
+            theirs.close()
+            os.close(progress)
+            os.close(prints)
+        self._death = os.pidfd_open(self.process.pid)
+        self._reader = OutputReader(printed, pid=self.process.pid, secrets=secrets, output=output)
+
+    def close(self) -> None:
+        """Closes everything. Call it after the process has ended."""
+        self._socket.close()
+        self._reader.join()
+        self.progress.close()
+        os.close(self._death)
+
+    def alive(self) -> bool:
+        """Checks without reaping: until a dead process is reaped, no other process can get its id or group."""
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
+
+    def send(self, message: bytes, *, deadline_s: float) -> None:
         self._socket.settimeout(max(0.001, deadline_s - time.monotonic()))
         try:
-            self._socket.sendall(frame)
+            self._socket.sendall(message)
         except TimeoutError as error:
             raise _Late("does not read its requests") from error
         except OSError as error:
             raise _Died("closed its connection") from error
 
-    def _receive(self, kind: type[Message], *, deadline: Callable[[], float]) -> Message:
-        size = int.from_bytes(self._receive_exactly(HEADER_BYTES, deadline=deadline), "big")
-        if size > MAX_FRAME_BYTES:
-            raise _Died(f"sent a message of {size} bytes, beyond the limit of {MAX_FRAME_BYTES}")
+    def receive(self, kind: type[Message], *, deadline: Callable[[], float]) -> Message:
+        """Receives one message. Watches the process as well as the socket, because a forked child may keep the socket
+        open after the process has died."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.register(self._death, select.POLLIN)
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            left_s = deadline() - time.monotonic()
+            if left_s <= 0:
+                raise _Late("does not answer")
+            events = dict(poll.poll(left_s * 1000))
+            if self._socket.fileno() in events:  # check this first: a dead process may have left a last reply
+                line += self._received()
+            elif events:
+                raise _Died("ended")
+            if len(line) > MAX_MESSAGE_BYTES:
+                raise _Died(f"sent a message beyond the limit of {MAX_MESSAGE_BYTES} bytes")
         try:
-            return msgspec.json.decode(self._receive_exactly(size, deadline=deadline), type=kind)
+            return msgspec.json.decode(line, type=kind)
         except msgspec.DecodeError as error:
             raise _Died(f"sent a malformed message, {error}") from error
 
-    def _receive_exactly(self, size: int, *, deadline: Callable[[], float]) -> bytes:
-        """Receives `size` bytes. Watches the process as well as the socket, because a forked child may keep the socket
-        open after the process has died."""
-        assert self._socket is not None
-        assert self._process is not None
-        data = bytearray()
-        try:
-            death = os.pidfd_open(self._process.pid)
-        except ProcessLookupError:
-            raise _Died("ended") from None
-        try:
-            poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
-            poll.register(death, select.POLLIN)
-            while len(data) < size:
-                left_s = deadline() - time.monotonic()
-                if left_s <= 0:
-                    raise _Late("does not answer")
-                events = dict(poll.poll(left_s * 1000))
-                if self._socket.fileno() in events:  # check this first: a dead process may have left a last reply
-                    chunk = _received(self._socket, size - len(data))
-                    if not chunk:
-                        raise _Died("closed its connection")
-                    data += chunk
-                elif events:
-                    raise _Died("ended")
-        finally:
-            os.close(death)
-        return bytes(data)
+    def _received(self) -> bytes:
+        with contextlib.suppress(ConnectionError):
+            if data := self._socket.recv(2**20):
+                return data
+        raise _Died("closed its connection")
 
 
 def closed() -> InfraError:
@@ -339,21 +326,6 @@ def _outcome(result: Result, group: Group) -> list[float] | DataError:
         return list(result.rewards)
     completion = "" if failure.sample is None else group.completions[failure.sample]
     return DataError(failure.message, reason=failure.reason, completion=completion)
-
-
-def _received(connection: socket.socket, size: int) -> bytes:
-    try:
-        return connection.recv(min(size, 2**20))
-    except ConnectionError:
-        return b""
-
-
-def _alive(process: subprocess.Popen[bytes]) -> bool:
-    """Checks without reaping: until a dead process is reaped, no other process can get its id or group."""
-    try:
-        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:
-        return False
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:
@@ -388,8 +360,8 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _ending(process: subprocess.Popen[bytes] | None) -> str:
-    if process is None or process.returncode is None:
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    if process.returncode is None:
         return "still running"
     if process.returncode < 0:
         return f"signal {signal.Signals(-process.returncode).name}"

@@ -1,7 +1,7 @@
 """The process that runs reward code: `python -m asyncrl.environments.scoring_worker SOCKET PARENT_PID PROGRESS`.
 
 `scoring_process.py` starts it. It reads one `Start`, and then answers each `Request` with one `Reply`. Messages are
-length-prefixed JSON on an inherited socket. PROGRESS is the file descriptor of the shared memory of `Progress`.
+lines of JSON on an inherited socket. PROGRESS is the file descriptor of the shared memory of `Progress`.
 Standard output and standard error are a pipe to the parent. The module imports none of torch, ray and vllm, so that
 only the environment decides how long the start takes.
 """
@@ -12,15 +12,15 @@ import os
 import resource
 import socket
 import sys
-from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
+import psutil
 
 from asyncrl.config.schema import EnvironmentSection
-from asyncrl.environments.group_scoring import GroupScoring, secrets_hint
+from asyncrl.environments.group_scoring import GroupScoring
 from asyncrl.environments.interfaces import build_reward
 from asyncrl.environments.scoring_messages import (
-    HEADER_BYTES,
     Message,
     Progress,
     Request,
@@ -28,7 +28,7 @@ from asyncrl.environments.scoring_messages import (
     Started,
     encode,
 )
-from asyncrl.environments.secrets import Secrets, needed_variable
+from asyncrl.environments.secrets import Secrets, secrets_hint
 from asyncrl.errors import ConfigError
 from asyncrl.parent_death import die_with
 from asyncrl.user_code import describe_error
@@ -44,13 +44,13 @@ def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> N
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # flush every line, because the process may be killed at any time
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    start = _receive(connection, Start)
+    messages = connection.makefile("rb")
+    start = _receive(messages, Start)
     section = EnvironmentSection.model_validate_json(start.section)
     secrets = Secrets({name: os.environ[name] for name in section.secrets if name in os.environ})
 
     def refuse(message: str, error: Exception, *, key: str) -> None:
-        name = needed_variable(error, start.withheld)
-        hint = secrets_hint(name) if name else ""
+        hint = secrets_hint(error, start.withheld)
         connection.sendall(encode(Started(error=secrets.redact(message) + hint, key=key)))
 
     try:
@@ -66,26 +66,18 @@ def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> N
     connection.sendall(encode(Started(form=reward.form)))
     own_pid = os.getpid()
     while True:
-        request = _receive(connection, Request)
+        request = _receive(messages, Request)
         reply = scoring.score(request)
         if os.getpid() != own_pid:
             os._exit(0)  # reward code has forked and this is the copy; only the original process replies
         connection.sendall(encode(reply))
 
 
-def _receive(connection: socket.socket, kind: type[Message]) -> Message:
-    header = _receive_exactly(connection, HEADER_BYTES)
-    return msgspec.json.decode(_receive_exactly(connection, int.from_bytes(header, "big")), type=kind)
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        chunk = connection.recv(min(size - len(data), 2**20))
-        if not chunk:
-            os._exit(0)  # the parent has closed its end or has died
-        data += chunk
-    return bytes(data)
+def _receive(messages: BinaryIO, kind: type[Message]) -> Message:
+    line = messages.readline()
+    if not line.endswith(b"\n"):
+        os._exit(0)  # the parent has closed its end or has died
+    return msgspec.json.decode(line, type=kind)
 
 
 def _die_with(parent_pid: int) -> None:
@@ -98,15 +90,15 @@ def _die_with(parent_pid: int) -> None:
 
 def _limit(*, memory_bytes: int) -> None:
     """Sets the limits for reward code. Call it after the imports, so that the limits need no allowance for them."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
-    _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + memory_bytes)
+    _lower(resource.RLIMIT_AS, psutil.Process().memory_info().vms + memory_bytes)
     _lower(resource.RLIMIT_CORE, 0)
     if sys.platform == "linux":
         # The kernel counts all threads of the user against this limit. It does not apply the limit to root.
-
         uid = os.getuid()
-        own = [entry for entry in Path("/proc").iterdir() if entry.name.isdecimal() and _owner(entry) == uid]
-        threads = sum(_threads(entry) for entry in own)
+        running = psutil.process_iter(["uids", "num_threads"])
+        threads = sum(
+            each.info["num_threads"] or 0 for each in running if each.info["uids"] and each.info["uids"].real == uid
+        )
         _lower(resource.RLIMIT_NPROC, threads + _SPARE_PROCESSES)
 
 
@@ -114,20 +106,6 @@ def _lower(limit: int, value: int) -> None:
     _, hard = resource.getrlimit(limit)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (value, value))
-
-
-def _owner(process: Path) -> int | None:
-    try:
-        return process.stat().st_uid
-    except OSError:
-        return None
-
-
-def _threads(process: Path) -> int:
-    try:
-        return sum(1 for _ in (process / "task").iterdir())
-    except OSError:
-        return 0
 
 
 if __name__ == "__main__":

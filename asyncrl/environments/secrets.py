@@ -6,6 +6,7 @@ processes. The values are not in any file, log or error: the output and the erro
 
 import json
 import re
+import traceback
 from collections.abc import Collection, Mapping
 from types import TracebackType
 from urllib.parse import quote, quote_plus
@@ -50,29 +51,38 @@ class Secrets:
         return self._pattern.sub(lambda found: f"<{self._names[found[0]]}>", text) if self._names else text
 
 
-def missing_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> list[str]:
-    """Returns a message for each name of `environment.secrets` that is unset or empty in the command's environment."""
-    return [
+def read_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> Secrets:
+    """Returns the values of `environment.secrets`.
+
+    Raises ConfigError with one line for each name that is unset or empty in the command's environment.
+    """
+    missing = [
         f"environment.secrets: {name} is not set in the environment of this command; run `export {name}=...` before "
         "the command, or remove the name from environment.secrets"
         for name in section.secrets
         if not environ.get(name)
     ]
-
-
-def read_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> Secrets:
-    """Returns the values of `environment.secrets`. Raises ConfigError when one is missing."""
-    if missing := missing_secrets(section, environ):
+    if missing:
         raise ConfigError("\n".join(missing), key="environment.secrets")
     return Secrets({name: environ[name] for name in section.secrets})
 
 
-def needed_variable(error: BaseException, withheld: Collection[str]) -> str | None:
+def secrets_hint(error: BaseException, withheld: Collection[str]) -> str:
+    """Returns the end of the message about `error`, if reward code did not find an environment variable; otherwise "".
+
+    `withheld` are the variables that exist in the generator's process but not in scoring processes.
+    """
+    name = _needed_variable(error, withheld)
+    if name is None:
+        return ""
+    return f"; add {name} to environment.secrets: reward code sees only the variables that are named there"
+
+
+def _needed_variable(error: BaseException, withheld: Collection[str]) -> str | None:
     """Returns the name of the environment variable that reward code did not find, or None if `error` has another cause.
 
     Three kinds of errors count: a KeyError of `os.environ`, a KeyError for a name in `withheld`, and an error whose
-    text mentions a name in `withheld` that has an underscore, as clients of judges raise it. `withheld` are the
-    variables that exist in the generator's process but not in scoring processes.
+    text mentions a name in `withheld` that has an underscore, as clients of judges raise it.
     """
     link: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
@@ -90,13 +100,9 @@ def needed_variable(error: BaseException, withheld: Collection[str]) -> str | No
 
 
 def _is_of_environ(trace: TracebackType | None) -> bool:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return (
-        trace is not None
-        and trace.tb_frame.f_globals.get("__name__") == "os"
-        and trace.tb_frame.f_code.co_name == "__getitem__"
-    )
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    raised_in = [(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames[-1:]]
+    return raised_in == [("os", "__getitem__")]
 
 
 def _forms(value: str) -> set[str]:

@@ -134,16 +134,12 @@ def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
     `groups` is the staleness at this step. It is the sum of `in_flight` (from the oldest token until the group was
     committed) and `in_buffer` (from the commit until this step).
     """
-    histograms: dict[str, dict[int, int]] = {"groups": {}, "in_flight": {}, "in_buffer": {}}
-    for group in lease.groups:
-        for name, versions in (
-            ("groups", lease.step - group.meta.oldest),
-            ("in_flight", group.ready_step - group.meta.oldest),
-            ("in_buffer", lease.step - group.ready_step),
-        ):
-            histogram = histograms[name]
-            histogram[versions] = histogram.get(versions, 0) + 1
-    return histograms
+    groups = lease.groups
+    return {
+        "groups": Counter(lease.step - group.meta.oldest for group in groups),
+        "in_flight": Counter(group.ready_step - group.meta.oldest for group in groups),
+        "in_buffer": Counter(lease.step - group.ready_step for group in groups),
+    }
 
 
 def sample_record(

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.buffer.ledger import Fate
@@ -25,6 +25,7 @@ from asyncrl.learner.critic import critic_numbers
 from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.learner.run_log import RunLog
+from asyncrl.metrics.catalogue import BUFFER_STATES
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.ranks.report import StepReport
 from asyncrl.weights.parity import parity_tolerance_nats
@@ -37,14 +38,7 @@ def described_metrics(config: Config) -> LearnerMetrics:
     scrape."""
     metrics = LearnerMetrics()
     metrics.run_info(config)
-    metrics.deadlines(config)
-    metrics.limits(
-        stall_timeout_s=config.run.stall_timeout_s,
-        weight_sync_timeout_s=config.weights.load_timeout_s,
-        weight_lag_versions=config.weights.max_lag_publications * config.weights.publish_every_steps,
-        weight_parity_nats=parity_tolerance_nats(config),
-        checkpoint_every_steps=config.checkpoint.every_steps,
-    )
+    metrics.limits(config, weight_parity_nats=parity_tolerance_nats(config))
     return metrics
 
 
@@ -65,6 +59,7 @@ class EndedStep:
     duration_s: float
 
 
+@dataclass(kw_only=True)
 class StepRecorder:
     """Records the steps of a run in order.
 
@@ -72,41 +67,31 @@ class StepRecorder:
     first `groups_logged` groups of a trained step are written to the sample file with all of their samples.
     """
 
-    def __init__(
-        self,
-        *,
-        log: RunLog,
-        metrics: LearnerMetrics,
-        groups_logged: int,
-        decode: Decode,
-        elapsed_s: Callable[[], float],
-        state_seconds: Callable[[], dict[str, float]],
-    ) -> None:
-        self._log = log
-        self._metrics = metrics
-        self._groups_logged = groups_logged
-        self._decode = decode
-        self._elapsed_s = elapsed_s
-        self._state_seconds = state_seconds
-        self._mid_sequence_updates = 0
+    log: RunLog
+    metrics: LearnerMetrics
+    groups_logged: int
+    decode: Decode
+    elapsed_s: Callable[[], float]
+    state_seconds: Callable[[], dict[str, float]]
+    _mid_sequence_updates: int = field(default=0, init=False)
 
     def trained(self, step: EndedStep) -> None:
         """Records a step that was acked."""
         self._mid_sequence_updates += sum(group.meta.mid_sequence_updates for group in step.lease.groups)
         self._show(step, outcome="trained", tokens=step.report.trained_tokens)
         self._show_trained(step)
-        self._log.append_step(self._record(step))
+        self.log.append_step(self._record(step))
 
     def skipped(self, step: EndedStep) -> None:
         """Records a step that changed no weights because a loss or a gradient was not finite."""
         self._show(step, outcome="skipped", tokens=0)
-        self._log.append_step(self._record(step))
+        self.log.append_step(self._record(step))
 
     def run_totals(self, status: RunStatus, *, rows_outstanding: int) -> RunTotals:
         """Returns the totals of the run from the buffer's last `status`."""
         fates = status.account.fates
         return RunTotals(
-            wall_s=self._elapsed_s(),
+            wall_s=self.elapsed_s(),
             generated_tokens=status.account.issued.tokens,
             groups_discarded=sum(fates[fate].groups for fate in DISCARDED_FATES),
             groups_failed=_groups_failed(status),
@@ -114,43 +99,43 @@ class StepRecorder:
             rows_outstanding=rows_outstanding,
             weight_updates=sum(report.weight_updates for report in status.reports.values()),
             mid_sequence_updates=self._mid_sequence_updates,
-            probe_parity_max_nats=max((report.parity_max_nats for report in status.reports.values()), default=None),
+            parity_max_nats=max((report.parity_max_nats for report in status.reports.values()), default=None),
         )
 
     # --- metrics ------------------------------------------------------------------------------------------------
 
     def _show(self, step: EndedStep, *, outcome: str, tokens: int) -> None:
-        self._metrics.heartbeat(unix_time_s=time.time())
-        self._metrics.versions(learner=step.status.version.step, published=_step_of(step.published))
-        self._metrics.step(outcome=outcome, duration_s=step.duration_s, tokens=tokens)
-        self._metrics.utilisation(model_flops=step.report.model_flops, peak_flops_per_s=step.report.peak_flops_per_s)
+        self.metrics.heartbeat(unix_time_s=time.time())
+        self.metrics.versions(learner=step.status.version.step, published=_step_of(step.published))
+        self.metrics.step(outcome=outcome, duration_s=step.duration_s, tokens=tokens)
+        self.metrics.utilisation(model_flops=step.report.model_flops, peak_flops_per_s=step.report.peak_flops_per_s)
 
     def _show_trained(self, step: EndedStep) -> None:
         report, histograms = step.report, counts_by_staleness(step.lease)
-        self._metrics.staleness(
+        self.metrics.staleness(
             groups=histograms["groups"],
             tokens=_tokens_by_staleness(report),
             in_flight=histograms["in_flight"],
             in_buffer=histograms["in_buffer"],
         )
-        self._metrics.numbers(_diagnostics(step) | _measured(step))
+        self.metrics.numbers(_diagnostics(step) | _measured(step))
         ratio = _length_ratio(step.status)
         if ratio is not None:
-            self._metrics.length_ratio(ratio)
+            self.metrics.length_ratio(ratio)
 
     # --- records ------------------------------------------------------------------------------------------------
 
     def _record(self, step: EndedStep) -> StepRecord:
         report, status = step.report, step.status
         trained = not report.skipped
-        own = set(StepRecord.__struct_fields__)
-        measured: dict[str, Any] = {name: _finite(value) for name, value in _measured(step).items() if name in own}
+        measured = {name: _finite(value) for name, value in _measured(step).items()}
+        own: dict[str, Any] = {name: measured.pop(name) for name in StepRecord.__struct_fields__ if name in measured}
         return StepRecord(
             step=step.lease.step,
-            wall_s=self._elapsed_s(),
+            wall_s=self.elapsed_s(),
             duration_s=step.duration_s,
             trained=trained,
-            **measured,
+            **own,
             group_staleness=counts_by_staleness(step.lease)["groups"] if trained else {},
             token_staleness=_tokens_by_staleness(report) if trained else {},
             trained_samples=report.trained_samples if trained else 0,
@@ -159,13 +144,9 @@ class StepRecorder:
             mfu_ratio=_mfu_ratio(step),
             generated_samples=sum(entry.samples for entry in status.reports.values()),
             generated_tokens=status.account.issued.tokens,
-            learner_state_s=self._state_seconds(),
+            learner_state_s=self.state_seconds(),
             generator_state_s=mean_states(status.reports.values()),
-            buffer_groups={
-                "reserved": status.counts.reserved,
-                "ready": status.counts.ready,
-                "leased": status.counts.leased,
-            },
+            buffer_groups=groups_by_state(status),
             ledger_groups={fate.value: amount.groups for fate, amount in status.account.fates.items()},
             published_version=_step_of(step.published),
             oldest_replica_version=min(
@@ -173,7 +154,7 @@ class StepRecorder:
             ),
             weight_updates=sum(entry.weight_updates for entry in status.reports.values()),
             mid_sequence_updates=self._mid_sequence_updates,
-            diagnostics={name: _finite(value) for name, value in _diagnostics(step).items()},
+            diagnostics={name: _finite(value) for name, value in _diagnostics(step).items()} | measured,
         )
 
     # --- samples ------------------------------------------------------------------------------------------------
@@ -183,25 +164,24 @@ class StepRecorder:
 
         All samples of a group are written, so that a reader can compare them.
         """
-        groups = enumerate(lease.groups[: self._groups_logged])
+        groups = enumerate(lease.groups[: self.groups_logged])
         return [(place, sample) for place, group in groups for sample in range(len(group.meta.rewards))]
 
     def write_samples(self, lease: Lease, places: Sequence[tuple[int, int]], rows: BatchedDataDict) -> None:
         """Writes the rollouts at `places`. Row i of `rows` belongs to the i-th place."""
-        self._log.write_samples(
+        self.log.write_samples(
             lease.step,
             [
-                sample_record(lease.groups[group], rows, step=lease.step, row=row, sample=sample, decode=self._decode)
+                sample_record(lease.groups[group], rows, step=lease.step, row=row, sample=sample, decode=self.decode)
                 for row, (group, sample) in enumerate(places)
             ],
         )
 
 
 def _groups_failed(status: RunStatus) -> dict[str, int]:
-    """Returns the number of failed groups by reason, without groups that were retried.
+    """Returns the number of groups that failed for good, by the reason of their last attempt.
 
-    The reason `expired` counts groups without a failed rollout: their replica stopped sending heartbeats on the last
-    attempt.
+    The reason `expired` counts groups whose last attempt had no failed rollout: its replica stopped sending heartbeats.
     """
     by_reason = groups_by_reason(status.failures)
     expired = status.account.fates[Fate.FAILED].groups - sum(by_reason.values())
@@ -270,6 +250,11 @@ def _length_ratio(status: RunStatus) -> float | None:
     if not (trained.samples and finished_samples and issued.tokens):
         return None
     return (trained.tokens / trained.samples) / (issued.tokens / finished_samples)
+
+
+def groups_by_state(status: RunStatus) -> dict[str, int]:
+    """Returns the number of groups that hold a slot in the buffer, by state."""
+    return {state: getattr(status.counts, state) for state in BUFFER_STATES}
 
 
 def mean_states(reports: Collection[ReplicaReport]) -> dict[str, float]:

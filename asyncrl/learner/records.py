@@ -185,8 +185,8 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of a run that are known only at its end.
 
     `rows_outstanding` is the number of rows that are still in the data plane; it is 0 unless the run was stopped.
-    `probe_parity_max_nats` is the largest difference of log-probs in a weight probe of any replica. `groups_failed`
-    has, by reason, the discarded groups whose rollouts failed.
+    `parity_max_nats` is the largest difference of log-probs in a weight probe of any replica. `groups_failed` has, by
+    reason, the discarded groups whose rollouts failed.
     """
 
     wall_s: float
@@ -197,24 +197,23 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     rows_outstanding: int
     weight_updates: int
     mid_sequence_updates: int
-    probe_parity_max_nats: float | None
+    parity_max_nats: float | None
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class Summary(RunTotals, frozen=True, kw_only=True):
     """A run in about twenty numbers: `summary.json`. All numbers cover trained steps only, not skipped steps.
 
-    `heldout_first` and `heldout_last` are the rewards of the first and last evaluation; `heldout_last` is None when
-    there was only one. `heldout_prompts` and `heldout_failed` count the prompts of the last evaluation with and without
-    a reward. `groups_failed` has, by reason, the discarded groups whose rollouts failed. `reward_first` and
-    `reward_last` are means over the first and last 5 % of steps, at least 1 and at most 10 steps. `samples_per_s` is
-    the rate of trained samples between the end of the first and the end of the last step. The busy ratios are measured
-    over the same time: the learner's is the share of time in which it neither waited for groups nor was in the state
-    `other`, the generators' is the share of the state `generating`. `parity_max_nats` is the largest difference of
-    log-probs over all probes and all trained on-policy tokens.
+    Besides its own numbers, it has those of `RunTotals`, such as `groups_failed`: by reason, the discarded groups whose
+    rollouts failed. `heldout_first` and `heldout_last` are the rewards of the first and last evaluation; `heldout_last`
+    is None when there was only one. `heldout_prompts` and `heldout_failed` count the prompts of the last evaluation
+    with and without a reward. `reward_first` and `reward_last` are means over the first and last 5 % of steps, at least
+    1 and at most 10 steps. `samples_per_s` is the rate of trained samples between the end of the first and the end of
+    the last step. The busy ratios are measured over the same time: the learner's is the share of time in which it
+    neither waited for groups nor was in the state `other`, the generators' is the share of the state `generating`.
+    `parity_max_nats` is the largest difference of log-probs over all probes and all trained on-policy tokens.
     """
 
     steps: int
-    wall_s: float
     time_to_first_step_s: float
     samples_per_s: float
     reward_first: float | None
@@ -226,16 +225,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_limit: int
     max_group_staleness: int
     max_token_staleness: int
-    groups_discarded: int
-    groups_failed: dict[str, int]
-    ledger_closed: bool
-    rows_outstanding: int
-    weight_updates: int
-    mid_sequence_updates: int
-    parity_max_nats: float | None
     generator_busy_ratio: float
     learner_busy_ratio: float
-    generated_tokens: int
     trained_tokens: int
 
 
@@ -247,11 +238,11 @@ def build_summary(
     if not steps:
         raise RunError("there is no summary, because the run trained no step: look at its logs for the cause")
     window = edge_window(len(steps))
-    parities = [totals.probe_parity_max_nats, *(record.parity_nats for record in steps)]
+    parity_max_nats = largest([totals.parity_max_nats, *(record.parity_nats for record in steps)])
     learner_shares = state_shares(steps, "learner_state_s")
     return Summary(
+        **msgspec.structs.asdict(totals) | {"parity_max_nats": parity_max_nats},
         steps=len(steps),
-        wall_s=totals.wall_s,
         time_to_first_step_s=steps[0].wall_s,
         samples_per_s=_samples_per_s(steps),
         reward_first=mean([record.reward_mean for record in steps[:window]]),
@@ -263,18 +254,10 @@ def build_summary(
         staleness_limit=staleness_limit,
         max_group_staleness=max(max(record.group_staleness, default=0) for record in steps),
         max_token_staleness=max(max(record.token_staleness, default=0) for record in steps),
-        groups_discarded=totals.groups_discarded,
-        groups_failed=totals.groups_failed,
-        ledger_closed=totals.ledger_closed,
-        rows_outstanding=totals.rows_outstanding,
-        weight_updates=totals.weight_updates,
-        mid_sequence_updates=totals.mid_sequence_updates,
-        parity_max_nats=max(_present(parities), default=None),
         generator_busy_ratio=state_shares(steps, "generator_state_s").get("generating", 0.0),
         learner_busy_ratio=sum(
             share for state, share in learner_shares.items() if state not in ("waiting_for_groups", "other")
         ),
-        generated_tokens=totals.generated_tokens,
         trained_tokens=sum(record.trained_tokens for record in steps),
     )
 
@@ -317,6 +300,11 @@ def mean(values: Sequence[float | None]) -> float | None:
     """Returns the mean of the finite values; None when there are none."""
     present = _present(values)
     return sum(present) / len(present) if present else None
+
+
+def largest(values: Sequence[float | None]) -> float | None:
+    """Returns the largest finite value; None when there is none."""
+    return max(_present(values), default=None)
 
 
 def _present(values: Sequence[float | None]) -> list[float]:

@@ -10,7 +10,7 @@ label has a bounded set of values. Either the values are listed here, or they be
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
@@ -61,15 +61,7 @@ BUFFER_WAITS = tuple(state_colors.BUFFER)
 BUFFER_STATES = tuple(fate.value for fate in Fate if fate in OPEN_FATES)
 FINAL_FATES = tuple(fate.value for fate in Fate if fate not in OPEN_FATES)
 """The final fates of the ledger. The other fates are states in the buffer: see `asyncrl_buffer_groups`."""
-BUFFER_EVENTS = tuple(event.value for event in Event)
 REPLICA_STATES = ("generating", "waiting", "without_weights", "silent")
-SAMPLE_OUTCOMES = (*(outcome.value for outcome in CommitOutcome), "failed")
-TOKEN_KINDS = ("prompt", "completion")
-FAILURE_CLASSES = tuple(failure.value for failure in FailureClass)
-STEP_OUTCOMES = ("trained", "skipped")
-REWARD_FAILURES = tuple(failure.value for failure in RewardFailure)
-UPDATE_OUTCOMES = ("applied", "repeated", "refused", "torn", "failed")
-CHECKPOINT_OUTCOMES = ("saved", "failed")
 
 DEADLINES = tuple(key for key in flat_config(Config()) if key.endswith(("timeout_s", "grace_s")))
 """The config keys that limit a waiting time."""
@@ -88,20 +80,6 @@ Labels = Mapping[str, tuple[str, ...] | None]
 """The values of each label. None means an open set, limited to `MAX_OPEN_VALUES`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """The declaration of one metric. Documentation and dashboards show `unit`; the name contains the unit too."""
-
-    kind: Kind
-    name: str
-    help: str
-    unit: str
-    roles: frozenset[Role]
-    labels: Labels
-    buckets: tuple[float, ...]
-    feed: Feed
-
-
 UNITS = (
     *("seconds", "bytes", "versions", "nats", "ratio", "groups", "samples", "tokens", "replicas", "updates", "steps"),
     "events",
@@ -118,24 +96,30 @@ def _unit_of(name: str) -> str:
     return "versions" if words.endswith("_version") else next((unit for unit in UNITS if words.endswith(unit)), "")
 
 
-def _metric(
-    kind: Kind,
-    roles: frozenset[Role],
-    name: str,
-    help: str,
-    labels: Labels | None = None,
-    *,
-    unit: str | None = None,
-    buckets: tuple[float, ...] = (),
-    feed: Feed = Feed.CALLS,
-) -> Metric:
-    """Returns the declaration of a metric. `unit` defaults to the unit in the name."""
-    return Metric(kind, name, help, _unit_of(name) if unit is None else unit, roles, labels or {}, buckets, feed)
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """The declaration of one metric. `own_unit` is its unit if its name does not end in one."""
+
+    kind: Kind
+    roles: frozenset[Role]
+    name: str
+    help: str
+    labels: Labels = field(default_factory=dict)
+    own_unit: str | None = None
+    buckets: tuple[float, ...] = ()
+    feed: Feed = Feed.CALLS
+
+    @property
+    def unit(self) -> str:
+        """The unit that documentation and dashboards show."""
+        return _unit_of(self.name) if self.own_unit is None else self.own_unit
 
 
-counter = partial(_metric, Kind.COUNTER)
-gauge = partial(_metric, Kind.GAUGE)
-histogram = partial(_metric, Kind.HISTOGRAM, buckets=SECONDS)
+counter = partial(Metric, Kind.COUNTER)
+gauge = partial(Metric, Kind.GAUGE)
+histogram = partial(Metric, Kind.HISTOGRAM, buckets=SECONDS)
+state_seconds = partial(Metric, Kind.COUNTER, feed=Feed.SCRAPE)
+versions_histogram = partial(Metric, Kind.HISTOGRAM, LEARNER, buckets=VERSIONS, feed=Feed.COUNTS)
 
 GROUPS: Mapping[str, tuple[Metric, ...]] = {
     "run": (
@@ -149,7 +133,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             ALL,
             "asyncrl_heartbeat_timestamp_seconds",
             "Unix time of the last iteration of the process's main loop.",
-            unit="unix seconds",
+            own_unit="unix seconds",
         ),
         gauge(
             BUFFER,
@@ -207,7 +191,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "Peak speed of the devices of all learner ranks together, in the precision of training, from the data "
             "sheets and without sparsity. NaN when it is not known: on CPUs, in float32, or on a GPU that is not in "
             "the table of asyncrl/policy/flops.py.",
-            unit="FLOP/s",
+            own_unit="FLOP/s",
         ),
     ),
     "generator": (
@@ -215,22 +199,21 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             GENERATOR,
             "asyncrl_generator_samples_total",
             "Samples by the outcome of their group's commit. `failed`: the rollout failed and there was no commit.",
-            {"outcome": SAMPLE_OUTCOMES},
+            {"outcome": (*CommitOutcome, "failed")},
         ),
         counter(
             GENERATOR,
             "asyncrl_generator_tokens_total",
             "Prompt tokens (each group's prompt is counted once) and generated completion tokens.",
-            {"kind": TOKEN_KINDS},
+            {"kind": ("prompt", "completion")},
         ),
-        counter(
+        state_seconds(
             GENERATOR,
             "asyncrl_generator_state_seconds_total",
             "Seconds of the concurrency slots by state, divided by the number of slots: the states add up to the time "
             "since the process started. `starting`: until the engine is ready. `idle`: a free slot without a request "
             "for a ticket.",
             {"state": GENERATOR_STATES},
-            feed=Feed.SCRAPE,
         ),
         gauge(GENERATOR, "asyncrl_generator_inflight_groups", "Groups that are being generated now."),
         gauge(GENERATOR, "asyncrl_generator_policy_version", "Step of the weights that the replica has loaded."),
@@ -247,8 +230,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             GENERATOR,
             "asyncrl_rollout_failures_total",
             "Failed rollouts by class and reason. `infra` failures are retried, `data` failures are not.",
-            {"class": FAILURE_CLASSES, "reason": None},
-            unit="groups",
+            {"class": tuple(FailureClass), "reason": None},
+            own_unit="groups",
         ),
     ),
     "buffer": (
@@ -258,21 +241,20 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "asyncrl_buffer_bytes",
             "Bytes booked for the rows of groups that hold a slot: the worst case until the commit, then their size.",
         ),
-        counter(
+        state_seconds(
             BUFFER,
             "asyncrl_buffer_state_seconds_total",
             "Seconds by which side waited for the buffer: the learner for the groups of a step, or at least one "
             "generator for a ticket. The states add up to the time since the process started. `starting`: until the "
             "buffer could answer calls.",
             {"state": BUFFER_WAITS},
-            feed=Feed.SCRAPE,
         ),
         gauge(BUFFER, "asyncrl_buffer_oldest_group_age_seconds", "Age of the oldest group that holds a slot."),
         counter(
             BUFFER,
             "asyncrl_buffer_events_total",
             "Events outside the normal life of a group, such as retries, expired tickets and refused commits.",
-            {"event": BUFFER_EVENTS},
+            {"event": tuple(Event)},
         ),
         histogram(BUFFER, "asyncrl_buffer_reserve_wait_seconds", "Time that a reserve call waited for tickets."),
         histogram(BUFFER, "asyncrl_buffer_lease_wait_seconds", "Time that the learner waited for a lease."),
@@ -300,36 +282,20 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "asyncrl_rows_outstanding",
             "Rows in the data plane after the last step, which belong to finished groups that wait for training. It "
             "is 0 at the end of a run.",
-            unit="rows",
+            own_unit="rows",
         ),
-        histogram(
-            LEARNER,
-            "asyncrl_group_staleness_versions",
-            "Staleness of the oldest token of a group when the group is trained.",
-            buckets=VERSIONS,
-            feed=Feed.COUNTS,
+        versions_histogram(
+            "asyncrl_group_staleness_versions", "Staleness of the oldest token of a group when the group is trained."
         ),
         gauge(LEARNER, "asyncrl_group_staleness_max_versions", "Largest staleness of a group in the last step."),
-        histogram(
-            LEARNER,
-            "asyncrl_token_staleness_versions",
-            "Staleness of a token when it is trained.",
-            buckets=VERSIONS,
-            feed=Feed.COUNTS,
-        ),
-        histogram(
-            LEARNER,
+        versions_histogram("asyncrl_token_staleness_versions", "Staleness of a token when it is trained."),
+        versions_histogram(
             "asyncrl_staleness_inflight_versions",
             "Number of versions that the learner advanced while a trained group was generated.",
-            buckets=VERSIONS,
-            feed=Feed.COUNTS,
         ),
-        histogram(
-            LEARNER,
+        versions_histogram(
             "asyncrl_staleness_inbuffer_versions",
             "Number of versions that the learner advanced while a trained group waited in the buffer.",
-            buckets=VERSIONS,
-            feed=Feed.COUNTS,
         ),
         gauge(
             LEARNER,
@@ -350,7 +316,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             GENERATOR,
             "asyncrl_weight_updates_total",
             "Weight updates that were offered to a replica, by outcome.",
-            {"outcome": UPDATE_OUTCOMES},
+            {"outcome": ("applied", "repeated", "refused", "torn", "failed")},
         ),
         counter(LEARNER, "asyncrl_weight_bytes_total", "Bytes of weights published."),
         gauge(
@@ -367,7 +333,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             LEARNER,
             "asyncrl_learner_steps_total",
             "Steps by outcome. `skipped`: a loss or gradient was not finite, so no weights were changed.",
-            {"outcome": STEP_OUTCOMES},
+            {"outcome": ("trained", "skipped")},
         ),
         counter(LEARNER, "asyncrl_learner_tokens_total", "Trained completion tokens."),
         counter(
@@ -378,21 +344,20 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "steps; while only the critic is trained there is only the forward pass. Log-prob passes and the critic "
             "do not count. Stays 0 for models that cannot be counted: a mixture of experts, a sliding window, or a "
             "type other than llama, mistral, qwen2 and qwen3.",
-            unit="FLOPs",
+            own_unit="FLOPs",
         ),
-        counter(
+        state_seconds(
             LEARNER,
             "asyncrl_learner_state_seconds_total",
             "Seconds of the learner by state. The states add up to the time since the process started. `starting`: "
             "until the loop starts with the first publication. `other`: all work without a state of its own.",
             {"state": LEARNER_STATES},
-            feed=Feed.SCRAPE,
         ),
         histogram(
             LEARNER, "asyncrl_learner_step_duration_seconds", "Time of a step from the lease to the ack or skip."
         ),
         *(
-            gauge(LEARNER, GAUGES[number.name], number.help, unit=number.unit)
+            gauge(LEARNER, GAUGES[number.name], number.help, own_unit=number.unit)
             for number in NUMBERS
             if number.name in GAUGES
         ),
@@ -400,12 +365,17 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             LEARNER,
             "asyncrl_learner_heldout_reward_mean",
             "Mean reward of the last held-out evaluation.",
-            unit="reward",
+            own_unit="reward",
         ),
     ),
     "reward": (
         histogram(
-            GENERATOR, "asyncrl_reward", "Reward of a sample.", {"environment": None}, unit="reward", buckets=REWARDS
+            GENERATOR,
+            "asyncrl_reward",
+            "Reward of a sample.",
+            {"environment": None},
+            own_unit="reward",
+            buckets=REWARDS,
         ),
         histogram(
             GENERATOR,
@@ -417,8 +387,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             GENERATOR,
             "asyncrl_reward_failures_total",
             "Samples whose scoring failed.",
-            {"reason": REWARD_FAILURES},
-            unit="samples",
+            {"reason": tuple(RewardFailure)},
+            own_unit="samples",
         ),
     ),
     "checkpoint": (
@@ -437,7 +407,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "asyncrl_checkpoint_policy_version",
             "Number of steps behind the weights of the newest checkpoint; 0 before the first.",
         ),
-        counter(LEARNER, "asyncrl_checkpoints_total", "Checkpoints by outcome.", {"outcome": CHECKPOINT_OUTCOMES}),
+        counter(LEARNER, "asyncrl_checkpoints_total", "Checkpoints by outcome.", {"outcome": ("saved", "failed")}),
     ),
 }
 

@@ -8,8 +8,9 @@ look like a measured collapse. Errors are raised here; `recorders.py` logs them 
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from itertools import product
+from itertools import accumulate, product
 from threading import Lock
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -38,19 +39,14 @@ class CountedHistogram(Collector):
             self._counts[slot] += count
             self._sum += value * count
 
-    def _family(self) -> Family:
+    def collect(self) -> Iterator[Family]:
         with self._lock:
             counts, total = list(self._counts), self._sum
-        running, buckets = 0, []
-        for bound, count in zip(self._bounds, counts, strict=True):
-            running += count
-            buckets.append(("+Inf" if bound == math.inf else str(float(bound)), running))
+        names = [str(float(bound)) for bound in self._metric.buckets]
+        buckets = list(zip([*names, "+Inf"], accumulate(counts), strict=True))
         family = HistogramMetricFamily(self._metric.name, self._metric.help)
         family.add_metric([], buckets, total)
-        return family
-
-    def collect(self) -> Iterator[Family]:
-        yield self._family()
+        yield family
 
 
 class ScrapedCounter(Collector):
@@ -64,16 +60,13 @@ class ScrapedCounter(Collector):
         ((self._label, values),) = metric.labels.items()
         self._metric = metric
         self._totals: dict[str, float] = dict.fromkeys(values or (), 0.0)
-        self._read: Callable[[], Totals] = dict
+        self.read: Callable[[], Totals] = dict
         self._lock = Lock()  # the server handles each scrape in a thread of its own
-
-    def read_from(self, read: Callable[[], Totals]) -> None:
-        self._read = read
 
     def collect(self) -> Iterator[Family]:
         with self._lock:
             try:
-                current = self._read()
+                current = self.read()
             except Exception:  # a failed read must not fail the scrape of all other metrics
                 current = {}
             totals = self._totals = caught_up(self._totals, current)
@@ -83,55 +76,30 @@ class ScrapedCounter(Collector):
         yield family
 
 
+Made = Counter | Gauge | Histogram | CountedHistogram | ScrapedCounter
+Labelled = TypeVar("Labelled", Counter, Gauge, Histogram)
+Kept = TypeVar("Kept", Counter, Gauge, Histogram, CountedHistogram, ScrapedCounter)
+
+
 class Instruments:
     """The metrics of one process, by their names in the catalogue.
 
-    Raises KeyError for an unknown name, and ValueError for wrong labels, unknown label values and counts that are not
-    finite.
+    Raises KeyError for an unknown name and for a metric of another type, and ValueError for wrong labels, unknown label
+    values and counts that are not finite.
     """
 
     def __init__(self, role: Role) -> None:
-        self.role = role
         self.registry = CollectorRegistry()
-        self._metrics = {metric.name: metric for metric in CATALOGUE if role in metric.roles}
-        self._counters: dict[str, Counter] = {}
-        self._gauges: dict[str, Gauge] = {}
-        self._histograms: dict[str, Histogram] = {}
-        self._counted: dict[str, CountedHistogram] = {}
-        self._scraped: dict[str, ScrapedCounter] = {}
+        self._declared = {metric.name: metric for metric in CATALOGUE if role in metric.roles}
+        self._made = {name: _made(metric) for name, metric in self._declared.items()}
+        for made in self._made.values():
+            self.registry.register(made)
         self._open_values: dict[tuple[str, str], set[str]] = {}
         self._last_totals: dict[tuple[str, tuple[str, ...]], float] = {}
-        for metric in self._metrics.values():
-            self._build(metric)
-
-    def _build(self, metric: Metric) -> None:
-        labels = tuple(metric.labels)
-        closed = [values for values in metric.labels.values() if values is not None]
-        every_combination = list(product(*closed)) if labels and len(closed) == len(labels) else []
-        if metric.feed is Feed.COUNTS:
-            self._counted[metric.name] = counted = CountedHistogram(metric)
-            self.registry.register(counted)
-        elif metric.feed is Feed.SCRAPE:
-            self._scraped[metric.name] = scraped = ScrapedCounter(metric)
-            self.registry.register(scraped)
-        elif metric.kind is Kind.COUNTER:
-            self._counters[metric.name] = counter = Counter(metric.name, metric.help, labels, registry=self.registry)
-            for values in every_combination:
-                counter.labels(*values)
-        elif metric.kind is Kind.GAUGE:
-            self._gauges[metric.name] = gauge = Gauge(metric.name, metric.help, labels, registry=self.registry)
-            for child in [gauge.labels(*values) for values in every_combination] if labels else [gauge]:
-                child.set(math.nan)
-        else:
-            self._histograms[metric.name] = Histogram(
-                metric.name, metric.help, labels, registry=self.registry, buckets=metric.buckets
-            )
 
     def add(self, name: str, amount: float, **labels: str) -> None:
         """Increases a counter by `amount`."""
-        counter = self._counters[name]
-        values = self._label_values(name, labels)
-        (counter.labels(*values) if values else counter).inc(_finite(name, amount))
+        self._labelled(Counter, name, labels).inc(_finite(name, amount))
 
     def raise_to(self, name: str, total: float, **labels: str) -> None:
         """Increases a counter to a total that was counted elsewhere.
@@ -145,27 +113,34 @@ class Instruments:
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Sets a gauge. NaN is allowed and means that there is no value."""
-        gauge = self._gauges[name]
-        values = self._label_values(name, labels)
-        (gauge.labels(*values) if values else gauge).set(float(value))
+        self._labelled(Gauge, name, labels).set(float(value))
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Adds one value to a histogram."""
-        histogram = self._histograms[name]
-        values = self._label_values(name, labels)
-        (histogram.labels(*values) if values else histogram).observe(_finite(name, value))
+        self._labelled(Histogram, name, labels).observe(_finite(name, value))
 
     def observe_counts(self, name: str, counts: Mapping[int, int]) -> None:
         """Adds each value of `counts` to a histogram `counts[value]` times."""
         for value, count in counts.items():
-            self._counted[name].add(float(value), count=count)
+            self._kept(CountedHistogram, name).add(float(value), count=count)
 
     def read_from(self, name: str, read: Callable[[], Totals]) -> None:
         """Makes a counter call `read` for its totals during each scrape. `read` is called in the scrape's thread."""
-        self._scraped[name].read_from(read)
+        self._kept(ScrapedCounter, name).read = read
+
+    def _kept(self, kind: type[Kept], name: str) -> Kept:
+        made = self._made[name]
+        if not isinstance(made, kind):
+            raise KeyError(f"{name} is a {type(made).__name__}, not a {kind.__name__}")
+        return made
+
+    def _labelled(self, kind: type[Labelled], name: str, labels: Mapping[str, str]) -> Labelled:
+        """Returns the part of a metric that has these labels."""
+        metric, values = self._kept(kind, name), self._label_values(name, labels)
+        return metric.labels(*values) if values else metric
 
     def _label_values(self, name: str, labels: Mapping[str, str]) -> tuple[str, ...]:
-        declared = self._metrics[name].labels
+        declared = self._declared[name].labels
         if set(labels) != set(declared):
             raise ValueError(f"{name} has the labels {sorted(declared)}, but {sorted(labels)} were given")
         return tuple(self._bounded(name, label, labels[label], allowed) for label, allowed in declared.items())
@@ -180,6 +155,26 @@ class Instruments:
             return "other"
         seen.add(value)
         return value
+
+
+def _made(metric: Metric) -> Made:
+    """Returns the object of a metric. Each combination of closed labels exists from the start."""
+    if metric.feed is Feed.COUNTS:
+        return CountedHistogram(metric)
+    if metric.feed is Feed.SCRAPE:
+        return ScrapedCounter(metric)
+    labels = tuple(metric.labels)
+    if metric.kind is Kind.HISTOGRAM:
+        return Histogram(metric.name, metric.help, labels, registry=None, buckets=metric.buckets)
+    kind = Counter if metric.kind is Kind.COUNTER else Gauge
+    made = kind(metric.name, metric.help, labels, registry=None)
+    closed = [values for values in metric.labels.values() if values is not None]
+    if len(closed) == len(labels):
+        for values in product(*closed):  # one empty combination if there are no labels
+            child = made.labels(*values) if values else made
+            if isinstance(child, Gauge):
+                child.set(math.nan)
+    return made
 
 
 def _finite(name: str, value: float) -> float:

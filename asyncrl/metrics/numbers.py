@@ -22,11 +22,14 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel in the row `row` of the dashboard Learning, with Grafana's name of its unit."""
+    """A panel in the row `row` of the dashboard Learning, with Grafana's name of its unit.
+
+    A panel of one number needs no description: the number's `help` is shown.
+    """
 
     row: str
     title: str
-    description: str
+    description: str = ""
     unit: str = "none"
 
 
@@ -47,7 +50,7 @@ class Number:
     """A scalar of a step.
 
     `name` is its key in steps.jsonl, either of the record or of its `diagnostics`. `tracker` is its group in experiment
-    trackers, or its group and its name there if this is another name; None if the number is not recorded. `line` is its
+    trackers, or its group and its name there if this is another name. `line` is its
     line in the report, `panel` its panel of the dashboard Learning, with the legend of its line there. `gauge` is the
     end of its gauge's name, by default `name`; None if there is no gauge.
     """
@@ -55,7 +58,7 @@ class Number:
     name: str
     unit: str
     help: str
-    tracker: str | None
+    tracker: str
     line: Line | None = None
     panel: tuple[Panel, str] | None = None
     gauge: str | None = SAME
@@ -192,7 +195,7 @@ NUMBERS: tuple[Number, ...] = (
         "masked_samples_ratio",
         "ratio",
         "Share of samples that are left out of the loss: a filter masks them, or they have no token.",
-        None,
+        "length/masked_ratio",
         panel=(LEFT_OUT, "masked"),
     ),
     Number(
@@ -214,66 +217,43 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "loss",
         "",
-        "Loss of the last step.",
+        "Loss of the last step. With policy gradients, its value says little about progress.",
         "train",
         Line(Chart("Loss"), "loss"),
-        (
-            Panel(LEARNS, "Loss", "Loss of each step. With policy gradients, its value says little about progress."),
-            "loss",
-        ),
+        (Panel(LEARNS, "Loss"), "loss"),
     ),
     Number(
         "entropy_nats",
         "nats",
-        "Mean entropy of the policy at the last step's tokens.",
+        "Mean entropy of the policy at the last step's tokens. Near 0, the policy no longer explores.",
         "train",
         Line(Chart("Entropy", "nats per token"), "entropy"),
-        (
-            Panel(
-                LEARNS,
-                "Entropy",
-                "Mean entropy over the trained tokens. Near 0, the policy no longer explores.",
-                "suffix: nats",
-            ),
-            "entropy",
-        ),
+        (Panel(LEARNS, "Entropy", unit="suffix: nats"), "entropy"),
     ),
     Number(
         "grad_norm",
         "",
-        "Global gradient norm of the last step, before clipping.",
+        "Global gradient norm of the last step, before it is clipped to learner.optimizer.max_grad_norm.",
         "train",
         Line(Chart("Gradient norm", "before clipping"), "gradient norm"),
-        (
-            Panel(LEARNS, "Gradient", "Global gradient norm, before it is clipped to learner.optimizer.max_grad_norm."),
-            "norm",
-        ),
+        (Panel(LEARNS, "Gradient"), "norm"),
     ),
     Number(
         "learning_rate",
         "",
-        "Learning rate of the last step.",
+        "Learning rate of the last step, by the schedule of learner.optimizer.",
         "train",
         Line(Chart("Learning rate"), "learning rate"),
-        (Panel(LEARNS, "Learning rate", "Learning rate of each step, by the schedule of learner.optimizer."), "rate"),
+        (Panel(LEARNS, "Learning rate"), "rate"),
     ),
     Number(
         "kl_to_reference_nats",
         "nats",
-        "KL divergence between the proximal and the reference policy, by the estimator k3. NaN when the objective does "
-        "not use the reference policy.",
+        "KL divergence between the proximal policy and the reference policy (its first weights), by the estimator k3. "
+        "NaN when the objective does not use the reference policy.",
         "train",
         Line(Chart("KL to the reference", "nats"), "kl to the reference"),
-        (
-            Panel(
-                LEARNS,
-                "KL to the reference",
-                "KL divergence between the policy and its first weights. Empty when the objective does not use a "
-                "reference policy.",
-                "suffix: nats",
-            ),
-            "KL",
-        ),
+        (Panel(LEARNS, "KL to the reference", unit="suffix: nats"), "KL"),
     ),
     Number("trained_tokens", "tokens", "Completion tokens that the step trained.", "train/tokens", gauge=None),
     Number("trained_samples", "samples", "Samples that the step trained.", "train/samples", gauge=None),
@@ -281,14 +261,14 @@ NUMBERS: tuple[Number, ...] = (
         "importance_weight_mean",
         "ratio",
         "Mean over tokens of the proximal probability divided by the behaviour probability.",
-        None,
+        "staleness",
         panel=(WEIGHTS, "mean"),
     ),
     Number(
         "importance_weight_max",
         "ratio",
         "Largest proximal probability of a token divided by its behaviour probability.",
-        None,
+        "staleness",
         panel=(WEIGHTS, "largest"),
     ),
     Number(
@@ -303,7 +283,7 @@ NUMBERS: tuple[Number, ...] = (
         "kl_to_behaviour_nats",
         "nats",
         "KL divergence between the behaviour and the proximal policy, by the estimator k3.",
-        None,
+        "staleness",
         panel=(DIFFERENCES, "KL"),
     ),
     Number(
@@ -344,15 +324,7 @@ NUMBERS: tuple[Number, ...] = (
         "tokens",
         "Tokens of the last step that were left out because a log-prob or an advantage was not finite.",
         "diagnostics",
-        panel=(
-            Panel(
-                SOUND,
-                "Tokens left out",
-                "Tokens of a step that were left out because a log-prob or an advantage was not finite.",
-                "suffix: tokens",
-            ),
-            "tokens",
-        ),
+        panel=(Panel(SOUND, "Tokens left out", unit="suffix: tokens"), "tokens"),
     ),
     Number(
         "parity_nats",
@@ -390,45 +362,27 @@ NUMBERS: tuple[Number, ...] = (
         "than the mean of the returns.",
         "critic",
         Line(Chart("Critic: explained variance", "share of the returns' variance", (0, 1)), "explained variance"),
-        (
-            Panel(
-                CRITIC,
-                "Explained variance",
-                "Share of the returns' variance that the critic's values explain. 1 is perfect; below 0, the values "
-                "are worse than the mean of the returns.",
-            ),
-            "explained",
-        ),
+        (Panel(CRITIC, "Explained variance"), "explained"),
     ),
     Number(
         "value_loss",
         "",
-        "Loss of the critic in the last step.",
+        "Loss of the critic in the last step. A run without a critic has no such numbers.",
         "critic",
         Line(Chart("Critic: loss"), "critic: loss"),
-        (Panel(CRITIC, "Value loss", "Loss of the critic. This row is empty in a run without a critic."), "loss"),
+        (Panel(CRITIC, "Value loss"), "loss"),
     ),
     Number(
         "value_clipped_ratio",
         "ratio",
-        "Share of tokens whose value has no gradient because of `critic.value_clip`.",
+        "Share of tokens whose value has no gradient because of critic.value_clip.",
         "critic",
-        panel=(
-            Panel(
-                CRITIC,
-                "Clipped values",
-                "Share of tokens whose value has no gradient because of critic.value_clip.",
-                "percentunit",
-            ),
-            "clipped",
-        ),
+        panel=(Panel(CRITIC, "Clipped values", unit="percentunit"), "clipped"),
     ),
 )
 
 TRACKERS = {
-    number.name: number.tracker if "/" in number.tracker else f"{number.tracker}/{number.name}"
-    for number in NUMBERS
-    if number.tracker is not None
+    number.name: number.tracker if "/" in number.tracker else f"{number.tracker}/{number.name}" for number in NUMBERS
 }
 """The names of recorded numbers in experiment trackers, by their names in steps.jsonl."""
 
@@ -456,10 +410,10 @@ def charts() -> dict[Chart, list[tuple[Number, Line]]]:
     return found
 
 
-def panels(row: str) -> dict[Panel, list[tuple[str, str]]]:
-    """Returns the panels of a row of the dashboard Learning, with the pairs (gauge, legend) of each panel's lines."""
-    found: dict[Panel, list[tuple[str, str]]] = {}
+def panels(row: str) -> dict[Panel, list[tuple[Number, str]]]:
+    """Returns the panels of a row of the dashboard Learning, with the numbers and legends of each."""
+    found: dict[Panel, list[tuple[Number, str]]] = {}
     for number in NUMBERS:
         if number.panel is not None and number.panel[0].row == row:
-            found.setdefault(number.panel[0], []).append((GAUGES[number.name], number.panel[1]))
+            found.setdefault(number.panel[0], []).append((number, number.panel[1]))
     return found

@@ -1,15 +1,17 @@
 """Records metrics: one class per process, `LearnerMetrics`, `GeneratorMetrics` and `BufferMetrics`.
 
-The methods take strings, ints and floats; `run_info` and `deadlines` take the configuration. They never raise: an error
-is logged once per method, and the value is lost. A metric of the catalogue without a recording method must be deleted.
-tests/metrics/test_recorders.py checks this: it calls every method and looks for a value of every metric.
+The methods take strings, ints and floats; `run_info` and `limits` of the learner take the configuration. They never
+raise: an error is logged once per method, and the value is lost. A metric of the catalogue without a recording method
+must be deleted. tests/metrics/test_recorders.py checks this: it calls every method and looks for a value of every
+metric.
 """
 
 import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from types import FunctionType
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -22,23 +24,30 @@ from asyncrl.metrics.numbers import GAUGES
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 R = TypeVar("R", bound="ProcessMetrics")
 
 
-def recording(method: Callable[Concatenate[R, P], None]) -> Callable[Concatenate[R, P], None]:
-    """Wraps a recording method so that it never raises, because training must not fail because of a metric."""
+def never_raises(kind: type[R]) -> type[R]:
+    """Wraps the public methods of a class so that they never raise, because training must not fail because of a
+    metric."""
 
-    @functools.wraps(method)
-    def guarded(self: R, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except Exception:
-            self.failed(method.__name__)
+    def guarded(method: FunctionType) -> Callable[..., None]:
+        @functools.wraps(method)
+        def record(self: R, /, *args: object, **kwargs: object) -> None:
+            try:
+                method(self, *args, **kwargs)
+            except Exception:
+                self._failed(method.__name__)
 
-    return guarded
+        return record
+
+    for name, method in list(vars(kind).items()):
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            setattr(kind, name, guarded(method))
+    return kind
 
 
+@never_raises
 class ProcessMetrics:
     """The metrics that every process records."""
 
@@ -52,7 +61,7 @@ class ProcessMetrics:
     def registry(self) -> CollectorRegistry:
         return self._instruments.registry
 
-    def failed(self, method: str) -> None:
+    def _failed(self, method: str) -> None:
         """Logs the current exception, but only the first one of each method."""
         if method not in self._failed_methods:
             self._failed_methods.add(method)
@@ -63,12 +72,10 @@ class ProcessMetrics:
                 exc_info=True,
             )
 
-    @recording
     def states_from(self, seconds: Callable[[], Totals]) -> None:
         """Makes every scrape show the current `StateClock.seconds` or `SlotStates.seconds`."""
         self._instruments.read_from(f"asyncrl_{self.role.value}_state_seconds_total", seconds)
 
-    @recording
     def run_info(self, config: Config) -> None:
         """Records the run's name, model, environment and loss and the package's version; once per process."""
         self._instruments.set(
@@ -81,64 +88,52 @@ class ProcessMetrics:
             loss=config.algorithm.loss if isinstance(config.algorithm.loss, str) else "axes",
         )
 
-    @recording
     def heartbeat(self, *, unix_time_s: float) -> None:
         """Records the time of an iteration of the process's main loop."""
         self._instruments.set("asyncrl_heartbeat_timestamp_seconds", unix_time_s)
 
 
+@never_raises
 class LearnerMetrics(ProcessMetrics):
     """The metrics of the learner."""
 
     role = Role.LEARNER
 
-    @recording
-    def limits(
-        self,
-        *,
-        stall_timeout_s: float,
-        weight_sync_timeout_s: float,
-        weight_lag_versions: int,
-        weight_parity_nats: float,
-        checkpoint_every_steps: int,
-    ) -> None:
-        """Records the limits that alerts compare with; at the start and when a limit changes."""
-        self._instruments.set("asyncrl_stall_timeout_seconds", stall_timeout_s)
-        self._instruments.set("asyncrl_weight_sync_timeout_seconds", weight_sync_timeout_s)
-        self._instruments.set("asyncrl_weight_lag_limit_versions", weight_lag_versions)
-        self._instruments.set("asyncrl_weight_parity_limit_nats", weight_parity_nats)
-        self._instruments.set("asyncrl_checkpoint_interval_versions", checkpoint_every_steps)
-        self._instruments.set("asyncrl_checkpoint_policy_version", 0)
-
-    @recording
-    def deadlines(self, config: Config) -> None:
-        """Records every timeout of the configuration; once, at the start."""
+    def limits(self, config: Config, *, weight_parity_nats: float) -> None:
+        """Records the limits that alerts compare with, and every timeout of the configuration; once, at the start."""
+        weights = config.weights
+        limits = {
+            "asyncrl_stall_timeout_seconds": config.run.stall_timeout_s,
+            "asyncrl_weight_sync_timeout_seconds": weights.load_timeout_s,
+            "asyncrl_weight_lag_limit_versions": weights.max_lag_publications * weights.publish_every_steps,
+            "asyncrl_weight_parity_limit_nats": weight_parity_nats,
+            "asyncrl_checkpoint_interval_versions": config.checkpoint.every_steps,
+            "asyncrl_checkpoint_policy_version": 0,
+        }
+        for name, limit in limits.items():
+            self._instruments.set(name, limit)
         settings: Mapping[str, Any] = flat_config(config)
         for key in DEADLINES:
             self._instruments.set("asyncrl_deadline_seconds", settings[key], deadline=key)
 
-    @recording
     def step(self, *, outcome: str, duration_s: float, tokens: int) -> None:
         """Records the end of a step. `outcome` is `trained` or `skipped`, `tokens` the number of trained tokens."""
         self._instruments.add("asyncrl_learner_steps_total", 1, outcome=outcome)
         self._instruments.add("asyncrl_learner_tokens_total", tokens)
         self._instruments.observe("asyncrl_learner_step_duration_seconds", duration_s)
 
-    @recording
     def utilisation(self, *, model_flops: int | None, peak_flops_per_s: float | None) -> None:
         """Records the model FLOPs of a step and the devices' peak speed in FLOP/s; None where they are not known."""
         self._instruments.add("asyncrl_learner_model_flops_total", model_flops or 0)
         peak = math.nan if peak_flops_per_s is None else peak_flops_per_s
         self._instruments.set("asyncrl_learner_peak_flops_per_second", peak)
 
-    @recording
     def numbers(self, values: Mapping[str, float]) -> None:
         """Records the numbers of a trained step, by their names in `asyncrl.metrics.numbers`. The gauge of a number
         that is not in `values` becomes NaN."""
         for name, gauge in GAUGES.items():
             self._instruments.set(gauge, values.get(name, math.nan))
 
-    @recording
     def staleness(
         self,
         *,
@@ -154,22 +149,18 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.observe_counts("asyncrl_staleness_inflight_versions", in_flight)
         self._instruments.observe_counts("asyncrl_staleness_inbuffer_versions", in_buffer)
 
-    @recording
     def length_ratio(self, ratio: float) -> None:
         """Records the mean completion length of trained groups divided by that of all finished groups."""
         self._instruments.set("asyncrl_trained_to_dispatched_length_ratio", ratio)
 
-    @recording
     def rows_outstanding(self, rows: int) -> None:
         """Records the rows in the data plane after a step's own rows were cleared."""
         self._instruments.set("asyncrl_rows_outstanding", rows)
 
-    @recording
     def heldout(self, reward_mean: float) -> None:
         """Records the mean reward of a held-out evaluation."""
         self._instruments.set("asyncrl_learner_heldout_reward_mean", reward_mean)
 
-    @recording
     def checkpoint_saved(self, *, step: int, duration_s: float, unix_time_s: float) -> None:
         """Records a complete checkpoint of the weights after `step` steps."""
         self._instruments.add("asyncrl_checkpoints_total", 1, outcome="saved")
@@ -177,23 +168,19 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.set("asyncrl_checkpoint_policy_version", step)
         self._instruments.set("asyncrl_checkpoint_last_success_timestamp_seconds", unix_time_s)
 
-    @recording
     def checkpoint_failed(self) -> None:
         """Records a checkpoint that could not be written."""
         self._instruments.add("asyncrl_checkpoints_total", 1, outcome="failed")
 
-    @recording
     def parity(self, nats: float) -> None:
         """Records the largest difference of log-probs over the step's on-policy tokens."""
         self._instruments.set("asyncrl_weight_parity_nats", nats)
 
-    @recording
     def versions(self, *, learner: int, published: int) -> None:
         """Records the learner's version and the newest published version, as steps."""
         self._instruments.set("asyncrl_learner_policy_version", learner)
         self._instruments.set("asyncrl_published_policy_version", published)
 
-    @recording
     def published(self, *, bytes: int, phase_seconds: Mapping[str, float]) -> None:
         """Records a publication: its size and the duration of each phase."""
         self._instruments.add("asyncrl_weight_bytes_total", bytes)
@@ -201,6 +188,7 @@ class LearnerMetrics(ProcessMetrics):
             self._instruments.observe("asyncrl_weight_publish_seconds", seconds, phase=phase)
 
 
+@never_raises
 class GeneratorMetrics(ProcessMetrics):
     """The metrics of one generator replica. `environment` is the name of the environment that scores its rollouts."""
 
@@ -210,17 +198,14 @@ class GeneratorMetrics(ProcessMetrics):
         super().__init__()
         self._environment = environment
 
-    @recording
     def inflight(self, groups: int) -> None:
         """Records the number of groups that are being generated."""
         self._instruments.set("asyncrl_generator_inflight_groups", groups)
 
-    @recording
     def policy_version(self, step: int) -> None:
         """Records the step of a version that was completely loaded."""
         self._instruments.set("asyncrl_generator_policy_version", step)
 
-    @recording
     def rollout(self, *, duration_s: float, prompt_tokens: int, completion_tokens: Sequence[int]) -> None:
         """Records a group that was generated and scored.
 
@@ -232,59 +217,51 @@ class GeneratorMetrics(ProcessMetrics):
         for length in completion_tokens:
             self._instruments.observe("asyncrl_completion_tokens", length, environment=self._environment)
 
-    @recording
     def samples(self, count: int, *, outcome: str) -> None:
         """Records the samples of one group with the outcome of its commit, or `failed`."""
         self._instruments.add("asyncrl_generator_samples_total", count, outcome=outcome)
 
-    @recording
     def rollout_failed(self, *, failure_class: str, reason: str) -> None:
         """Records a failed rollout of a group."""
         labels = {"class": failure_class, "reason": reason}
         self._instruments.add("asyncrl_rollout_failures_total", 1, **labels)
 
-    @recording
     def scored(self, *, duration_s: float) -> None:
         """Records the time that the scoring of one group took."""
         self._instruments.observe("asyncrl_reward_duration_seconds", duration_s, environment=self._environment)
 
-    @recording
     def rewards(self, values: Sequence[float]) -> None:
         """Records the rewards of a group's samples."""
         for value in values:
             self._instruments.observe("asyncrl_reward", value, environment=self._environment)
 
-    @recording
     def reward_failed(self, *, reason: str, samples: int) -> None:
         """Records samples whose scoring failed."""
         self._instruments.add("asyncrl_reward_failures_total", samples, reason=reason)
 
-    @recording
     def weight_update(self, *, outcome: str, phase_seconds: Mapping[str, float]) -> None:
         """Records an offered version: the outcome of the update and the duration of each phase."""
         self._instruments.add("asyncrl_weight_updates_total", 1, outcome=outcome)
         for phase, seconds in phase_seconds.items():
             self._instruments.observe("asyncrl_weight_load_seconds", seconds, phase=phase)
 
-    @recording
     def parity(self, nats: float) -> None:
         """Records the largest difference of log-probs over the probe of the last weight update."""
         self._instruments.set("asyncrl_weight_parity_nats", nats)
 
 
+@never_raises
 class BufferMetrics(ProcessMetrics):
     """The metrics of the coordinator, whose process has the role `buffer`."""
 
     role = Role.BUFFER
 
-    @recording
     def limits(self, *, max_staleness_versions: int, capacity_groups: int, capacity_bytes: int) -> None:
         """Records the buffer's limits; at the start and when a limit changes."""
         self._instruments.set("asyncrl_staleness_limit_versions", max_staleness_versions)
         self._instruments.set("asyncrl_buffer_capacity_groups", capacity_groups)
         self._instruments.set("asyncrl_buffer_capacity_bytes", capacity_bytes)
 
-    @recording
     def fill(self, *, reserved: int, ready: int, leased: int, bytes: int, oldest_group_age_s: float) -> None:
         """Records the present number of groups by state, their bytes and the age of the oldest."""
         for state, groups in (("reserved", reserved), ("ready", ready), ("leased", leased)):
@@ -292,19 +269,16 @@ class BufferMetrics(ProcessMetrics):
         self._instruments.set("asyncrl_buffer_bytes", bytes)
         self._instruments.set("asyncrl_buffer_oldest_group_age_seconds", oldest_group_age_s)
 
-    @recording
     def replicas(self, counts: Mapping[str, int]) -> None:
         """Records the number of registered replicas by state. A state that is not in `counts` becomes 0."""
         for state in REPLICA_STATES:
             self._instruments.set("asyncrl_replicas", counts.get(state, 0), state=state)
 
-    @recording
     def events(self, totals: Mapping[str, int]) -> None:
         """Records the totals of the buffer's event counters."""
         for event, total in totals.items():
             self._instruments.raise_to("asyncrl_buffer_events_total", total, event=event)
 
-    @recording
     def ledger(self, *, issued_groups: int, groups: Mapping[str, int], tokens: Mapping[str, int]) -> None:
         """Records the ledger's totals by fate. `groups` must have all fates, so that unaccounted groups are found.
 
@@ -317,12 +291,10 @@ class BufferMetrics(ProcessMetrics):
                 if fate not in BUFFER_STATES:
                     self._instruments.raise_to(f"asyncrl_ledger_{name}_total", total, fate=fate)
 
-    @recording
     def reserve_waited(self, seconds: float) -> None:
         """Records the time that one reserve call waited for tickets."""
         self._instruments.observe("asyncrl_buffer_reserve_wait_seconds", seconds)
 
-    @recording
     def lease_waited(self, seconds: float) -> None:
         """Records the time that the learner waited for one lease."""
         self._instruments.observe("asyncrl_buffer_lease_wait_seconds", seconds)

@@ -16,13 +16,12 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from threading import Thread
-from types import TracebackType
 
 from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import MetricsHandler
 
+from asyncrl.config.metrics_host import NODE
 from asyncrl.errors import ConfigError
-from asyncrl.metrics.binding import bind_host
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +49,7 @@ PORT_REFUSED = {errno.EADDRINUSE, errno.EACCES}
 
 
 class MetricsServer:
-    """Serves metrics from construction to `close`.
-
-    >>> with MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0) as server:
-    ...     server.url.startswith("http://127.0.0.1:")
-    True
-    """
+    """Serves metrics from construction to `close`."""
 
     def __init__(
         self,
@@ -65,7 +59,9 @@ class MetricsServer:
         port: int,
         discovery: Callable[[], bytes] | None = None,
     ) -> None:
-        """Starts the server. `discovery` returns the answer to `GET /sd`; it is called in a thread of the server.
+        """Starts the server. The host `node` is this node's Ray address; the process must have joined Ray before.
+
+        `discovery` returns the answer to `GET /sd`; it is called in a thread of the server.
 
         Raises ConfigError when `host` is not an address of this machine.
         """
@@ -124,14 +120,6 @@ class MetricsServer:
             self._thread.join(CLOSE_TIMEOUT_S)
         self._server.server_close()
 
-    def __enter__(self) -> "MetricsServer":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def _no_targets() -> bytes:
     return b"[]\n"
@@ -175,7 +163,10 @@ class _Server(ThreadingHTTPServer):
 
 
 def _bind(handler: type[_Handler], *, host: str, port: int) -> _Server:
-    host = bind_host(host)
+    if host == NODE:
+        import ray
+
+        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
     try:
         family, _, _, _, _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         server_class: type[_Server] = type("Server", (_Server,), {"address_family": family})

@@ -31,7 +31,7 @@ class SlotStates:
 
     >>> now = 0.0
     >>> slots = SlotStates(4, states=("idle", "generating"), initial="idle", clock=lambda: now)
-    >>> slots.move("idle", "generating", count=3)
+    >>> slots.set({"idle": 1, "generating": 3})
     >>> now = 8.0
     >>> slots.seconds()
     {'idle': 2.0, 'generating': 6.0}
@@ -56,17 +56,6 @@ class SlotStates:
         self._counts = dict.fromkeys(states, 0) | {initial: slots}
         self._slot_seconds = dict.fromkeys(states, 0.0)
         self._since = clock() if started_s is None else started_s
-
-    def move(self, source: str, target: str, *, count: int = 1) -> None:
-        """Moves `count` slots from one state to another. Raises ValueError when `source` has fewer slots."""
-        with self._lock:
-            self._known(source)
-            self._known(target)
-            if not 0 <= count <= self._counts[source]:
-                raise ValueError(f"cannot move {count} slots out of {source}, which has {self._counts[source]} slots")
-            self._settle()
-            self._counts[source] -= count
-            self._counts[target] += count
 
     def set(self, counts: Mapping[str, int]) -> None:
         """Sets the number of slots in each state; a state that is not in `counts` has none.
@@ -97,7 +86,8 @@ class SlotStates:
     def reattribute(self, source: str, parts: Mapping[str, float]) -> None:
         """Moves slot-seconds from `source` to other states. `parts` maps a state to the seconds that it gets.
 
-        Raises ValueError when `source` has fewer slot-seconds than `parts` adds up to.
+        This is for a call to other processes that return the durations of their stages at the end of the call. Raises
+        ValueError when `source` has fewer slot-seconds than `parts` adds up to.
         """
         with self._lock:
             for state in (source, *parts):
@@ -123,7 +113,7 @@ class SlotStates:
             raise ValueError(f"the state {state!r} is not one of {', '.join(self._counts)}")
 
 
-class StateClock:
+class StateClock(SlotStates):
     """Counts the seconds of a process that is in one state at a time.
 
     The process is in the state `initial` from `started_s` on (default: now).
@@ -145,15 +135,15 @@ class StateClock:
         started_s: float | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._slot = SlotStates(1, states=states, initial=initial, started_s=started_s, clock=clock)
+        super().__init__(1, states=states, initial=initial, started_s=started_s, clock=clock)
 
     @property
     def state(self) -> str:
-        return next(state for state, count in self._slot.counts().items() if count)
+        return next(state for state, count in self.counts().items() if count)
 
     def enter(self, state: str) -> None:
         """Changes the state to `state`. Raises ValueError when the state is unknown."""
-        self._slot.set({state: 1})
+        self.set({state: 1})
 
     @contextmanager
     def within(self, state: str) -> Iterator[None]:
@@ -164,18 +154,6 @@ class StateClock:
             yield
         finally:
             self.enter(before)
-
-    def reattribute(self, source: str, parts: Mapping[str, float]) -> None:
-        """Moves seconds from `source` to other states. `parts` maps a state to the seconds that it gets.
-
-        This is for a call to other processes that return the durations of their stages at the end of the call. Raises
-        ValueError when `source` has fewer seconds than `parts` adds up to.
-        """
-        self._slot.reattribute(source, parts)
-
-    def seconds(self) -> dict[str, float]:
-        """Returns the seconds by state from the start until now."""
-        return self._slot.seconds()
 
 
 def caught_up(shown: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:

@@ -52,16 +52,16 @@ class Trackers:
         if not self._names:
             return
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-        self._work.put(lambda: self._each(lambda tracker: tracker.log(known, step=step)))
+        self._work.put(lambda: self._each(lambda _, tracker: tracker.log(known, step=step)))
 
     def log_samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         """Queues a table with rollouts of one step. Does not block."""
         if self._names and rows:
-            self._work.put(lambda: self._each_by_name(partial(_log_table, step=step, columns=columns, rows=rows)))
+            self._work.put(lambda: self._each(partial(_log_table, step=step, columns=columns, rows=rows)))
 
     def close(self) -> None:
         """Ends the trackers, and waits at most `CLOSE_S` seconds until they have sent everything."""
-        self._work.put(lambda: self._each(lambda tracker: tracker.finish()))
+        self._work.put(lambda: self._each(lambda _, tracker: tracker.finish()))
         self._work.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
@@ -93,10 +93,7 @@ class Trackers:
         except Exception as error:
             _report(f"the tracker {name} did not start, and the run continues without it", error)
 
-    def _each(self, act: Callable[[Any], None]) -> None:
-        self._each_by_name(lambda _, tracker: act(tracker))
-
-    def _each_by_name(self, act: Callable[[str, Any], None]) -> None:
+    def _each(self, act: Callable[[str, Any], None]) -> None:
         for name, tracker in list(self._live.items()):
             try:
                 act(name, tracker)
@@ -153,11 +150,9 @@ def _arguments(name: str, *, project: str, run: str, folder: Path) -> dict[str, 
     match name:
         case "tensorboard":
             return {"run_name": run, "logging_dir": folder / "tensorboard"}
-        case "wandb":
-            return {"run_name": project, "name": run, "dir": str(folder)}
         case "mlflow":
             return {"experiment_name": project, "run_name": run}
-        case "trackio":
+        case "wandb":
+            return {"run_name": project, "name": run, "dir": str(folder)}
+        case _:  # trackio; the configuration admits no other name
             return {"run_name": project, "name": run}
-        case _:
-            raise ValueError(f"unknown tracker {name!r}: use tensorboard, wandb, mlflow or trackio")

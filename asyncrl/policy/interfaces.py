@@ -9,16 +9,17 @@ right.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
+
+from asyncrl.algorithms.interfaces import LossFunction
+from asyncrl.ranks.interfaces import TrainedModelInterface
 
 if TYPE_CHECKING:
     import ray
     import torch
 
-    from asyncrl.algorithms.interfaces import LossFunction
     from asyncrl.common.version import Version
     from asyncrl.data.batched_data_dict import BatchedDataDict
     from asyncrl.ranks.timer import Timer
@@ -38,8 +39,18 @@ class ReferenceLogprobOutputSpec(TypedDict):
     """float32 [B, S], nats; 0 at the first token and beyond a row's length."""
 
 
-class PolicyInterface(ABC):
-    """A model that scores and learns. Calls block. Rows keep the caller's order, and results are on the CPU."""
+class PolicyInterface(TrainedModelInterface[LossFunction]):
+    """A model that scores and learns. Calls block. Rows keep the caller's order, and results are on the CPU.
+
+    `train` reads the columns that the loss reads. Among them are:
+
+    - `staleness` [B, S], in versions, if the proximal policy is interpolated;
+    - `prev_logprobs` [B, S], if there are several updates;
+    - `group_ids` [B], if the loss averages over prompts;
+    - `rewards` [B], if the loss adds the likelihood of good rows.
+
+    `advantages` may be [B, S] or [B].
+    """
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
@@ -55,69 +66,6 @@ class PolicyInterface(ABC):
     ) -> BatchedDataDict:
         """Returns the `ReferenceLogprobOutputSpec`: the same log-probs under the initial weights. The live weights stay
         unchanged."""
-
-    @abstractmethod
-    def train(
-        self,
-        data: BatchedDataDict,
-        loss_fn: LossFunction,
-        eval_mode: bool = False,
-        *,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        timer: Timer | None = None,
-    ) -> dict[str, Any]:
-        """Makes one optimizer step for every `gbs` rows (default: all rows), and one scheduler step for the call.
-
-        `data` has the columns that the loss reads. Among them are:
-
-        - `staleness` [B, S], in versions, if the proximal policy is interpolated;
-        - `prev_logprobs` [B, S], if there are several updates;
-        - `group_ids` [B], if the loss averages over prompts;
-        - `rewards` [B], if the loss adds the likelihood of good rows.
-
-        `advantages` may be [B, S] or [B]. If `mbs` is given, `mbs` rows of a rank share a padded pass. In eval mode,
-        nothing changes.
-
-        Returns a dict:
-
-        - `loss` and `grad_norm`: float32, one entry for each optimizer step;
-        - `all_mb_metrics`: by name, one value for every micro-batch of all ranks. These are the loss's own metrics,
-          `lr`, `wd`, and the `global_valid_seqs` and `global_valid_toks` of the micro-batch's update. The sum of one of
-          the loss's own metrics is its mean over the updates;
-        - `timing`: seconds by stage;
-        - `report`: an `asyncrl.ranks.report.StepReport`.
-
-        All errors leave the ranks alive. Raises AssertionError if the number of rows is not a multiple of `gbs`, if
-        `gbs` is neither a multiple of the number of ranks nor all rows, or if `mbs` is below 1. Raises MissingColumns
-        with the columns that the loss reads and the rows lack. Raises CallRefused with the column, row and value that
-        the model cannot use. Raises LossFailed if the loss raises an error or does not return a scalar and a dict of
-        numbers.
-        """
-
-    @abstractmethod
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Loads weights and optimizer onto the ranks' devices."""
-
-    @abstractmethod
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Frees the gradients."""
-
-    @abstractmethod
-    def save_checkpoint(
-        self,
-        weights_path: str | Path,
-        optimizer_path: str | Path | None = None,
-        tokenizer_path: str | Path | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Writes the sharded weights, and the optimizer's state and the tokenizer if they have a path."""
-
-    @abstractmethod
-    def shutdown(self) -> bool:
-        """Ends the ranks. Idempotent. A rank that is already dead does not cause an error. Returns True if all ranks
-        left in order."""
 
 
 class ColocatablePolicyInterface(PolicyInterface):

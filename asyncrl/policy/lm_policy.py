@@ -21,7 +21,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CollectiveError
 from asyncrl.policy.interfaces import ColocatablePolicyInterface
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks.driver import RankDriver, Stage, ignore_arguments
+from asyncrl.ranks.driver import RankDriver, ignore_arguments
 from asyncrl.ranks.gather import ParameterSpec
 from asyncrl.ranks.timer import Timer
 from asyncrl.weights.transports.peers import Rendezvous
@@ -42,24 +42,18 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
         self._sharing = False
 
     def get_logprobs(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
-        return self._score(data, Stage(name="get_logprobs", timer=timer), PolicyWorker.get_logprobs)
+        return self._score(data, timer, PolicyWorker.get_logprobs)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        stage = Stage(name="get_reference_policy_logprobs", timer=timer, micro_batch_size=micro_batch_size)
         method = PolicyWorker.get_reference_policy_logprobs
-        return self._score(data, stage, method, micro_batch_size=micro_batch_size)
+        return self._score(data, timer, method, micro_batch_size=micro_batch_size)
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
         """Loads the weights onto the ranks' devices, for `get_logprobs`."""
         ignore_arguments("prepare_for_lp_inference", args, kwargs)
         self._ranks.call(PolicyWorker.prepare_for_training)
-
-    def finish_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Frees the gradients. Scoring keeps no other state."""
-        ignore_arguments("finish_inference", args, kwargs)
-        self._ranks.call(PolicyWorker.finish_training)
 
     def save_hf(self, path: Path) -> None:
         """Writes a Hugging Face directory that vLLM can serve, on rank 0's node. A reader sees the complete directory

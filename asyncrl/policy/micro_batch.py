@@ -4,28 +4,19 @@ Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.algorithms.diagnostics import OffPolicySums, off_policy_sums
+from asyncrl.algorithms.diagnostics import MetricSums, off_policy_sums
 from asyncrl.algorithms.interfaces import LossFunction, LossInputType, call_with_logits, input_type_of
-from asyncrl.algorithms.kernel import KernelSums, kernel_sums
+from asyncrl.algorithms.kernel import kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.masks import trained_mask
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.ranks.loss_pass import (
-    MicroBatchOutcome,
-    UpdateContext,
-    aligned,
-    checked_loss,
-    loss_failed,
-    slopes_of,
-    with_slopes,
-)
+from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned, outcome_of, slopes_of, without_slopes
 from asyncrl.ranks.packed import PackedRows
 
 
@@ -46,32 +37,31 @@ def loss_of(
     logprobs_BT = outputs.logprobs_BT
     mask_BT = trained_mask(data)[:, 1:]
     if not bool(mask_BT.any()):
-        # the result keeps the graph, so that FSDP's hooks and collectives run as on the other ranks
-        return MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum())
+        return MicroBatchOutcome(differentiable=without_slopes(logprobs_BT))
     proximal_BS = data["prev_logprobs"] if "prev_logprobs" in data else aligned(logprobs_BT.detach())
     if context.sole_update:
         # before the first update, the current weights are those of the step's start
         data["prev_logprobs"] = proximal_BS
-    leaves = {name: column.detach().requires_grad_() for name, column in outputs.columns.items()}
-    try:
-        # a copy, because the loss may change its columns, and the diagnostics read them afterwards
-        loss, metrics, slopes = _differentiated(copy.copy(data), context=context, leaves=leaves)
-        sums, kernel = OffPolicySums(), KernelSums()
-        if "generation_logprobs" in data:
-            sums, kernel = _diagnosed(
-                data,
-                outputs=outputs,
-                context=context,
-                slopes_BT=slopes[0] if "next_token_logprobs" in leaves else None,
-                proximal_BT=proximal_BS[:, 1:].float(),
-                mask_BT=mask_BT,
-            )
-    except Exception as error:
-        return MicroBatchOutcome(differentiable=0.0 * logprobs_BT.sum(), failure=loss_failed(error))
-    parts = [with_slopes(column, slope) for column, slope in zip(outputs.columns.values(), slopes, strict=True)]
-    return MicroBatchOutcome(
-        differentiable=torch.stack(parts).sum(), loss=loss, sums=sums, kernel=kernel, metrics=metrics
-    )
+
+    def called(leaves: dict[str, torch.Tensor]) -> object:
+        columns = copy.copy(data)  # the loss may change its columns, and the diagnostics read them afterwards
+        if "next_token_logits" in leaves:
+            return call_with_logits(context.loss_fn, leaves["next_token_logits"], columns, context.counts)
+        return context.loss_fn(data=columns, **context.counts, **leaves)
+
+    def measured(slopes: dict[str, torch.Tensor]) -> MetricSums:
+        if "generation_logprobs" not in data:
+            return MetricSums()
+        return _diagnosed(
+            data,
+            outputs=outputs,
+            context=context,
+            slopes_BT=slopes.get("next_token_logprobs"),
+            proximal_BT=proximal_BS[:, 1:].float(),
+            mask_BT=mask_BT,
+        )
+
+    return outcome_of(outputs.columns, called, measure=measured)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,20 +96,6 @@ def _outputs(
     return _Outputs(columns=columns, logprobs_BT=logprobs_BT, entropy_BT=entropy_BT)
 
 
-def _differentiated(
-    data: BatchedDataDict, *, context: UpdateContext[LossFunction], leaves: Mapping[str, torch.Tensor]
-) -> tuple[float, dict[str, float], tuple[torch.Tensor, ...]]:
-    """Returns the loss, its metrics, and its slopes with respect to `leaves`. The slopes are also measured in eval
-    mode."""
-    with torch.enable_grad():
-        if "next_token_logits" in leaves:
-            returned = call_with_logits(context.loss_fn, leaves["next_token_logits"], data, context.counts)
-        else:
-            returned = context.loss_fn(data=data, **context.counts, **leaves)
-        loss, metrics = checked_loss(returned)
-        return float(loss.detach()), metrics, slopes_of(loss, *leaves.values())
-
-
 def _diagnosed(
     data: BatchedDataDict,
     *,
@@ -128,11 +104,11 @@ def _diagnosed(
     slopes_BT: torch.Tensor | None,
     proximal_BT: torch.Tensor,
     mask_BT: torch.Tensor,
-) -> tuple[OffPolicySums, KernelSums]:
+) -> MetricSums:
     """Returns how far the data is from the policy, and how a loss of log-probs pushes its tokens."""
     # in float32, because the difference of two bfloat16 columns would be rounded to bfloat16
     behaviour_BT = data["generation_logprobs"][:, 1:].float()
-    kernel = KernelSums()
+    kernel = MetricSums()
     if slopes_BT is not None and "advantages" in data:
         shares_BT: dict[str, torch.Tensor] = {}
         if isinstance(context.loss_fn, ObjectiveLoss):
@@ -146,7 +122,7 @@ def _diagnosed(
             shares_BT=shares_BT,
         )
     step = context.step
-    sums = off_policy_sums(
+    return kernel + off_policy_sums(
         proximal_BT=proximal_BT,
         behaviour_BT=behaviour_BT,
         entropy_BT=outputs.entropy_BT,
@@ -154,7 +130,6 @@ def _diagnosed(
         reference_BT=data["reference_policy_logprobs"][:, 1:] if "reference_policy_logprobs" in data else None,
         on_policy_BT=data["weight_versions"][:, 1:] == step if step is not None else torch.zeros_like(mask_BT),
     )
-    return sums, kernel
 
 
 def _logits(

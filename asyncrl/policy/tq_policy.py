@@ -25,7 +25,7 @@ from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks.driver import Stage, ignore_arguments
+from asyncrl.ranks.driver import ignore_arguments
 from asyncrl.ranks.named_rows import DataPlane, NamedRows, name_fields
 from asyncrl.ranks.plan import BatchingPlan
 from asyncrl.ranks.timer import Timer
@@ -114,24 +114,16 @@ class TQPolicy(Policy):
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `prev_logprobs` under the current weights, and records it in `meta`."""
-        self._write(
-            NamedRows(meta, self._data_plane, LP_SEED_FIELDS, writes={"logprobs": "prev_logprobs"}),
-            Stage(name="get_logprobs", timer=timer, micro_batch_size=micro_batch_size),
-            PolicyWorker.get_logprobs,
-            micro_batch_size=micro_batch_size,
-        )
+        rows = NamedRows(meta, self._data_plane, LP_SEED_FIELDS, writes={"logprobs": "prev_logprobs"})
+        self._write(rows, timer, PolicyWorker.get_logprobs, micro_batch_size=micro_batch_size)
 
     def get_reference_policy_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `reference_policy_logprobs` under the initial weights, and records it in `meta`."""
         writes = {"reference_logprobs": "reference_policy_logprobs"}
-        self._write(
-            NamedRows(meta, self._data_plane, LP_SEED_FIELDS, writes=writes),
-            Stage(name="get_reference_policy_logprobs", timer=timer, micro_batch_size=micro_batch_size),
-            PolicyWorker.get_reference_policy_logprobs,
-            micro_batch_size=micro_batch_size,
-        )
+        rows = NamedRows(meta, self._data_plane, LP_SEED_FIELDS, writes=writes)
+        self._write(rows, timer, PolicyWorker.get_reference_policy_logprobs, micro_batch_size=micro_batch_size)
 
     def get_advantages_from_meta(
         self, meta: KVBatchMeta, estimator: TokenEstimator, timer: Timer | None = None
@@ -143,7 +135,7 @@ class TQPolicy(Policy):
         `estimator` fails. Raises MissingColumns if a column is missing.
         """
         rows = NamedRows(meta, self._data_plane, estimator.reads, writes={"advantages": "advantages"})
-        self._write(rows, Stage(name="get_advantages", timer=timer), PolicyWorker.get_advantages, estimator)
+        self._write(rows, timer, PolicyWorker.get_advantages, estimator)
 
     def train_from_meta(
         self,

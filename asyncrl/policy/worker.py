@@ -111,20 +111,14 @@ class PolicyWorker(RankWorker[LossFunction]):
     def get_logprobs(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> BatchedDataDict:
         """Returns `logprobs` float32 [B, S] of this rank's rows at the sampler's temperature; 0 at the first token and
         beyond a row's length. Reads `input_ids` and `input_lengths`."""
-        temperature = self._config.generator.temperature
-        scored_BS = self._scored_logprobs(
-            data, model=self._model, temperature=temperature, micro_batch_size=micro_batch_size
-        )
+        scored_BS = self._scored_logprobs(data, model=self._model, micro_batch_size=micro_batch_size)
         return BatchedDataDict(logprobs=scored_BS)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """Returns `reference_logprobs` [B, S]: the same under the initial weights. The live weights are not changed."""
-        temperature = self._config.generator.temperature
-        scored_BS = self._scored_logprobs(
-            data, model=self._reference(), temperature=temperature, micro_batch_size=micro_batch_size
-        )
+        scored_BS = self._scored_logprobs(data, model=self._reference(), micro_batch_size=micro_batch_size)
         return BatchedDataDict(reference_logprobs=scored_BS)
 
     def probe(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
@@ -144,16 +138,17 @@ class PolicyWorker(RankWorker[LossFunction]):
         data: BatchedDataDict,
         *,
         model: torch.nn.Module,
-        temperature: float,
+        temperature: float | None = None,
         micro_batch_size: int | None = None,
     ) -> torch.Tensor:
-        """Returns log-probs [B, S] of this rank's rows under `model`; entry 0 is 0."""
+        """Returns log-probs [B, S] of this rank's rows under `model`; entry 0 is 0. The default temperature is the
+        sampler's."""
 
         def score(part: BatchedDataDict) -> torch.Tensor:
             logprobs_BT, _ = model_logprobs(
                 cast(PreTrainedModel, model),
                 part["input_ids"],
-                temperature=temperature,
+                temperature=self._config.generator.temperature if temperature is None else temperature,
                 with_entropy=False,
                 packed_lengths_B=part["input_lengths"] if self._packed else None,
             )

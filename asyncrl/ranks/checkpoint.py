@@ -7,9 +7,9 @@ torch's distributed checkpoint (DCP) writes `state/` in its safetensors format: 
 default format is not used, because loading it unpickles data. `training.json` has the state that is not a tensor.
 Hyperparameters are not saved, because they are in the configuration.
 
-Invariants: a directory with a file `COMPLETE` is complete, and a directory without it is refused. If a save ends at any
-point, the last complete checkpoint can still be loaded. If a load fails, weights and optimizer are unchanged on every
-rank. Every function that takes `group` is a collective over that group. If it fails on one rank, it raises on all
+Invariants: a directory with a file `COMPLETE` is complete, and a directory without it is refused. If a save is
+interrupted, the last complete checkpoint can still be loaded. If a load fails, weights and optimizer are unchanged on
+every rank. Every function that takes `group` is a collective over that group. If it fails on one rank, it raises on all
 ranks.
 """
 
@@ -41,6 +41,7 @@ from transformers import AutoTokenizer
 from asyncrl import complete_directory
 from asyncrl.atomic_write import write_atomically
 from asyncrl.errors import AsyncRLError, CheckpointError, CheckpointMismatch
+from asyncrl.ranks.collectives import gather_objects
 from asyncrl.ranks.gather import reshard
 
 _STATE, _TRAINING = "state", "training.json"
@@ -69,56 +70,109 @@ class _Training(msgspec.Struct, frozen=True, kw_only=True):
     generators: tuple[_Generators, ...]
 
 
-# -- save ----------------------------------------------------------------------------------------------------------
+class ShardedState:
+    """This rank's part of a sharded model and its optimizer, which can be saved and loaded. `save` and `load` are
+    collectives over `group`."""
 
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, group: dist.ProcessGroup) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._group = group
 
-def save_checkpoint(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    train_calls: int,
-    weights_path: Path,
-    optimizer_path: Path | None,
-    group: dist.ProcessGroup,
-) -> None:
-    """Writes the weights, and the optimizer if it has a path. Each goes to its own directory, which all ranks must
-    share.
+    def save(self, *, train_calls: int, weights_path: Path, optimizer_path: Path | None) -> None:
+        """Writes the weights, and the optimizer if it has a path. Each goes to its own directory, which all ranks must
+        share.
 
-    A complete checkpoint at a path is replaced after the new one is complete. Raises CheckpointError if something else
-    is at a path, if one path is inside the other, or if a rank cannot write.
-    """
-    paths = [weights_path] if optimizer_path is None else [weights_path, optimizer_path]
-    on_first_rank(lambda: _check_apart(paths), group=group)
-    on_first_rank(lambda: list(map(complete_directory.prepare, paths)), group=group)
-    reshard(model)
-    _write_state(_weights(model), complete_directory.unfinished(weights_path), group=group)
-    if optimizer_path is not None:
-        unfinished = complete_directory.unfinished(optimizer_path)
-        _save_training(model, optimizer, train_calls=train_calls, path=unfinished, group=group)
-    for path in paths:
-        _check_shared(complete_directory.unfinished(path), group=group)
-    save_id = uuid.uuid4().hex
-    on_first_rank(lambda: list(map(partial(complete_directory.finish, save_id=save_id), paths)), group=group)
-    on_first_rank(lambda: list(map(complete_directory.publish, paths)), group=group)
+        A complete checkpoint at a path is replaced after the new one is complete. Raises CheckpointError if something
+        else is at a path, if one path is inside the other, or if a rank cannot write.
+        """
+        paths = [weights_path] if optimizer_path is None else [weights_path, optimizer_path]
+        on_first_rank(lambda: _check_apart(paths), group=self._group)
+        on_first_rank(lambda: list(map(complete_directory.prepare, paths)), group=self._group)
+        reshard(self._model)
+        self._write(self._weights(), complete_directory.unfinished(weights_path))
+        if optimizer_path is not None:
+            self._save_training(complete_directory.unfinished(optimizer_path), train_calls=train_calls)
+        for path in paths:
+            _check_shared(complete_directory.unfinished(path), group=self._group)
+        save_id = uuid.uuid4().hex
+        on_first_rank(lambda: list(map(partial(complete_directory.finish, save_id=save_id), paths)), group=self._group)
+        on_first_rank(lambda: list(map(complete_directory.publish, paths)), group=self._group)
 
+    def _save_training(self, path: Path, *, train_calls: int) -> None:
+        # An optimizer without state is not saved: DCP would create its state with an optimizer step, and AdamW's bias
+        # correction would count that step
+        has_moments = bool(self._optimizer.state)
+        if has_moments:
+            self._write(self._moments(), path)
+        generators = tuple(gather_objects(_generators(), group=self._group))
+        training = _Training(train_calls=train_calls, has_moments=has_moments, generators=generators)
+        on_first_rank(lambda: write_atomically(path / _TRAINING, msgspec.json.encode(training)), group=self._group)
 
-def _save_training(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    train_calls: int,
-    path: Path,
-    group: dist.ProcessGroup,
-) -> None:
-    # An optimizer without state is not saved: DCP would create its state with an optimizer step, and AdamW's bias
-    # correction would count that step
-    has_moments = bool(optimizer.state)
-    if has_moments:
-        _write_state(_moments(model, optimizer), path, group=group)
-    training = _Training(
-        train_calls=train_calls, has_moments=has_moments, generators=tuple(_gather(_generators(), group=group))
-    )
-    on_first_rank(lambda: write_atomically(path / _TRAINING, msgspec.json.encode(training)), group=group)
+    def load(self, *, weights_path: Path, optimizer_path: Path | None) -> int | None:
+        """Loads the weights. With `optimizer_path`, also loads the optimizer and the random generators, and returns
+        `train_calls`.
+
+        Raises CheckpointIncomplete if a directory has no `COMPLETE` or lacks files that it lists. Raises
+        CheckpointMismatch, before any byte is read, with the first tensor whose name, shape or dtype differs from the
+        live one.
+
+        DCP writes into the tensors that it gets, in any order. So it gets new tensors of the size of this rank's shards
+        of the weights and of the optimizer's state. An error while reading therefore changes nothing, either.
+        """
+        reshard(self._model)
+        found = _on_all_ranks(lambda: _locate(weights_path, optimizer_path), group=self._group)
+        weights = self._read(self._weights(), found.weights)
+        fresh = not self._optimizer.state
+        try:
+            moments = None
+            if found.optimizer is not None and found.training is not None and found.training.has_moments:
+                moments = self._read(self._moments(), found.optimizer)
+        except BaseException:
+            if fresh:
+                self._optimizer.state.clear()
+            raise
+        set_model_state_dict(self._model, {name: weights[first] for name, first in _names(self._model).items()})
+        if found.training is None:
+            return None
+        if moments is None:
+            self._optimizer.state.clear()
+        else:
+            set_optimizer_state_dict(self._model, self._optimizer, self._flat() | moments, options=_FLAT)
+        # if more ranks load than saved, the additional ranks reuse the generator states of ranks that saved
+        generators = found.training.generators
+        _set_generators(generators[dist.get_rank(self._group) % len(generators)])
+        return found.training.train_calls
+
+    def _weights(self) -> Tensors:
+        """Returns this rank's shards of the weights. A tied tensor appears once."""
+        tensors: dict[str, Any] = get_model_state_dict(self._model)
+        return {first: tensors[first] for first in _names(self._model).values()}
+
+    def _moments(self) -> Tensors:
+        """Returns this rank's shards of the optimizer's state. If the optimizer has no state, this creates one of
+        zeros."""
+        return {name: tensor for name, tensor in self._flat().items() if name.startswith(_MOMENTS)}
+
+    def _flat(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self._model, self._optimizer, options=_FLAT)
+
+    def _write(self, tensors: Tensors, path: Path) -> None:
+        writer = HuggingFaceStorageWriter(str(path / _STATE), save_distributed=True)
+        try:
+            save(tensors, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:
+            raise _first_failure(error, f"cannot write the checkpoint {path}") from error
+
+    def _read(self, live: Tensors, path: Path) -> Tensors:
+        """Reads the tensors named in `live` from `path`. Returns new tensors with the same sharding as `live`."""
+        staged = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+        reader = HuggingFaceStorageReader(str(path / _STATE))
+        try:
+            load(staged, storage_reader=reader, planner=_ExactPlanner(path), process_group=self._group)
+        except CheckpointException as error:
+            raise _first_failure(error, f"cannot load the checkpoint {path}") from error
+        return staged
 
 
 def save_tokenizer(model_path: str, path: Path, *, group: dist.ProcessGroup) -> None:
@@ -132,12 +186,7 @@ def save_tokenizer(model_path: str, path: Path, *, group: dist.ProcessGroup) -> 
     on_first_rank(save, group=group)
 
 
-def _write_state(tensors: Tensors, path: Path, *, group: dist.ProcessGroup) -> None:
-    writer = HuggingFaceStorageWriter(str(path / _STATE), save_distributed=True)
-    try:
-        save(tensors, storage_writer=writer, process_group=group)
-    except CheckpointException as error:
-        raise _first_failure(error, f"cannot write the checkpoint {path}") from error
+# -- parts of a save and of a load -----------------------------------------------------------------------------------
 
 
 def _check_apart(paths: Sequence[Path]) -> None:
@@ -154,55 +203,13 @@ def _check_apart(paths: Sequence[Path]) -> None:
 def _check_shared(path: Path, *, group: dist.ProcessGroup) -> None:
     """Raises CheckpointError if the ranks wrote to different disks. Otherwise rank 0 would mark a checkpoint as
     complete that has only a part of the shards."""
-    seen = _gather(complete_directory.sizes(path), group=group)
+    seen = gather_objects(complete_directory.sizes(path), group=group)
     apart = next((rank for rank, files in enumerate(seen) if files != seen[0]), None)
     if apart is not None:
         raise CheckpointError(
             f"{path}: rank 0 sees the files {sorted(seen[0])}, but rank {apart} sees {sorted(seen[apart])}; name a "
             "path on a file system that all ranks share"
         )
-
-
-# -- load ----------------------------------------------------------------------------------------------------------
-
-
-def load_checkpoint(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    weights_path: Path,
-    optimizer_path: Path | None,
-    group: dist.ProcessGroup,
-) -> int | None:
-    """Loads the weights. With `optimizer_path`, also loads the optimizer and the random generators, and returns
-    `train_calls`.
-
-    Raises CheckpointIncomplete if a directory has no `COMPLETE` or lacks files that it lists. Raises
-    CheckpointMismatch, before any byte is read, with the first tensor whose name, shape or dtype differs from the live
-    one.
-
-    DCP writes into the tensors that it gets, in any order. So it gets new tensors of the size of this rank's shards of
-    the weights and of the optimizer's state. An error while reading therefore changes nothing, either.
-    """
-    reshard(model)
-    found = _on_all_ranks(lambda: _locate(weights_path, optimizer_path), group=group)
-    weights = _read_state(_weights(model), found.weights, group=group)
-    fresh = not optimizer.state
-    try:
-        moments = None
-        if found.optimizer is not None and found.training is not None and found.training.has_moments:
-            moments = _read_state(_moments(model, optimizer), found.optimizer, group=group)
-    except BaseException:
-        if fresh:
-            optimizer.state.clear()
-        raise
-    set_model_state_dict(model, {name: weights[first] for name, first in _names(model).items()})
-    if found.training is None:
-        return None
-    _set_moments(model, optimizer, moments)
-    # if more ranks load than saved, the additional ranks reuse the generator states of ranks that saved
-    _set_generators(found.training.generators[dist.get_rank(group) % len(found.training.generators)])
-    return found.training.train_calls
 
 
 class _Found(NamedTuple):
@@ -223,18 +230,6 @@ def _locate(weights_path: Path, optimizer_path: Path | None) -> _Found:
             f"{optimizer_marker.save_id}); load two directories that were written together"
         )
     return _Found(weights, optimizer, msgspec.json.decode((optimizer / _TRAINING).read_bytes(), type=_Training))
-
-
-def _read_state(live: Tensors, path: Path, *, group: dist.ProcessGroup) -> Tensors:
-    """Reads the tensors named in `live` from `path`. Returns new tensors with the same sharding as `live`."""
-    staged = {name: torch.empty_like(tensor) for name, tensor in live.items()}
-    planner = _ExactPlanner(path)
-    reader = HuggingFaceStorageReader(str(path / _STATE))
-    try:
-        load(staged, storage_reader=reader, planner=planner, process_group=group)
-    except CheckpointException as error:
-        raise _first_failure(error, f"cannot load the checkpoint {path}") from error
-    return staged
 
 
 class _ExactPlanner(DefaultLoadPlanner):
@@ -280,33 +275,10 @@ def first_mismatch(saved: Layout, wanted: Layout) -> str | None:
     return None
 
 
-# -- what is saved -------------------------------------------------------------------------------------------------
-
-
 def _names(model: torch.nn.Module) -> dict[str, str]:
     """Maps every name in the model's state dict to the first name of its tensor. A tied tensor has several names."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
-
-
-def _weights(model: torch.nn.Module) -> Tensors:
-    """Returns this rank's shards of the weights. A tied tensor appears once."""
-    tensors: dict[str, Any] = get_model_state_dict(model)
-    return {first: tensors[first] for first in _names(model).values()}
-
-
-def _moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Returns this rank's shards of the optimizer's state. If the optimizer has no state, this creates one of zeros."""
-    flat: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    return {name: tensor for name, tensor in flat.items() if name.startswith(_MOMENTS)}
-
-
-def _set_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: Tensors | None) -> None:
-    if moments is None:
-        optimizer.state.clear()
-        return
-    flat: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    set_optimizer_state_dict(model, optimizer, flat | moments, options=_FLAT)
 
 
 def _generators() -> _Generators:
@@ -339,16 +311,10 @@ def _on_all_ranks(action: Callable[[], T], *, group: dist.ProcessGroup) -> T:
         failure = error
     except Exception as error:
         failure = CheckpointError(f"rank {dist.get_rank(group)}: {type(error).__name__}: {error}")
-    first = next((error for error in _gather(failure, group=group) if error is not None), None)
+    first = next((error for error in gather_objects(failure, group=group) if error is not None), None)
     if first is not None:
         raise first
     return outcome  # type: ignore[return-value]
-
-
-def _gather(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def _first_failure(error: CheckpointException, what: str) -> AsyncRLError:

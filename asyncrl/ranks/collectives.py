@@ -12,6 +12,13 @@ from asyncrl.errors import REFUSALS, CallRefused, RowsLost
 from asyncrl.user_code import describe_error
 
 
+def gather_objects(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
+    """Returns one small object of every rank of `group`, in rank order. A collective."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
 class Collectives:
     """Rank `rank` of `world_size`. Every method is a collective. It fails after `timeout`."""
 
@@ -45,6 +52,4 @@ class Collectives:
 
     def gather(self, value: Any) -> list[Any]:
         """Returns one small object of every rank, in rank order. Fails after `learner.collective_timeout_s`."""
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self._control)
-        return gathered
+        return gather_objects(value, group=self._control)

@@ -21,11 +21,10 @@ from asyncrl.ranks.named_rows import DataPlane, NamedRows, name_fields
 from asyncrl.ranks.plan import BatchingPlan, check_columns, required_columns
 from asyncrl.ranks.report import step_report, train_result
 from asyncrl.ranks.timer import Timer, timed
+from asyncrl.ranks.worker import SCORED_COLUMNS
 
 P = ParamSpec("P")
 R = TypeVar("R")
-SCORED = ("input_ids", "input_lengths")
-"""The columns that scoring reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +39,11 @@ class Stage:
     timer: Timer | None
     micro_batch_size: int | None = None
     rows_per_update: int | None = None
+
+    @classmethod
+    def of(cls, method: Callable[..., Any], timer: Timer | None, options: Mapping[str, Any]) -> "Stage":
+        """Returns the stage of a worker's method that does not train, with the options of its call."""
+        return cls(name=method.__name__, timer=timer, micro_batch_size=options.get("micro_batch_size"))
 
 
 class RowsInHand:
@@ -138,6 +142,11 @@ class RankDriver(Generic[WorkerT]):
         ignore_arguments("finish_training", args, kwargs)
         self._ranks.call(self._worker.finish_training)
 
+    def finish_inference(self, *args: Any, **kwargs: Any) -> None:
+        """Frees the gradients. Scoring keeps no other state."""
+        ignore_arguments("finish_inference", args, kwargs)
+        self._ranks.call(self._worker.finish_training)
+
     def save_checkpoint(
         self,
         weights_path: str | Path,
@@ -166,14 +175,14 @@ class RankDriver(Generic[WorkerT]):
         return self._group.shutdown()
 
     def on_ranks(self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
-        """Calls `RankGroup.on_ranks`. Other layers, such as weight publication, access the ranks' models in this
-        way."""
+        """Calls `function(worker, *args)` on every rank: see `RankGroup.on_ranks`. Other layers, such as weight
+        publication, access the ranks' models in this way."""
         return self._ranks.on_ranks(function, *args, **options)
 
     def beside_ranks(
         self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs
     ) -> list[R]:
-        """Calls `RankGroup.beside_ranks`."""
+        """Calls `function(worker, *args)` on every rank in a thread beside its steps: see `RankGroup.beside_ranks`."""
         return self._ranks.beside_ranks(function, *args, **options)
 
     # -- passes over rows ----------------------------------------------------------------------------------------
@@ -210,26 +219,27 @@ class RankDriver(Generic[WorkerT]):
     def _score(
         self,
         data: BatchedDataDict,
-        stage: Stage,
+        timer: Timer | None,
         method: Callable[Concatenate[WorkerT, BatchedDataDict, P], BatchedDataDict],
         *args: P.args,
         **options: P.kwargs,
     ) -> BatchedDataDict:
-        """Returns the columns that a worker's method computes of the rows."""
-        rows = RowsInHand(data, reader=stage.name)
-        rows.require(SCORED)
-        return rows.joined(self._pass(rows, stage, method, *args, **options))
+        """Returns the columns that a worker's method computes of the rows. The stage has the method's name."""
+        rows = RowsInHand(data, reader=method.__name__)
+        rows.require(SCORED_COLUMNS)
+        return rows.joined(self._pass(rows, Stage.of(method, timer, options), method, *args, **options))
 
     def _write(
         self,
         rows: NamedRows,
-        stage: Stage,
+        timer: Timer | None,
         method: Callable[Concatenate[WorkerT, BatchedDataDict, P], BatchedDataDict],
         *args: P.args,
         **options: P.kwargs,
     ) -> None:
-        """Makes the ranks write the columns that a worker's method computes, and records them in the meta."""
-        self._pass(rows, stage, method, *args, **options)
+        """Makes the ranks write the columns that a worker's method computes, and records them in the meta. The stage
+        has the method's name."""
+        self._pass(rows, Stage.of(method, timer, options), method, *args, **options)
         name_fields(rows.meta, rows.writes.values())
 
     def _pass(

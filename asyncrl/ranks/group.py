@@ -6,6 +6,7 @@ first cause, not the broken connection of another rank (F34).
 
 import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
@@ -23,6 +24,8 @@ WorkerT = TypeVar("WorkerT", bound=RankWorker[Any])
 P = ParamSpec("P")
 R = TypeVar("R")
 
+STARTUP = "learner.startup_timeout_s"
+"""The setting that limits each call by which the ranks start."""
 FIRST_CAUSE_GRACE_S = 3.0
 """If only broken connections are known, seconds to wait for the error of the rank that caused them."""
 CLOSE_TIMEOUT_S = 5.0
@@ -63,14 +66,13 @@ class RankGroup(Generic[WorkerT]):
         self.begun = True
         if self._placement is not None:
             raise RunError(f"the {self._worker.section}'s ranks are already started: call shutdown() first")
-        deadline_s, knob = self._config.learner.startup_timeout_s, "learner.startup_timeout_s"
         try:
             self._place()
-            addresses = self._all("node_address", deadline_s=deadline_s, knob=knob)
+            addresses = self._all("node_address")
             host = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
             rendezvous = [self._ranks[0].open_rendezvous.remote(host)]
-            [port] = self._wait(rendezvous, what="open_rendezvous", deadline_s=deadline_s, knob=knob)
-            self._all("setup", deadline_s=deadline_s, knob=knob, model_path=self._model_path, host=host, port=port)
+            [port] = self._wait(rendezvous, what="open_rendezvous", knob=STARTUP)
+            self._all("setup", model_path=self._model_path, host=host, port=port)
         except BaseException:
             self.shutdown()
             raise
@@ -152,8 +154,7 @@ class RankGroup(Generic[WorkerT]):
 
     def open_data_plane(self) -> None:
         """Opens the data-plane client of every rank."""
-        deadline_s, knob = self._config.learner.startup_timeout_s, "learner.startup_timeout_s"
-        self._all("open_data_plane", deadline_s=deadline_s, knob=knob)
+        self._all("open_data_plane")
 
     def on_ranks(self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
         """Calls `function(worker, *args)` on every rank at the same time. Returns the results in rank order.
@@ -161,8 +162,7 @@ class RankGroup(Generic[WorkerT]):
         The ranks must be able to import `function`. The deadline is `learner.collective_timeout_s`.
         """
         calls = [rank.on_rank.remote(function, *args, **options) for rank in self._alive()]
-        deadline_s, knob = self._config.learner.collective_timeout_s, "learner.collective_timeout_s"
-        return self._wait(calls, what=function.__name__, deadline_s=deadline_s, knob=knob)
+        return self._wait(calls, what=function.__name__, knob="learner.collective_timeout_s")
 
     def beside_ranks(
         self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs
@@ -172,8 +172,7 @@ class RankGroup(Generic[WorkerT]):
         calls = [
             rank.on_rank.options(concurrency_group=BESIDE).remote(function, *args, **options) for rank in self._alive()
         ]
-        deadline_s = self._config.weights.load_timeout_s
-        return self._wait(calls, what=function.__name__, deadline_s=deadline_s, knob="weights.load_timeout_s")
+        return self._wait(calls, what=function.__name__, knob="weights.load_timeout_s")
 
     def shutdown(self) -> bool:
         """Ends every rank. Idempotent. A rank that is already dead does not cause an error. Returns True if all ranks
@@ -193,20 +192,21 @@ class RankGroup(Generic[WorkerT]):
     # -- all ranks fail together ---------------------------------------------------------------------------------
 
     def _answers(self, method: str, calls: Sequence[Any]) -> list[Any]:
-        deadline_s, knob = self._config.run.stall_timeout_s, "run.stall_timeout_s"
-        answers = self._wait(calls, what=method, deadline_s=deadline_s, knob=knob)
+        answers = self._wait(calls, what=method, knob="run.stall_timeout_s")
         for answer in answers:
             if isinstance(answer, REFUSALS):
                 raise answer
         return answers
 
-    def _all(self, method: str, *, deadline_s: float, knob: str, **arguments: Any) -> list[Any]:
+    def _all(self, method: str, **arguments: Any) -> list[Any]:
+        """Calls a method of every rank's actor while the ranks start."""
         calls = [getattr(rank, method).remote(**arguments) for rank in self._alive()]
-        return self._wait(calls, what=method, deadline_s=deadline_s, knob=knob)
+        return self._wait(calls, what=method, knob=STARTUP)
 
-    def _wait(self, calls: Sequence[Any], *, what: str, deadline_s: float, knob: str) -> list[Any]:
-        """Returns the results of one call to each rank, in rank order. At the first failure, or at the deadline, ends
-        every rank and then raises the first cause."""
+    def _wait(self, calls: Sequence[Any], *, what: str, knob: str) -> list[Any]:
+        """Returns the results of one call to each rank, in rank order. At the first failure, or after the seconds of
+        the setting `knob`, ends every rank and then raises the first cause."""
+        deadline_s: float = attrgetter(knob)(self._config)
         answers: list[concurrent.futures.Future[Any]] = [call.future() for call in calls]
         first_failure = concurrent.futures.FIRST_EXCEPTION
         _, late = concurrent.futures.wait(answers, timeout=deadline_s, return_when=first_failure)

@@ -6,15 +6,14 @@ these slopes, and a loss that fails does not interrupt the collectives of that p
 Legend: B rows, S tokens, T = S − 1 next tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from asyncrl.algorithms.diagnostics import OffPolicySums
+from asyncrl.algorithms.diagnostics import MetricSums
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
-from asyncrl.algorithms.kernel import KernelSums
 from asyncrl.errors import LossFailed
 from asyncrl.user_code import describe_error
 
@@ -46,8 +45,7 @@ class MicroBatchOutcome:
 
     differentiable: torch.Tensor
     loss: float = 0.0
-    sums: OffPolicySums = field(default_factory=OffPolicySums)
-    kernel: KernelSums = field(default_factory=KernelSums)
+    sums: MetricSums = field(default_factory=MetricSums)
     metrics: Mapping[str, float] = field(default_factory=dict)
     failure: LossFailed | None = None
 
@@ -66,9 +64,35 @@ def checked_loss(returned: object) -> tuple[torch.Tensor, dict[str, float]]:
     return loss.squeeze(), {str(name): float(value) for name, value in metrics.items()}
 
 
-def loss_failed(error: Exception) -> LossFailed:
-    """Turns an error of a loss function into an error of the call."""
-    return LossFailed(f"the loss failed: {describe_error(error)}")
+def outcome_of(
+    outputs: Mapping[str, torch.Tensor],
+    loss: Callable[[dict[str, torch.Tensor]], object],
+    *,
+    measure: Callable[[dict[str, torch.Tensor]], MetricSums] = lambda slopes: MetricSums(),
+) -> MicroBatchOutcome:
+    """Differentiates a loss with respect to the model's outputs, also in eval mode.
+
+    `loss` gets copies of the outputs without their graph, so a loss that fails never reaches the model. `measure` gets
+    the slopes by the outputs' names. An error of either becomes the outcome's failure.
+    """
+    leaves = {name: output.detach().requires_grad_() for name, output in outputs.items()}
+    try:
+        with torch.enable_grad():
+            scalar, metrics = checked_loss(loss(leaves))
+            slopes = slopes_of(scalar, *leaves.values())
+            value = float(scalar.detach())
+        sums = measure(dict(zip(leaves, slopes, strict=True)))
+    except Exception as error:
+        failure = LossFailed(f"the loss failed: {describe_error(error)}")
+        return MicroBatchOutcome(differentiable=without_slopes(*outputs.values()), failure=failure)
+    parts = [with_slopes(output, slope) for output, slope in zip(outputs.values(), slopes, strict=True)]
+    return MicroBatchOutcome(differentiable=torch.stack(parts).sum(), loss=value, sums=sums, metrics=metrics)
+
+
+def without_slopes(*outputs: torch.Tensor) -> torch.Tensor:
+    """Returns a scalar whose gradient is 0. It keeps the graph of the outputs, so that FSDP's hooks and collectives run
+    as on the other ranks."""
+    return 0.0 * torch.stack([output.sum() for output in outputs]).sum()
 
 
 def aligned(logprobs_BT: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.clients import open_client
 from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import PAD_SEQLEN, DataPlaneClient, KVBatchMeta
+from asyncrl.data_plane.sharding import shard_meta_for_dp
 from asyncrl.errors import CallRefused, MissingColumns
 from asyncrl.ranks.batching import MIN_WIDTH, check_token_staleness
 from asyncrl.ranks.collectives import Collectives
@@ -116,7 +117,8 @@ class NamedRows:
             )
         self._data_plane.stamp_width(self.meta)
         rows = self.size if rows_per_update is None else rows_per_update
-        shards, _ = plan.cut(self.meta, ranks=ranks, rows_per_update=rows)
+        cut = plan.sharding(self.size, ranks=ranks, rows_per_update=rows)
+        shards, _ = shard_meta_for_dp(self.meta, dp_world=ranks, **cut)
         for shard in shards:
             shard.fields = list(self._fields)
         return shards
@@ -130,8 +132,8 @@ def name_fields(meta: KVBatchMeta, names: Iterable[str]) -> None:
 class FetchedRows:
     """A rank's access to named rows. Every method is a collective. `meta` names this rank's rows; it may name none.
 
-    If a rank cannot fetch its rows, RowsLost is raised on all ranks, with the lost rows of all ranks. MissingColumns is
-    raised if rows or columns were never written or have been cleared.
+    If rows of a rank ended with the process that stored them, RowsLost is raised on all ranks, with the lost rows of
+    all ranks. MissingColumns is raised for rows or columns that were never written, or were cleared.
     """
 
     def __init__(self, ranks: Collectives, client: DataPlaneClient) -> None:

@@ -4,8 +4,8 @@ Invariant: in every update, all ranks run the same number of micro-batches, beca
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from asyncrl.algorithms.calibration import needs_calibration
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
@@ -14,8 +14,6 @@ from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs, require
 from asyncrl.data.specs import LP_SEED_FIELDS
-from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.data_plane.sharding import shard_meta_for_dp
 from asyncrl.errors import MissingColumns
 from asyncrl.ranks.batching import MIN_WIDTH, count_trained, empty_micro_batch, valid_sums
 from asyncrl.ranks.report import UpdatePlan, global_plan
@@ -75,40 +73,30 @@ class BatchingPlan:
             input_lengths_key="input_lengths",
         )
 
-    @overload
+    def sharding(self, rows: int, *, ranks: int, rows_per_update: int | None) -> dict[str, Any]:
+        """Returns the arguments with which `shard_by_batch_size` cuts rows, or `shard_meta_for_dp` their names, for the
+        ranks. Both cut in the same way.
+
+        Shards are uneven if one update has all rows and the ranks cannot share them evenly.
+        """
+        if rows_per_update == rows and rows % ranks > 0:
+            return {"allow_uneven_shards": True}
+        arguments: dict[str, Any] = {"batch_size": rows_per_update}
+        if self.packing is not None:
+            arguments["sequence_packing_args"] = self.packing
+        if self.dynamic is not None:
+            arguments["dynamic_batching_args"] = self.dynamic
+        return arguments
+
     def cut(
         self, rows: BatchedDataDict, *, ranks: int, rows_per_update: int | None
-    ) -> tuple[Sequence[BatchedDataDict], list[int] | None]: ...
-
-    @overload
-    def cut(
-        self, rows: KVBatchMeta, *, ranks: int, rows_per_update: int | None
-    ) -> tuple[Sequence[KVBatchMeta], list[int] | None]: ...
-
-    def cut(
-        self, rows: BatchedDataDict | KVBatchMeta, *, ranks: int, rows_per_update: int | None
-    ) -> tuple[Sequence[BatchedDataDict] | Sequence[KVBatchMeta], list[int] | None]:
+    ) -> tuple[Sequence[BatchedDataDict], list[int] | None]:
         """Returns one shard for each rank, and the indices that restore the order of the rows (None: order is kept).
-
-        Rows that are only named are cut in the same way as the rows themselves. Shards are uneven if one update has all
-        rows and the ranks cannot share them evenly. Raises the errors of `asyncrl.data.sharding`.
-        """
-        uneven = rows_per_update == rows.size and rows.size % ranks > 0
-        packing, dynamic = (None, None) if uneven else (self.packing, self.dynamic)
-        if isinstance(rows, KVBatchMeta):
-            return shard_meta_for_dp(
-                rows,
-                dp_world=ranks,
-                batch_size=None if uneven else rows_per_update,
-                allow_uneven_shards=uneven,
-                sequence_packing_args=packing,
-                dynamic_batching_args=dynamic,
-            )
-        if packing is not None:
-            return rows.shard_by_batch_size(ranks, rows_per_update, sequence_packing_args=packing)
-        if dynamic is not None:
-            return rows.shard_by_batch_size(ranks, rows_per_update, dynamic_batching_args=dynamic)
-        return rows.shard_by_batch_size(ranks, None if uneven else rows_per_update, allow_uneven_shards=uneven), None
+        Raises the errors of `asyncrl.data.sharding`."""
+        found: Any = rows.shard_by_batch_size(
+            ranks, **self.sharding(rows.size, ranks=ranks, rows_per_update=rows_per_update)
+        )
+        return found if isinstance(found, tuple) else (found, None)
 
     def updates(self, rows: BatchedDataDict, *, rows_per_update: int) -> list[list[BatchedDataDict]]:
         """Returns the micro-batches of every update of a rank's rows.
@@ -119,10 +107,7 @@ class BatchingPlan:
         if rows.micro_batch_indices is None:
             starts = range(0, rows.size, max(rows_per_update, 1))
             return [self.micro_batches(rows.slice(start, start + rows_per_update)) for start in starts]
-        batches = [rows.get_batch(i) for i in range(len(rows.micro_batch_indices))]
-        if self.mode == "packed":
-            return [[*batch.make_microbatch_iterator_for_packable_sequences()] for batch in batches]
-        return [[*batch.make_microbatch_iterator_with_dynamic_shapes()] for batch in batches]
+        return [self._parts(rows.get_batch(i)) for i in range(len(rows.micro_batch_indices))]
 
     def number_of_updates(self, rows: BatchedDataDict, *, rows_per_update: int) -> int:
         """Returns the number of updates into which a rank's rows are cut."""
@@ -143,13 +128,18 @@ class BatchingPlan:
             parts = [rows.select_indices(order[start : start + self.rows]) for start in starts]
         else:
             [shard], _ = self.cut(rows, ranks=1, rows_per_update=None)
-            if self.mode == "packed":
-                parts = [*shard.make_microbatch_iterator_for_packable_sequences()]
-            else:
-                parts = [*reversed(list(shard.make_microbatch_iterator_with_dynamic_shapes()))]
+            parts = self._parts(shard)
+            if self.mode == "dynamic":
+                parts.reverse()
         for part in parts:
             part.truncate_tensors(1, max(int(part["input_lengths"].max()), MIN_WIDTH))
         return parts
+
+    def _parts(self, update: BatchedDataDict) -> list[BatchedDataDict]:
+        """Returns the micro-batches of an update that is cut already."""
+        if self.mode == "packed":
+            return [*update.make_microbatch_iterator_for_packable_sequences()]
+        return [*update.make_microbatch_iterator_with_dynamic_shapes()]
 
 
 class PlannedUpdate(NamedTuple):
@@ -163,18 +153,7 @@ def planned_updates(
     cuts: Sequence[list[BatchedDataDict]], *, gather: Callable[[Any], list[Any]]
 ) -> list[PlannedUpdate]:
     """Returns the updates of all ranks. A rank with fewer micro-batches runs empty ones in addition. A collective."""
-    own = []
-    for parts in cuts:
-        counts, sums = [count_trained(part) for part in parts], [valid_sums(part) for part in parts]
-        own.append(
-            UpdatePlan(
-                tokens=sum(tokens for tokens, _ in counts),
-                samples=sum(samples for _, samples in counts),
-                valid_toks=sum(tokens for tokens, _ in sums),
-                valid_seqs=sum(sequences for _, sequences in sums),
-                micro_batches=len(parts),
-            )
-        )
+    own = [replace(global_plan([_plan_of(part) for part in parts]), micro_batches=len(parts)) for parts in cuts]
     ranks: list[list[UpdatePlan]] = gather(own)
     updates = []
     for i in range(max(map(len, ranks))):
@@ -184,6 +163,12 @@ def planned_updates(
             PlannedUpdate(plan, [*parts, *(empty_micro_batch() for _ in range(plan.micro_batches - len(parts)))])
         )
     return updates
+
+
+def _plan_of(part: BatchedDataDict) -> UpdatePlan:
+    """Returns the plan of one micro-batch."""
+    (tokens, samples), (valid_toks, valid_seqs) = count_trained(part), valid_sums(part)
+    return UpdatePlan(tokens=tokens, samples=samples, valid_toks=valid_toks, valid_seqs=valid_seqs, micro_batches=1)
 
 
 def required_columns(

@@ -4,15 +4,14 @@ Invariants: sums are added before any division, so that micro-batches, updates a
 step without a trained token causes no division by zero (F24).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from asyncrl.algorithms.diagnostics import OffPolicySums, adds_up, merge_metrics
-from asyncrl.algorithms.kernel import KernelSums
+from asyncrl.algorithms.diagnostics import MetricSums, adds_up, merge_metrics
 
 Number = TypeVar("Number", int, float)
 
@@ -90,8 +89,7 @@ class UpdateOutcome:
     loss: float
     grad_norm: float
     finite: bool
-    sums: OffPolicySums
-    kernel: KernelSums
+    sums: MetricSums
     micro_batch_metrics: tuple[Mapping[str, float], ...]
     """The loss's own metrics, for every micro-batch with a trained token."""
 
@@ -119,15 +117,15 @@ class RankRecord:
     peak_flops_per_s: float | None = None
 
 
-def global_plan(ranks: Sequence[UpdatePlan]) -> UpdatePlan:
+def global_plan(plans: Sequence[UpdatePlan]) -> UpdatePlan:
     """Combines the plans of one update over all ranks. Counts are added, and the largest number of micro-batches
     counts."""
     return UpdatePlan(
-        tokens=sum(plan.tokens for plan in ranks),
-        samples=sum(plan.samples for plan in ranks),
-        valid_toks=sum(plan.valid_toks for plan in ranks),
-        valid_seqs=sum(plan.valid_seqs for plan in ranks),
-        micro_batches=max(plan.micro_batches for plan in ranks),
+        tokens=sum(plan.tokens for plan in plans),
+        samples=sum(plan.samples for plan in plans),
+        valid_toks=sum(plan.valid_toks for plan in plans),
+        valid_seqs=sum(plan.valid_seqs for plan in plans),
+        micro_batches=max((plan.micro_batches for plan in plans), default=0),
     )
 
 
@@ -135,8 +133,8 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
     """Returns the report of a step from the records of its ranks."""
     plans, updates = ranks[0].plans, ranks[0].outcomes
     everywhere = [outcome for rank in ranks for outcome in rank.outcomes]
-    sums = sum((outcome.sums for outcome in everywhere), OffPolicySums())
-    kernel = sum((outcome.kernel for outcome in everywhere), KernelSums())
+    sums = sum((outcome.sums for outcome in everywhere), MetricSums())
+    means = defaultdict(float, sums.means())  # 0 without a trained token
     applied = sum(update.finite for update in updates)
     tokens, samples = sum(plan.tokens for plan in plans), sum(plan.samples for plan in plans)
     loss_metrics = merge_metrics(
@@ -151,17 +149,16 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
         learning_rate=ranks[0].learning_rate,
         trained_tokens=tokens,
         trained_samples=samples,
-        entropy_nats=sums.mean(sums.entropy_nats),
         ess=sums.ess,
-        importance_weight_mean=sums.mean(sums.weight),
-        importance_weight_max=sums.weight_max,
-        kl_behaviour_k1_nats=sums.mean(sums.k1_nats),
-        kl_behaviour_k3_nats=sums.mean(sums.k3_nats),
-        on_policy_tokens=sums.on_policy_tokens,
-        on_policy_parity_max_nats=sums.on_policy_parity_max_nats,
+        on_policy_tokens=int(sums.pairs.get("on_policy_parity_max_nats", (0.0, 0.0))[1]),
+        entropy_nats=means["entropy_nats"],
+        importance_weight_mean=means["importance_weight_mean"],
+        importance_weight_max=means["importance_weight_max"],
+        kl_behaviour_k1_nats=means["kl_behaviour_k1_nats"],
+        kl_behaviour_k3_nats=means["kl_behaviour_k3_nats"],
+        on_policy_parity_max_nats=means["on_policy_parity_max_nats"],
         diagnostics={
-            **kernel.means(),
-            **sums.extremes(),
+            **{name: mean for name, mean in means.items() if name not in StepReport.__dataclass_fields__},
             **_packing(ranks),
             "nonfinite_tokens": float(sum(rank.nonfinite_tokens for rank in ranks)),
         },
@@ -174,7 +171,7 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
 
 
 def train_result(ranks: Sequence[RankRecord]) -> dict[str, Any]:
-    """Returns the result of `PolicyInterface.train`, without the report, from the records of its ranks in rank order.
+    """Returns the result of `TrainedModelInterface.train`, without the report, from the records in rank order.
 
     Besides the loss's own metrics, every micro-batch has its step's `lr` and `wd`, and its update's `global_valid_seqs`
     and `global_valid_toks`. Metrics that are summed are divided by the number of updates with a trained token, so that
@@ -216,8 +213,7 @@ def _total(parts: Sequence[Number | None]) -> Number | None:
 
 
 def _histogram(counts: Sequence[Mapping[int, int]]) -> tuple[int, ...]:
-    total: dict[int, int] = defaultdict(int)
+    total: Counter[int] = Counter()
     for part in counts:
-        for staleness, tokens in part.items():
-            total[staleness] += tokens
+        total.update(part)
     return tuple(total[staleness] for staleness in range(max(total, default=-1) + 1))

@@ -3,41 +3,19 @@
 Legend: B rows, S tokens.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CallRefused
 
-
-class _Kind(NamedTuple):
-    shapes: tuple[str, ...]
-    integer: bool = False
-
-
-_KINDS = {
-    "input_ids": _Kind(("[B, S]",), integer=True),
-    "input_lengths": _Kind(("[B]",), integer=True),
-    "weight_versions": _Kind(("[B, S]",), integer=True),
-    "token_mask": _Kind(("[B, S]",)),
-    "sample_mask": _Kind(("[B]",)),
-    "advantages": _Kind(("[B]", "[B, S]")),
-    "rewards": _Kind(("[B]",)),
-    "group_ids": _Kind(("[B]",), integer=True),
-    **dict.fromkeys(
-        (
-            "generation_logprobs",
-            "prev_logprobs",
-            "reference_policy_logprobs",
-            "staleness",
-            "values",
-            "returns",
-        ),
-        _Kind(("[B, S]",)),
-    ),
+_INTEGERS = ("input_ids", "input_lengths", "weight_versions", "group_ids")
+_SHAPES = {
+    **dict.fromkeys(("input_lengths", "sample_mask", "rewards", "group_ids"), ("[B]",)),
+    **dict.fromkeys(("input_ids", "weight_versions", "staleness", "token_mask", "values", "returns"), ("[B, S]",)),
+    **dict.fromkeys(("generation_logprobs", "prev_logprobs", "reference_policy_logprobs"), ("[B, S]",)),
+    "advantages": ("[B]", "[B, S]"),
 }
-"""Shape and number type of each column that the ranks themselves read."""
+"""The possible shapes of each column that the ranks themselves read."""
 
 
 def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
@@ -56,14 +34,14 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
         )
     rows, width = column_BS.shape
     shapes = {"[B]": (rows,), "[B, S]": (rows, width)}
-    for name in (name for name in _KINDS if name in batch):
-        column, kind = _tensor(batch, name), _KINDS[name]
-        if tuple(column.shape) not in {shapes[shape] for shape in kind.shapes}:
+    for name in (name for name in _SHAPES if name in batch):
+        column = _tensor(batch, name)
+        if tuple(column.shape) not in {shapes[shape] for shape in _SHAPES[name]}:
             raise CallRefused(
-                f"{name} has shape {list(column.shape)}; it must be {' or '.join(kind.shapes)}, and {first} has "
+                f"{name} has shape {list(column.shape)}; it must be {' or '.join(_SHAPES[name])}, and {first} has "
                 f"B = {rows} rows and S = {width} tokens"
             )
-        if kind.integer and column.dtype not in (torch.int32, torch.int64):
+        if name in _INTEGERS and column.dtype not in (torch.int32, torch.int64):
             raise CallRefused(f"{name} has dtype {column.dtype}; it must be torch.int64 or torch.int32")
         if column.is_complex():
             raise CallRefused(f"{name} has dtype {column.dtype}; it must be a real number type")

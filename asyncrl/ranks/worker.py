@@ -28,8 +28,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
 from asyncrl.algorithms.baselines import Whitening
-from asyncrl.algorithms.diagnostics import OffPolicySums
-from asyncrl.algorithms.kernel import KernelSums
+from asyncrl.algorithms.diagnostics import MetricSums
 from asyncrl.algorithms.returns import TokenAdvantages
 from asyncrl.algorithms.token_estimators import TokenEstimator, check_estimate, whitened_advantages
 from asyncrl.config.schema import Config
@@ -37,7 +36,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CallRefused, LossFailed, Offloaded
 from asyncrl.ranks.accelerator import forget_accelerator, make_accelerator
 from asyncrl.ranks.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
-from asyncrl.ranks.checkpoint import load_checkpoint, save_checkpoint, save_tokenizer
+from asyncrl.ranks.checkpoint import ShardedState, save_tokenizer
 from asyncrl.ranks.collectives import Collectives
 from asyncrl.ranks.gather import move_model, move_optimizer
 from asyncrl.ranks.loss_pass import LossT, MicroBatchOutcome, UpdateContext
@@ -48,7 +47,8 @@ from asyncrl.ranks.schedule import learning_rate
 from asyncrl.ranks.timer import stopwatch
 
 HOST = torch.device("cpu")
-_SCORED_COLUMNS = ("input_ids", "input_lengths")
+SCORED_COLUMNS = ("input_ids", "input_lengths")
+"""The columns that scoring reads."""
 
 
 class RankWorker(Collectives, ABC, Generic[LossT]):
@@ -86,6 +86,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             weight_decay=learner.optimizer.weight_decay,
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self._state = ShardedState(self._model, self._optimizer.optimizer, group=self._checkpoints)
         self._calls = 0  # number of `train` calls, which the learning-rate schedule counts
         self._updates = 0  # number of updates that the optimizer has applied
         self._offloaded: frozenset[str] = frozenset()
@@ -209,7 +210,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
                     )
                     outcomes.append(self._update(update.parts, context, seconds=seconds, train=not eval_mode))
         except LossFailed:
-            # earlier updates of this call stay applied, so the learning-rate schedule advances
+            # this update is not applied; if earlier updates of this call were, the learning-rate schedule advances
             self._calls += self._updates > updates_before
             raise
         finally:
@@ -228,7 +229,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
     ) -> UpdateOutcome:
         """Runs the forward passes. For training, also runs the backward passes and, if every rank is finite, one
         optimizer step. If the loss fails on any rank, raises LossFailed on all ranks, without the optimizer step."""
-        loss_total, sums, kernel, grad_norm = 0.0, OffPolicySums(), KernelSums(), 0.0
+        loss_total, sums, grad_norm = 0.0, MetricSums(), 0.0
         metrics: list[Mapping[str, float]] = []
         failure: LossFailed | None = None
         with stopwatch(seconds, "forward_backward"):
@@ -241,7 +242,6 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
                     self._accelerator.backward(outcome.differentiable * self.world_size)
                 loss_total += outcome.loss
                 sums += outcome.sums
-                kernel += outcome.kernel
                 metrics.append(outcome.metrics)
                 failure = failure or outcome.failure
         with stopwatch(seconds, "optimizer"):
@@ -263,7 +263,6 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             grad_norm=grad_norm,
             finite=finite,
             sums=sums,
-            kernel=kernel,
             micro_batch_metrics=tuple(part for part in metrics if part),
         )
 
@@ -303,7 +302,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         parts: list[BatchedDataDict] = []
         with self.together():
             if data.size:
-                check_columns(data, _SCORED_COLUMNS, reader="scoring")
+                check_columns(data, SCORED_COLUMNS, reader="scoring")
             self.check_rows(data)
             rows = copy.copy(data)
             rows["row"] = torch.arange(data.size)
@@ -328,14 +327,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         """Writes the state from which training can continue on any number of ranks: the weights, and the optimizer and
         the tokenizer if they have a path. Each goes to its own directory, which all ranks must share. Raises
         CheckpointError if it cannot be written."""
-        save_checkpoint(
-            self._model,
-            self._optimizer.optimizer,
-            train_calls=self._calls,
-            weights_path=weights_path,
-            optimizer_path=optimizer_path,
-            group=self._checkpoints,
-        )
+        self._state.save(train_calls=self._calls, weights_path=weights_path, optimizer_path=optimizer_path)
         if tokenizer_path is not None:
             save_tokenizer(self._model_path, tokenizer_path, group=self._checkpoints)
 
@@ -346,13 +338,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         Raises CheckpointError if it cannot; then nothing has changed. The reference stays the model with which the
         worker was made.
         """
-        train_calls = load_checkpoint(
-            self._model,
-            self._optimizer.optimizer,
-            weights_path=weights_path,
-            optimizer_path=optimizer_path,
-            group=self._checkpoints,
-        )
+        train_calls = self._state.load(weights_path=weights_path, optimizer_path=optimizer_path)
         if train_calls is not None:
             self._calls = train_calls
         self._weights_changed()

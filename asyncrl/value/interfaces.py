@@ -8,14 +8,15 @@ the right.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from pathlib import Path
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, TypedDict
+
+from asyncrl.algorithms.interfaces import ValueLossFunction
+from asyncrl.ranks.interfaces import TrainedModelInterface
 
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.algorithms.interfaces import ValueLossFunction
     from asyncrl.data.batched_data_dict import BatchedDataDict
     from asyncrl.ranks.timer import Timer
 
@@ -27,9 +28,12 @@ class ValueOutputSpec(TypedDict):
     """float32 [B, S]; 0 at the first token and beyond a row's length."""
 
 
-class ValueInterface(ABC):
+class ValueInterface(TrainedModelInterface[ValueLossFunction]):
     """A model that predicts the value of states. Calls block. Rows keep the caller's order, and results are on the
-    CPU."""
+    CPU.
+
+    `train` reads `returns` [B, S], the masks and, if the loss clips, the old `values` [B, S].
+    """
 
     @abstractmethod
     def get_values(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
@@ -40,46 +44,5 @@ class ValueInterface(ABC):
         """
 
     @abstractmethod
-    def train(
-        self,
-        data: BatchedDataDict,
-        loss_fn: ValueLossFunction,
-        eval_mode: bool = False,
-        *,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        timer: Timer | None = None,
-    ) -> dict[str, Any]:
-        """Makes one optimizer step for every `gbs` rows (default: all rows), and one scheduler step for the call.
-
-        `data` has `returns` [B, S], the masks and, if the loss clips, the old `values` [B, S]. Other arguments, results
-        and errors are those of `PolicyInterface.train`.
-        """
-
-    @abstractmethod
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Loads weights and optimizer onto the ranks' devices."""
-
-    @abstractmethod
     def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
         """Loads the weights onto the ranks' devices, and frees the gradients."""
-
-    @abstractmethod
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Frees the gradients."""
-
-    @abstractmethod
-    def save_checkpoint(
-        self,
-        weights_path: str | Path,
-        optimizer_path: str | Path | None = None,
-        tokenizer_path: str | Path | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Writes the sharded weights, and the optimizer's state and the tokenizer if they have a path."""
-
-    @abstractmethod
-    def shutdown(self) -> bool:
-        """Ends the ranks. Idempotent. A rank that is already dead does not cause an error. Returns True if all ranks
-        left in order."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.ranks.driver import RankDriver, Stage, ignore_arguments
+from asyncrl.ranks.driver import RankDriver, ignore_arguments
 from asyncrl.ranks.timer import Timer
 from asyncrl.value.interfaces import ValueInterface
 from asyncrl.value.worker import ValueWorker
@@ -24,17 +24,12 @@ class Value(RankDriver[ValueWorker], ValueInterface):
     _training = "value_training"
 
     def get_values(self, data: BatchedDataDict, timer: Timer | None = None) -> BatchedDataDict:
-        return self._score(data, Stage(name="get_values", timer=timer), ValueWorker.get_values)
+        return self._score(data, timer, ValueWorker.get_values)
 
     def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
         ignore_arguments("prepare_for_inference", args, kwargs)
         # moving to the devices also frees the gradients
         self._ranks.call(ValueWorker.prepare_for_training)
-
-    def finish_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Frees the gradients. Scoring keeps no other state."""
-        ignore_arguments("finish_inference", args, kwargs)
-        self._ranks.call(ValueWorker.finish_training)
 
 
 def critic_config(config: Config) -> Config:

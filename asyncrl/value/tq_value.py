@@ -17,7 +17,7 @@ from asyncrl.algorithms.token_estimators import TokenEstimator
 from asyncrl.config.schema import Config
 from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.ranks.driver import Stage, ignore_arguments
+from asyncrl.ranks.driver import ignore_arguments
 from asyncrl.ranks.named_rows import DataPlane, NamedRows
 from asyncrl.ranks.timer import Timer
 from asyncrl.value.lm_value import Value
@@ -25,7 +25,7 @@ from asyncrl.value.worker import ValueWorker
 
 
 class TQValue(Value):
-    """A `Value` with rows on the data plane that `config.data_plane` selects."""
+    """A critic (`Value`) whose ranks read and write rows on the data plane that `config.data_plane` names."""
 
     _data_plane: DataPlane
 
@@ -36,12 +36,8 @@ class TQValue(Value):
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `values` of the current critic, and records it in `meta`."""
-        self._write(
-            NamedRows(meta, self._data_plane, LP_SEED_FIELDS, writes={"values": "values"}),
-            Stage(name="get_values", timer=timer, micro_batch_size=micro_batch_size),
-            ValueWorker.get_values,
-            micro_batch_size=micro_batch_size,
-        )
+        rows = NamedRows(meta, self._data_plane, LP_SEED_FIELDS, writes={"values": "values"})
+        self._write(rows, timer, ValueWorker.get_values, micro_batch_size=micro_batch_size)
 
     def get_advantages_from_meta(
         self, meta: KVBatchMeta, estimator: TokenEstimator, timer: Timer | None = None
@@ -50,7 +46,7 @@ class TQValue(Value):
         records them in `meta`. Raises CallRefused if a value is not finite or if `estimator` fails."""
         writes = {"advantages": "advantages", "returns": "returns"}
         rows = NamedRows(meta, self._data_plane, estimator.reads, writes=writes)
-        self._write(rows, Stage(name="get_advantages", timer=timer), ValueWorker.get_advantages, estimator)
+        self._write(rows, timer, ValueWorker.get_advantages, estimator)
 
     def train_from_meta(
         self,

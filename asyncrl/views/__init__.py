@@ -1,6 +1,7 @@
 """The views of a run for people: `report.html`, the live view in a terminal, and `asyncrl status`.
 
-- `report.py` makes the report from the sections of `report_*.py` and the charts of `charts.py`.
+- `report.py` makes the report from `report.html.j2`. `report_*.py` choose its charts. `charts.py` computes places in
+  a chart, `chart.html.j2` has its markup.
 - `live.py` renders the live view. `live_from_records.py` makes it, from the run's records and its buffer's status;
   `watch.py` reads these from outside the run.
 - `status.py` renders the same two as text and as JSON.

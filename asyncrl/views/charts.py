@@ -1,21 +1,21 @@
 """Makes charts as inline SVG: lines, stacked shares over time, and bars by version. Pure functions.
 
-Colours are CSS variables of the page (`report.css`). Light mode, dark mode and print therefore need no code here.
-Each chart contains its numbers as JSON for the script of the page, which shows them under the pointer. Without the
-script, the chart is complete but does not show these numbers.
+The functions compute places in SVG units; `chart.html.j2` has the markup. Colours are CSS variables of the page
+(`report.css`). Light mode, dark mode and print therefore need no code here. Each chart contains its numbers as JSON for
+the script of the page, which shows them under the pointer. Without the script, the chart is complete but does not show
+these numbers.
 """
 
-import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from typing import Literal
+from typing import Any, Literal
 
 from markupsafe import Markup
 
 from asyncrl.views.quantities import number
+from asyncrl.views.templates import TEMPLATES
 
 WIDTH, HEIGHT = 380, 210
 STEP = "step"
@@ -80,20 +80,27 @@ def line_chart(
     if limit is not None:
         values.append(limit[1])
     if not xs or not values:
-        return _figure(title, unit, body=_empty("nothing recorded"), legend="", numbers=None)
+        return _figure(title, unit, empty="nothing recorded")
     low, high, ticks = _y_axis([*values, *include], log=log)
     has_zero = log and 0 in values
     drawn = [[low if log and y == 0 else y for y in ys] for ys in drawn]
     x, y = _x_scale(xs), _Scale(low, high, HEIGHT - BOTTOM, TOP, log)
-    body = _axes(x, y, ticks, label=lambda tick: number(0 if has_zero and tick == low else tick), x_name=x_name)
-    if limit is not None:
-        body += _limit_line(limit[0], y(limit[1]))
-    for one, ys in sorted(zip(series, drawn, strict=True), key=lambda pair: pair[0].style != "faint"):
-        points = [(x(at), None if value is None else y(value)) for at, value in zip(xs, ys, strict=True)]
-        body += _dots(points, one) if one.style == "dots" else _path(points, one)
     legend = [(one.name, one.color) for one in series if one.style != "faint"]
-    numbers = _numbers(xs, [(one.name, one.color, _drawable(one.ys, log=False)) for one in series], x_name=x_name)
-    return _figure(title, unit, body=body, legend=_legend(legend) if len(legend) > 1 else "", numbers=numbers)
+    faint_first = sorted(zip(series, drawn, strict=True), key=lambda pair: pair[0].style != "faint")
+    return _figure(
+        title,
+        unit,
+        y_ticks=[(y(tick), number(0 if has_zero and tick == low else tick)) for tick in ticks],
+        x_ticks=_x_ticks(x, x_name=x_name),
+        x_name=x_name,
+        level=None if limit is None else (limit[0], y(limit[1])),
+        lines=[
+            _line(one, [(x(at), y(value) if value is not None else None) for at, value in zip(xs, ys, strict=True)])
+            for one, ys in faint_first
+        ],
+        legend=legend if len(legend) > 1 else [],
+        numbers=_numbers(xs, series, x_name=x_name),
+    )
 
 
 def share_chart(
@@ -105,22 +112,32 @@ def share_chart(
     """
     states = [state for state in colors if any(share.get(state, 0) > 0 for share in shares)]
     if not states:
-        return _figure(title, "", body=_empty("nothing recorded"), legend="", numbers=None)
+        return _figure(title, "", empty="nothing recorded")
     x, y = _x_scale(xs), _Scale(0, 1, HEIGHT - BOTTOM, TOP)
     places = [x(at) for at in xs] if len(xs) > 1 else [LEFT, WIDTH - RIGHT]
     rows = list(shares) if len(xs) > 1 else [shares[0], shares[0]]
     floor = [0.0] * len(places)
-    body = ""
+    areas = []
     for state in states:
         ceiling = [base + row.get(state, 0.0) for base, row in zip(floor, rows, strict=True)]
         outline = [(at, y(top)) for at, top in zip(places, ceiling, strict=True)]
         outline += [(at, y(base)) for at, base in reversed(list(zip(places, floor, strict=True)))]
-        body += f'<polygon points="{_join(outline)}" fill="var(--{colors[state]})"/>'
+        areas.append((_join(outline), colors[state]))
         floor = ceiling
-    body += _axes(x, y, [0, 0.25, 0.5, 0.75, 1], label=_percent, x_name=STEP)
-    series = [(_words(state), colors[state], [row.get(state, 0.0) for row in shares]) for state in states]
-    legend = _legend([(name, color) for name, color, _ in series])
-    return _figure(title, unit, body=body, legend=legend, numbers=_numbers(xs, series, x_name=STEP, percent=True))
+    series = [
+        Series(name=state.replace("_", " "), ys=[row.get(state, 0.0) for row in shares], color=colors[state])
+        for state in states
+    ]
+    return _figure(
+        title,
+        unit,
+        areas=areas,
+        y_ticks=_share_ticks(y),
+        x_ticks=_x_ticks(x, x_name=STEP),
+        x_name=STEP,
+        legend=[(one.name, one.color) for one in series],
+        numbers=_numbers(xs, series, x_name=STEP, percent=True),
+    )
 
 
 def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]], *, limit: int | None) -> Markup:
@@ -131,34 +148,30 @@ def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]
     """
     totals = [sum(histogram.values()) for _, _, histogram in counts]
     if not any(totals):
-        return _figure(title, "", body=_empty("nothing trained"), legend="", numbers=None)
+        return _figure(title, "", empty="nothing trained")
     last = max(limit or 0, *(max(histogram, default=0) for _, _, histogram in counts))
     slot = (WIDTH - LEFT - RIGHT - LIMIT_LABEL_WIDTH) / (last + 1)
+    width = slot * 0.84 / len(counts)
     y = _Scale(0, 1, HEIGHT - BOTTOM, TOP)
-    body = _y_ticks(y, [0, 0.25, 0.5, 0.75, 1], label=_percent)
-    every = max(1, math.ceil((last + 1) / 12))
-    for versions in range(last + 1):
-        left = LEFT + slot * (versions + 0.08)
-        if versions % every == 0:
-            body += _text(left + slot * 0.42, HEIGHT - BOTTOM + 15, str(versions), anchor="middle")
+    lefts = [LEFT + slot * (versions + 0.08) for versions in range(last + 1)]
+    bars = []
+    for versions, left in enumerate(lefts):
         for index, (name, color, histogram) in enumerate(counts):
             share = histogram.get(versions, 0) / max(1, totals[index])
-            width = slot * 0.84 / len(counts)
-            tip = f"<title>{escape(name)}, {versions} versions: {share:.1%}</title>"
-            height = y(0) - y(share)
-            body += (
-                f'<rect x="{left + index * width:.1f}" y="{y(share):.1f}" width="{width - 1:.1f}" '
-                f'height="{height:.1f}" rx="1.5" fill="var(--{color})">{tip}</rect>'
-            )
-            if share > 0 and width > VALUE_LABEL_WIDTH:
-                body += _text(left + (index + 0.5) * width, y(share) - 3, f"{share:.0%}", anchor="middle", css="value")
-    if limit is not None:
-        at = LEFT + slot * (limit + 1)
-        body += f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-        body += _text(at + 4, TOP + 9, f"limit {limit}", css="limit-label")
-    body += _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, "versions", anchor="middle", css="axis-name")
+            label = _percent(share) if share > 0 and width > VALUE_LABEL_WIDTH else ""
+            tip = f"{name}, {versions} versions: {share:.1%}"
+            bar = {"x": left + index * width, "y": y(share), "width": width}
+            bars.append(bar | {"color": color, "tip": tip, "label": label})
+    every = max(1, math.ceil((last + 1) / 12))
     return _figure(
-        title, "share", body=body, legend=_legend([(name, color) for name, color, _ in counts]), numbers=None
+        title,
+        "share",
+        y_ticks=_share_ticks(y),
+        x_ticks=[(left + slot * 0.42, str(versions)) for versions, left in enumerate(lefts)][::every],
+        x_name="versions",
+        bars=bars,
+        border=None if limit is None else (f"limit {limit}", LEFT + slot * (limit + 1)),
+        legend=[(name, color) for name, color, _ in counts],
     )
 
 
@@ -206,82 +219,48 @@ def _x_scale(xs: Sequence[float]) -> _Scale:
     return _Scale(xs[0], xs[-1] if xs[-1] > xs[0] else xs[0] + 1, LEFT, WIDTH - RIGHT)
 
 
-def _axes(x: _Scale, y: _Scale, ticks: Sequence[float], *, label: Callable[[float], str], x_name: str) -> str:
-    body = _y_ticks(y, ticks, label=label)
-    for tick in nice_ticks(x.low, x.high):
-        if x.low <= tick <= x.high and (x_name != STEP or tick == int(tick)):
-            body += _text(x(tick), HEIGHT - BOTTOM + 15, number(tick), anchor="middle")
-    return body + _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, x_name, anchor="middle", css="axis-name")
+def _x_ticks(x: _Scale, *, x_name: str) -> list[tuple[float, str]]:
+    ticks = [tick for tick in nice_ticks(x.low, x.high) if x.low <= tick <= x.high]
+    return [(x(tick), number(tick)) for tick in ticks if x_name != STEP or tick == int(tick)]
 
 
-def _y_ticks(y: _Scale, ticks: Sequence[float], *, label: Callable[[float], str]) -> str:
-    body = ""
-    for tick in ticks:
-        at = y(tick)
-        body += f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        body += _text(LEFT - 6, at + 3.5, label(tick), anchor="end")
-    return body
+def _share_ticks(y: _Scale) -> list[tuple[float, str]]:
+    return [(y(tick), _percent(tick)) for tick in (0, 0.25, 0.5, 0.75, 1)]
 
 
 def _percent(share: float) -> str:
     return f"{share:.0%}"
 
 
-def _limit_line(label: str, at: float) -> str:
-    line = f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-    below = at + 11 if at < TOP + 14 else at - 4
-    return line + _text(WIDTH - RIGHT - 2, below, label, anchor="end", css="limit-label")
-
-
-def _path(points: Sequence[tuple[float, float | None]], one: Series) -> str:
-    """Returns a path with a break at each gap. A single point between two gaps becomes a dot."""
+def _line(one: Series, points: Sequence[tuple[float, float | None]]) -> dict[str, Any]:
+    """Returns a line with a break at each gap. A single point between two gaps becomes a dot, like all points of the
+    style `dots`."""
     runs: list[list[tuple[float, float]]] = [[]]
     for at, place in points:
-        if place is None:
+        if place is None or one.style == "dots":
             runs.append([])
-        else:
+        if place is not None:
             runs[-1].append((at, place))
-    lonely = "".join(_dots(run, one, radius=1.8) for run in runs if len(run) == 1)
-    data = "".join("M" + _join(run).replace(" ", "L") for run in runs if len(run) > 1)
-    return f'<path class="{one.style}" d="{data}" stroke="var(--{one.color})"/>{lonely}'
-
-
-def _dots(points: Sequence[tuple[float, float | None]], one: Series, *, radius: float = 4) -> str:
-    return "".join(
-        f'<circle cx="{at:.1f}" cy="{place:.1f}" r="{radius:g}" fill="var(--{one.color})"/>'
-        for at, place in points
-        if place is not None
-    )
+    return {
+        "style": one.style,
+        "color": one.color,
+        "path": "".join("M" + _join(run).replace(" ", "L") for run in runs if len(run) > 1),
+        "dots": [run[0] for run in runs if len(run) == 1],
+    }
 
 
 def _join(points: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
-def _text(x: float, y: float, label: str, *, anchor: str = "start", css: str = "tick") -> str:
-    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(label)}</text>'
-
-
-def _empty(message: str) -> str:
-    return _text(WIDTH / 2, HEIGHT / 2, message, anchor="middle")
-
-
-def _numbers(
-    xs: Sequence[float],
-    series: Sequence[tuple[str, str, Sequence[float | None]]],
-    *,
-    x_name: str,
-    percent: bool = False,
-) -> dict[str, object]:
-    """Returns the numbers for the page's script, rounded to the four digits that it shows.
-
-    `series` has (name, colour, ys) for each line.
-    """
+def _numbers(xs: Sequence[float], series: Sequence[Series], *, x_name: str, percent: bool = False) -> dict[str, Any]:
+    """Returns the numbers for the page's script, rounded to the four digits that it shows."""
+    shown = [(one.name, one.color, _drawable(one.ys, log=False)) for one in series]
     return {
         "x": x_name,
         "xs": [_four_digits(x) for x in xs] if x_name != STEP else list(xs),
         "percent": percent,
-        "series": [{"name": name, "color": color, "ys": [_four_digits(y) for y in ys]} for name, color, ys in series],
+        "series": [{"name": name, "color": color, "ys": [_four_digits(y) for y in ys]} for name, color, ys in shown],
     }
 
 
@@ -289,22 +268,10 @@ def _four_digits(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _words(state: str) -> str:
-    return state.replace("_", " ")
-
-
-def _legend(entries: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f'<li><i style="background:var(--{color})"></i>{escape(name)}</li>' for name, color in entries)
-    return f'<ul class="legend">{items}</ul>'
-
-
-def _figure(title: str, unit: str, *, body: str, legend: str, numbers: Mapping[str, object] | None) -> Markup:
-    # `<` is the only character that could end the script element inside the JSON.
-    data = (
-        f'<script type="application/json">{json.dumps(numbers).replace("<", chr(92) + "u003c")}</script>'
-        if numbers is not None
-        else ""
-    )
-    caption = f"<figcaption>{escape(title)}<small>{escape(unit)}</small></figcaption>"
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{body}</svg>'
-    return Markup(f"<figure>{caption}{svg}{legend}{data}</figure>")
+def _figure(title: str, unit: str, **parts: Any) -> Markup:
+    """Returns the chart with these parts of `chart.html.j2`. A chart that is `empty` only shows this text."""
+    frame = {"left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
+    lists = dict.fromkeys(("areas", "bars", "lines", "legend"), ())
+    others = dict.fromkeys(("empty", "level", "border", "numbers"))
+    values = {"title": title, "unit": unit, "width": WIDTH, "height": HEIGHT, **frame, **lists, **others, **parts}
+    return Markup(TEMPLATES.get_template("chart.html.j2").render(values))

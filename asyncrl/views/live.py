@@ -31,20 +31,20 @@ UNKNOWN_STATE = "white"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveView:
-    """The state of a run at one moment. Values that are not known are None or empty.
+    """The state of a run at one moment. Values that are not known yet are None or empty.
 
     `phase` is free text about the run's present activity. `rewards` are the mean rewards of all steps so far, oldest
     first. `oldest_token_versions` is the largest staleness of a token in the last step. `replica_versions` maps each
-    replica to the step of its weights. `activity` is
-    what the learner does at this moment. `learner_shares` and `generator_shares` are shares of recent time by state,
-    which add up to 1. `headline` is the sentence below the numbers.
+    replica to the step of its weights. `activity` is what the learner does at this moment. `learner_shares` and
+    `generator_shares` are shares of recent time by state, which add up to 1. `headline` is the sentence below the
+    numbers.
     """
 
     name: str
     phase: str
-    elapsed_s: float | None
-    total_steps: int | None
-    staleness_limit: int | None
+    elapsed_s: float
+    total_steps: int
+    staleness_limit: int
     step: int = 0
     eta_s: float | None = None
     rewards: Sequence[float] = ()
@@ -79,7 +79,7 @@ def starting_view(config: Config, *, phase: str, elapsed_s: float) -> LiveView:
 
 def render(view: LiveView) -> RenderableType:
     """Returns the panel of the live view."""
-    title = Text.assemble((view.name, "bold"), "  ", (", ".join(_phase(view)), "dim"))
+    title = Text.assemble((view.name, "bold"), "  ", (f"{view.phase}, {duration(view.elapsed_s)}", "dim"))
     sentence = [] if view.headline is None else [Text(view.headline.sentence, style=_style(view.headline))]
     if view.step == 0:
         return Panel(Group(Text(f"{view.phase} …"), *sentence), title=title, title_align="left", border_style="dim")
@@ -107,11 +107,9 @@ def render(view: LiveView) -> RenderableType:
 
 def plain_line(view: LiveView) -> str:
     """Returns the view as one line, for logs and pipes."""
-    of_all = "" if view.total_steps is None else f"/{view.total_steps}"
-    parts = [f"step {view.step}{of_all}", f"reward {_last(view.rewards)}"]
+    parts = [f"step {view.step}/{view.total_steps}", f"reward {_last(view.rewards)}"]
     if view.oldest_token_versions is not None:
-        limit = "" if view.staleness_limit is None else f" of {view.staleness_limit}"
-        parts.append(f"staleness {view.oldest_token_versions}{limit}")
+        parts.append(f"staleness {view.oldest_token_versions} of {view.staleness_limit}")
     if view.ess_ratio is not None:
         parts.append(f"effective samples {view.ess_ratio * 100:.0f} %")
     parts.append(_speed(view))
@@ -126,8 +124,7 @@ def phase_line(view: LiveView) -> str:
     >>> phase_line(LiveView(name="r", phase="loading the model", elapsed_s=8, total_steps=9, staleness_limit=2))
     'loading the model (8.0 s)'
     """
-    phase, *elapsed = _phase(view)
-    return phase + "".join(f" ({each})" for each in elapsed)
+    return f"{view.phase} ({duration(view.elapsed_s)})"
 
 
 def sparkline(values: Sequence[float], *, cells: int = BAR_CELLS) -> str:
@@ -176,14 +173,7 @@ def _style(headline: Headline) -> str:
     return "bold yellow" if headline.warns else "italic"
 
 
-def _phase(view: LiveView) -> list[str]:
-    """Returns the phase of the run and, if it is known, the time since the start of the run."""
-    return [view.phase] if view.elapsed_s is None else [view.phase, duration(view.elapsed_s)]
-
-
 def _progress(view: LiveView) -> RenderableType:
-    if view.total_steps is None:
-        return Text(str(view.step))
     row = Table.grid(padding=(0, 2))
     left = f"{duration(view.eta_s)} left" if view.eta_s is not None else ""
     bar = ProgressBar(total=view.total_steps, completed=view.step, width=BAR_CELLS)
@@ -201,8 +191,7 @@ def _heldout(view: LiveView) -> Text:
 def _data(view: LiveView) -> Text:
     text = Text()
     if view.oldest_token_versions is not None:
-        limit = "" if view.staleness_limit is None else f", limit {view.staleness_limit}"
-        text.append(f"at most {view.oldest_token_versions} versions old{limit}")
+        text.append(f"at most {view.oldest_token_versions} versions old, limit {view.staleness_limit}")
     if view.ess_ratio is not None:
         text.append(f"{'; ' if text else ''}effective sample size {view.ess_ratio:.0%}")
     return text
@@ -211,7 +200,7 @@ def _data(view: LiveView) -> Text:
 def _samples(view: LiveView) -> str:
     """Returns the lengths of completions and the share of groups without a gradient, as text.
 
-    >>> _samples(LiveView(name="r", phase="", elapsed_s=0, total_steps=None, staleness_limit=2,
+    >>> _samples(LiveView(name="r", phase="", elapsed_s=0, total_steps=9, staleness_limit=2,
     ...     completion_tokens_mean=41.5, truncated_ratio=0.25, zero_variance_ratio=0.5))
     'mean length 41.5 tokens, 25 % truncated; all rewards equal in 50 % of groups'
     """
@@ -234,7 +223,7 @@ def _buffer(groups: Mapping[str, int], capacity: int | None) -> str:
 def _weights(view: LiveView) -> str:
     """Returns the published version and the number of replicas at each version, as text.
 
-    >>> _weights(LiveView(name="r", phase="", elapsed_s=0, total_steps=None, staleness_limit=2, published_version=7,
+    >>> _weights(LiveView(name="r", phase="", elapsed_s=0, total_steps=9, staleness_limit=2, published_version=7,
     ...     replica_versions={"a": 7, "b": 6, "c": 6}))
     'published 7; 1 replica at 7, 2 at 6'
     """

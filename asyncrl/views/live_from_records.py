@@ -6,6 +6,7 @@ from dataclasses import replace
 from asyncrl.buffer.staleness import limits_of
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
+from asyncrl.learner.recording import groups_by_state
 from asyncrl.learner.records import EvalRecord, StepRecord, mean, state_shares
 from asyncrl.views.headline import headline
 from asyncrl.views.live import LiveView, starting_view
@@ -61,15 +62,11 @@ def live_view(
         learner_shares=state_shares(recent, "learner_state_s"),
         generator_shares=state_shares(recent, "generator_state_s"),
     )
-    return view if status is None else _at_present(view, status)
-
-
-def _at_present(view: LiveView, status: RunStatus) -> LiveView:
-    """Returns the view with what the buffer knows better than the last record."""
-    counts = status.counts
-    return replace(
+    if status is None:
+        return view
+    return replace(  # the buffer knows these better than the last record
         view,
-        buffer_groups={"reserved": counts.reserved, "ready": counts.ready, "leased": counts.leased},
+        buffer_groups=groups_by_state(status),
         published_version=None if status.published is None else status.published.step,
         replica_versions={each.replica: each.version.step for each in status.replicas if each.version is not None},
         activity=f"learner {activity(status)}, last progress {duration(status.quiet_s)} ago",

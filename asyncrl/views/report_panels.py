@@ -10,7 +10,6 @@ from asyncrl.metrics import state_colors
 from asyncrl.metrics.numbers import charts
 from asyncrl.metrics.state_colors import Color
 from asyncrl.views.charts import Series, line_chart, share_chart
-from asyncrl.views.report_page import Section
 
 CURVE_POINTS = 300
 SHARE_POINTS = 60
@@ -19,8 +18,8 @@ Steps = Sequence[StepRecord]
 Values = list[float | None]
 
 
-def learning(steps: Steps, evals: Sequence[EvalRecord]) -> Section:
-    """Returns the section on rewards, lengths and training: does the run learn?
+def learning(steps: Steps, evals: Sequence[EvalRecord]) -> Sequence[str]:
+    """Returns the charts of rewards, lengths and training: does the run learn?
 
     `asyncrl.metrics.numbers` declares its charts, except the first. A chart of diagnostics is left out if no step has
     them.
@@ -28,10 +27,10 @@ def learning(steps: Steps, evals: Sequence[EvalRecord]) -> Section:
     bins = bins_of(steps, CURVE_POINTS)
     xs = last_steps(bins)
 
-    def curve(name: str) -> Values:
+    def means(name: str) -> Values:
         return [mean([record.number(name) for record in chunk]) for chunk in bins]
 
-    rewards = curve("reward_mean")
+    rewards = means("reward_mean")
     reward_lines = [
         Series(name="mean of a step", ys=rewards, color="blue", style="faint"),
         Series(name="training", ys=smooth(rewards), color="blue"),
@@ -42,22 +41,17 @@ def learning(steps: Steps, evals: Sequence[EvalRecord]) -> Section:
     recorded = {*StepRecord.__struct_fields__, *(name for record in steps for name in record.diagnostics)}
     for chart, lines in charts().items():
         series = [
-            Series(name=line.legend, ys=curve(number.name), color=line.color)
+            Series(name=line.legend, ys=means(number.name), color=line.color)
             for number, line in lines
             if number.name in recorded
         ]
         if series:
             figures.append(line_chart(chart.title, xs, series, unit=chart.unit, include=chart.include))
-    note = (
-        "The orange dots are mean rewards of greedy answers to questions that are not used for training. A falling "
-        "effective sample size means that samples are too old: lower staleness.max_versions. A group whose rewards are "
-        "all equal has no gradient."
-    )
-    return Section(title="Learning", note=note, figures=figures)
+    return figures
 
 
-def flow(steps: Steps) -> Section:
-    """Returns the section on time and speed: which side waits for the other, and how fast is the run?"""
+def flow(steps: Steps) -> Sequence[str]:
+    """Returns the charts of time and speed: which side waits for the other, and how fast is the run?"""
     windows = windows_of(steps, SHARE_POINTS)
     xs = last_steps(windows)
 
@@ -66,19 +60,21 @@ def flow(steps: Steps) -> Section:
         css = {state: color.report for state, color in colors.items()}
         return share_chart(title, xs, shares, colors=css, unit="share of time")
 
-    def rates(name: str, color: str, read: Callable[[Steps], float]) -> Series:
-        spans = [window[-1].wall_s - window[0].wall_s for window in windows]
-        ys = [read(window) / span if span > 0 else None for window, span in zip(windows, spans, strict=True)]
-        return Series(name=name, ys=ys, color=color)
+    def rate(name: str, color: str, read: Callable[[Steps], float]) -> Series:
+        def per_s(window: Steps) -> float | None:
+            span_s = window[-1].wall_s - window[0].wall_s
+            return read(window) / span_s if span_s > 0 else None
+
+        return curve(name, color, windows, per_s)
 
     def means(name: str, color: str, read: Callable[[StepRecord], float]) -> Series:
-        return Series(name=name, ys=[mean([read(record) for record in window[1:]]) for window in windows], color=color)
+        return curve(name, color, windows, lambda window: mean([read(record) for record in window[1:]]))
 
     def speed(what: str) -> list[Series]:
         generated, trained = f"generated_{what}", f"trained_{what}"
         return [
-            rates("generated", "green", lambda window: getattr(window[-1], generated) - getattr(window[0], generated)),
-            rates("trained", "blue", lambda window: sum(getattr(record, trained) for record in window[1:])),
+            rate("generated", "green", lambda window: getattr(window[-1], generated) - getattr(window[0], generated)),
+            rate("trained", "blue", lambda window: sum(getattr(record, trained) for record in window[1:])),
         ]
 
     buffered = [
@@ -86,7 +82,7 @@ def flow(steps: Steps) -> Section:
         means("ready", "green", lambda record: record.buffer_groups.get("ready", 0)),
     ]
     duration = [means("duration", "blue", lambda record: record.duration_s)]
-    figures = [
+    return [
         states("Learner", "learner_state_s", state_colors.LEARNER),
         states("Generators", "generator_state_s", state_colors.GENERATOR),
         line_chart("Samples", xs, speed("samples"), unit="per second", include=(0,)),
@@ -94,12 +90,11 @@ def flow(steps: Steps) -> Section:
         line_chart("Groups in the buffer", xs, buffered, unit="right after a step", include=(0,)),
         line_chart("Step", xs, duration, unit="seconds", include=(0,)),
     ]
-    note = (
-        "Amber: the learner waits for groups, or generators wait for the learner's next version. Gray: “other” is the "
-        "learner's work without a state of its own (transfer of rows, records, evaluation); “idle” is the time of "
-        "free generator slots that do not ask for work (before the first weights, in evaluations, at the end)."
-    )
-    return Section(title="Flow: which side waits for the other", note=note, figures=figures)
+
+
+def curve(name: str, color: str, chunks: Sequence[Steps], read: Callable[[Steps], float | None]) -> Series:
+    """Returns the line with one value of `read` for each chunk of steps."""
+    return Series(name=name, ys=[read(chunk) for chunk in chunks], color=color)
 
 
 def bins_of(steps: Steps, most: int) -> list[Steps]:

@@ -5,17 +5,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncrl.learner.records import StepRecord, mean
+from asyncrl.learner.records import StepRecord, largest, mean
 from asyncrl.views.charts import AGE_COLORS, Series, line_chart, share_chart, version_bars
-from asyncrl.views.report_page import Section
-from asyncrl.views.report_panels import (
-    CURVE_POINTS,
-    SHARE_POINTS,
-    Steps,
-    Values,
-    bins_of,
-    last_steps,
-)
+from asyncrl.views.report_panels import CURVE_POINTS, SHARE_POINTS, Steps, bins_of, curve, last_steps
 
 DRIFT = "abs_log_rho_nats_staleness_"
 """Prefix of the diagnostics that measure, by staleness, how far the policy is from the policy that sampled."""
@@ -31,29 +23,29 @@ A chart that reached to such a limit would show the data as a thin strip.
 """
 
 
-def staleness(steps: Steps, *, limit: int) -> Section:
-    """Returns the section on the staleness of trained data and on weights. `limit` is the staleness limit η."""
-    oldest = max((age for record in steps for age in (*record.group_staleness, *record.token_staleness)), default=0)
-    drawn = limit if limit <= max(FAR_VERSIONS, 2 * oldest) else None
+def limit_to_draw(steps: Steps, *, limit: int) -> int | None:
+    """Returns the staleness limit η, or None if it is so far away that the charts do not reach to it."""
+    return limit if limit <= max(FAR_VERSIONS, 2 * _oldest(steps)) else None
+
+
+def staleness(steps: Steps, *, limit: int | None) -> Sequence[str]:
+    """Returns the charts of the staleness of trained data and of weights. `limit` is the limit to draw."""
     trained = [
         ("groups, by their oldest token", "blue", added([record.group_staleness for record in steps])),
         ("tokens", "teal", added([record.token_staleness for record in steps])),
     ]
-    figures = [
-        version_bars("Age when trained", trained, limit=drawn),
-        _token_ages(steps, oldest=max(oldest, drawn or 0)),
-        _ages_over_time(steps, limit=drawn),
+    return [
+        version_bars("Age when trained", trained, limit=limit),
+        _token_ages(steps, oldest=max(_oldest(steps), limit or 0)),
+        _ages_over_time(steps, limit=limit),
         *_drift(steps),
         *_weights(steps),
     ]
-    note = (
-        "The age of a token is its staleness: the number of versions between the weights that generated it and the "
-        "weights that were trained on it. Parity is the difference between the engine's and the learner's log-probs "
-        "with the same weights."
-    )
-    if drawn is None:
-        note += f" The limit of {limit:,} versions is outside the range of the charts."
-    return Section(title="Staleness and weights", note=note, figures=figures)
+
+
+def _oldest(steps: Steps) -> int:
+    """Returns the largest staleness that was trained; 0 if there is none."""
+    return max((age for record in steps for age in (*record.group_staleness, *record.token_staleness)), default=0)
 
 
 def _ages_over_time(steps: Steps, *, limit: int | None) -> str:
@@ -61,8 +53,8 @@ def _ages_over_time(steps: Steps, *, limit: int | None) -> str:
     bins = bins_of(steps, CURVE_POINTS)
     _, unit_s, clock = next(each for each in CLOCKS if steps[-1].wall_s <= each[0])
     series = [
-        _curve("oldest", "amber", bins, lambda chunk: largest([age for r in chunk for age in r.token_staleness])),
-        _curve("mean", "blue", bins, lambda chunk: histogram_mean(added([r.token_staleness for r in chunk]))),
+        curve("oldest", "amber", bins, lambda chunk: largest([age for r in chunk for age in r.token_staleness])),
+        curve("mean", "blue", bins, lambda chunk: histogram_mean(added([r.token_staleness for r in chunk]))),
     ]
     return line_chart(
         "Age of tokens over time",
@@ -81,21 +73,17 @@ def _weights(steps: Steps) -> list[str]:
     xs = last_steps(bins)
 
     def lag(name: str, color: str, read: Callable[[StepRecord], int]) -> Series:
-        return _curve(name, color, bins, lambda chunk: mean([float(r.version_after - read(r)) for r in chunk]))
+        return curve(name, color, bins, lambda chunk: mean([float(r.version_after - read(r)) for r in chunk]))
 
     lags = [
         lag("slowest replica", "amber", lambda record: record.oldest_replica_version),
         lag("published", "blue", lambda record: record.published_version),
     ]
-    parity = _curve("worst token", "blue", bins, lambda chunk: largest([record.parity_nats for record in chunk]))
+    parity = curve("worst token", "blue", bins, lambda chunk: largest([record.parity_nats for record in chunk]))
     return [
         line_chart("Lag behind the learner", xs, lags, unit="versions", include=(0,)),
         line_chart("Log-prob parity", xs, [parity], unit="nats; 0 is drawn at the bottom", log=True),
     ]
-
-
-def _curve(name: str, color: str, bins: Sequence[Steps], read: Callable[[Steps], float | None]) -> Series:
-    return Series(name=name, ys=[read(chunk) for chunk in bins], color=color)
 
 
 def _token_ages(steps: Steps, *, oldest: int) -> str:
@@ -104,9 +92,14 @@ def _token_ages(steps: Steps, *, oldest: int) -> str:
     ages = [added([record.token_staleness for record in chunk]) for chunk in bins]
     bands = age_bands(oldest, most=len(AGE_COLORS))
     shares = [{name: _share(histogram, first, last) for name, first, last in bands} for histogram in ages]
-    spread = (len(AGE_COLORS) - 1) / max(1, len(bands) - 1)
-    colors = {name: AGE_COLORS[round(index * spread)] for index, (name, _, _) in enumerate(bands)}
+    colors = dict(zip([name for name, _, _ in bands], _age_colors(len(bands)), strict=True))
     return share_chart("Age by step", last_steps(bins), shares, colors=colors, unit="share of tokens")
+
+
+def _age_colors(count: int) -> list[str]:
+    """Returns `count` colours from the lowest age to the highest."""
+    spread = (len(AGE_COLORS) - 1) / max(1, count - 1)
+    return [AGE_COLORS[round(index * spread)] for index in range(count)]
 
 
 def age_bands(oldest: int, *, most: int) -> list[tuple[str, int, int]]:
@@ -140,11 +133,12 @@ def _drift(steps: Steps) -> list[str]:
         return []
     bins = bins_of(steps, CURVE_POINTS)
     ordered = sorted(names, key=_first_age)
-    spread = (len(AGE_COLORS) - 1) / max(1, len(ordered) - 1)
-    series = []
-    for index, name in enumerate(ordered):
-        ys: Values = [mean([record.diagnostics.get(name) for record in chunk]) for chunk in bins]
-        series.append(Series(name=_drift_label(name), ys=ys, color=AGE_COLORS[round(index * spread)]))
+
+    def mean_of(name: str) -> Callable[[Steps], float | None]:
+        return lambda chunk: mean([record.diagnostics.get(name) for record in chunk])
+
+    colored = zip(ordered, _age_colors(len(ordered)), strict=True)
+    series = [curve(_drift_label(name), color, bins, mean_of(name)) for name, color in colored]
     unit = "mean |log ratio| to the sampler, nats"
     return [line_chart("Drift by age", last_steps(bins), series, unit=unit, include=(0,))]
 
@@ -162,11 +156,6 @@ def _drift_label(name: str) -> str:
 def _first_age(name: str) -> int:
     found = re.match(r"\d+", name.removeprefix(DRIFT))
     return int(found[0]) if found else 0
-
-
-def largest(values: Sequence[float | None]) -> float | None:
-    """Returns the largest finite value; None when there is none."""
-    return max((value for value in values if value is not None and math.isfinite(value)), default=None)
 
 
 def added(histograms: Sequence[Mapping[int, int]]) -> dict[int, int]:

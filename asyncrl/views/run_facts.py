@@ -15,7 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import ConfigError
 from asyncrl.learner.failures import groups_by_reason
-from asyncrl.learner.records import RunInfo, StepRecord, mean, state_shares
+from asyncrl.learner.records import RunInfo, StepRecord, largest, mean, state_shares
 from asyncrl.views.headline import RunFacts
 from asyncrl.weights.parity import parity_tolerance_nats
 
@@ -82,7 +82,6 @@ def facts_of_steps(
     before = steps[-len(looked_at) - 1].ledger_groups if len(looked_at) < len(steps) else {}
     trained = [record for record in last if record.trained]
     equal = None if setting.equal_rewards_teach else mean([record.zero_variance_ratio for record in trained])
-    parities = [record.parity_nats for record in looked_at if record.parity_nats is not None]
     return RunFacts(
         steps_trained=sum(record.trained for record in steps),
         steps_skipped=sum(not record.trained for record in steps),
@@ -91,7 +90,7 @@ def facts_of_steps(
         equal_rewards_steps=len(trained),
         groups={fate: number - before.get(fate, 0) for fate, number in looked_at[-1].ledger_groups.items()},
         failures=failures,
-        parity_nats=max(parities, default=None),
+        parity_nats=largest([record.parity_nats for record in looked_at]),
         parity_limit_nats=setting.parity_limit_nats,
         ess_ratio=mean([record.ess_ratio for record in trained]),
         learner_shares=state_shares(looked_at, "learner_state_s"),
@@ -100,7 +99,7 @@ def facts_of_steps(
     )
 
 
-def with_status(facts: RunFacts, status: "RunStatus", *, recent: bool) -> RunFacts:
+def with_status(facts: RunFacts, status: RunStatus, *, recent: bool) -> RunFacts:
     """Returns the facts with what only the buffer knows: failures by reason, the replicas' probes of their weights,
     and, unless `recent`, the groups since the start of the run."""
     parities = [facts.parity_nats, *(report.parity_max_nats for report in status.reports.values())]
@@ -109,7 +108,7 @@ def with_status(facts: RunFacts, status: "RunStatus", *, recent: bool) -> RunFac
         facts,
         groups=facts.groups if recent else groups,
         failures=groups_by_reason(status.failures),
-        parity_nats=max((parity for parity in parities if parity is not None), default=None),
+        parity_nats=largest(parities),
     )
 
 

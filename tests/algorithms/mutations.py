@@ -281,7 +281,7 @@ ADVANTAGES = [
     ),
     ("one component decides for all", ".values()]).any(0)", ".values()]).all(0)"),
     ("own estimators lose their options", "samples.group_ids_N, **own.options)", "samples.group_ids_N)"),
-    ("own options are not checked", "signature.bind(None, None, **own.options)", "pass"),
+    ("own options are not checked", "misfit(signature, *values, **given, **own.options)", "None"),
 ]
 BASELINES = [
     (
@@ -311,7 +311,7 @@ BASELINES = [
         'self.baseline in GROUP_BASELINES and self.single == "zero"',
         "self.baseline in GROUP_BASELINES",
     ),
-    ("any β of a KL", "if not 0 < self.beta < math.inf:", "if False:"),
+    ("any β of a KL", 'check_positive("kl.beta"', 'print("kl.beta"'),
     ("any γ", "if not 0 < self.gamma <= 1:", "if False:"),
     ("γ has no tokens", "self.kl is not None or self.gamma != 1", "self.kl is not None"),
     ("a KL has no tokens", "self.kl is not None or self.gamma != 1", "self.gamma != 1"),
@@ -426,8 +426,6 @@ VALUE_LOSS = [
 ]
 KERNEL = [
     ("κ does not divide by A", "-slopes / torch.where(pushed, advantages, 1.0)", "-slopes"),
-    ("the effective share of sums", "first**2 / second", "first / second"),
-    ("silence reads healthy", "if second > 0 else 0.0", "if second > 0 else 1.0"),
     (
         "signs swapped",
         'mean(f"{name}_positive_ratio", share, advantages > 0)',
@@ -456,13 +454,16 @@ CALIBRATION = [
     ("every rank for itself", "for first, second in reduce(rows).tolist()", "for first, second in rows.tolist()"),
 ]
 DIAGNOSTICS = [
-    ("k1 with the wrong sign", "k1_nats=float(-log_rho.sum())", "k1_nats=float(log_rho.sum())"),
-    ("k3 of the absolute", "rho - 1 - bounded)", "rho - 1 - bounded.abs())"),
-    ("the largest of one sign", "float(log_rho.abs().max())", "float(log_rho.max())"),
+    ("k1 with the wrong sign", "-log_rho.sum(),", "log_rho.sum(),"),
+    ("k3 of the absolute", "(rho - 1 - bounded)", "(rho - 1 - bounded.abs())"),
+    ("the largest of one sign", "log_rho.abs().max(),", "log_rho.max(),"),
     ("ρ for e^|log ρ|", "bounded.abs().exp()", "bounded.exp()"),
     ("no token reads healthy", "return math.nan", "return 1.0"),
     ("a NaN drops out of the parity", ".abs().nan_to_num(nan=torch.inf)", ".abs().nan_to_num(nan=0.0)"),
-    ("the least for the largest", "max(ours, theirs) if", "min(ours, theirs) if"),
+    ("the least for the largest", "max(before, value) if", "min(before, value) if"),
+    ("the effective share of sums", "first**2 / second", "first / second"),
+    ("silence reads healthy", "if second > 0 else 0.0", "if second > 0 else 1.0"),
+    ("a maximum is divided", "name: value if _extreme(name) else value / count", "name: value / count"),
 ]
 OBJECTIVE = [
     ("a constant kernel corrects", "if isinstance(surrogate, Weighted):", "if False:"),
@@ -476,13 +477,13 @@ OBJECTIVE = [
     ("gates without a bound", "if self.budget is None and self.lo <= least", "if False and self.lo <= least"),
     (
         "any beta",
-        'if not 0 < self.beta < math.inf:\n            raise ValueError(\n                f"a penalty',
-        'if False:\n            raise ValueError(\n                f"a penalty',
+        'check_positive("a penalty',
+        'print("a penalty',
     ),
     (
         "any beta of a regression",
-        'if not 0 < self.beta < math.inf:\n            raise ValueError(f"the beta of a regression',
-        'if False:\n            raise ValueError(f"the beta of a regression',
+        'check_positive("the beta of a regression',
+        'print("the beta of a regression',
     ),
     ("a likelihood against another policy", 'if self.kind == "positive_nll" and (', "if False and ("),
 ]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from asyncrl.algorithms.kernel import KernelSums, kernel_sums
+from asyncrl.algorithms.diagnostics import MetricSums
+from asyncrl.algorithms.kernel import kernel_sums
 
 
 def sums(
@@ -14,7 +15,7 @@ def sums(
     shares: dict[str, list[bool]] | None = None,
     log_rho: list[float] | None = None,
     mask: list[bool] | None = None,
-) -> KernelSums:
+) -> MetricSums:
     count = len(slopes)
     return kernel_sums(
         slopes_BT=torch.tensor([slopes]),

@@ -70,7 +70,7 @@ def test_help_imports_no_command() -> None:
 
 def test_help_lists_every_command_with_its_line_and_teaches_by_example() -> None:
     text = runner.invoke(main.app, ["--help"]).stdout
-    for name, (_, line) in main.COMMANDS.items():
+    for name, line in main.COMMANDS.items():
         assert f"{name} " in text
         assert line[:40] in text
     assert "-c configs/quickstart.yaml" in text

@@ -67,6 +67,39 @@ def test_a_dataset_file_that_does_not_exist_is_missed(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F28")
+def test_a_run_directory_that_cannot_be_written_is_refused_on_the_learner_s_machine(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").touch()
+    for folder, place, reason in [
+        (file, file, "Not a directory"),  # a file in the place of run.dir
+        (file / "below", file, "Not a directory"),
+        (tmp_path / "runs", tmp_path / "runs" / "mine", "Not a directory"),  # a file in the place of the run
+        (Path("/proc/runs"), Path("/proc"), "No such file or directory"),  # a folder in which no user can create files
+    ]:
+        overrides = (f"run.dir={folder}", "run.name=mine")
+        assert missing(*overrides) == [
+            f"run.dir = {folder}: the run's directory {folder / 'mine'} cannot be written ({place}: {reason}); set "
+            "run.dir to a folder in which you can create files"
+        ]
+        assert missing(*overrides, roles=[Role.GENERATOR]) == []
+
+
+@pytest.mark.fault("F28")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_run_directory_without_permission_to_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert f"({tmp_path}: Permission denied)" in missing(f"run.dir={tmp_path}/runs")[0]
+
+
+def test_the_try_to_write_the_run_directory_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert missing(f"run.dir={tmp_path}/new/runs") == missing(f"run.dir={tmp_path}/runs", "run.name=mine") == []
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "mine"]
+
+
+@pytest.mark.fault("F28")
 def test_a_model_s_directory_that_does_not_exist_is_missed(tmp_path: Path) -> None:
     model = tmp_path / "model"
     [line] = missing("model.tiny=null", f"model.path={model}")

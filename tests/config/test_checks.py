@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.checks import BUILT_IN_NAMES, check_config, worst_case_group_bytes
+from asyncrl.config.checks import check_config, worst_case_group_bytes
+from asyncrl.config.import_path import BUILT_IN_NAMES
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError

@@ -23,9 +23,6 @@ def test_a_path_resolves_to_its_callable_and_dots_reach_into_classes() -> None:
         ("no_such_package.module:f", "no module 'no_such_package'"),
         ("pathlib:Paht", "did you mean 'Path'"),
         ("sys:path", "is a list, not a callable"),
-        ("pathlib:", "not an import path"),
-        (":f", "not an import path"),
-        (".relative:f", "not an import path"),
     ],
 )
 def test_what_cannot_be_resolved_names_key_value_and_reason(value: str, message: str) -> None:
@@ -34,6 +31,21 @@ def test_what_cannot_be_resolved_names_key_value_and_reason(value: str, message:
     assert caught.value.key == "environment.reward"
     assert repr(value) in str(caught.value)
     assert str(caught.value).startswith("environment.reward: ")
+
+
+@pytest.mark.parametrize("value", ["pathlib:", ":f", ".relative:f", "exact_macth"])
+@pytest.mark.parametrize(
+    ("key", "wanted"),
+    [
+        ("environment.reward", "one of exact_match, math_verify, or an import path"),
+        ("algorithm.loss", "an import path"),
+    ],
+)
+def test_what_is_neither_a_built_in_name_nor_an_import_path_is_refused(value: str, key: str, wanted: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(value, key=key)
+    assert caught.value.key == key
+    assert str(caught.value).startswith(f"{key} = {value}: must be {wanted} like package.module:callable")
 
 
 @pytest.fixture

@@ -121,10 +121,13 @@ def test_what_would_change_the_sampled_distribution_is_refused_with_the_reason(k
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("generator.replicas=0", "generator.replicas = 0 (on the command line): must be at least 1"),
-        ("run.stall_timeout_s=0", "run.stall_timeout_s = 0 (on the command line): must be above 0"),
-        ("data.heldout_fraction=1", "data.heldout_fraction = 1 (on the command line): must be below 1"),
-        ("metrics.learner_port=70000", "metrics.learner_port = 70000 (on the command line): must be at most 65535"),
+        ("generator.replicas=0", "generator.replicas = 0 (on the command line): must be greater than or equal to 1"),
+        ("run.stall_timeout_s=0", "run.stall_timeout_s = 0 (on the command line): must be greater than 0"),
+        ("data.heldout_fraction=1", "data.heldout_fraction = 1 (on the command line): must be less than 1"),
+        (
+            "metrics.learner_port=70000",
+            "metrics.learner_port = 70000 (on the command line): must be less than or equal to 65535",
+        ),
         ("generator.replicas=true", "generator.replicas = true (on the command line): must be a whole number"),
         ("generator.gpus=true", "generator.gpus = true (on the command line): must be a number"),
         ("generator.replicas='2'", "must be a whole number; write it without quotes"),
@@ -134,7 +137,7 @@ def test_what_would_change_the_sampled_distribution_is_refused_with_the_reason(k
         ("generator.replicas=2.0", "must be a whole number; write 2"),
         ("data.shuffle=1", "must be true or false"),
         ("run.name=12", """must be text; write '"12"', with the quotes"""),
-        ("run.name=a/b", "must match"),
+        ("run.name=a/b", "must match pattern '^[a-zA-Z0-9]"),
         ("generator.stop=x", 'must be a list; write ["x"]'),
         ("data.options=3", "must be a mapping of keys"),
         ("model=null", "must be a section (a mapping of keys); set a key of the section, or remove the line"),
@@ -144,7 +147,7 @@ def test_what_would_change_the_sampled_distribution_is_refused_with_the_reason(k
         ("learner.optimizer.betas=[0.9]", "learner.optimizer.betas.1 (on the command line): is missing"),
         (
             "learner.optimizer.betas=[0.9, 1.0]",
-            "learner.optimizer.betas.1 = 1.0 (on the command line): must be below 1",
+            "learner.optimizer.betas.1 = 1.0 (on the command line): must be less than 1",
         ),
     ],
 )

@@ -12,9 +12,19 @@ def with_host(host: str) -> Config:
 
 
 @pytest.mark.parametrize("allow_public", [False, True])
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0:0::0", "", "0", "0.0", "0x0", "::ffff:0:0", "*", " 0.0.0.0 "])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0:0::0", "", "0", "0.0", "0x0", "::ffff:0:0", "*"])
 def test_metrics_never_bind_every_network(host: str, allow_public: bool) -> None:
     with pytest.raises(ConfigError, match="would answer to every network") as refused:
+        check_metrics_host(with_host(host), allow_public=allow_public)
+    assert refused.value.key == "metrics.host"
+
+
+@pytest.mark.parametrize("allow_public", [False, True])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1 x", " 127.0.0.1", " 0.0.0.0 ", "0 x", "127.0.0.1\n", "a\x00b", "a b", "a/b"]
+)
+def test_a_host_that_is_neither_an_address_nor_a_name_is_refused(host: str, allow_public: bool) -> None:
+    with pytest.raises(ConfigError, match="neither an address nor the name of a machine") as refused:
         check_metrics_host(with_host(host), allow_public=allow_public)
     assert refused.value.key == "metrics.host"
 

@@ -1,7 +1,6 @@
 """The configuration that `asyncrl init` writes can run unchanged, for any model and data."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from asyncrl.errors import ConfigError
 FACTS = Facts(
     name="sums",
     model="models/my-llama",
-    data_path=Path("sums.jsonl"),
-    dataset=None,
+    data={"dataset": "jsonl", "path": "sums.jsonl"},
     reward="exact_match",
     prompts=1000,
     longest_prompt=41,
@@ -93,5 +91,5 @@ def test_names_that_yaml_would_read_as_something_else_are_quoted(model: str) -> 
 
 
 def test_a_dataset_of_a_module_has_no_path() -> None:
-    config = config_of(dataset="tasks:questions", data_path=None)
+    config = config_of(data={"dataset": "tasks:questions"})
     assert (config.data.dataset, config.data.path) == ("tasks:questions", None)

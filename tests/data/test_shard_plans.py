@@ -4,17 +4,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data.packing import PackingAlgorithm, get_packer
+from asyncrl.data.packing import get_packer
 from asyncrl.data.sharding import (
     DynamicBatchingArgs,
     SequencePackingArgs,
     ShardPlan,
     caller_rows,
+    plan_contiguous,
     plan_dynamic,
-    plan_even,
     plan_packed,
-    plan_uneven,
 )
+
+ALGORITHMS = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
 
 LIMIT = 64
 
@@ -87,7 +88,9 @@ def test_even_shards_are_equal_contiguous_parts_of_every_chunk(batch: tuple[list
     lengths, shards, batch_size = batch
     for shard, parts in enumerate(
         check_rows(
-            plan_even(len(lengths), shards=shards, batch_size=batch_size), rows=len(lengths), batch_size=batch_size
+            plan_contiguous(len(lengths), shards=shards, batch_size=batch_size),
+            rows=len(lengths),
+            batch_size=batch_size,
         )
     ):
         size = (batch_size or len(lengths)) // shards
@@ -97,8 +100,8 @@ def test_even_shards_are_equal_contiguous_parts_of_every_chunk(batch: tuple[list
 
 
 def test_uneven_shards_are_full_from_the_first_on_and_may_be_empty() -> None:
-    assert [plan.rows for plan in plan_uneven(5, shards=4)] == [[0, 1], [2, 3], [4], []]
-    assert [plan.rows for plan in plan_uneven(0, shards=2)] == [[], []]
+    assert [plan.rows for plan in plan_contiguous(5, shards=4, allow_uneven_shards=True)] == [[0, 1], [2, 3], [4], []]
+    assert [plan.rows for plan in plan_contiguous(0, shards=2, allow_uneven_shards=True)] == [[], []]
 
 
 @given(batch=batches(), multiple=st.integers(1, 16), width=st.sampled_from([None, 40, 41]))
@@ -128,7 +131,7 @@ def test_dynamic_micro_batches_have_the_same_boundaries_on_every_shard_and_keep_
                 assert (len(rows) + 1) * min(rounded(max(1, following), multiple), width or 1000) > LIMIT
 
 
-@given(batch=batches(), multiple=st.integers(1, 16), algorithm=st.sampled_from(list(PackingAlgorithm)))
+@given(batch=batches(), multiple=st.integers(1, 16), algorithm=st.sampled_from(ALGORITHMS))
 @settings(max_examples=60, deadline=None)
 def test_packed_shards_have_equally_many_bins_and_no_bin_is_over_the_limit(
     batch: tuple[list[int], int, int | None], multiple: int, algorithm: str
@@ -189,7 +192,7 @@ def test_numbers_that_do_not_divide_are_assertion_errors_in_every_mode(
 ) -> None:
     lengths = [1] * rows
     with pytest.raises(AssertionError, match=message):
-        plan_even(rows, shards=shards, batch_size=batch_size)
+        plan_contiguous(rows, shards=shards, batch_size=batch_size)
     with pytest.raises(AssertionError, match=message):
         plan_dynamic(lengths, shards=shards, args=dynamic_args(), batch_size=batch_size)
     with pytest.raises(AssertionError, match=message):

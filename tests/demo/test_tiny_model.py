@@ -14,13 +14,12 @@ from asyncrl.data.prompts import Task
 from asyncrl.demo.directory import TINY_RECIPE
 from asyncrl.demo.tiny_model import (
     CHARACTERS,
-    build_tiny_model,
     build_tokenizer,
     ensure_description,
     ensure_model,
     greedy_accuracy,
 )
-from asyncrl.errors import ConfigError, DatasetError
+from asyncrl.errors import DatasetError
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +36,7 @@ def small(**changes: Any) -> TinyModelSection:
 
 
 def build(path: Path, section: TinyModelSection, *, tasks: list[Task] = TASKS) -> Path:
-    build_tiny_model(section, path=path, tasks=tasks, max_length=16, report=silent)
+    ensure_model(config(path, section), tasks=(tasks, ()), report=silent)
     return path
 
 
@@ -82,7 +81,7 @@ def test_the_directory_is_an_ordinary_hugging_face_model(built: Path) -> None:
 def test_default_recipe_is_below_two_million_parameters(tmp_path: Path) -> None:
     lines: list[str] = []
     section = TinyModelSection(warmup_steps=0)
-    build_tiny_model(section, path=tmp_path / "m", tasks=TASKS, max_length=16, report=lines.append)
+    ensure_model(config(tmp_path / "m", section), tasks=(TASKS, ()), report=lines.append)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     assert model.num_parameters() < 2_000_000
     assert f"{model.num_parameters() / 1e6:.2f}M parameters" in lines[0]
@@ -122,7 +121,7 @@ def test_building_leaves_the_processs_random_numbers_and_threads_alone(tmp_path:
 def test_warm_up_ends_at_its_accuracy_and_says_so(tmp_path: Path) -> None:
     lines: list[str] = []
     section = small(warmup_steps=400, warmup_batch_size=16, warmup_learning_rate=1e-2, warmup_accuracy=0.5)
-    build_tiny_model(section, path=tmp_path / "m", tasks=TASKS, heldout=TASKS, max_length=16, report=lines.append)
+    ensure_model(config(tmp_path / "m", section), tasks=(TASKS, TASKS), report=lines.append)
     steps = [int(line.split("step ")[1].split(",")[0]) for line in lines if "step" in line]
     assert steps[-1] < 400
     assert any("held-out accuracy" in line for line in lines)
@@ -247,9 +246,6 @@ def test_an_unreadable_recipe_is_built_anew(tmp_path: Path, recipe: str) -> None
 def test_a_directory_of_another_make_is_used_as_it_is_and_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "theirs.txt").write_text("mine")
     assert ensure_model(config(tmp_path, small()), report=pytest.fail) == str(tmp_path)
-    with pytest.raises(ConfigError, match="not a tiny model") as caught:
-        build(tmp_path, small())
-    assert caught.value.key == "model.path"
     assert [file.name for file in tmp_path.iterdir()] == ["theirs.txt"]
 
 

@@ -15,7 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.deployment import cluster, compose, generators
-from asyncrl.errors import RunLocked, RunMismatch
+from asyncrl.errors import ActorGone, RunLocked, RunMismatch
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -104,3 +104,16 @@ async def test_a_replica_that_was_not_told_to_start_is_ended_without_a_word(
     await generators.GeneratorDeployment(Config(), model_path=never, prompts=never)._end([replica])
     assert said == (["shutdown", "kill"] if begun else ["kill"])
     assert caplog.text == ""
+
+
+@pytest.mark.asyncio
+async def test_leaving_a_run_whose_coordinator_is_gone_raises_nothing() -> None:
+    calls: list[object] = []
+
+    async def gone(method: object, *_: object) -> None:
+        calls.append(method)
+        raise ActorGone("the coordinator has ended")
+
+    handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=gone), deployment=SimpleNamespace(id="learner-1"))
+    await cluster.leave_run(handles, namespace="run")
+    assert calls == [Registry.detach]

@@ -6,21 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.schema import Config
-from asyncrl.deployment.launch import log_to, recorded_run
+from asyncrl.deployment.launch import log_to
 from asyncrl.errors import RunError
-
-
-def config_in(path: Path) -> Config:
-    return Config.model_validate({"run": {"name": "quick", "dir": str(path)}})
 
 
 def test_the_log_of_a_failed_run_says_why_and_stderr_is_left_to_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(RunError), recorded_run(config_in(tmp_path), role="up") as run_dir:
+    with pytest.raises(RunError), log_to(tmp_path / "up-0.log"):
         raise RunError("vLLM did not start") from KeyError("kv_cache")
-    log = run_dir.log_path("up", 0).read_text()
+    log = (tmp_path / "up-0.log").read_text()
     assert " ERROR asyncrl.deployment.launch: " in log
     assert "KeyError: 'kv_cache'" in log
     assert log.endswith("RunError: vLLM did not start\n")

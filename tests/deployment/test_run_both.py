@@ -43,8 +43,8 @@ class Pools:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, generators: Exception | None, learner: Exception | None):
         self.ended: list[str] = []
-        for name, error in (("generators", generators), ("learner", learner)):
-            monkeypatch.setattr(compose, f"_{name}", self._deployment(name, error))
+        monkeypatch.setattr(compose, "GeneratorDeployment", self._deployment("generators", generators))
+        monkeypatch.setattr(compose, "_learner", self._deployment("learner", learner))
 
     def _deployment(self, name: str, error: Exception | None) -> Callable[..., Any]:
         async def run(stop: asyncio.Event) -> str:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from scoring_processes import pids, replaced
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
@@ -68,14 +69,14 @@ async def test_groups_are_scored_in_a_process_without_secrets_and_heavy_imports(
         assert await scorer.score(TASK, ["abc", "", "é\n\x00"]) == [3.0, 0.0, 3.0]
         assert await scorer.score(TASK, []) == []
         assert await scorer.score(TASK, ["environment", "heavy_imports"]) == [0.0, 0.0]
-        assert scorer.pids != [os.getpid()]
+        assert pids(scorer) != [os.getpid()]
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F19")
 async def test_a_raising_or_lying_reward_fails_its_group_and_the_process_goes_on() -> None:
     async with scoring(section()) as scorer:
-        [pid] = scorer.pids
+        [pid] = pids(scorer)
         failure = await failure_of(scorer, "abc", "raise")
         assert failure.reason == RewardFailure.RAISED
         assert re.fullmatch(
@@ -89,12 +90,14 @@ async def test_a_raising_or_lying_reward_fails_its_group_and_the_process_goes_on
         assert (await failure_of(scorer, "string")).reason == RewardFailure.WRONG_TYPE
         assert await scorer.score(TASK, ["fork_and_return", "ab"]) == [1.0, 2.0]
         assert await scorer.score(TASK, ["abc"]) == [3.0]
-        assert scorer.pids == [pid]
+        assert pids(scorer) == [pid]
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F19")
-async def test_what_kills_the_process_fails_its_group_and_the_next_one_gets_a_new_process() -> None:
+async def test_what_kills_the_process_fails_its_group_and_the_next_one_gets_a_new_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with scoring(section()) as scorer:
         for count, (behaviour, status) in enumerate([("segfault", "SIGSEGV"), ("exit", "exit status 0")], start=1):
             failure = await failure_of(scorer, "abc", behaviour)
@@ -103,7 +106,7 @@ async def test_what_kills_the_process_fails_its_group_and_the_next_one_gets_a_ne
             assert "hostile_rewards:misbehave ended its scoring process: the process " in str(failure)
             assert status in str(failure)
             assert await scorer.score(TASK, ["abc"]) == [3.0]
-            assert scorer.replacements == count
+            assert replaced(caplog) == count
 
 
 @pytest.mark.asyncio
@@ -123,7 +126,7 @@ async def test_a_crash_is_noticed_although_a_child_holds_the_socket_and_the_chil
 @pytest.mark.fault("F19")
 async def test_what_does_not_end_is_killed_by_the_wall_clock_and_replaced(behaviour: str) -> None:
     async with scoring(section(timeout_s=0.5)) as scorer:
-        [pid] = scorer.pids
+        [pid] = pids(scorer)
         failure = await failure_of(scorer, "abc", behaviour, "abc")
         assert failure.reason == RewardFailure.TIMEOUT
         assert failure.completion == behaviour
@@ -132,7 +135,7 @@ async def test_what_does_not_end_is_killed_by_the_wall_clock_and_replaced(behavi
             "one completion; raise it, or make the reward an async or batched function"
         )
         assert_gone(pid)
-        assert scorer.pids == []
+        assert pids(scorer) == []
 
 
 @pytest.mark.asyncio
@@ -149,41 +152,43 @@ async def test_a_timeout_kills_all_that_the_reward_has_started(tmp_path: Path) -
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F19")
-async def test_memory_is_limited_and_the_process_is_replaced() -> None:
+async def test_memory_is_limited_and_the_process_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     environment = EnvironmentSection(reward="hostile_rewards:misbehave", score_timeout_s=30, score_memory_mib=256)
     async with scoring(environment) as scorer:
         failure = await failure_of(scorer, "eat_memory")
         assert failure.reason == RewardFailure.RAISED
         assert "MemoryError" in str(failure)
-        assert scorer.replacements == 1
+        assert replaced(caplog) == 1
         assert await scorer.score(TASK, ["abc"]) == [3.0]
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F19")
-async def test_a_process_with_too_many_children_is_replaced_but_its_rewards_count() -> None:
+async def test_a_process_with_too_many_children_is_replaced_but_its_rewards_count(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with scoring(section()) as scorer:
         assert await scorer.score(TASK, ["leave_children"]) == [1.0]
-        assert scorer.replacements == 1
+        assert replaced(caplog) == 1
         assert await scorer.score(TASK, ["abc"]) == [3.0]
 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F19")
-async def test_a_process_that_died_idle_is_replaced_without_a_failure() -> None:
+async def test_a_process_that_died_idle_is_replaced_without_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     async with scoring(section()) as scorer:
-        [pid] = scorer.pids
+        [pid] = pids(scorer)
         os.kill(pid, signal.SIGKILL)
         assert_gone(pid)
         assert await scorer.score(TASK, ["abc"]) == [3.0]
-        assert scorer.replacements == 1
+        assert replaced(caplog) == 1
 
 
 @pytest.mark.asyncio
 async def test_a_hanging_group_holds_up_one_process_of_several() -> None:
     environment = EnvironmentSection(reward="hostile_rewards:misbehave", score_timeout_s=60, score_workers=2)
     async with scoring(environment) as scorer:
-        assert len(set(scorer.pids)) == 2
+        assert len(set(pids(scorer))) == 2
         hanging = asyncio.ensure_future(scorer.score(TASK, ["hang"]))
         scores = await asyncio.gather(*(scorer.score(TASK, ["x" * n]) for n in range(20)))
         assert scores == [[float(n)] for n in range(20)]
@@ -196,7 +201,7 @@ async def test_a_hanging_group_holds_up_one_process_of_several() -> None:
 @pytest.mark.asyncio
 async def test_close_ends_the_processes_and_whoever_scores_or_waits_in_line_is_told() -> None:
     async with scoring(section(timeout_s=60)) as scorer:
-        [pid] = scorer.pids
+        [pid] = pids(scorer)
         waiting = [asyncio.ensure_future(scorer.score(TASK, [text])) for text in ("hang", "abc", "abc")]
         await asyncio.sleep(0)  # lets each score add its group to the queue
         await scorer.close()
@@ -226,7 +231,7 @@ async def test_a_reward_that_does_not_exist_is_a_config_error_at_start(reward: s
     with pytest.raises(ConfigError, match=message) as caught:
         await scorer.start()
     assert caught.value.key == "environment.reward"
-    assert scorer.pids == []
+    assert pids(scorer) == []
     await scorer.close()
 
 
@@ -245,11 +250,12 @@ import asyncio
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.scoring import Scorer
+from scoring_processes import pids
 
 async def main():
     scorer = Scorer(EnvironmentSection(reward="hostile_rewards:misbehave", score_timeout_s=600))
     await scorer.start()
-    print(*scorer.pids, flush=True)
+    print(*pids(scorer), flush=True)
     await scorer.score(Task(question="", prompt="", answer=""), ["hang_in_c"])
 
 asyncio.run(main())

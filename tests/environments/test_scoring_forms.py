@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
+from scoring_processes import pids, replaced
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
@@ -74,7 +75,7 @@ async def failure_of(scorer: Scorer, *completions: str) -> DataError:
 @pytest.mark.asyncio
 async def test_the_limit_of_a_plain_reward_begins_anew_with_each_completion() -> None:
     async with scoring("each", timeout_s=3.0) as scorer:
-        [pid] = scorer.pids
+        [pid] = pids(scorer)
         assert await scorer.score(TASK, ["1", "1", "1", "1"]) == [pid] * 4, "4 s in total, within 3 s for each"
         failure = await failure_of(scorer, "1", "600", "1")
         assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "600")
@@ -119,7 +120,9 @@ async def test_of_groups_that_are_sent_together_only_the_one_that_is_not_json_fa
 
 
 @pytest.mark.asyncio
-async def test_an_async_reward_that_blocks_its_loop_is_killed_and_one_that_ignores_the_end_is_replaced() -> None:
+async def test_an_async_reward_that_blocks_its_loop_is_killed_and_one_that_ignores_the_end_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with scoring("blocking", timeout_s=0.5) as scorer:
         assert await scorer.score(TASK, ["a"]) == [1.0]
         failure = await failure_of(scorer, "a", "hang", "b")
@@ -134,11 +137,12 @@ async def test_an_async_reward_that_blocks_its_loop_is_killed_and_one_that_ignor
         failures = await asyncio.gather(*together, return_exceptions=True)
         assert await first == [1.0]
         assert [getattr(each, "completion", None) for each in failures] == ["", "hang"]
+    caplog.clear()
     async with scoring("stubborn", timeout_s=0.5) as scorer:
         failure = await failure_of(scorer, "a", "hang", "b")
         assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "hang")
         assert "blocked" not in str(failure)
-        assert scorer.replacements == 1
+        assert replaced(caplog) == 1
         assert await scorer.score(TASK, ["a"]) == [1.0]
 
 
@@ -158,7 +162,7 @@ async def test_the_score_of_an_environment_may_be_async() -> None:
 async def test_a_group_of_slow_completions_is_shared_among_the_processes_and_one_of_fast_ones_is_not() -> None:
     async with scoring("each", workers=2) as scorer:
         shared = await scorer.score(TASK, ["0.3", "0.3", "0.3", "0.3"])
-        assert set(shared) == {float(pid) for pid in scorer.pids}
+        assert set(shared) == {float(pid) for pid in pids(scorer)}
         for _ in range(20):  # until the scorer has measured that these completions are fast
             together = await scorer.score(TASK, ["0"] * 16)
         assert len(set(together)) == 1

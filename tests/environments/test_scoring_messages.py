@@ -6,13 +6,13 @@ import time
 import pytest
 
 from asyncrl.data.prompts import Task
-from asyncrl.environments.scoring_messages import MAX_FRAME_BYTES, Group, Progress, Request, encode
+from asyncrl.environments.scoring_messages import MAX_MESSAGE_BYTES, Group, Progress, Request, encode
 
 
 @pytest.mark.fault("F32")
-def test_a_frame_beyond_the_limit_is_refused_before_it_is_sent() -> None:
+def test_a_message_beyond_the_limit_is_refused_before_it_is_sent() -> None:
     task = Task(question="q", prompt="q", answer="a")
-    huge = Group(task=task, completions=("x" * (MAX_FRAME_BYTES + 1),))
+    huge = Group(task=task, completions=("x" * (MAX_MESSAGE_BYTES + 1),))
     with pytest.raises(ValueError, match="more than the limit"):
         encode(Request(id=7, groups=(huge,)))
 

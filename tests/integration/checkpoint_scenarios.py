@@ -26,7 +26,7 @@ from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks import checkpoint
-from asyncrl.ranks.checkpoint import load_checkpoint, save_checkpoint
+from asyncrl.ranks.checkpoint import ShardedState
 
 WORLDS = (1, 2, 4)
 UPDATE_ROWS = 4
@@ -141,7 +141,7 @@ class Sharded:
         torch.manual_seed(seed)
         self.model = fully_shard(Toy(**shape).to(dtype or torch.float32))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.group = group
+        self.checkpoint = ShardedState(self.model, self.optimizer, group=group)
 
     def step(self, times: int = 1) -> "Sharded":
         for _ in range(times):
@@ -151,23 +151,10 @@ class Sharded:
         return self
 
     def save(self, path: Path) -> None:
-        save_checkpoint(
-            self.model,
-            self.optimizer,
-            train_calls=7,
-            weights_path=path / "weights",
-            optimizer_path=path / "optimizer",
-            group=self.group,
-        )
+        self.checkpoint.save(train_calls=7, weights_path=path / "weights", optimizer_path=path / "optimizer")
 
     def load(self, path: Path, *, optimizer: Path | None = None) -> int | None:
-        return load_checkpoint(
-            self.model,
-            self.optimizer,
-            weights_path=path / "weights",
-            optimizer_path=(optimizer or path) / "optimizer",
-            group=self.group,
-        )
+        return self.checkpoint.load(weights_path=path / "weights", optimizer_path=(optimizer or path) / "optimizer")
 
     def state(self) -> dict[str, Any]:
         """Returns all tensors of a checkpoint, unsharded."""
@@ -302,7 +289,7 @@ def _faults(folder: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
         ("optimizer/weights", "optimizer"),
         ("weights", "optimizer/../weights"),
     ):
-        save = partial(save_checkpoint, second.model, second.optimizer, train_calls=7, group=group)
+        save = partial(second.checkpoint.save, train_calls=7)
         errors.append(_raised(partial(save, weights_path=path / weights, optimizer_path=path / optimizer)))
     toy = Sharded(group=group, seed=5)
     toy.load(path)

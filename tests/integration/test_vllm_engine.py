@@ -3,6 +3,7 @@
 import asyncio
 import urllib.request
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -164,7 +165,7 @@ async def test_vllms_own_metrics_are_on_the_generators_port_beside_ours(engine: 
     await engine.load(*trainer.publication(80))
     metrics = GeneratorMetrics(environment="test")
     metrics.policy_version(80)
-    with MetricsServer(metrics.registry, host="127.0.0.1", port=0) as server:
+    with closing(MetricsServer(metrics.registry, host="127.0.0.1", port=0)) as server:
         before = samples_at(server.url)
         [completion] = await engine.generate(PROMPT, n=1, seed=1, temperature=1.0, max_tokens=MAX_TOKENS)
         after = samples_at(server.url)

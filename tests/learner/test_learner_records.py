@@ -71,7 +71,7 @@ def test_the_summary_of_a_run_by_hand() -> None:
     assert summary.learner_busy_ratio == pytest.approx(1.4 / 2.0), "start-up, waiting and other are not busy"
     assert summary.generator_busy_ratio == pytest.approx(1.5 / 2.0)
     assert (summary.generated_tokens, summary.trained_tokens) == (TOTALS.generated_tokens, 40 * 600)
-    assert summary.parity_max_nats == TOTALS.probe_parity_max_nats, "the probe has the largest difference"
+    assert summary.parity_max_nats == TOTALS.parity_max_nats, "the probe has the largest difference"
     assert summary.weight_updates == TOTALS.weight_updates
     assert summary.mid_sequence_updates == TOTALS.mid_sequence_updates
     assert (summary.groups_discarded, summary.ledger_closed) == (0, True)

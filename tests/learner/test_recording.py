@@ -267,6 +267,7 @@ async def test_what_was_not_measured_reads_as_such_and_not_as_healthy() -> None:
     assert "kernel_ess_ratio" not in scene.log.steps[0].diagnostics
     assert scene.log.steps[0].diagnostics["silent_ratio"] == 0.25
     assert scene.log.steps[0].diagnostics["all_right_ratio"] == 0.0, "rewards of a group are 0 and 1"
+    assert scene.log.steps[0].diagnostics["masked_samples_ratio"] == 0.0, "a number without a key of its own"
     for name in ("kernel_ess_ratio", "silent_ratio", "clipped_ratio", "clipped_positive_ratio", "nonfinite_tokens"):
         value = read(f"asyncrl_learner_{name}")
         assert value is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 from asyncrl.learner.records import StepRecord
 from asyncrl.metrics import numbers, state_colors
 from asyncrl.metrics.docs import markdown
-from asyncrl.metrics.numbers import CRITIC, GAUGES, HARMS, LEARNS, NUMBERS, SOUND, TRACKERS, Number, charts, panels
+from asyncrl.metrics.numbers import CRITIC, GAUGES, HARMS, LEARNS, NUMBERS, SOUND, TRACKERS, charts, panels
 
 STYLE = (Path(numbers.__file__).parents[1] / "views" / "report.css").read_text()
 
@@ -39,15 +39,8 @@ def test_scalars_of_a_record_are_declared_or_are_no_measurements() -> None:
     assert "loss" in scalars
 
 
-def test_a_number_is_shown_only_where_it_can_be_read() -> None:
-    """A chart is drawn from records, a panel from a gauge."""
-
-    def readable(number: Number) -> bool:
-        return (number.line is None or number.tracker is not None) and (
-            number.panel is None or number.gauge is not None
-        )
-
-    assert all(readable(number) for number in NUMBERS)
+def test_a_panel_is_drawn_from_a_gauge() -> None:
+    assert all(number.gauge is not None for number in NUMBERS if number.panel is not None)
 
 
 def test_every_panel_lies_in_a_row_of_the_dashboard_and_every_chart_is_drawn_once() -> None:

@@ -8,8 +8,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
+import ray
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from asyncrl.errors import ConfigError
@@ -34,7 +36,7 @@ def scrape(url: str | urllib.request.Request) -> str:
 def server() -> Iterator[MetricsServer]:
     metrics = LearnerMetrics()
     metrics.versions(learner=7, published=6)
-    with MetricsServer(metrics.registry, host="127.0.0.1", port=0) as running:
+    with closing(MetricsServer(metrics.registry, host="127.0.0.1", port=0)) as running:
         yield running
 
 
@@ -81,8 +83,8 @@ def test_the_port_is_chosen_and_the_address_is_loopback(server: MetricsServer) -
 def test_sd_answers_with_the_targets_of_the_moment() -> None:
     targets: list[Target] = []
     registry = LearnerMetrics().registry
-    with MetricsServer(
-        registry, host="127.0.0.1", port=0, discovery=lambda: target_groups(run="r", targets=targets)
+    with closing(
+        MetricsServer(registry, host="127.0.0.1", port=0, discovery=lambda: target_groups(run="r", targets=targets))
     ) as running:
         url = f"http://{running.address}/sd"
         assert json.loads(scrape(url)) == []
@@ -102,7 +104,7 @@ def test_ipv6_addresses_are_written_with_brackets() -> None:
         running = MetricsServer(CollectorRegistry(), host="::1", port=0)
     except ConfigError:
         pytest.skip("no IPv6 here")
-    with running:
+    with closing(running):
         assert running.address.startswith("[::1]:")
         scrape(running.url)
 
@@ -112,7 +114,7 @@ def test_a_taken_port_becomes_a_free_one_with_a_warning(caplog: pytest.LogCaptur
     with socket.create_server(("127.0.0.1", 0)) as taken, caplog.at_level(logging.WARNING):
         port = taken.getsockname()[1]
         registry = LearnerMetrics().registry
-        with MetricsServer(registry, host="127.0.0.1", port=port, discovery=lambda: b'["here"]') as running:
+        with closing(MetricsServer(registry, host="127.0.0.1", port=port, discovery=lambda: b'["here"]')) as running:
             assert running.address == f"127.0.0.1:{running.port}" != f"127.0.0.1:{port}"
             assert "asyncrl_learner_policy_version" in scrape(running.url)
             assert scrape(f"http://{running.address}/sd") == '["here"]'
@@ -220,7 +222,7 @@ def test_an_answer_that_was_being_made_when_the_list_changed_is_none() -> None:
         asked_s.append(time.monotonic())
         return b"[]"
 
-    with MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0, discovery=discovery) as running:
+    with closing(MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0, discovery=discovery)) as running:
         scrape(f"http://{running.address}/sd")
         assert running._handler.told_s["/sd"] <= asked_s[0]
 
@@ -231,5 +233,14 @@ def test_close_frees_the_port_and_may_be_called_twice() -> None:
     running.close()
     with pytest.raises(urllib.error.URLError):
         scrape(running.url)
-    with MetricsServer(CollectorRegistry(), host="127.0.0.1", port=running.port) as again:
+    with closing(MetricsServer(CollectorRegistry(), host="127.0.0.1", port=running.port)) as again:
         assert again.port == running.port
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "node"])
+def test_an_endpoint_binds_the_address_that_it_was_given_or_its_own_ray_nodes(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.2")
+    with closing(MetricsServer(CollectorRegistry(), host=host, port=0)) as server:
+        assert server.address.startswith("127.0.0.2:" if host == "node" else "127.0.0.1:")

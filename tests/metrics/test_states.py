@@ -52,29 +52,22 @@ def test_a_state_clocks_seconds_add_up_to_wall_time_and_belong_to_their_states(
 @given(
     slots=st.integers(min_value=1, max_value=64),
     history=st.lists(
-        st.tuples(
-            ticks, st.sampled_from(NAMES), st.sampled_from(NAMES), st.floats(min_value=0, max_value=1), st.booleans()
-        )
+        st.tuples(ticks, st.sampled_from(NAMES), st.sampled_from(NAMES), st.floats(min_value=0, max_value=1))
     ),
 )
-def test_slot_seconds_over_slots_add_up_to_wall_time(
-    slots: int, history: list[tuple[float, str, str, float, bool]]
-) -> None:
+def test_slot_seconds_over_slots_add_up_to_wall_time(slots: int, history: list[tuple[float, str, str, float]]) -> None:
     now = FakeClock(5.0)
     pool = SlotStates(slots, states=NAMES, initial="idle", clock=now)
     expected = dict.fromkeys(NAMES, Fraction(0))
-    for elapsed, source, target, share, by_counts in history:
+    for elapsed, source, target, share in history:
         now.now += elapsed
         for state, count in pool.counts().items():
             expected[state] += Fraction(elapsed) * count
         count = int(share * pool.counts()[source])
-        if by_counts:
-            counts = pool.counts()
-            counts[source] -= count
-            counts[target] += count
-            pool.set(counts)
-        else:
-            pool.move(source, target, count=count)
+        counts = pool.counts()
+        counts[source] -= count
+        counts[target] += count
+        pool.set(counts)
         assert sum(pool.counts().values()) == slots
     seconds = pool.seconds()
     assert seconds == {state: float(total) / slots for state, total in expected.items()}
@@ -119,14 +112,10 @@ def test_within_returns_to_the_state_before_even_after_an_error() -> None:
     assert clock.seconds() == {"idle": 3.0, "generating": 2.0, "blocked": 0.0}
 
 
-def test_refused_moves_change_nothing() -> None:
+def test_refused_counts_change_nothing() -> None:
     now = FakeClock()
     pool = SlotStates(4, states=NAMES, initial="idle", clock=now)
     for refused in (
-        lambda: pool.move("generating", "idle"),
-        lambda: pool.move("idle", "generating", count=5),
-        lambda: pool.move("idle", "generating", count=-1),
-        lambda: pool.move("idle", "sleeping"),
         lambda: pool.set({"idle": 3}),
         lambda: pool.set({"idle": 5, "generating": -1}),
         lambda: pool.set({"sleeping": 4}),

@@ -29,8 +29,10 @@ class Call:
 
 def wait(*outcomes: Any, deadline_s: float = 60.0) -> list[Any]:
     calls = [Call(outcome) for outcome in outcomes]
-    group = RankGroup(PolicyWorker, Config(), model_path="nowhere")
-    return group._wait(calls, what="train", deadline_s=deadline_s, knob="run.stall_timeout_s")
+    config = Config()
+    config = config.model_copy(update={"run": config.run.model_copy(update={"stall_timeout_s": deadline_s})})
+    group = RankGroup(PolicyWorker, config, model_path="nowhere")
+    return group._wait(calls, what="train", knob="run.stall_timeout_s")
 
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234")

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from asyncrl.algorithms import advantages, presets
-from asyncrl.algorithms.diagnostics import OffPolicySums
-from asyncrl.algorithms.kernel import KernelSums
+from asyncrl.algorithms.diagnostics import MetricSums
 from asyncrl.config.schema import OptimizerSection
 from asyncrl.ranks import schedule
 from asyncrl.ranks.report import (
@@ -32,13 +31,13 @@ def test_examples_in_docstrings_are_true(module: object) -> None:
 
 
 def outcome(*, loss: float = 0.0, grad_norm: float = 1.0, finite: bool = True, tokens: int = 0) -> UpdateOutcome:
-    sums = OffPolicySums(tokens=tokens, weight=2.0 * tokens, weight_squared=4.0 * tokens, entropy_nats=0.5 * tokens)
+    of_tokens = {"importance_weight_mean": 2.0, "importance_weight_squared": 4.0, "entropy_nats": 0.5} if tokens else {}
+    sums = MetricSums({name: (each * tokens, float(tokens)) for name, each in of_tokens.items()})
     return UpdateOutcome(
         loss=loss,
         grad_norm=grad_norm,
         finite=finite,
-        sums=sums,
-        kernel=KernelSums({"silent_ratio": (1.0, 4.0)}),
+        sums=sums + MetricSums({"silent_ratio": (1.0, 4.0)}),
         micro_batch_metrics=({"share": 2.0, "own": 5.0, "ratio_max": 7.0}, {"share": 1.0}),
     )
 

@@ -23,7 +23,7 @@ TOTALS = RunTotals(
     rows_outstanding=0,
     weight_updates=12,
     mid_sequence_updates=7,
-    probe_parity_max_nats=2e-6,
+    parity_max_nats=2e-6,
 )
 
 

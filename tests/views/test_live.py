@@ -173,10 +173,11 @@ def test_without_a_terminal_no_step_is_printed_twice_and_the_end_says_what_it_do
 
 
 def test_without_a_terminal_a_learner_that_does_not_answer_for_a_moment_has_no_line_of_step_0() -> None:
-    unknown = view(0, total_steps=None, phase="1 buffer; no answer from learner", elapsed_s=None)
-    lines = plain(10, [view(20, total_steps=None), unknown, view(21, total_steps=None)])
+    unknown = view(0, phase="1 buffer; no answer from learner")
+    lines = plain(10, [view(20), unknown, view(21)])
     assert [line.split(",")[0] for line in lines] == [
-        "step 20", "training (1 min 15 s)", "1 buffer; no answer from learner", "step 21", "training (1 min 15 s)",
+        "step 20/200", "training (1 min 15 s)", "1 buffer; no answer from learner (1 min 15 s)", "step 21/200",
+        "training (1 min 15 s)",
     ]  # fmt: skip
 
 

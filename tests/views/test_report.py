@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from written_runs import HOSTILE, write_run
 
 from asyncrl.buffer.records import Failure, FailureCount
-from asyncrl.cli.report import app
+from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass, RunError
@@ -75,6 +75,7 @@ def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Pat
         "Completion length", "Truncated completions", "Loss", "Entropy", "Gradient norm",
         "which side waits for the other", "Learner", "Generators", "Samples", "Tokens", "Groups in the buffer",
         "Age when trained", "limit 2", "Log-prob parity",
+        "models/tiny-speller · reasoning_gym · decoupled_icepop · 16 × 8 samples per step · at most 2 versions old",
         "Totals", "fate of issued groups", "640", "Configuration", "max_versions: 2", "0.50 → 0.69",
     ):  # fmt: skip
         assert words in page.text, words
@@ -185,7 +186,7 @@ def test_the_files_of_the_page_are_installed_with_the_package() -> None:
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["asyncrl"]
     installed = {path for pattern in patterns for path in (root / "asyncrl").glob(pattern)}
     there = {path for path in (root / "asyncrl" / "views").iterdir() if path.is_file() and path.suffix != ".py"}
-    assert {path.name for path in there} == {"report.css", "report.js", "report.html.j2"}
+    assert {path.name for path in there} == {"report.css", "report.js", "report.html.j2", "chart.html.j2"}
     assert there <= installed
 
 
@@ -299,8 +300,7 @@ def test_the_drift_of_what_was_trained_is_drawn_by_age_from_fresh_to_old(monkeyp
 
 
 def test_tokens_of_every_age_have_their_share_of_a_step() -> None:
-    section = report_staleness.staleness([make_step(0, token_staleness={0: 30, 2: 10})], limit=2)
-    page = "".join(section.figures)
+    page = "".join(report_staleness.staleness([make_step(0, token_staleness={0: 30, 2: 10})], limit=2))
     data = next(json.loads(found) for found in re.findall(r"json\">(.*?)</script>", page) if "0 versions" in found)
     assert {one["name"]: one["ys"] for one in data["series"]} == {"0 versions": [0.75], "2 versions": [0.25]}
 
@@ -313,7 +313,7 @@ def test_smoothing_is_a_trailing_mean_that_skips_gaps() -> None:
 
 def test_the_command_prints_where_the_page_is(tmp_path: Path) -> None:
     path = write_run(tmp_path, [make_step(0)])
-    result = CliRunner().invoke(app, [str(path), "--output", str(tmp_path / "other.html")])
+    result = CliRunner().invoke(app, ["report", str(path), "--output", str(tmp_path / "other.html")])
     assert result.exit_code == 0
     assert result.output.strip() == str(tmp_path / "other.html")
     Page((tmp_path / "other.html").read_text())

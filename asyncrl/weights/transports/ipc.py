@@ -133,7 +133,8 @@ class SharedWeights:
         return {device_key(self._device): shared}
 
     def void(self) -> None:
-        """Records that the weights have changed, so that the remaining groups are refused. It may be called again."""
+        """Ends a refit by groups because training has changed the weights. The groups of weights that were not sent yet
+        are refused, since they would be of another version. It may be called again."""
         if self._refit is not None:
             self._refit.is_void = True
 

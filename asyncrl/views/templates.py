@@ -1,0 +1,20 @@
+"""The Jinja environment of the report: it escapes all values, and a name that is missing is an error."""
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from asyncrl.views.quantities import duration, moment, number
+
+TEMPLATES = Environment(
+    loader=PackageLoader("asyncrl.views", ""),
+    autoescape=True,
+    undefined=StrictUndefined,
+    keep_trailing_newline=True,
+)
+TEMPLATES.filters |= {
+    "duration": duration,
+    "moment": moment,
+    "number": lambda value: "–" if value is None else number(value),
+    "percent": "{:.0%}".format,
+    "px": "{:.1f}".format,
+    "thousands": "{:,}".format,
+}
