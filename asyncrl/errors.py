@@ -75,6 +75,14 @@ class RunLocked(RunError):
     """Another process holds the run's directory or name. The message names that process."""
 
 
+class LearnerNotRestored(RunError):
+    """A new learner would continue a run whose trained weights it does not have."""
+
+
+class Fenced(RunError):
+    """Another learner has taken over the run. The learner that gets this error must end."""
+
+
 class RunMismatch(RunError):
     """A deployment tries to join a run, but a shared configuration key differs from the run's."""
 
@@ -205,6 +213,10 @@ class ManifestMismatch(WeightError):
 
 class VersionRegression(WeightError):
     """The offered version is older than the version that is loaded, within one incarnation of the learner."""
+
+
+class VersionConflict(WeightError):
+    """A version was published again with other bytes."""
 
 
 class TornReplica(WeightError):

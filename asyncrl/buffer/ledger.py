@@ -55,7 +55,7 @@ class Event(StrEnum):
     LEASE_REPEATED = "lease_repeated"
     LEASE_GIVEN_BACK = "lease_given_back"
     LEASE_CALL_REFUSED = "lease_call_refused"
-    PUBLISH_REFUSED = "publish_refused"
+    LEARNER_FENCED = "learner_fenced"
     ROWS_LOST_REFUSED = "rows_lost_refused"
 
 

@@ -39,6 +39,7 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, lease_violation
+from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass, StalenessViolation
@@ -72,14 +73,13 @@ class ReplayBuffer:
         limits: Limits,
         next_prompt: Callable[[], Task | None],
         clock: Callable[[], float],
-        incarnation: int = 1,
         step: int = 0,
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
         self._limits = limits
         self._clock = clock
-        self._incarnation = incarnation
+        self._lineage = Lineage()
         self._step = step
         self._drop_last = drop_last
         self.ledger = Ledger()
@@ -128,7 +128,7 @@ class ReplayBuffer:
         token that is older than the ticket, ValueError for anything else. The ticket then stays reserved.
         """
         slot = self._groups.reserved.get(meta.key)
-        if slot is None or meta.incarnation != self._incarnation:
+        if slot is None or meta.incarnation != slot.ticket.version.incarnation:
             outcome = self._why_refused(meta)
             self.ledger.count(_REFUSED_COMMITS[outcome])
             return outcome
@@ -146,7 +146,7 @@ class ReplayBuffer:
         `Refusal.TOO_MANY_FAILURES`.
         """
         slot = self._groups.reserved.get(key)
-        if slot is None or incarnation != self._incarnation:
+        if slot is None or incarnation != slot.ticket.version.incarnation:
             self.ledger.count(Event.FAIL_REFUSED)
             return False
         failure = msgspec.structs.replace(failure, prompt=cut_text(slot.ticket.task.prompt))
@@ -215,12 +215,24 @@ class ReplayBuffer:
         self._groups.lose_rows(lost.values())
         return tuple(lost)
 
+    def succeed(self) -> int:
+        """Starts the next incarnation of the learner, with the weights of the current version. Returns its number.
+
+        The lease of the earlier learner is given back, and its later calls are refused. Tickets and groups stay,
+        because ancestors of the new incarnation made all of their tokens.
+        """
+        if self._lease is not None:
+            self.give_back(self._lease.incarnation, self._lease.step)
+        self._lineage = self._lineage.child(self.version)
+        self._last_end = None
+        return self._lineage.incarnation
+
     # For supervisors and views of the run.
 
     @property
     def version(self) -> Version:
         """The learner's version: the incarnation, and the number of acked steps."""
-        return Version(self._incarnation, self._step)
+        return Version(self._lineage.incarnation, self._step)
 
     @property
     def account(self) -> Account:
@@ -247,7 +259,7 @@ class ReplayBuffer:
 
     def _room(self, version: Version) -> Room:
         """Returns how many groups a replica at `version` may reserve now, and the reason why not more."""
-        if version.incarnation != self._incarnation:
+        if not self._lineage.has(version):
             self.ledger.count(Event.RESERVE_OLD_INCARNATION)
             return Room(0, Refusal.OLD_INCARNATION)
         if version.step > self._step:
@@ -268,7 +280,7 @@ class ReplayBuffer:
 
     def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
         """Returns why a commit is refused: its ticket is not reserved, or it is of another incarnation."""
-        if meta.incarnation != self._incarnation:
+        if not 1 <= meta.incarnation <= self._lineage.incarnation:
             return CommitOutcome.OLD_INCARNATION
         last = self._groups.last_attempt(meta.group)
         if last is None or not 0 <= meta.attempt <= last[0]:
@@ -329,7 +341,7 @@ class ReplayBuffer:
         if lease_violation(step=self._step, groups_per_step=size, remaining=remaining) is not None:
             return LeaseWait.STRAGGLER
         leased = tuple(slot.as_leased() for slot in groups.lease(share))
-        self._lease = Lease(incarnation=self._incarnation, step=self._step, groups=leased)
+        self._lease = Lease(incarnation=self._lineage.incarnation, step=self._step, groups=leased)
         return self._lease
 
     def _holds_lease(self, incarnation: int, step: int) -> bool:
@@ -341,7 +353,7 @@ class ReplayBuffer:
             # The reply to the first call may have been lost, and the caller still needs the keys whose rows it may
             # clear.
             last = self._last_end
-            if last is not None and incarnation == self._incarnation and last[:2] == (fate, step):
+            if last is not None and incarnation == self._lineage.incarnation and last[:2] == (fate, step):
                 return last[2]
             return ()
         self._lease = None

@@ -1,6 +1,6 @@
 """The typed client of the coordinator. It takes the method that is called, and sends its name.
 
-    lease = await client.call(Coordinator.lease, wait_s=5.0)
+    lease = await client.call(LearnerCalls.lease, incarnation, wait_s=5.0)
     await client.call(Registry.keep, deployment_id)
 
 A call reaches the coordinator in another process (`over_ray`) or in this one (`in_process`).
@@ -14,17 +14,18 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
+from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
 from asyncrl.data_plane.calls import finished
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
-Door = TypeVar("Door", Coordinator, Registry, FailureReports)
+Door = TypeVar("Door", Coordinator, LearnerCalls, Registry, FailureReports)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a method of a door (`Coordinator`, `Registry` or `FailureReports`), in the form in which it is sent."""
+    """A call of a method of a door (`Coordinator`, `LearnerCalls`, `Registry` or `FailureReports`), as it is sent."""
 
     door: str
     method: str
@@ -34,7 +35,8 @@ class Call:
 
 async def perform(coordinator: Coordinator, call: Call) -> Any:
     """Performs a call in the process of the coordinator, and returns the answer."""
-    doors = {type(door).__name__: door for door in (coordinator, coordinator.registry, coordinator.failures)}
+    callable_parts = (coordinator, coordinator.learner, coordinator.registry, coordinator.failures)
+    doors = {type(door).__name__: door for door in callable_parts}
     answer = getattr(doors[call.door], call.method)(*call.arguments, **call.options)
     return await answer if inspect.isawaitable(answer) else answer
 
@@ -84,6 +86,6 @@ class CoordinatorClient:
     ) -> Answer: ...
 
     async def call(self, method: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
-        """Calls a method of `Coordinator`, `Registry` or `FailureReports` with these arguments. Returns its answer."""
+        """Calls a method of a door with these arguments. Returns its answer."""
         door, _, name = method.__qualname__.rpartition(".")
         return await self._send(Call(door, name, arguments, options))

@@ -10,31 +10,31 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import (
     CommitOutcome,
     FailedTicket,
     GroupMeta,
-    Lease,
-    LeaseWait,
     Refusal,
     Reservation,
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import limits_of
 from asyncrl.common.names import COORDINATOR
-from asyncrl.common.roles import Role
+from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.failures import FailureReports
-from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.coordinator.waiting import Waiting
 from asyncrl.data.prompts import PromptSource, Task
+from asyncrl.errors import LearnerNotRestored
 from asyncrl.metrics.catalogue import BUFFER_WAITS
 from asyncrl.metrics.recorders import BufferMetrics
 from asyncrl.metrics.server import MetricsServer
@@ -42,16 +42,16 @@ from asyncrl.metrics.states import StateClock, monotonic_at_process_start
 
 logger = logging.getLogger(__name__)
 
-_NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
-"""Answers to a lease call that stay the same for the rest of the run, so that waiting is useless."""
+_OVER = (RunState.CLOSING, RunState.FINISHED, RunState.FAILED)
+"""States in which a run takes no other learner."""
 
 
 class Coordinator:
     """The groups, deployments and replicas of one run.
 
     `clear_rows` drops the rows of groups that will never be trained, by key. The seconds of the states count from
-    `started_s` (monotonic); if it is left out, from the start of the process. `registry` has the deployments and the
-    state of the run, `failures` the failed rollouts.
+    `started_s` (monotonic); if it is left out, from the start of the process. `learner` answers the calls of the
+    learner, `registry` has the deployments and the state of the run, `failures` the failed rollouts.
     """
 
     def __init__(
@@ -88,6 +88,15 @@ class Coordinator:
         self._waiting = Waiting(states=self._states, clock=clock)
         self.failures = FailureReports(self._buffer.failures, waiting=self._waiting)
         self._metrics = BufferMetrics()
+        self.learner = LearnerCalls(
+            self._buffer,
+            registry=self.registry,
+            waiting=self._waiting,
+            metrics=self._metrics,
+            clear=self._clear,
+            status=self.status,
+            clock=clock,
+        )
         self._metrics.states_from(self._states.seconds)
         self._metrics.run_info(config)
         self._metrics.limits(
@@ -128,6 +137,45 @@ class Coordinator:
             quiet_s=registry.quiet_s,
             targets=registry.targets | replicas.targets(),
         )
+
+    # --- deployments --------------------------------------------------------------------------------------------
+
+    def check(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
+        """Raises an error if the deployment may not attach, and changes nothing.
+
+        Raises the errors of `Registry.check`. Raises LearnerNotRestored for a learner that would continue a run which
+        has trained steps, or has ended: it would train the weights of `model.path` under the numbers of weights that
+        it does not have.
+        """
+        self.registry.check(deployment, shared=shared)
+        if deployment.role is not Role.LEARNER or deployment == self.registry.learner:
+            return
+        name, step, state = self._config.run.name, self._buffer.version.step, self.registry.state
+        again = f"end the run with `asyncrl down {name}`, then start it again"
+        if state in _OVER:
+            why = f": {self.registry.message}" if self.registry.message else ""
+            raise LearnerNotRestored(f"run {name!r} is {state}{why}; wait until its generators have left, or {again}")
+        if step:
+            raise LearnerNotRestored(
+                f"run {name!r} has trained {step} steps, and their weights ended with its learner; this learner would "
+                f"begin again with the weights of model.path; {again}. Set model.path to saved weights, e.g. in the "
+                "folder checkpoints/ of the run's directory, to begin with these"
+            )
+
+    async def attach(self, deployment: Deployment, *, shared: Mapping[str, object]) -> int:
+        """Admits a deployment. Returns the incarnation of the run's learner. Raises the errors of `check`.
+
+        A learner that replaces another one gets a new incarnation. All of a learner's calls carry its incarnation.
+        Those of a replaced learner raise Fenced.
+        """
+        self.check(deployment, shared=shared)
+        replaced, repeated = self.registry.learner, deployment == self.registry.learner
+        self.registry.attach(deployment, shared=shared)
+        if deployment.role is Role.LEARNER and replaced is not None and not repeated:
+            incarnation = self._buffer.succeed()
+            logger.warning("learner %s replaces %s as incarnation %d", deployment.id, replaced.id, incarnation)
+            await self._waiting.changed()
+        return self._buffer.version.incarnation
 
     # --- generators ---------------------------------------------------------------------------------------------
 
@@ -186,70 +234,6 @@ class Coordinator:
         """Ends the attempts of tickets whose rollouts failed."""
         for ticket in tickets:
             self._buffer.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
-        await self._waiting.changed()
-
-    # --- learner ------------------------------------------------------------------------------------------------
-
-    async def lease(self, *, wait_s: float) -> Lease | LeaseWait:
-        """Waits up to `wait_s` seconds for the groups of one step. Returns the lease, or the reason why there is
-        none."""
-
-        def ask() -> Lease | LeaseWait:
-            answer = self._buffer.lease()
-            dropped, self._buffer.dropped = self._buffer.dropped, []
-            self._clear(dropped)
-            return answer
-
-        started_s = self._clock()
-        answer = await self._waiting.answer(
-            ask,
-            final=lambda answer: isinstance(answer, Lease) or answer in _NO_LEASE_EVER,
-            wait_s=wait_s,
-            role=Role.LEARNER,
-        )
-        self._metrics.lease_waited(self._clock() - started_s)
-        return answer
-
-    async def ack(self, incarnation: int, step: int) -> RunStatus:
-        """Ends a lease whose step was trained. Returns the state of the run."""
-        self._buffer.ack(incarnation, step)
-        self.registry.progressed()
-        await self._waiting.changed()
-        return self.status()
-
-    async def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
-        """Ends a lease whose step changed no weights. Returns the keys of its groups."""
-        keys = self._buffer.skip(incarnation, step)
-        await self._waiting.changed()
-        return keys
-
-    async def give_back(self, incarnation: int, step: int) -> bool:
-        """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
-        given = self._buffer.give_back(incarnation, step)
-        await self._waiting.changed()
-        return given
-
-    async def rows_lost(self, keys: Sequence[str]) -> tuple[str, ...]:
-        """Removes ready groups whose rows are lost, e.g. with their node. Their prompts go to the front.
-
-        Returns the keys of the groups that were removed.
-        """
-        lost = self._buffer.rows_lost(keys)
-        await self._waiting.changed()
-        return lost
-
-    def published(self, version: Version) -> None:
-        """Records that the learner published a version. Counts and ignores a version of another incarnation."""
-        if not self.registry.publish(version, learner=self._buffer.version):
-            self._buffer.ledger.count(Event.PUBLISH_REFUSED)
-
-    def pause(self) -> None:
-        """Stops the admission of new groups. Groups in flight continue."""
-        self._buffer.paused = True
-
-    async def resume(self) -> None:
-        """Starts the admission of new groups again."""
-        self._buffer.paused = False
         await self._waiting.changed()
 
     # --- private ------------------------------------------------------------------------------------------------

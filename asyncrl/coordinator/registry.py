@@ -28,8 +28,9 @@ class Registry:
     """The deployments and the state of one run.
 
     `timeout_s` is the time without a heartbeat after which a deployment counts as gone. `shared` is the run's shared
-    config by dotted key. `targets` maps the name of a process to its metrics endpoint. `published` is the newest
-    version that the learner published in this incarnation.
+    config by dotted key. `learner` is the deployment that was the last to attach as a learner; it may be gone.
+    `targets` maps the name of a process to its metrics endpoint. `published` is the newest version that a learner
+    published.
     """
 
     def __init__(self, *, shared: Mapping[str, object], timeout_s: float, clock: Callable[[], float]) -> None:
@@ -40,12 +41,17 @@ class Registry:
         self._fingerprint: tuple[str, str] | None = None
         self._progress_at_s = clock()
         self.state, self.message = RunState.STARTING, ""
+        self.learner: Deployment | None = None
         self.targets: dict[str, str] = {}
         self.published: Version | None = None
 
     def attach(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
-        """Admits a deployment. Raises the errors of `check`."""
+        """Admits a deployment. Raises the errors of `check`. A learner replaces the earlier learner for good."""
         self.check(deployment, shared=shared)
+        if deployment.role is Role.LEARNER:
+            if self.learner is not None:
+                self._members.pop(self.learner.id, None)
+            self.learner = deployment
         self._members[deployment.id] = (deployment, self._clock())
 
     def check(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
@@ -118,14 +124,12 @@ class Registry:
         """The seconds since the last progress."""
         return self._clock() - self._progress_at_s
 
-    def publish(self, version: Version, *, learner: Version) -> bool:
-        """Records that the learner, which is at the version `learner`, published `version`.
+    def publish(self, version: Version, *, learner: Version) -> None:
+        """Records that the learner, which is at the version `learner`, published `version`. A repeated call does
+        nothing.
 
-        A repeated call does nothing. Returns False for a version of another incarnation, which is ignored. Raises
-        VersionRegression if `version` is older than the newest published version.
+        Raises VersionRegression if `version` is older than the newest published version.
         """
-        if version.incarnation != learner.incarnation:
-            return False
         if version.step > learner.step:
             raise ValueError(f"version {version} was published, but the learner has acked only {learner.step} steps")
         if self.published is not None and version < self.published:
@@ -133,4 +137,3 @@ class Registry:
                 f"version {version} was published after {self.published}; versions must not decrease"
             )
         self.published = version
-        return True

@@ -222,9 +222,13 @@ def _children_in_sessions_of_their_own() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunHandles:
-    """Handles of the run's shared actors, and this deployment's entry in the run."""
+    """Handles of the run's shared actors, and this deployment's entry in the run.
+
+    `incarnation` is the incarnation of the run's learner when this deployment entered.
+    """
 
     deployment: Deployment
+    incarnation: int
     coordinator: CoordinatorClient
     weights: WeightClient
 
@@ -245,14 +249,15 @@ async def check_admission(config: Config, *, role: Role) -> None:
     except ValueError:
         return
     coordinator = await _coordinator(handle, config)
-    await coordinator.call(Registry.check, new_deployment(role), shared=shared_config(config))
+    await coordinator.call(Coordinator.check, new_deployment(role), shared=shared_config(config))
 
 
 async def enter_run(config: Config, *, deployment: Deployment, tasks: Sequence[Task]) -> RunHandles:
     """Creates or finds the run's actors, and attaches `deployment` to the run.
 
     Raises RunMismatch, which names a config key whose value differs from the run's. Raises RunLocked, which names the
-    learner that the run has already.
+    learner that the run has already, and LearnerNotRestored for a learner that would continue the run without its
+    weights.
     """
     options = {"namespace": config.run.name, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
     options["max_concurrency"] = ACTOR_CONCURRENCY
@@ -264,9 +269,9 @@ async def enter_run(config: Config, *, deployment: Deployment, tasks: Sequence[T
     weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
     coordinator = await _coordinator(handle, config)
     await coordinator.call(Coordinator.start)
-    await coordinator.call(Registry.attach, deployment, shared=shared_config(config))
+    incarnation = await coordinator.call(Coordinator.attach, deployment, shared=shared_config(config))
     weights = WeightClient(weights_handle, timeout_s=config.buffer.call_timeout_s)
-    return RunHandles(deployment=deployment, coordinator=coordinator, weights=weights)
+    return RunHandles(deployment=deployment, incarnation=incarnation, coordinator=coordinator, weights=weights)
 
 
 async def _coordinator(handle: Any, config: Config) -> CoordinatorClient:

@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
@@ -210,6 +211,7 @@ class LearnerDeployment:
         )
         return LearnerLoop(
             config=config,
+            incarnation=handles.incarnation,
             policy=policy,
             critic=critic,
             publisher=publisher,
@@ -280,7 +282,7 @@ class LearnerDeployment:
     async def _leave(self, handles: RunHandles) -> None:
         with contextlib.suppress(Exception):
             state = RunState.FAILED if self._failure else RunState.FINISHED
-            await handles.coordinator.call(Registry.set_state, state, self._failure)
+            await handles.coordinator.call(LearnerCalls.set_state, handles.incarnation, state, self._failure)
         await leave_run(handles, namespace=self._config.run.name)
 
     async def _serve_end(self, server: MetricsServer, grace: "asyncio.Future[None]") -> None:

@@ -21,7 +21,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
@@ -56,6 +56,7 @@ ROWS_POLL_S = 0.1
 class LearnerLoop:
     """Runs the `learner.total_steps` steps of a run.
 
+    `incarnation` is the number that the learner got from the coordinator when it attached. All of its calls carry it.
     `states` counts the seconds of the learner's process by state; its state is `starting` until `run` is called.
     `started_s` is the start of the run on the monotonic clock `clock`.
     """
@@ -64,6 +65,7 @@ class LearnerLoop:
         self,
         *,
         config: Config,
+        incarnation: int,
         policy: TQPolicy,
         critic: TQValue | None = None,
         publisher: Publisher,
@@ -78,6 +80,7 @@ class LearnerLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._incarnation = incarnation
         self._policy = policy
         self._publisher = publisher
         self._coordinator = coordinator
@@ -105,12 +108,12 @@ class LearnerLoop:
         samples = learner.groups_per_step * learner.group_size
         await asyncio.to_thread(self._policy.prepare_step, samples, learner.group_size)
         # Admission stays paused until the first version is published and evaluated: see `asyncrl.learner.heldout`.
-        await self._coordinator.call(Coordinator.pause)
+        await self._coordinator.call(LearnerCalls.pause, self._incarnation)
         first = version = (await self._coordinator.call(Coordinator.status)).version
         await self._publish(version)
         await self._evaluate(version, stop)
-        await self._coordinator.call(Coordinator.resume)
-        await self._coordinator.call(Registry.set_state, RunState.RUNNING)
+        await self._coordinator.call(LearnerCalls.resume, self._incarnation)
+        await self._coordinator.call(LearnerCalls.set_state, self._incarnation, RunState.RUNNING)
         self.phase = "training"
         while not stop.is_set():
             lease = await self._lease(stop)
@@ -122,13 +125,13 @@ class LearnerLoop:
                 # The coordinator refuses and counts a give-back of a lease that has already ended. An error of the
                 # give-back is suppressed, so that the caller gets the error that ended the step.
                 with contextlib.suppress(Exception):
-                    await self._coordinator.call(Coordinator.give_back, lease.incarnation, lease.step)
+                    await self._coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
                 raise
             if self._checkpoints.due(version.step):
                 await self._while_saving(self._checkpoints.save_or_go_on(version.step), version)
         self.phase = "closing"
         self._states.enter("other")
-        await self._coordinator.call(Registry.set_state, RunState.CLOSING)
+        await self._coordinator.call(LearnerCalls.set_state, self._incarnation, RunState.CLOSING)
         if not stop.is_set():
             if self._publisher.published != version:
                 await self._publish(version)
@@ -149,7 +152,7 @@ class LearnerLoop:
         self._states.enter("waiting_for_groups")
         while not stop.is_set():
             wait_s = min(LEASE_WAIT_S, self._config.run.stall_timeout_s)
-            answer = await self._coordinator.call(Coordinator.lease, wait_s=wait_s)
+            answer = await self._coordinator.call(LearnerCalls.lease, self._incarnation, wait_s=wait_s)
             if isinstance(answer, Lease):
                 self._states.enter("other")
                 return answer
@@ -201,8 +204,8 @@ class LearnerLoop:
         """
         logger.warning("step %d was not trained and is repeated without the lost rows: %s", lease.step, lost)
         keys = {group_of(sample): None for sample in lost.sample_ids}
-        await self._coordinator.call(Coordinator.give_back, lease.incarnation, lease.step)
-        await self._coordinator.call(Coordinator.rows_lost, list(keys))
+        await self._coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
+        await self._coordinator.call(LearnerCalls.rows_lost, lease.incarnation, list(keys))
         samples = [name for g in lease.groups if g.meta.key in keys for name in sample_ids(g)]
         await asyncio.to_thread(self._policy.discard_samples, samples, TRAIN_PARTITION)
         return Version(lease.incarnation, lease.step)
@@ -242,7 +245,7 @@ class LearnerLoop:
 
     async def _ack(self, lease: Lease) -> RunStatus:
         """Acknowledges a trained step, which increments the version. Publishes the version if the gate allows it."""
-        status = await self._coordinator.call(Coordinator.ack, lease.incarnation, lease.step)
+        status = await self._coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step)
         if should_publish(
             version=status.version,
             published=self._publisher.published,
@@ -260,7 +263,7 @@ class LearnerLoop:
             lease.step,
             _names(lease),
         )
-        await self._coordinator.call(Coordinator.skip, lease.incarnation, lease.step)
+        await self._coordinator.call(LearnerCalls.skip, lease.incarnation, lease.step)
         return await self._coordinator.call(Coordinator.status)
 
     def _check_parity(self, report: StepReport, *, step: int) -> None:
@@ -317,7 +320,7 @@ class LearnerLoop:
         await self._publisher.settle()
         if not self._heldout.wanted:
             return
-        await self._coordinator.call(Coordinator.pause)
+        await self._coordinator.call(LearnerCalls.pause, self._incarnation)
         evaluation = asyncio.create_task(self._heldout_reward(version), name=f"evaluation of {version}")
         stopping = asyncio.create_task(stop.wait(), name="stopping")
         try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from asyncrl.common.version import Version
 from asyncrl.coordinator.client import CoordinatorClient
-from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.weights.manifest import Manifest, Probe, TensorEntry
@@ -91,6 +91,6 @@ class Publisher:
         # The coordinator must get the version before any replica can load it: a replica may load it as soon as the
         # weight store has it, and the gate (asyncrl/weights/gate.py) compares the replicas' versions with the published
         # one.
-        await self._coordinator.call(Coordinator.published, version)
+        await self._coordinator.call(LearnerCalls.published, version)
         await self._weights.publish(manifest, [bucket.handle for bucket in buckets])
         self._delivered(manifest, {"snapshot": snapshot_s, "deliver": time.monotonic() - started_s})

@@ -10,6 +10,7 @@ import msgspec
 
 from asyncrl.common.version import Version
 from asyncrl.data_plane.calls import finished
+from asyncrl.errors import VersionConflict
 from asyncrl.weights.manifest import Manifest, is_news
 
 KEPT_VERSIONS = 2
@@ -33,10 +34,18 @@ class WeightStore:
         self._changed = asyncio.Condition()
 
     async def publish(self, manifest: Manifest, handles: list[Any]) -> int:
-        """Offers a version and returns its serial number. Ignores a repeated version. Raises VersionRegression for an
-        older one."""
+        """Offers a version and returns its serial number. Ignores a repeated version.
+
+        Raises VersionRegression for an older version, and VersionConflict for the newest version with other bytes.
+        """
         newest = self._publications[-1] if self._publications else None
         if newest is not None and not is_news(manifest.version, newest.manifest.version):
+            if (manifest.tensors, manifest.buckets) != (newest.manifest.tensors, newest.manifest.buckets):
+                raise VersionConflict(
+                    f"version {manifest.version} was published before with other bytes (checksums "
+                    f"{_checksums(newest.manifest)}, now {_checksums(manifest)}); two learners use one version. This "
+                    "is a bug of asyncrl: report it with the run's directory"
+                )
             return newest.serial
         async with self._changed:
             self._serial += 1
@@ -59,6 +68,10 @@ class WeightStore:
             except TimeoutError:
                 return None
             return newest()
+
+
+def _checksums(manifest: Manifest) -> str:
+    return ", ".join(bucket.checksum for bucket in manifest.buckets[:3]) or "none"
 
 
 class WeightClient:

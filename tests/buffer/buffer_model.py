@@ -44,9 +44,10 @@ class BufferModel:
         self.buffer = ReplayBuffer(
             limits=self.limits, next_prompt=NumberedPrompts(prompts).next, clock=self.clock.read, drop_last=drop_last
         )
+        self.incarnation = 1
         self.v = 0
-        self.published = 0
-        self.loaded = {"a": 0, "b": 0, "c": 0}
+        self.published = Version(1, 0)
+        self.loaded = dict.fromkeys("abc", Version(1, 0))
         self.tickets: dict[str, Ticket] = {}  # every ticket that was ever issued
         self.state: dict[str, str] = {}  # reserved, ready, leased, over
         self.committed: set[str] = set()
@@ -84,9 +85,9 @@ class BufferModel:
     # Generators.
 
     def reserve(self, replica: str, count: int, *, reply_lost: bool = False) -> None:
-        r, per_step = self.loaded[replica], self.limits.groups_per_step
+        r, per_step = self.loaded[replica].step, self.limits.groups_per_step
         before, fronts = self.slots(), sorted(self.waiting)
-        answer = self.buffer.reserve(replica, version=Version(1, r), count=count)
+        answer = self.buffer.reserve(replica, version=self.loaded[replica], count=count)
         for n, ticket in enumerate(answer.tickets):
             assert before + n + (self.v - r) * per_step < (self.limits.max_staleness_versions + 1) * per_step  # (1)
             assert self.v * per_step + before + n < self.limits.total_steps * per_step
@@ -146,7 +147,9 @@ class BufferModel:
             return
         key = sorted(self.tickets)[pick % len(self.tickets)]
         failure_class = FailureClass.DATA if pick % 3 == 0 else FailureClass.INFRA
-        held = self.buffer.fail(key, incarnation=1, failure=Failure(failure_class=failure_class, reason="test"))
+        incarnation = self.tickets[key].version.incarnation
+        failure = Failure(failure_class=failure_class, reason="test")
+        held = self.buffer.fail(key, incarnation=incarnation, failure=failure)
         assert held == (self.state[key] == "reserved")
         if held and failure_class is FailureClass.DATA:
             self.over(key, Fate.FAILED)
@@ -206,7 +209,7 @@ class BufferModel:
         if self.lease is None:
             return
         keys = tuple(leased.meta.key for leased in self.lease.groups)
-        answer = getattr(self.buffer, end)(1, self.lease.step)
+        answer = getattr(self.buffer, end)(self.incarnation, self.lease.step)
         assert answer == (True if end == "give_back" else keys)
         for key in keys:
             if end == "give_back":
@@ -219,11 +222,20 @@ class BufferModel:
     def end_another_step(self, pick: int) -> None:
         """Makes calls that are repeated, too early, or of another incarnation. The checks show that nothing changed."""
         end = ("ack", "skip", "give_back")[pick % 3]
-        for incarnation, step in ((1, self.v - 1), (1, self.v + 1), (0, self.v)):
+        now = self.incarnation
+        for incarnation, step in ((now, self.v - 1), (now, self.v + 1), (now - 1, self.v)):
             getattr(self.buffer, end)(incarnation, step)
 
+    def succeed(self) -> None:
+        """Another learner with the weights of the current version takes over. Tickets and groups stay."""
+        self.incarnation += 1
+        assert self.buffer.succeed() == self.incarnation
+        for key in self.having("leased"):
+            self.state[key] = "ready"
+        self.lease = None
+
     def publish(self) -> None:
-        self.published = self.v
+        self.published = Version(self.incarnation, self.v)
 
     def lose_rows(self, pick: int) -> None:
         """Loses the rows of one group in any state, and of one ready group."""
@@ -239,7 +251,7 @@ class BufferModel:
 
     def is_refused_while_paused(self, replica: str) -> None:
         self.buffer.paused = True
-        answer = self.buffer.reserve(replica, version=Version(1, self.loaded[replica]), count=3)
+        answer = self.buffer.reserve(replica, version=self.loaded[replica], count=3)
         assert (answer.tickets, answer.refusal) == ((), Refusal.PAUSED)
         self.buffer.paused = False
 
@@ -255,7 +267,7 @@ class BufferModel:
         assert counts.booked_bytes == sum(self.booked_bytes[key] for key in self.having("reserved", "ready", "leased"))
         assert counts.booked_bytes <= self.limits.capacity_bytes
         assert counts.waiting == len(self.waiting)
-        assert self.buffer.version == Version(1, self.v)
+        assert self.buffer.version == Version(self.incarnation, self.v)
 
     def check_deadlines(self) -> None:
         """Checks the invariant of docs/guarantees.md: the groups that are due fit into the remaining steps. With a
@@ -292,7 +304,7 @@ class BufferModel:
         for _ in range(60):
             answer = lease or buffer.lease()
             if isinstance(answer, Lease):
-                buffer.ack(1, answer.step)
+                buffer.ack(self.incarnation, answer.step)
                 assert buffer.version.step == self.v + 1
                 return
             if answer is LeaseWait.FINISHED:

@@ -20,6 +20,7 @@ from asyncrl.coordinator.actor import CoordinatorActor
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
+from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorGone, FailureClass, RunLocked
@@ -74,12 +75,12 @@ async def test_a_group_goes_from_its_ticket_to_its_ack(opened: Opened) -> None:
     async with opened() as client:
         tickets = (await client.call(Coordinator.reserve, "a", NOW, 9, wait_s=0.0)).tickets
         assert len(tickets) == 2
-        assert await client.call(Coordinator.lease, wait_s=0.0) is LeaseWait.NOT_ENOUGH_READY
+        assert await client.call(LearnerCalls.lease, 1, wait_s=0.0) is LeaseWait.NOT_ENOUGH_READY
         outcomes = await client.call(Coordinator.commit, [finished(ticket) for ticket in tickets])
         assert outcomes == [CommitOutcome.ACCEPTED] * 2
-        lease = await client.call(Coordinator.lease, wait_s=TIMEOUT_S)
+        lease = await client.call(LearnerCalls.lease, 1, wait_s=TIMEOUT_S)
         assert isinstance(lease, Lease)
-        status = await client.call(Coordinator.ack, lease.incarnation, lease.step)
+        status = await client.call(LearnerCalls.ack, lease.incarnation, lease.step)
         assert status.version == Version(1, 1)
         assert status.account.closed
 
@@ -90,10 +91,11 @@ async def test_each_door_answers_and_its_errors_arrive_unchanged(opened: Opened)
     first, second = (Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second"))
     failure = Failure(failure_class=FailureClass.DATA, reason="x")
     async with opened() as client:
-        await client.call(Registry.attach, first, shared=shared)
+        await client.call(Coordinator.attach, first, shared=shared)
         with pytest.raises(RunLocked, match="pid 7 on h"):
-            await client.call(Registry.check, second, shared=shared)
-        await client.call(Registry.set_state, RunState.CLOSING, "why")
+            await client.call(Coordinator.check, second, shared=shared)
+        assert await client.call(Registry.keep, first.id)
+        await client.call(LearnerCalls.set_state, 1, RunState.CLOSING, "why")
         [ticket] = (await client.call(Coordinator.reserve, "a", NOW, 1, wait_s=0.0)).tickets
         await client.call(Coordinator.fail, [FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
         await client.call(FailureReports.heldout_failed, failure)
@@ -113,7 +115,7 @@ async def test_the_deadline_of_a_call_includes_the_wait_that_it_asks_for(monkeyp
     monkeypatch.setattr("asyncrl.coordinator.client.finished", finished_at_once)
     handle = SimpleNamespace(perform=SimpleNamespace(remote=lambda call: call))
     client = CoordinatorClient.over_ray(handle, timeout_s=30.0)
-    await client.call(Coordinator.lease, wait_s=5.0)
+    await client.call(LearnerCalls.lease, 1, wait_s=5.0)
     await client.call(Coordinator.status)
     assert deadlines == [("the buffer's lease", 35.0), ("the buffer's status", 30.0)]
 

@@ -1,6 +1,8 @@
 """The coordinator: cancelled waits hold no slot, and rows of ended tickets are cleared."""
 
 import asyncio
+import functools
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +12,8 @@ import pytest
 from buffer_scenes import finished
 
 from asyncrl.buffer.ledger import Event
-from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, LeaseWait, Refusal, Reservation
-from asyncrl.common.roles import Role
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Lease, LeaseWait, Refusal, Reservation
+from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
@@ -19,7 +21,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.data.prompts import Task
-from asyncrl.errors import FailureClass, RunLocked
+from asyncrl.errors import FailureClass, Fenced, LearnerNotRestored, RunLocked
 from asyncrl.metrics.catalogue import BUFFER_WAITS, REPLICA_STATES
 
 FAR_S = 60.0
@@ -147,7 +149,7 @@ async def test_state_seconds_say_who_waits_and_add_up() -> None:
         tickets = (await coordinator.reserve("a", NOW, 2, wait_s=FAR_S)).tickets  # takes all tickets, without a wait
         tasks.append(await a_waiting_reserve(coordinator))
         now_s = 10.0
-        tasks.append(asyncio.create_task(coordinator.lease(wait_s=FAR_S)))
+        tasks.append(asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S)))
         await asyncio.sleep(0)
         now_s = 14.0
         await coordinator.commit([finished(ticket) for ticket in tickets])
@@ -164,8 +166,8 @@ async def test_state_seconds_say_who_waits_and_add_up() -> None:
             "both_wait": 4.0,
             "learner_waits": 0.0,
         }
-        await coordinator.ack(1, 0)
-        tasks.append(asyncio.create_task(coordinator.lease(wait_s=FAR_S)))
+        await coordinator.learner.ack(1, 0)
+        tasks.append(asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S)))
         await asyncio.sleep(0)
         now_s = 39.0
         assert read(name, {"state": "learner_waits"}) == 1.0
@@ -216,10 +218,10 @@ async def test_who_asks_whether_it_may_join_has_not_joined() -> None:
     shared = shared_config(Config.model_validate(CONFIG))
     learners = [Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second")]
     for learner in learners:
-        coordinator.registry.check(learner, shared=shared)
-    coordinator.registry.attach(learners[0], shared=shared)
+        coordinator.check(learner, shared=shared)
+    await coordinator.attach(learners[0], shared=shared)
     with pytest.raises(RunLocked):
-        coordinator.registry.check(learners[1], shared=shared)
+        coordinator.check(learners[1], shared=shared)
 
 
 @pytest.mark.asyncio
@@ -264,7 +266,7 @@ async def test_failures_are_answered_as_soon_as_there_are_more_than_the_caller_k
 async def test_a_learner_that_waits_learns_at_once_that_too_many_groups_failed() -> None:
     coordinator = made(ClearedRows(), generator={"max_data_failures": 2})
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
-    waiting = asyncio.create_task(coordinator.lease(wait_s=FAR_S))
+    waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
     await asyncio.sleep(0)
     for ticket in tickets:
         await free_a_slot(coordinator, ticket.key)
@@ -296,14 +298,106 @@ async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tick
     assert [view.replica for view in status.replicas] == ["b", "survivor"]
 
 
+async def performed(call: Callable[[], Any]) -> None:
+    """Performs a call that may be a coroutine."""
+    answer = call()
+    if inspect.isawaitable(answer):
+        await answer
+
+
+SHARED = shared_config(Config.model_validate(CONFIG))
+FIRST, SECOND = (Deployment(id=name, role=Role.LEARNER, host="h", pid=7) for name in ("first", "second"))
+SILENT_S = Config().buffer.heartbeat_timeout_s + 1.0
+
+
 @pytest.mark.asyncio
 @pytest.mark.fault("F13")
-async def test_a_publication_of_another_incarnation_is_counted_and_ignored() -> None:
-    coordinator = made(ClearedRows())
-    coordinator.published(NOW)
-    coordinator.published(Version(0, 0))
-    status = coordinator.status()
-    assert (status.published, status.account.events[Event.PUBLISH_REFUSED]) == (NOW, 1)
+async def test_every_call_of_a_learner_that_was_replaced_is_refused_and_changes_nothing() -> None:
+    now_s = 0.0
+    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    assert await coordinator.attach(FIRST, shared=SHARED) == 1
+    assert await coordinator.attach(FIRST, shared=SHARED) == 1, "a repeated call starts no incarnation"
+    tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    await coordinator.commit([finished(ticket) for ticket in tickets])
+    lease = await coordinator.learner.lease(1, wait_s=0.0)
+    assert isinstance(lease, Lease)
+    now_s = SILENT_S
+    assert await coordinator.attach(SECOND, shared=SHARED) == 2
+    before = coordinator.status()
+    calls: list[Callable[[], Any]] = [
+        lambda: coordinator.learner.lease(1, wait_s=0.0),
+        lambda: coordinator.learner.ack(1, 0),
+        lambda: coordinator.learner.skip(1, 0),
+        lambda: coordinator.learner.give_back(1, 0),
+        lambda: coordinator.learner.rows_lost(1, [tickets[0].key]),
+        lambda: coordinator.learner.published(NOW),
+        lambda: coordinator.learner.pause(1),
+        lambda: coordinator.learner.resume(1),
+        lambda: coordinator.learner.set_state(1, RunState.FAILED, "late"),
+    ]
+    for call in calls:
+        with pytest.raises(Fenced, match=r"incarnation 1.*incarnation 2.*has taken over"):
+            await performed(call)
+    after = coordinator.status()
+    assert after.account.events[Event.LEARNER_FENCED] == len(calls)
+    assert (after.version, after.counts, after.state, after.published) == (
+        before.version,
+        before.counts,
+        before.state,
+        before.published,
+    )
+    assert not coordinator.registry.keep(FIRST.id)
+    # The groups of the first learner stay, because version 1.0 is an ancestor of incarnation 2.
+    assert await coordinator.learner.lease(2, wait_s=0.0) == msgspec.structs.replace(lease, incarnation=2)
+    assert (await coordinator.learner.ack(2, 0)).version == Version(2, 1)
+    assert (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).refusal is Refusal.STALENESS
+    assert (await coordinator.reserve("a", Version(1, 1), 2, wait_s=0.0)).refusal is Refusal.OLD_INCARNATION
+
+
+@pytest.mark.asyncio
+async def test_a_lease_call_that_waits_is_refused_when_another_learner_takes_over() -> None:
+    now_s = 0.0
+    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    await coordinator.attach(FIRST, shared=SHARED)
+    waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
+    await asyncio.sleep(0)
+    now_s = SILENT_S
+    await coordinator.attach(SECOND, shared=SHARED)
+    with pytest.raises(Fenced):
+        await waiting
+
+
+@pytest.mark.asyncio
+async def test_a_learner_without_the_trained_weights_is_refused_with_what_to_do() -> None:
+    now_s = 0.0
+    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    await coordinator.attach(FIRST, shared=SHARED)
+    tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    await coordinator.commit([finished(ticket) for ticket in tickets])
+    await coordinator.learner.lease(1, wait_s=0.0)
+    await coordinator.learner.ack(1, 0)
+    with pytest.raises(RunLocked):
+        coordinator.check(SECOND, shared=SHARED)
+    now_s = SILENT_S
+    for refused in (coordinator.check, coordinator.attach):
+        with pytest.raises(LearnerNotRestored, match=r"has trained 1 steps.*asyncrl down"):
+            await performed(functools.partial(refused, SECOND, shared=SHARED))
+    assert coordinator.status().version == Version(1, 1)
+    assert await coordinator.attach(FIRST, shared=SHARED) == 1, "the learner itself has the weights"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("state", [RunState.FAILED, RunState.FINISHED, RunState.CLOSING])
+async def test_no_learner_takes_over_a_run_that_is_over(state: RunState) -> None:
+    now_s = 0.0
+    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    await coordinator.attach(FIRST, shared=SHARED)
+    coordinator.learner.set_state(1, state, "rank 1 died")
+    coordinator.registry.detach(FIRST.id)
+    with pytest.raises(LearnerNotRestored, match=f"is {state}: rank 1 died"):
+        await coordinator.attach(SECOND, shared=SHARED)
+    generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8)
+    assert await coordinator.attach(generator, shared=SHARED) == 1
 
 
 @pytest.mark.asyncio
@@ -313,6 +407,6 @@ async def test_rows_of_a_dropped_step_are_cleared_once() -> None:
     [ticket] = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket)])
     for _ in range(2):
-        assert await coordinator.lease(wait_s=0.0) is LeaseWait.FINISHED
+        assert await coordinator.learner.lease(1, wait_s=0.0) is LeaseWait.FINISHED
     await asyncio.gather(*coordinator._clearing)
     assert rows.cleared == [[ticket.key]]

@@ -151,14 +151,14 @@ class Pool:
 
     async def publish(self, step: int, *, parameters: Any = None, handles: Sequence[Any] = (WEIGHTS,)) -> None:
         manifest = manifest_of(step, parameters=parameters)
-        self.coordinator.published(manifest.version)
+        self.coordinator.learner.published(manifest.version)
         await self.store.publish(manifest, list(handles))
 
     async def train(self) -> Lease:
         """Leases one step and acks it. Returns the lease."""
-        lease = await self.coordinator.lease(wait_s=60.0)
+        lease = await self.coordinator.learner.lease(1, wait_s=60.0)
         assert isinstance(lease, Lease)
-        await self.coordinator.ack(lease.incarnation, lease.step)
+        await self.coordinator.learner.ack(lease.incarnation, lease.step)
         return lease
 
     async def step(self) -> Lease:

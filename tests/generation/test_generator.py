@@ -230,7 +230,7 @@ async def test_a_cancelled_wait_for_tickets_leaks_no_slot() -> None:
 @pytest.mark.asyncio
 async def test_a_refused_reserve_says_why_after_its_wait() -> None:
     async with empty_pool() as pool:
-        pool.coordinator.pause()
+        pool.coordinator.learner.pause(1)
         reservation = await pool.coordinator.reserve("b", Version(1, 0), 3, wait_s=0.0)
         assert reservation.refusal is Refusal.PAUSED
 
@@ -255,12 +255,12 @@ async def test_a_replica_that_was_declared_dead_clears_the_rows_that_it_comes_ba
         await until(lambda: engine.running > 0)
         buffer = pool.coordinator._buffer
         mine = {key for key, slot in buffer._groups.reserved.items() if slot.ticket.replica == "a"}
-        pool.coordinator.pause()
+        pool.coordinator.learner.pause(1)
         buffer.leave("a")  # the buffer counts it as dead, although it was only slow
         engine.gate.set()
         await until(lambda: buffer.account.events[Event.COMMIT_LATE] == len(mine))
         await until(lambda: not mine & pool.rows.kept.keys())
-        await pool.coordinator.resume()
+        await pool.coordinator.learner.resume(1)
         leases = [await pool.step() for _ in range(3)]
         assert not mine & {group.meta.key for lease in leases for group in lease.groups}
         assert pool.coordinator.status().account.closed

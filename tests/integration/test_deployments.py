@@ -238,7 +238,19 @@ def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left
         assert "starting" not in wrong.output()
     learner.process.kill()
     learner.process.wait(120)
-    assert status(ray_head, name), "the buffer must outlive a killed deployment"
+    left = status(ray_head, name)
+    assert left, "the buffer must outlive a killed deployment"
+    # The dead learner's weights are gone. A new learner would train those of model.path under the numbers of the dead
+    # one's versions, so it is refused: at first because the dead one still counts as attached, and then for good.
+    refusals = []
+    while not refusals or "has a learner already" in refusals[-1]:
+        again = deployment(run_command, "learner", ray_head, model_path, tmp_path)
+        assert again.wait(240) == 1
+        refusals.append(again.output())
+        assert len(refusals) < 30, refusals[-1]
+    assert re.search(r"error: run '\S+' has trained \d+ steps.*`asyncrl down", refusals[-1], re.DOTALL), refusals[-1]
+    now = status(ray_head, name)
+    assert (now["version"], now["published"]) == (left["version"], left["published"])
     down = run_command("down", name, "--address", ray_head)
     assert down.wait(240) == 0, down.output()
     assert {"buffer", "weights"} <= set(re.findall(r"\w+", down.output()))

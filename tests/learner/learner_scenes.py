@@ -346,6 +346,7 @@ class Scene:
         )
         self.loop = LearnerLoop(
             config=self.config,
+            incarnation=1,
             policy=self.trainer,
             critic=self.critic,
             publisher=self.publisher,
@@ -369,7 +370,7 @@ class Scene:
     # The replica.
 
     async def deliver(self, version: Version, *, replica: str = "a") -> None:
-        self.coordinator.published(version)
+        self.coordinator.learner.published(version)
         self.loaded = version
         await self._heartbeat(replica)
 

@@ -2,11 +2,12 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from asyncrl.common.version import Version
-from asyncrl.errors import VersionRegression
-from asyncrl.weights.manifest import Manifest, Probe
+from asyncrl.errors import VersionConflict, VersionRegression
+from asyncrl.weights.manifest import Bucket, Manifest, Probe
 from asyncrl.weights.store import WeightStore
 
 FAR_S = 60.0
@@ -58,3 +59,20 @@ async def test_a_repeated_publication_changes_nothing_and_an_older_one_is_refuse
     assert newest.handles == ["first"]
     with pytest.raises(VersionRegression):
         await store.publish(manifest(2), [])
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F13")
+async def test_a_version_that_is_published_again_with_other_bytes_is_refused_with_both_checksums() -> None:
+    store = WeightStore()
+    first, other = (
+        msgspec.structs.replace(manifest(3), buckets=(Bucket(nbytes=4, checksum=checksum),))
+        for checksum in ("aaaa", "bbbb")
+    )
+    await store.publish(first, ["first"])
+    assert await store.publish(first, ["again"]) == 1
+    with pytest.raises(VersionConflict, match=r"1\.3.*aaaa.*bbbb"):
+        await store.publish(other, ["second"])
+    newest = await store.newer_than(None, FAR_S)
+    assert newest is not None
+    assert newest.handles == ["first"]

@@ -1,0 +1,48 @@
+"""The lineage of a run: which versions of the weights the live learner descends from.
+
+A run's first learner is incarnation 1. A learner that takes over starts the next incarnation, from the weights of one
+version, its branch point. A version is an *ancestor* if the weights of the live learner are made from it. Every other
+version is *dead*: no later weights are made from it.
+
+    1.0 ── 1.1 ── 1.2 ── 1.3          1.0, 1.1, 1.2 and all versions of incarnation 2 are ancestors
+                   └── 2.3 ── 2.4     1.3 is dead
+"""
+
+import msgspec
+
+from asyncrl.common.version import Version
+
+
+class Lineage(msgspec.Struct, frozen=True):
+    """The branch points of a run's incarnations. `branches[i]` is the version from which incarnation i + 2 began."""
+
+    branches: tuple[Version, ...] = ()
+
+    @property
+    def incarnation(self) -> int:
+        """The incarnation of the live learner."""
+        return len(self.branches) + 1
+
+    def has(self, version: Version) -> bool:
+        """Returns True if `version` is an ancestor, or a version of the live incarnation.
+
+        >>> lineage = Lineage((Version(1, 2), Version(1, 1)))
+        >>> [lineage.has(Version(*each)) for each in [(1, 1), (1, 2), (2, 3), (3, 2), (4, 2)]]
+        [True, False, False, True, False]
+        """
+        incarnation, last_step = self.incarnation, None
+        while incarnation > version.incarnation:
+            if incarnation == 1:
+                return False
+            branch = self.branches[incarnation - 2]
+            incarnation, last_step = branch.incarnation, branch.step
+        return incarnation == version.incarnation and (last_step is None or version.step <= last_step)
+
+    def child(self, at: Version) -> "Lineage":
+        """Returns the lineage in which the next incarnation begins with the weights of `at`.
+
+        Raises ValueError if `at` is dead.
+        """
+        if not self.has(at):
+            raise ValueError(f"incarnation {self.incarnation + 1} cannot begin at {at}, because it is no ancestor")
+        return Lineage((*self.branches, at))

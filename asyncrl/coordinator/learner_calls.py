@@ -1,0 +1,128 @@
+"""The calls of the learner. Each carries the incarnation that the learner got when it attached.
+
+If another learner has taken over, the calls of the earlier one raise Fenced and change nothing. So a learner that was
+only slow cannot train beside its successor.
+"""
+
+from collections.abc import Callable, Sequence
+
+from asyncrl.buffer.ledger import Event
+from asyncrl.buffer.records import Lease, LeaseWait
+from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.common.roles import Role, RunState
+from asyncrl.common.version import Version
+from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.status import RunStatus
+from asyncrl.coordinator.waiting import Waiting
+from asyncrl.errors import Fenced
+from asyncrl.metrics.recorders import BufferMetrics
+
+_NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
+"""Answers to a lease call that stay the same for the rest of the run, so that waiting is useless."""
+
+
+class LearnerCalls:
+    """Answers the learner. `clear` drops the rows of groups by key, and `status` returns the state of the run."""
+
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        *,
+        registry: Registry,
+        waiting: Waiting,
+        metrics: BufferMetrics,
+        clear: Callable[[Sequence[str]], None],
+        status: Callable[[], RunStatus],
+        clock: Callable[[], float],
+    ) -> None:
+        self._buffer = buffer
+        self._registry = registry
+        self._waiting = waiting
+        self._metrics = metrics
+        self._clear = clear
+        self._status = status
+        self._clock = clock
+
+    async def lease(self, incarnation: int, *, wait_s: float) -> Lease | LeaseWait:
+        """Waits up to `wait_s` seconds for the groups of one step. Returns the lease, or the reason why there is
+        none."""
+
+        def ask() -> Lease | LeaseWait:
+            self._check(incarnation)
+            answer = self._buffer.lease()
+            dropped, self._buffer.dropped = self._buffer.dropped, []
+            self._clear(dropped)
+            return answer
+
+        started_s = self._clock()
+        answer = await self._waiting.answer(
+            ask,
+            final=lambda answer: isinstance(answer, Lease) or answer in _NO_LEASE_EVER,
+            wait_s=wait_s,
+            role=Role.LEARNER,
+        )
+        self._metrics.lease_waited(self._clock() - started_s)
+        return answer
+
+    async def ack(self, incarnation: int, step: int) -> RunStatus:
+        """Ends a lease whose step was trained. Returns the state of the run."""
+        self._check(incarnation)
+        self._buffer.ack(incarnation, step)
+        self._registry.progressed()
+        await self._waiting.changed()
+        return self._status()
+
+    async def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
+        """Ends a lease whose step changed no weights. Returns the keys of its groups."""
+        self._check(incarnation)
+        keys = self._buffer.skip(incarnation, step)
+        await self._waiting.changed()
+        return keys
+
+    async def give_back(self, incarnation: int, step: int) -> bool:
+        """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
+        self._check(incarnation)
+        given = self._buffer.give_back(incarnation, step)
+        await self._waiting.changed()
+        return given
+
+    async def rows_lost(self, incarnation: int, keys: Sequence[str]) -> tuple[str, ...]:
+        """Removes ready groups whose rows are lost, e.g. with their node. Their prompts go to the front.
+
+        Returns the keys of the groups that were removed.
+        """
+        self._check(incarnation)
+        lost = self._buffer.rows_lost(keys)
+        await self._waiting.changed()
+        return lost
+
+    def published(self, version: Version) -> None:
+        """Records that the learner published a version. The incarnation of the version is that of the learner."""
+        self._check(version.incarnation)
+        self._registry.publish(version, learner=self._buffer.version)
+
+    def pause(self, incarnation: int) -> None:
+        """Stops the admission of new groups. Groups in flight continue."""
+        self._check(incarnation)
+        self._buffer.paused = True
+
+    async def resume(self, incarnation: int) -> None:
+        """Starts the admission of new groups again."""
+        self._check(incarnation)
+        self._buffer.paused = False
+        await self._waiting.changed()
+
+    def set_state(self, incarnation: int, state: RunState, message: str = "") -> None:
+        """Sets the state of the run."""
+        self._check(incarnation)
+        self._registry.set_state(state, message)
+
+    def _check(self, incarnation: int) -> None:
+        """Raises Fenced if the call comes from a learner that was replaced."""
+        live = self._buffer.version.incarnation
+        if incarnation != live:
+            self._buffer.ledger.count(Event.LEARNER_FENCED)
+            raise Fenced(
+                f"this learner (incarnation {incarnation}) was silent for longer than buffer.heartbeat_timeout_s, and "
+                f"another learner (incarnation {live}) has taken over; this learner ends"
+            )
