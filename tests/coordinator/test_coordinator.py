@@ -355,6 +355,7 @@ async def test_every_call_of_a_learner_that_was_replaced_is_refused_and_changes_
 
 
 @pytest.mark.asyncio
+@pytest.mark.fault("F13")
 async def test_a_lease_call_that_waits_is_refused_when_another_learner_takes_over() -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
@@ -368,6 +369,7 @@ async def test_a_lease_call_that_waits_is_refused_when_another_learner_takes_ove
 
 
 @pytest.mark.asyncio
+@pytest.mark.fault("F13")
 async def test_a_learner_without_the_trained_weights_is_refused_with_what_to_do() -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
