@@ -1,5 +1,6 @@
 """The replay buffer on the learner's side: leases, the ways in which a lease ends, and the end of the run."""
 
+import msgspec
 import pytest
 from buffer_scenes import Scene, finished
 
@@ -224,3 +225,16 @@ def test_a_prompt_that_waits_for_its_next_attempt_is_neither_the_end_nor_a_short
     assert scene.buffer.counts().waiting == 1
     scene.commit(*scene.reserve(1, replica="b"))
     assert scene.groups(scene.train()) == [0, 1]
+
+
+def test_a_learner_that_takes_over_finds_the_leased_groups_ready_and_repeats_no_call_of_the_first() -> None:
+    scene = Scene()
+    scene.commit(*scene.reserve(4))
+    skipped = scene.lease()
+    assert len(scene.buffer.skip(1, skipped.step)) == 2
+    lease = scene.lease()
+    assert scene.buffer.succeed() == 2
+    assert scene.buffer.counts().leased == 0
+    assert scene.buffer.skip(2, skipped.step) == ()
+    assert scene.lease() == msgspec.structs.replace(lease, incarnation=2)
+    assert scene.buffer.account.closed
