@@ -265,7 +265,7 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Advantage:
 
 
 def _idle(axes: Outcome | CriticBased) -> Iterator[tuple[str, str]]:
-    """Yields the axes that have no effect, each with the reason."""
+    """Yields the properties of an advantage estimator that have no effect beside its others, each with the reason."""
     if axes.whiten == "none":
         yield "keep_mean", "whiten is none"
     if not axes.divides_by_std:

@@ -45,7 +45,7 @@ class VLLMGeneration(GenerationInterface):
     `start` places the engines. If it was not called, the first call that needs engines does it.
 
     `colocated` engines free their device's memory in `finish_generation`, by vLLM's sleep mode. That mode exists on
-    GPUs only. On CPUs an engine keeps its memory and drops its prefix cache, because both sides use the host's memory.
+    GPUs only. On CPUs an engine and the learner use the same memory, so an engine only drops its prefix cache.
     `pad_token_id` pads prompts and outputs.
     """
 

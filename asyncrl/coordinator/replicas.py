@@ -110,7 +110,8 @@ class Replicas:
         return len(silent)
 
     def views(self, *, reserved_groups: Mapping[str, int]) -> tuple[ReplicaView, ...]:
-        """Returns one view for each known replica, sorted by name. `reserved_groups` maps names to held tickets."""
+        """Returns one view for each known replica, sorted by name. `reserved_groups` is the number of tickets that each
+        replica holds."""
         now_s = self._clock()
         return tuple(
             ReplicaView(

@@ -36,7 +36,7 @@ def reap(engine: EngineProcesses, *, timeout_s: float) -> None:
     """
     ours = []
     for pid in engine.pids:
-        with contextlib.suppress(psutil.NoSuchProcess):  # an engine whose replica died may end at any moment
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process may have exited already
             process = psutil.Process(pid)
             if process.name().startswith("VLLM"):
                 ours.append(process)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Color(NamedTuple):
-    """One colour: a colour of the report's page (views/report.css), of rich, and of Grafana."""
+    """One colour under its three names: in the report's page (views/report.css), in rich, and in Grafana."""
 
     report: str
     terminal: str

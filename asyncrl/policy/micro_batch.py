@@ -156,7 +156,8 @@ def _logits(
 def _push(
     objective: ObjectiveLoss, data: BatchedDataDict, logprobs_BT: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns the slopes of the part that the advantages multiply, and where the clip and the gates act."""
+    """Returns the derivatives of the objective's advantage term by the log-prob of each token, and masks of the tokens
+    that the clip and the gates remove."""
     leaf_BT = logprobs_BT.detach().requires_grad_()
     with torch.enable_grad():
         # the push contains no entropy term, so any entropies will do

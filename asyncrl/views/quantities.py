@@ -10,7 +10,7 @@ def number(value: float) -> str:
     ['0', '0.25', '12.5', '1k', '1.5k', '2M', '1e-3', '7e-7']
     """
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * size:  # three digits round such a number up to `size`
+        if abs(value) >= 0.9995 * size:  # 999.6 with three digits is 1000, so it is written as 1k
             return f"{value / size:.3g}{suffix}"
     if value != 0 and abs(value) <= 1e-3:
         mantissa, exponent = f"{value:.2e}".split("e")

@@ -309,7 +309,9 @@ class ClientContract:
     ) -> None:
         client.put_samples(IDS, partition, fields={"kept": [0, 1, 2, 3]})
         assert client.claim_meta(partition, "train", ["entropy"], 1, blocking=False).size == 0
-        with pytest.raises(TimeoutError, match=r"0 are ready; \['entropy'\] were neither registered nor put"):
+        with pytest.raises(
+            TimeoutError, match=r"0 are ready; the columns \['entropy'\] were neither registered nor put"
+        ):
             client.claim_meta(partition, "train", ["kept", "entropy"], 1, timeout_s=0.01)
         other = connect()
         with ThreadPoolExecutor(max_workers=1) as pool:

@@ -28,7 +28,7 @@ def a_run_is_there(config: Config, monkeypatch: pytest.MonkeyPatch) -> Registry:
         """Stands for Ray's answer that the actor is placed."""
 
     async def perform(call: Call) -> None:
-        assert (call.door, call.method) == ("Registry", "check")
+        assert (call.door, call.method) == ("Coordinator", "check")
         members.check(*call.arguments, **call.options)
 
     def get_actor(name: str, *, namespace: str) -> Any:
