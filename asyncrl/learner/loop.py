@@ -245,7 +245,7 @@ class LearnerLoop:
 
     async def _ack(self, lease: Lease) -> RunStatus:
         """Acknowledges a trained step, which increments the version. Publishes the version if the gate allows it."""
-        status = await self._coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step)
+        status = (await self._coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step)).status
         if should_publish(
             version=status.version,
             published=self._publisher.published,
