@@ -1,7 +1,7 @@
 """The rows of ready groups in a checkpoint: one safetensors file for each group, named after the group's key.
 
-The tensors of a file are the columns of the samples of the group, [G] or [G, S], in the order of the samples. One group is
-in memory at a time.
+The tensors of a file are the columns of the group's samples, [G] or [G, S], in the order of the samples. Only one group
+is in memory at a time.
 """
 
 from collections.abc import Iterable

@@ -22,6 +22,7 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
@@ -99,6 +100,7 @@ class LearnerLoop:
             state_seconds=states.seconds,
         )
         self._nonfinite_in_a_row = 0
+        self._due: RunSnapshot | None = None  # of the step whose checkpoint is due
         self.phase = "publishing the first weights"
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
@@ -127,8 +129,9 @@ class LearnerLoop:
                 with contextlib.suppress(Exception):
                     await self._coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
                 raise
-            if self._checkpoints.due(version.step):
-                await self._while_saving(self._checkpoints.save_or_go_on(version.step), version)
+            if self._due is not None:
+                await self._while_saving(self._checkpoints.save_or_go_on(self._due), version)
+                self._due = None
         self.phase = "closing"
         self._states.enter("other")
         await self._coordinator.call(LearnerCalls.set_state, self._incarnation, RunState.CLOSING)
@@ -138,7 +141,8 @@ class LearnerLoop:
             await self._evaluate(version, stop)
         await self._publisher.settle()
         if version != first:  # a run that trained no step has no new weights to save
-            await self._while_saving(self._checkpoints.save_last(version.step), version)
+            snapshot = await self._coordinator.call(LearnerCalls.snapshot, self._incarnation)
+            await self._while_saving(self._checkpoints.save_last(snapshot), version)
         rows = await self._rows_outstanding(until_none=not stop.is_set())
         return self._recorder.run_totals(await self._coordinator.call(Coordinator.status), rows_outstanding=rows)
 
@@ -245,7 +249,9 @@ class LearnerLoop:
 
     async def _ack(self, lease: Lease) -> RunStatus:
         """Acknowledges a trained step, which increments the version. Publishes the version if the gate allows it."""
-        status = (await self._coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step)).status
+        due = self._checkpoints.due(lease.step + 1)
+        acked = await self._coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step, snapshot=due)
+        status, self._due = acked.status, acked.snapshot
         if should_publish(
             version=status.version,
             published=self._publisher.published,
