@@ -27,6 +27,8 @@ from asyncrl.errors import CheckpointDamaged, CheckpointError
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run's directory."""
 MANIFEST = "manifest.json"
 SCHEMA = 1
 """Version of the format."""

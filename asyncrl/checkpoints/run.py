@@ -20,7 +20,7 @@ POLICY, CRITIC, HF, BUFFER, ROWS = "policy", "critic", "hf", "buffer.msgpack", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunState:
+class RunParts:
     """The parts of a run that a checkpoint has. `lineage` is that of the live learner."""
 
     config: Config

@@ -22,6 +22,7 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import limits_of
+from asyncrl.common.lineage import Lineage
 from asyncrl.common.names import COORDINATOR
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
@@ -173,12 +174,12 @@ class Coordinator:
 
     async def attach(
         self, deployment: Deployment, *, shared: Mapping[str, object], restored: Restored | None = None
-    ) -> int:
-        """Admits a deployment. Returns the incarnation of the run's learner. Raises the errors of `check`.
+    ) -> Lineage:
+        """Admits a deployment. Returns the run's lineage. Raises the errors of `check`.
 
-        A learner that replaces another one gets a new incarnation. All of a learner's calls carry its incarnation.
-        Those of a replaced learner raise Fenced. A learner that restored a checkpoint gives what it `restored`, and the
-        buffer continues from it. The ready groups' rows must be in the data plane before.
+        A learner that replaces another one gets a new incarnation: the live one of the lineage. All of a learner's
+        calls carry its incarnation. Those of a replaced learner raise Fenced. The buffer continues from what a learner
+        `restored`. The learner puts the rows of the ready groups into the data plane before its first lease.
         """
         self.check(deployment, shared=shared, restored=restored)
         replaced, repeated = self.registry.learner, deployment == self.registry.learner
@@ -192,7 +193,7 @@ class Coordinator:
             incarnation = self._buffer.succeed()
             logger.warning("learner %s replaces %s as incarnation %d", deployment.id, replaced.id, incarnation)
             await self._waiting.changed()
-        return self._buffer.version.incarnation
+        return self._buffer.lineage
 
     # --- generators ---------------------------------------------------------------------------------------------
 

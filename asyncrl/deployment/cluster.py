@@ -21,6 +21,7 @@ import ray
 from ray._private import services
 from ray.exceptions import RayError
 
+from asyncrl.common.lineage import Lineage
 from asyncrl.common.names import COORDINATOR, WEIGHTS
 from asyncrl.common.roles import Role
 from asyncrl.config.load import shared_config
@@ -29,6 +30,7 @@ from asyncrl.coordinator.actor import CoordinatorActor
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
+from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished, room
 from asyncrl.data_plane.partition_actor import PARTITIONS
@@ -224,11 +226,11 @@ def _children_in_sessions_of_their_own() -> Iterator[None]:
 class RunHandles:
     """Handles of the run's shared actors, and this deployment's entry in the run.
 
-    `incarnation` is the incarnation of the run's learner when this deployment entered.
+    `lineage` has the incarnations of the run's learner when this deployment entered.
     """
 
     deployment: Deployment
-    incarnation: int
+    lineage: Lineage
     coordinator: CoordinatorClient
     weights: WeightClient
 
@@ -252,8 +254,10 @@ async def check_admission(config: Config, *, role: Role) -> None:
     await coordinator.call(Coordinator.check, new_deployment(role), shared=shared_config(config))
 
 
-async def enter_run(config: Config, *, deployment: Deployment, tasks: Sequence[Task]) -> RunHandles:
-    """Creates or finds the run's actors, and attaches `deployment` to the run.
+async def enter_run(
+    config: Config, *, deployment: Deployment, tasks: Sequence[Task], restored: Restored | None = None
+) -> RunHandles:
+    """Creates or finds the run's actors, and attaches `deployment` to the run. A learner gives what it `restored`.
 
     Raises RunMismatch, which names a config key whose value differs from the run's. Raises RunLocked, which names the
     learner that the run has already, and LearnerNotRestored for a learner that would continue the run without its
@@ -269,9 +273,9 @@ async def enter_run(config: Config, *, deployment: Deployment, tasks: Sequence[T
     weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
     coordinator = await _coordinator(handle, config)
     await coordinator.call(Coordinator.start)
-    incarnation = await coordinator.call(Coordinator.attach, deployment, shared=shared_config(config))
+    lineage = await coordinator.call(Coordinator.attach, deployment, shared=shared_config(config), restored=restored)
     weights = WeightClient(weights_handle, timeout_s=config.buffer.call_timeout_s)
-    return RunHandles(deployment=deployment, incarnation=incarnation, coordinator=coordinator, weights=weights)
+    return RunHandles(deployment=deployment, lineage=lineage, coordinator=coordinator, weights=weights)
 
 
 async def _coordinator(handle: Any, config: Config) -> CoordinatorClient:

@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
+from asyncrl.checkpoints.directory import folder_of
+from asyncrl.checkpoints.run import HF, RunParts
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.learner_calls import LearnerCalls
@@ -19,6 +22,7 @@ from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, lea
 from asyncrl.deployment.inputs import Prompts, fitting_prompts
 from asyncrl.deployment.learner_display import LearnerDisplay
 from asyncrl.deployment.learner_log import LearnerLog
+from asyncrl.deployment.provenance import provenance
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.deployment.targets import Targets
@@ -75,6 +79,7 @@ class LearnerDeployment:
         )
         self._failures: FailureWatch | None = None
         self._checkpoints: Checkpoints | None = None
+        self._save_hf: Callable[[Path], None] = lambda path: None
         self._failure = ""
         """The error that ended the run; empty if it ended in order."""
         self._ended_s = screen.started_s
@@ -206,12 +211,14 @@ class LearnerDeployment:
             metrics=metrics,
             started_s=self._screen.started_s,
         )
+        parts = RunParts(config=config, policy=policy, critic=critic, lineage=handles.lineage, packages=provenance())
         self._checkpoints = Checkpoints(
-            config.checkpoint, folder=self._run_dir.path / "checkpoints", save_hf=policy.save_hf, metrics=metrics
+            config.checkpoint, folder=self._run_dir.checkpoints, write=parts.write, metrics=metrics
         )
+        self._save_hf = policy.save_hf
         return LearnerLoop(
             config=config,
-            incarnation=handles.incarnation,
+            incarnation=handles.lineage.incarnation,
             policy=policy,
             critic=critic,
             publisher=publisher,
@@ -253,8 +260,13 @@ class LearnerDeployment:
         """Saves the newest weights of a run that failed, if its ranks can still do it. Raises nothing."""
         if self._checkpoints is None or not self._log.steps or self._checkpoints.unsaved is not None:
             return
+        # The weights only, because the failure may have come in the middle of a step: then they belong to no state of
+        # the buffer.
+        folder = folder_of(self._run_dir.checkpoints, self._log.steps[-1].version_after)
+        if folder.exists():
+            return
         try:
-            await self._checkpoints.save(self._log.steps[-1].version_after)
+            await asyncio.to_thread(self._save_hf, folder / HF)
         except Exception as error:
             logger.error("the trained weights could not be saved: %s", error)
 
@@ -282,7 +294,7 @@ class LearnerDeployment:
     async def _leave(self, handles: RunHandles) -> None:
         with contextlib.suppress(Exception):
             state = RunState.FAILED if self._failure else RunState.FINISHED
-            await handles.coordinator.call(LearnerCalls.set_state, handles.incarnation, state, self._failure)
+            await handles.coordinator.call(LearnerCalls.set_state, handles.lineage.incarnation, state, self._failure)
         await leave_run(handles, namespace=self._config.run.name)
 
     async def _serve_end(self, server: MetricsServer, grace: "asyncio.Future[None]") -> None:

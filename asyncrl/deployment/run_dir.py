@@ -30,6 +30,7 @@ import msgspec
 
 from asyncrl.atomic_write import write_atomically
 from asyncrl.buffer.records import FailureCount
+from asyncrl.checkpoints.directory import CHECKPOINTS
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.provenance import provenance
@@ -54,6 +55,7 @@ class RunDir:
         """New path of the directory of the previous run with this name; None if there was none."""
         self.targets_path = path / "metrics" / "targets.json"
         self.failures_path = path / "failures.json"
+        self.checkpoints = path / CHECKPOINTS
         self._lock = lock
         self._info = info
         self._failing: set[Path] = set()

@@ -29,8 +29,8 @@ _STEP = re.compile(r"step-(\d+)")
 class Checkpoints:
     """Saves checkpoints below `folder` and deletes old ones.
 
-    `write` writes the checkpoint of a snapshot's moment at the given path (`RunState.write`). It must write the whole
-    directory or nothing, and it may block: it is called in a thread.
+    `write` writes the checkpoint of a snapshot's moment at the given path (`asyncrl.checkpoints.run`). It must write
+    the whole directory or nothing, and it may block: it is called in a thread.
     """
 
     def __init__(

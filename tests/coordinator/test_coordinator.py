@@ -317,14 +317,14 @@ SILENT_S = Config().buffer.heartbeat_timeout_s + 1.0
 async def test_every_call_of_a_learner_that_was_replaced_is_refused_and_changes_nothing() -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
-    assert await coordinator.attach(FIRST, shared=SHARED) == 1
-    assert await coordinator.attach(FIRST, shared=SHARED) == 1, "a repeated call starts no incarnation"
+    assert (await coordinator.attach(FIRST, shared=SHARED)).incarnation == 1
+    assert (await coordinator.attach(FIRST, shared=SHARED)).incarnation == 1, "a repeated call starts no incarnation"
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
     lease = await coordinator.learner.lease(1, wait_s=0.0)
     assert isinstance(lease, Lease)
     now_s = SILENT_S
-    assert await coordinator.attach(SECOND, shared=SHARED) == 2
+    assert (await coordinator.attach(SECOND, shared=SHARED)).incarnation == 2
     before = coordinator.status()
     calls: list[Callable[[], Any]] = [
         lambda: coordinator.learner.lease(1, wait_s=0.0),
@@ -387,7 +387,7 @@ async def test_a_learner_without_the_trained_weights_is_refused_with_what_to_do(
         with pytest.raises(LearnerNotRestored, match=r"has trained 1 steps.*asyncrl down"):
             await performed(functools.partial(refused, SECOND, shared=SHARED))
     assert coordinator.status().version == Version(1, 1)
-    assert await coordinator.attach(FIRST, shared=SHARED) == 1, "the learner itself has the weights"
+    assert (await coordinator.attach(FIRST, shared=SHARED)).incarnation == 1, "the learner itself has the weights"
 
 
 @pytest.mark.asyncio
@@ -401,7 +401,7 @@ async def test_no_learner_takes_over_a_run_that_is_over(state: RunState) -> None
     with pytest.raises(LearnerNotRestored, match=f"is {state}: rank 1 died"):
         await coordinator.attach(SECOND, shared=SHARED)
     generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8)
-    assert await coordinator.attach(generator, shared=SHARED) == 1
+    assert (await coordinator.attach(generator, shared=SHARED)).incarnation == 1
 
 
 @pytest.mark.asyncio
@@ -433,7 +433,7 @@ async def test_a_learner_that_restored_a_checkpoint_continues_with_the_next_prom
     snapshot = await trained_once(made(ClearedRows()))
     again, whole = made(ClearedRows()), made(ClearedRows())
     restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
-    assert await again.attach(SECOND, shared=SHARED, restored=restored) == 2
+    assert (await again.attach(SECOND, shared=SHARED, restored=restored)).incarnation == 2
     assert again.status().version == Version(2, 1)
     assert again.status().account.closed
     assert (await again.reserve("a", Version(1, 0), 2, wait_s=0.0)).refusal is Refusal.STALENESS

@@ -10,14 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from buffer_scenes import Scene
 from made_up_run import TOTALS, make_step
 from prometheus_client import CollectorRegistry
 
 from asyncrl.buffer.records import Failure, FailureCount
+from asyncrl.common.version import Version
 from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
+from asyncrl.coordinator.snapshot import RunSnapshot
+from asyncrl.data.prompts import PromptCursor
 from asyncrl.deployment import learner
 from asyncrl.deployment import targets as targets_module
 from asyncrl.deployment.closing import Stopped
@@ -48,10 +53,17 @@ def deployment_in(run: RunDir, config: Config) -> LearnerDeployment:
     )
 
 
-def checkpoints_in(run: RunDir, save_hf: Callable[[Path], None]) -> Checkpoints:
-    folder = run.path / "checkpoints"
-    folder.mkdir()
-    return Checkpoints(CheckpointSection(), folder=folder, save_hf=save_hf, metrics=LearnerMetrics())
+def checkpoints_in(
+    run: RunDir, write: Callable[[Path, RunSnapshot], None] = lambda path, snapshot: None
+) -> Checkpoints:
+    run.checkpoints.mkdir()
+    return Checkpoints(CheckpointSection(), folder=run.checkpoints, write=write, metrics=LearnerMetrics())
+
+
+def snapshot_after(step: int) -> RunSnapshot:
+    """Returns the snapshot of an empty buffer."""
+    buffer = msgspec.structs.replace(Scene().buffer.snapshot(), version=Version(1, step))
+    return RunSnapshot(buffer=buffer, prompts=PromptCursor(epoch=0, position=0, fingerprint=""))
 
 
 @pytest.mark.asyncio
@@ -83,7 +95,8 @@ async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
     with RunDir.create(config) as run:
         deployment = deployment_in(run, config)
         await deployment._rescue_weights()
-        deployment._checkpoints = checkpoints_in(run, lambda path: saved.append(path.parent.name))
+        deployment._checkpoints = checkpoints_in(run)
+        deployment._save_hf = lambda path: saved.append(path.parent.name)
         deployment._log.append_step(make_step(0, trained=False, trained_samples=0, trained_tokens=0))
         await deployment._rescue_weights()
         assert saved == []
@@ -92,8 +105,12 @@ async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
         await deployment._rescue_weights()
         assert saved == ["step-1"]
         deployment._log.append_step(make_step(1))
-        deployment._checkpoints._save_hf = dead
+        deployment._save_hf = dead
         await deployment._rescue_weights()
+        deployment._save_hf = lambda path: saved.append(path.parent.name)
+        (run.checkpoints / "step-2").mkdir()
+        await deployment._rescue_weights()
+        assert saved == ["step-1"], "there is a checkpoint of this step"
     assert "could not be saved: rank 0 is gone" in caplog.text
 
 
@@ -189,7 +206,7 @@ async def test_a_step_of_closing_that_fails_does_not_keep_the_others_from_taking
     assert done == ["left", "ranks ended"]
 
 
-def full_disk(path: Path) -> None:
+def full_disk(path: Path, snapshot: RunSnapshot) -> None:
     raise CheckpointError("rank 0: OSError: No space left on device")
 
 
@@ -203,7 +220,7 @@ async def test_a_run_whose_last_weights_cannot_be_saved_records_the_rest_and_fai
     async def train(*_: object) -> RunTotals:
         deployment._log.append_step(make_step(0))
         deployment._checkpoints = checkpoints_in(run, full_disk)
-        await deployment._checkpoints.save_last(1)
+        await deployment._checkpoints.save_last(snapshot_after(1))
         return TOTALS
 
     with RunDir.create(config) as run:
