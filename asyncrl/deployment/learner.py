@@ -262,8 +262,9 @@ class LearnerDeployment:
             return
         # The weights only, because the failure may have come in the middle of a step: then they belong to no state of
         # the buffer.
-        folder = folder_of(self._run_dir.checkpoints, self._log.steps[-1].version_after)
-        if folder.exists():
+        step = self._log.steps[-1].version_after
+        folder = folder_of(self._run_dir.checkpoints, step)
+        if step == 0 or folder.exists():
             return
         try:
             await asyncio.to_thread(self._save_hf, folder / HF)
