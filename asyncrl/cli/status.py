@@ -77,7 +77,7 @@ def status(
     from asyncrl.views.watch import steps_of
 
     if not directory.is_dir():
-        print_warnings([f"{directory} is not on this machine: without its records, it is not known which side waits"])
+        print_warnings([f"{directory} is not on this machine: warnings that need the run's records are not shown"])
     steps, setting = steps_of(directory, found), setting_at(directory)
     if json:
         encoded = status_json(found, steps=steps, setting=setting)

@@ -139,6 +139,7 @@ class Coordinator:
             replicas=self._views(),
             reports=dict(replicas.reports),
             deployments=tuple(registry.live()),
+            learner_state_seconds=registry.learner_state_seconds,
             quiet_s=registry.quiet_s,
             targets=registry.targets | replicas.targets(),
         )

@@ -29,6 +29,7 @@ class Registry:
 
     `timeout_s` is the time without a heartbeat after which a deployment counts as gone. `shared` is the run's shared
     config by dotted key. `learner` is the deployment that was the last to attach as a learner; it may be gone.
+    `learner_state_seconds` are its seconds by state, from its last heartbeat.
     `targets` maps the name of a process to its metrics endpoint. `published` is the newest version that a learner
     published.
     """
@@ -42,6 +43,7 @@ class Registry:
         self._progress_at_s = clock()
         self.state, self.message = RunState.STARTING, ""
         self.learner: Deployment | None = None
+        self.learner_state_seconds: dict[str, float] = {}
         self.targets: dict[str, str] = {}
         self.published: Version | None = None
 
@@ -74,12 +76,17 @@ class Registry:
                         "another run.name"
                     )
 
-    def keep(self, deployment_id: str) -> bool:
-        """Records a heartbeat of the deployment. Returns False if it is not attached."""
+    def keep(self, deployment_id: str, *, state_seconds: Mapping[str, float] = {}) -> bool:
+        """Records a heartbeat of the deployment. Returns False if it is not attached.
+
+        `state_seconds` are the learner's seconds by state since its start.
+        """
         member = self._members.get(deployment_id)
         if member is None:
             return False
         self._members[deployment_id] = (member[0], self._clock())
+        if member[0].role is Role.LEARNER:
+            self.learner_state_seconds = dict(state_seconds)
         return True
 
     def detach(self, deployment_id: str) -> int:

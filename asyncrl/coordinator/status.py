@@ -13,6 +13,7 @@ from asyncrl.coordinator.replicas import ReplicaReport, ReplicaView
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the run at one moment. `asyncrl status` and the live view read it.
 
+    `learner_state_seconds` are the learner's seconds by state since its start; empty before its first heartbeat.
     `quiet_s` is the time since the last progress (a committed group, an acked step, a new state), seconds.
     """
 
@@ -31,5 +32,6 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[ReplicaView, ...]
     reports: dict[str, ReplicaReport]
     deployments: tuple[Deployment, ...]
+    learner_state_seconds: dict[str, float]
     quiet_s: float
     targets: dict[str, str]

@@ -317,15 +317,17 @@ async def leave_run(handles: RunHandles, *, namespace: str) -> None:
             end_actors(namespace)
 
 
-async def keep_attached(handles: RunHandles, *, every_s: float) -> None:
+async def keep_attached(
+    handles: RunHandles, *, every_s: float, state_seconds: Callable[[], Mapping[str, float]] = dict
+) -> None:
     """Sends the coordinator a heartbeat of this deployment every `every_s` seconds, until it is cancelled.
 
-    A failed heartbeat is logged and sent again. It raises nothing: if the coordinator is dead, the calls that need an
-    answer from it raise the error.
+    A learner sends its seconds by state with it. A failed heartbeat is logged and sent again. It raises nothing: if the
+    coordinator is dead, the calls that need an answer from it raise the error.
     """
     while True:
         try:
-            await handles.coordinator.call(Registry.keep, handles.deployment.id)
+            await handles.coordinator.call(Registry.keep, handles.deployment.id, state_seconds=state_seconds())
         except (RunError, TimeoutError) as error:
             logger.warning("the heartbeat of %s did not reach the buffer: %s", handles.deployment.id, error)
         await asyncio.sleep(every_s)

@@ -124,7 +124,7 @@ class LearnerDeployment:
         entered.push_async_callback(self._show_end, server, failures, stop)
         for work in (
             failures.run(),
-            keep_attached(handles, every_s=config.buffer.heartbeat_timeout_s / 5),
+            keep_attached(handles, every_s=config.buffer.heartbeat_timeout_s / 5, state_seconds=self._states.seconds),
             self._targets.follow(handles.coordinator, timeout_s=config.buffer.call_timeout_s),
             self._display.run(),
         ):

@@ -77,11 +77,11 @@ class SinceStart:
 
 
 def since_start(status: RunStatus, steps: Sequence[StepRecord], *, setting: Setting | None = None) -> SinceStart:
-    """Returns the facts since the start of the run. The learner's shares, and so the bottleneck, need a record."""
+    """Returns the facts since the start of the run. The bottleneck needs heartbeats of both sides."""
     facts = with_status(
         facts_of_steps(steps, setting=setting or Setting(), failures={}, recent=False), status, recent=False
     )
-    learner = shares_of(steps[-1].learner_state_s) if steps else None
+    learner = shares_of(status.learner_state_seconds)
     generators = shares_of(mean_states(status.reports.values()))
     return SinceStart(
         learner_shares=learner,

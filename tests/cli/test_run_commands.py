@@ -136,7 +136,7 @@ def test_json_is_a_line_for_programs_and_indented_on_a_terminal(
     assert (len(printed.splitlines()) == 1) is not terminal
 
 
-def test_status_says_what_limits_the_run_by_its_records_and_json_says_the_same(
+def test_status_says_what_limits_the_run_and_json_says_the_same(
     live: RunStatus, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status(Path("quick"), json=True)
@@ -166,6 +166,8 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunStatus]
     monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
     monkeypatch.setattr(cluster, "find_run", lambda _: SimpleNamespace(call=answer))
     with run_in(tmp_path / "runs") as run:  # it holds the lock: without it, the run would count as dead
-        run.append_step(make_step(0, learner_state_s={"waiting_for_groups": 6.0, "optimizer": 2.0}))
-        found = status_of(run.path, reports={"generator-a": report}, targets=targets)
+        run.append_step(make_step(0))
+        seconds = {"waiting_for_groups": 6.0, "optimizer": 2.0}
+        reports = {"generator-a": report}
+        found = status_of(run.path, reports=reports, targets=targets, learner_state_seconds=seconds)
         yield found

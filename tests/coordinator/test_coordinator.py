@@ -227,6 +227,18 @@ async def test_who_asks_whether_it_may_join_has_not_joined() -> None:
 
 
 @pytest.mark.asyncio
+async def test_the_status_has_the_learners_seconds_by_state_of_its_last_heartbeat() -> None:
+    coordinator = made(ClearedRows())
+    generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8)
+    for each in (FIRST, generator):
+        await coordinator.attach(each, shared=SHARED)
+    assert coordinator.status().learner_state_seconds == {}
+    coordinator.registry.keep(FIRST.id, state_seconds={"optimizer": 2.0})
+    coordinator.registry.keep(generator.id)
+    assert coordinator.status().learner_state_seconds == {"optimizer": 2.0}
+
+
+@pytest.mark.asyncio
 async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() -> None:
     coordinator = made(ClearedRows())
     for name, address in (("a", "127.0.0.1:1"), ("b", "127.0.0.1:2"), ("starting", "")):

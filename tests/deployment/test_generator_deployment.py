@@ -143,7 +143,7 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
     kept = asyncio.Event()
     calls: list[object] = []
 
-    async def call(method: object, *_: Any) -> int:
+    async def call(method: object, *_: Any, **__: Any) -> int:
         calls.append(method)
         if method is Registry.keep:
             kept.set()

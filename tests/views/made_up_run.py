@@ -128,6 +128,7 @@ def make_status(**changed: Any) -> RunStatus:
             Deployment(id="learner-d", role=Role.LEARNER, host="h", pid=1),
             Deployment(id="generator-d", role=Role.GENERATOR, host="h", pid=2),
         ),
+        "learner_state_seconds": {},
         "quiet_s": 0.0,
         "targets": {},
     }

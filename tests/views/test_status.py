@@ -1,6 +1,5 @@
 """`asyncrl status`: every line names its subject, and the learner is shown as training only when it trains."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import FailureClass
-from asyncrl.learner.records import StepRecord
 from asyncrl.views.status import since_start, status_json, status_lines
 
 
@@ -53,23 +51,28 @@ def test_versions_are_steps_and_the_incarnation_is_named_from_the_second_on() ->
 
 
 SHARES = {"waiting_for_groups": 6.0, "optimizer": 4.0}
-STEPS = [make_step(0, learner_state_s={"starting": 1.0}), make_step(1, learner_state_s=SHARES)]
+STEPS = [make_step(0), make_step(1)]
+
+
+def busy_status(**changed: Any) -> RunStatus:
+    """Returns the status of a run whose learner waits for groups most of the time."""
+    return make_status(**({"learner_state_seconds": SHARES} | changed))
 
 
 def test_what_limits_the_run_is_said_when_both_sides_are_known() -> None:
-    (line,) = [line for line in status_lines(make_status(), steps=STEPS) if line.startswith("since the start")]
+    (line,) = [line for line in status_lines(busy_status()) if line.startswith("since the start")]
     assert "The learner waits for groups 60 % of the time, and" not in line
     assert "The learner waits for groups 60 % of the time: " in line
-    alone = make_status(reports={}, replicas=())
-    assert not [line for line in status_lines(alone, steps=STEPS) if line.startswith("since the start")]
+    alone = busy_status(reports={}, replicas=())
+    assert not [line for line in status_lines(alone) if line.startswith("since the start")]
     assert not [line for line in status_lines(make_status()) if line.startswith("since the start")]
 
 
 @pytest.mark.parametrize("seconds", [{}, {"waiting_for_groups": 0.0}])
 def test_of_no_time_there_are_no_shares_and_no_sentence(seconds: dict[str, float]) -> None:
-    steps = [make_step(0, learner_state_s=seconds)]
-    assert status_lines(make_status(), steps=steps) == status_lines(make_status())
-    assert told(steps) == {
+    status = make_status(learner_state_seconds=seconds)
+    assert status_lines(status) == status_lines(make_status())
+    assert told(status) == {
         "learner_shares": None,
         "generator_shares": {"generating": 0.9, "idle": 0.1},
         "bottleneck": None,
@@ -78,13 +81,13 @@ def test_of_no_time_there_are_no_shares_and_no_sentence(seconds: dict[str, float
 
 
 def test_json_has_all_that_the_buffer_knows_and_what_limits_the_run() -> None:
-    status = make_status()
+    status = busy_status()
     assert msgspec.json.decode(status_json(status, steps=STEPS), type=RunStatus) == status
     sentence = (
         "The learner waits for groups 60 % of the time: add generators, or slots (generator.max_concurrent_groups) "
         "where cores or GPUs are free."
     )
-    assert told(STEPS) == {
+    assert told(status) == {
         "learner_shares": {"waiting_for_groups": 0.6, "optimizer": 0.4},
         "generator_shares": {"generating": 0.9, "idle": 0.1},
         "bottleneck": {"bound": "generators", "sentence": sentence},
@@ -104,7 +107,7 @@ FAILED = FailureCount(
 def test_failed_rollouts_are_counted_with_the_first_cause_and_warned_of_when_they_are_many() -> None:
     fates = dict.fromkeys(Fate, Amount()) | {Fate.TRAINED: Amount(60, 60, 60), Fate.FAILED: Amount(20, 20, 0)}
     account = Account(issued=Amount(80, 80, 60), fates=fates, events={})
-    status = make_status(failures=(FAILED,), account=account)
+    status = busy_status(failures=(FAILED,), account=account)
     lines = status_lines(status, steps=STEPS)
     assert "failed rollouts: reward_raised 20; 25% of the groups that ended" in lines
     assert "first reward_raised: KeyError: 'KEY' (tasks.py:30) for prompt '0+3='" in lines
@@ -114,7 +117,7 @@ def test_failed_rollouts_are_counted_with_the_first_cause_and_warned_of_when_the
     found = msgspec.json.decode(status_json(status, steps=STEPS))
     assert found["failures"][0]["first"]["prompt"] == "0+3="
     assert found["since_start"]["headline"]["concern"] == "failures"
-    assert not any("fail" in line for line in status_lines(make_status(), steps=STEPS))
+    assert not any("fail" in line for line in status_lines(busy_status(), steps=STEPS))
 
 
 def test_shares_of_the_generators_are_over_all_replicas() -> None:
@@ -126,7 +129,7 @@ def test_shares_of_the_generators_are_over_all_replicas() -> None:
     )
 
 
-def told(steps: Sequence[StepRecord]) -> dict[str, Any]:
+def told(status: RunStatus) -> dict[str, Any]:
     """Returns the object `since_start` of `status --json`."""
-    found: dict[str, Any] = msgspec.json.decode(status_json(make_status(), steps=steps))["since_start"]
+    found: dict[str, Any] = msgspec.json.decode(status_json(status))["since_start"]
     return found
