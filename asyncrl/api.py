@@ -64,12 +64,14 @@ def run(
     on_step: Callable[[StepRecord], object] | None = None,
     on_eval: Callable[[EvalRecord], object] | None = None,
     progress: bool = True,
+    fresh: bool = False,
 ) -> RunResult:
     """Trains a run on this machine, or on the Ray cluster at `ray.address`, and returns its result.
 
     `config` is a `Config`, the path of a YAML file, or a mapping of sections. `overrides` are merged over it; their
     keys may be dotted: `{"learner.total_steps": 20}`. `on_step` is called with the record of each step and `on_eval`
-    with the record of each held-out evaluation, in the caller's thread. `progress` prints the run's progress.
+    with the record of each held-out evaluation, in the caller's thread. `progress` prints the run's progress. A run of
+    this name that did not finish is resumed from its newest checkpoint, unless `fresh` is True.
 
     Raises what ends the run: ConfigError and DatasetError before anything has started, RunError and others of
     `asyncrl.errors` later. If a callback raises, or on Ctrl-C (in a notebook: "interrupt"), the run first ends in order
@@ -103,7 +105,8 @@ def run(
             calls.put(lambda: on_eval(record))
 
     console = Console(quiet=not progress)
-    with shown_run(checked, role="up", console=console, started_s=time.monotonic()) as (run_dir, screen):
+    with shown_run(checked, role="up", console=console, started_s=time.monotonic(), fresh=fresh) as shown:
+        run_dir, screen = shown
         from asyncrl.deployment.compose import run_both  # imports Ray
 
         run_dir.on_step, run_dir.on_eval = stepped, evaluated

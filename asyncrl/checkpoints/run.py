@@ -57,6 +57,8 @@ class RunParts:
 
     def load(self, path: Path) -> None:
         """Loads weights, optimizers and rows of the checkpoint at `path`. The ranks have started."""
+        learner = self.config.learner
+        self.policy.prepare_step(learner.groups_per_step * learner.group_size, learner.group_size)
         self.policy.load_checkpoint(*_parts(path / POLICY))
         if self.critic is not None:
             self.critic.load_checkpoint(*_parts(path / CRITIC))

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -49,6 +50,13 @@ AllowPublic = Annotated[
     typer.Option(
         "--allow-public",
         help="Allow other machines to read metrics: metrics.host may be an address that they can reach.",
+    ),
+]
+
+Fresh = Annotated[
+    bool,
+    typer.Option(
+        "--fresh", help="Begin a new run, and move the directory of an unfinished one aside. Default: resume it."
     ),
 ]
 
@@ -159,9 +167,16 @@ def clear_previous(config: Config) -> None:
 
 
 def print_previous(run_dir: "RunDir") -> None:
-    """Prints to which directory the previous run of this name was moved, if there was one."""
+    """Prints from which checkpoint the run continues, or to which directory the previous run of this name was moved."""
+    from asyncrl.views.quantities import duration
+
     if run_dir.previous is not None:
         print_warnings([f"the previous run is now {run_dir.previous}"])
+    if (resumed := run_dir.resumed) is not None:
+        typer.echo(
+            f"resuming run {run_dir.path.name} from step {resumed.step}: the checkpoint {resumed.path} is "
+            f"{duration(max(0.0, time.time() - resumed.saved_at))} old (--fresh begins a new run)"
+        )
 
 
 def again(

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoints.directory import folder_of
-from asyncrl.checkpoints.run import HF, RunParts
+from asyncrl.checkpoints.run import HF, RunParts, read_snapshot
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
 from asyncrl.deployment.closing import Stopped, running, unless_stopped
@@ -106,7 +107,12 @@ class LearnerDeployment:
         self._display.enter("making prompts")
         prompts = await self._prompts
         self._display.enter("starting the buffer")
-        handles = await enter_run(config, deployment=new_deployment(Role.LEARNER), tasks=prompts.train)
+        resumed, restored = self._run_dir.resumed, None
+        if resumed is not None:
+            restored = Restored(snapshot=read_snapshot(resumed.path), lineage=self._run_dir.lineage)
+        handles = await enter_run(
+            config, deployment=new_deployment(Role.LEARNER), tasks=prompts.train, restored=restored
+        )
         entered.push_async_callback(self._leave, handles)
         entered.push_async_callback(asyncio.to_thread, self._log.close)
         metrics = described_metrics(config)
@@ -174,21 +180,27 @@ class LearnerDeployment:
             self._display.enter("starting the critic's ranks")
             await unless_stopped(stop, asyncio.to_thread(critic.start))
 
-        loop = self._loop(handles, policy, critic, prompts, metrics, tokenizer)
+        parts = RunParts(config=config, policy=policy, critic=critic, lineage=handles.lineage, packages=provenance())
+        if (resumed := self._run_dir.resumed) is not None:
+            self._display.enter(f"restoring step {resumed.step}")
+            await asyncio.to_thread(parts.load, resumed.path)
+        loop = self._loop(handles, parts, prompts, metrics, tokenizer)
         self._display.phase = lambda: loop.phase
         return await loop.run(stop)
 
     def _loop(
         self,
         handles: RunHandles,
-        policy: TQPolicy,
-        critic: TQValue | None,
+        parts: RunParts,
         prompts: Prompts,
         metrics: LearnerMetrics,
         tokenizer: Any,
     ) -> LearnerLoop:
         """Builds the learner's loop from its parts. The ranks have started."""
-        config = self._config
+        config, policy = self._config, parts.policy
+        resumed, before = self._run_dir.resumed, self._log.before
+        # The time of a resumed run continues from its last record.
+        started_s = self._screen.started_s - (before.wall_s if before else 0.0)
 
         publisher = Publisher(
             policy=policy,
@@ -209,18 +221,21 @@ class LearnerDeployment:
             replicas=ReplicaClient(namespace=config.run.name, timeout_s=config.eval.timeout_s),
             log=log,
             metrics=metrics,
-            started_s=self._screen.started_s,
+            started_s=started_s,
         )
-        parts = RunParts(config=config, policy=policy, critic=critic, lineage=handles.lineage, packages=provenance())
         self._checkpoints = Checkpoints(
-            config.checkpoint, folder=self._run_dir.checkpoints, write=parts.write, metrics=metrics
+            config.checkpoint,
+            folder=self._run_dir.checkpoints,
+            write=parts.write,
+            metrics=metrics,
+            restored_step=resumed.step if resumed else 0,
         )
         self._save_hf = policy.save_hf
         return LearnerLoop(
             config=config,
             incarnation=handles.lineage.incarnation,
             policy=policy,
-            critic=critic,
+            critic=parts.critic,
             publisher=publisher,
             coordinator=handles.coordinator,
             heldout=heldout,
@@ -229,7 +244,8 @@ class LearnerDeployment:
             metrics=metrics,
             states=self._states,
             decode=lambda ids, special: str(tokenizer.decode(list(ids), skip_special_tokens=not special)),
-            started_s=self._screen.started_s,
+            started_s=started_s,
+            before=before,
         )
 
     async def _check_trained(self, failures: FailureWatch) -> None:

@@ -30,7 +30,8 @@ class Checkpoints:
     """Saves checkpoints below `folder` and deletes old ones.
 
     `write` writes the checkpoint of a snapshot's moment at the given path (`asyncrl.checkpoints.run`). It must write
-    the whole directory or nothing, and it may block: it is called in a thread.
+    the whole directory or nothing, and it may block: it is called in a thread. `restored_step` is the step of the
+    checkpoint from which the run was resumed.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Checkpoints:
         folder: Path,
         write: Callable[[Path, RunSnapshot], None],
         metrics: LearnerMetrics,
+        restored_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -47,7 +49,7 @@ class Checkpoints:
         self._write = write
         self._metrics = metrics
         self._clock = clock
-        self._saved = 0  # the step of the newest checkpoint; step 0 needs none
+        self._saved = restored_step  # the step of the newest checkpoint; step 0 needs none
         self.unsaved: CheckpointError | None = None
         """The error that prevented the save of the final weights; None when there was no such error."""
 

@@ -34,7 +34,7 @@ from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.progress import check_progress
 from asyncrl.learner.publication import Publisher
 from asyncrl.learner.recording import EndedStep, StepRecorder
-from asyncrl.learner.records import RunTotals
+from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.learner.run_log import RunLog
 from asyncrl.learner.stages import Stages
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -59,7 +59,8 @@ class LearnerLoop:
 
     `incarnation` is the number that the learner got from the coordinator when it attached. All of its calls carry it.
     `states` counts the seconds of the learner's process by state; its state is `starting` until `run` is called.
-    `started_s` is the start of the run on the monotonic clock `clock`.
+    `started_s` is the start of the run on the monotonic clock `clock`. `before` is the last record of a run that is
+    resumed.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class LearnerLoop:
         states: StateClock,
         decode: Decode,
         started_s: float,
+        before: StepRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -98,6 +100,7 @@ class LearnerLoop:
             decode=decode,
             elapsed_s=lambda: clock() - started_s,
             state_seconds=states.seconds,
+            before=before,
         )
         self._nonfinite_in_a_row = 0
         self._due: RunSnapshot | None = None  # of the step whose checkpoint is due
@@ -113,7 +116,10 @@ class LearnerLoop:
         await self._coordinator.call(LearnerCalls.pause, self._incarnation)
         first = version = (await self._coordinator.call(Coordinator.status)).version
         await self._publish(version)
-        await self._evaluate(version, stop)
+        if self._recorder.before is None:
+            await self._evaluate(version, stop)
+        else:  # the run was resumed, and has evaluated its first version
+            await self._publisher.settle()
         await self._coordinator.call(LearnerCalls.resume, self._incarnation)
         await self._coordinator.call(LearnerCalls.set_state, self._incarnation, RunState.RUNNING)
         self.phase = "training"
