@@ -154,7 +154,7 @@ class StepRecorder:
             ),
             weight_updates=sum(entry.weight_updates for entry in status.reports.values()),
             mid_sequence_updates=self._mid_sequence_updates,
-            diagnostics={name: _finite(value) for name, value in _diagnostics(step).items()} | measured,
+            diagnostics=measured | {name: _finite(value) for name, value in _diagnostics(step).items()},
         )
 
     # --- samples ------------------------------------------------------------------------------------------------
