@@ -35,7 +35,12 @@ COLUMNS = {
 def run(seed: int, directory: Path, overrides: list[str]) -> dict[str, Any]:
     """Runs the quickstart with one seed and returns its summary."""
     command = [sys.executable, "-m", "asyncrl", "up", "-c", "configs/quickstart.yaml", f"run.seed={seed}"]
-    command += [f"model.tiny.seed={seed}", f"run.dir={directory}", f"model.path={directory / 'model'}", *overrides]
+    command += [
+        f"model.tiny.seed={seed}",
+        f"run.dir={directory}",
+        f"model.path={directory.parent / f'model-{seed}'}",
+        *overrides,
+    ]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=sys.stderr)
     summary: dict[str, Any] = json.loads((directory / "quickstart" / "summary.json").read_bytes())
     return {"seed": seed, **summary}

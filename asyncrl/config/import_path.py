@@ -23,7 +23,8 @@ BUILT_IN_NAMES: Mapping[str, Sequence[str]] = {
 }
 """Built-in names that a key accepts instead of an import path."""
 
-_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_IMPORT_PATH = re.compile(r"[^\W\d][\w-]*(\.[^\W\d][\w-]*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""A module's file name may have a hyphen: importlib finds it."""
 
 
 def is_import_path(value: str) -> bool:

@@ -1,4 +1,4 @@
-"""The Ray actor that runs the coordinator. `run.names.COORDINATOR` is its name."""
+"""The Ray actor that runs the coordinator. `asyncrl.common.names.COORDINATOR` is its name."""
 
 from collections.abc import Sequence
 from typing import Any

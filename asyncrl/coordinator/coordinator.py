@@ -163,7 +163,7 @@ class Coordinator:
         again = f"end the run with `asyncrl down {name}`, then start it again"
         if state in _OVER:
             why = f": {self.registry.message}" if self.registry.message else ""
-            raise LearnerNotRestored(f"run {name!r} is {state}{why}; wait until its generators have left, or {again}")
+            raise LearnerNotRestored(f"run {name!r} is {state}{why}; {again}")
         if restored is not None and self._untouched:
             return
         if step:

@@ -1,7 +1,7 @@
 """The calls of the learner. Each carries the incarnation that the learner got when it attached.
 
-If another learner has taken over, the calls of the earlier one raise Fenced and change nothing. So a learner that was
-only slow cannot train beside its successor.
+If another learner has taken over, the calls of the earlier one raise Fenced and change nothing here. So a learner that
+was only slow ends at its next call, and no step of it is counted.
 """
 
 from collections.abc import Callable, Sequence

@@ -41,7 +41,7 @@ def gather_columns(columns: Mapping[str, Any], group: dist.ProcessGroup | None) 
     """Returns the columns of every rank of `group`, in rank order. It is a collective and is not differentiable.
 
     Shapes may differ between ranks, and a rank may have no columns. Columns are sent pickled, tensors by way of the
-    CPU. A tensor arrives on the same kind of device as on its rank.
+    CPU. A tensor arrives on the device of this rank's column, or on the kind of device that it had on its rank.
     """
     # a copy, because pickling a view would send the storage of the whole batch
     on_cpu = {
@@ -51,7 +51,8 @@ def gather_columns(columns: Mapping[str, Any], group: dist.ProcessGroup | None) 
     devices = {key: column.device.type for key, column in columns.items() if isinstance(column, torch.Tensor)}
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (on_cpu, devices), group=group)
+    own = {key: column.device for key, column in columns.items() if isinstance(column, torch.Tensor)}
     return [
-        {key: column.to(devices[key]) if key in devices else column for key, column in found.items()}
-        for found, devices in gathered
+        {key: column.to(own.get(key, kinds[key])) if key in kinds else column for key, column in found.items()}
+        for found, kinds in gathered
     ]

@@ -58,17 +58,18 @@ class PartitionedClient(DataPlaneClient):
         fields: Mapping[str, Any] | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
+        index = self._index  # raises RunError if the client is closed, before any row is stored
         ids = list(sample_ids)
         columns = encode({} if fields is None else fields)  # `fields or {}` would raise for a TensorDict
         given_tags = None if tags is None else [dict(tag) for tag in tags]
         _check_put(ids, columns, given_tags)
         if partition_id not in self._registered:  # a partition stays registered, so one check for each is enough
-            self._index.call(Partitions.fields_of, partition_id, [])  # raises KeyError before any row is stored
+            index.call(Partitions.fields_of, partition_id, [])  # raises KeyError before any row is stored
             self._registered.add(partition_id)
         lengths: list[int] | None = []
         if ids:
             where = self._store(partition_id, ids, columns)
-            lengths = self._index.call(
+            lengths = index.call(
                 Partitions.produce,
                 partition_id,
                 ids,

@@ -194,12 +194,15 @@ class GeneratorDeployment:
             if status.state in (RunState.FINISHED, RunState.FAILED):
                 logger.info("the run is %s", status.state)
                 return
-            if status.state is RunState.RUNNING and status.quiet_s > self._config.run.stall_timeout_s:
+            learner = any(deployment.role is Role.LEARNER for deployment in status.deployments)
+            # A learner that closes the run evaluates and saves, which may take longer.
+            may_stall = status.state is RunState.RUNNING or (status.state is RunState.CLOSING and not learner)
+            if may_stall and status.quiet_s > self._config.run.stall_timeout_s:
                 raise StallError(
                     f"no group was committed and no step was trained for {status.quiet_s:.0f} s "
                     f"(run.stall_timeout_s = {self._config.run.stall_timeout_s:g}); {status.counts.ready} groups are "
                     "ready for the learner, which is "
-                    f"{'attached' if any(d.role is Role.LEARNER for d in status.deployments) else 'gone'}; see the "
+                    f"{'attached' if learner else 'gone'}; see the "
                     "learner's log for the cause"
                 )
             for replica in [r for r in replicas if r.running is not None and r.running.done()]:

@@ -160,7 +160,7 @@ class StepRecorder:
             ),
             weight_updates=self._weight_updates(status),
             mid_sequence_updates=self._mid_sequence_updates,
-            diagnostics={name: _finite(value) for name, value in _diagnostics(step).items()} | measured,
+            diagnostics=measured | {name: _finite(value) for name, value in _diagnostics(step).items()},
         )
 
     def _weight_updates(self, status: RunStatus) -> int:

@@ -158,7 +158,7 @@ class TQPolicy(Policy):
         rows = NamedRows(meta, self._data_plane, (*DP_TRAIN_FIELDS, "weight_versions"))
         return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer)
 
-    # -- methods that other trainers on TransferQueue override or call ---------------------------------------------
+    # -- methods that other trainers on TransferQueue call ---------------------------------------------------------
 
     def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
         """Calls `DataPlane.stamp_width`."""

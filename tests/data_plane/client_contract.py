@@ -361,9 +361,16 @@ class ClientContract:
         batch = client.get_data(meta)
         assert (list(batch), batch.size) == (["input_ids", "text"], 0)
 
-    def test_closing_is_idempotent_and_final(self, connect: Connect) -> None:
+    def test_closing_is_idempotent_and_final(self, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
         client = connect()
+        name = f"train-{uuid4().hex[:8]}"
+        client.register_partition(name, FIELDS, 4, ["train"])
+        client.put_samples(IDS[:1], name, fields={"kept": torch.ones(1)})
+        client.clear_samples(None, name)
         client.close()
         client.close()
         with pytest.raises(RunError, match="closed"):
             client.rows_outstanding()
+        monkeypatch.setattr(client, "_store", None)  # must not be called
+        with pytest.raises(RunError, match="closed"):
+            client.put_samples(IDS[:1], name, fields={"kept": torch.ones(1)})

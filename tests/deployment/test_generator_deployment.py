@@ -16,7 +16,7 @@ from asyncrl.coordinator.status import RunStatus
 from asyncrl.deployment import generators
 from asyncrl.deployment.generators import COUNT_EVERY_S, GeneratorDeployment, Progress, _Replica
 from asyncrl.deployment.inputs import Prompts
-from asyncrl.errors import CallTimeout, ConfigError, GeneratorPoolExhausted, RunError
+from asyncrl.errors import CallTimeout, ConfigError, GeneratorPoolExhausted, RunError, StallError
 
 
 def deployment_of(config: Config) -> GeneratorDeployment:
@@ -212,3 +212,40 @@ async def test_a_deployment_that_lost_a_replica_goes_on_while_enough_are_left(
                 await watching
     assert ended == ["generator-b"]
     left.running.cancel()
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F5")
+@pytest.mark.parametrize(
+    ("state", "learner", "ends"),
+    [
+        (RunState.RUNNING, True, True),
+        (RunState.CLOSING, False, True),
+        (RunState.CLOSING, True, False),
+        (RunState.STARTING, False, False),
+    ],
+)
+async def test_a_deployment_ends_when_nothing_moves_or_the_learner_died_while_it_closed_the_run(
+    monkeypatch: pytest.MonkeyPatch, state: RunState, learner: bool, ends: bool
+) -> None:
+    monkeypatch.setattr(generators, "WATCH_EVERY_S", 0.0)
+    deployment = deployment_of(Config())
+    whole = make_status(state=state, quiet_s=deployment._config.run.stall_timeout_s + 1.0)
+    asked = 0
+
+    async def status(_: object) -> RunStatus:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            return msgspec.structs.replace(whole, state=RunState.FINISHED)
+        return whole if learner else msgspec.structs.replace(whole, deployments=whole.deployments[1:])
+
+    handles: Any = SimpleNamespace(coordinator=SimpleNamespace(call=status))
+    watching = deployment._watch([_Replica("generator-a", handle=None)], handles, asyncio.Event())
+    async with asyncio.timeout(60):
+        if ends:
+            with pytest.raises(StallError, match="attached" if learner else "gone"):
+                await watching
+        else:
+            await watching
+    assert asked == (1 if ends else 3)
