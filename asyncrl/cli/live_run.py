@@ -84,7 +84,7 @@ def shown_run(
 
 
 @contextlib.contextmanager
-def reported_run(config: Config, *, role: str, fresh: bool) -> Iterator[RunDir]:
+def reported_run(config: Config, *, role: str, fresh: bool = False) -> Iterator[RunDir]:
     """Takes the run's directory for this process and logs to it. `fresh` is that of `RunDir.create`.
 
     When the block ends in any way, run.json records how it ended, and the report is written. Raises RunLocked if
