@@ -287,7 +287,8 @@ async def _coordinator(handle: Any, config: Config) -> CoordinatorClient:
 async def ray_nodes(*, timeout_s: float) -> list[dict[str, Any]]:
     """Returns Ray's list of the cluster's nodes, which includes dead nodes. Raises RunError or TimeoutError."""
     try:
-        return await asyncio.wait_for(asyncio.to_thread(ray.nodes), timeout_s)
+        async with asyncio.timeout(timeout_s):  # `asyncio.wait_for` may lose a cancellation
+            return await asyncio.to_thread(ray.nodes)
     except (RayError, RuntimeError) as error:
         raise RunError(f"Ray does not list its nodes: {error}") from error
 
