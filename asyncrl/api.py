@@ -44,7 +44,7 @@ Training = Callable[[asyncio.Event], Coroutine[Any, Any, Summary | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run left: its directory, with `report.html`, and its numbers.
+    """The result of a run: its directory, with `report.html`, and its numbers.
 
     `steps` has one record for each step, also for skipped ones, and `evals` one for each held-out evaluation. `weights`
     is the folder of the newest saved weights, which vLLM and transformers load; None if the run saved none.

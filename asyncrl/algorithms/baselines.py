@@ -161,7 +161,7 @@ class OwnEstimator(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Advantage = Outcome | CriticBased | OwnEstimator
-"""What `algorithm.advantage` may name: a row of one of the two tables below, or an estimator of the user."""
+"""The values of `algorithm.advantage`: a name from one of the two tables below, or an estimator of the user."""
 
 OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
     {

@@ -22,7 +22,7 @@ class Refusal(StrEnum):
     STALENESS: rule (1) of `staleness.py` admits no more. CAPACITY: the buffer is full. NO_PROMPTS: the prompts have run
     out. NO_STEPS: the groups in flight already fill every step up to `total_steps`. PAUSED: admission is paused.
     TOO_MANY_FAILURES: the run is about to end, because `generator.max_data_failures` groups failed in a row.
-    OLD_INCARNATION: the version is of another incarnation of the learner.
+    OLD_INCARNATION: the learner's weights are not made from this version (`asyncrl.common.lineage`).
     """
 
     STALENESS = "staleness"

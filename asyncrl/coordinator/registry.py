@@ -29,9 +29,8 @@ class Registry:
 
     `timeout_s` is the time without a heartbeat after which a deployment counts as gone. `shared` is the run's shared
     config by dotted key. `learner` is the deployment that was the last to attach as a learner; it may be gone.
-    `learner_state_seconds` are its seconds by state, from its last heartbeat.
-    `targets` maps the name of a process to its metrics endpoint. `published` is the newest version that a learner
-    published.
+    `learner_state_seconds` are its seconds by state, from its last heartbeat. `targets` maps the name of a process to
+    its metrics endpoint. `published` is the newest version that a learner published.
     """
 
     def __init__(self, *, shared: Mapping[str, object], timeout_s: float, clock: Callable[[], float]) -> None:

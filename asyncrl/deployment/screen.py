@@ -1,4 +1,4 @@
-"""What a run shows on its terminal: the live view, and permanent lines above it."""
+"""Shows a run on its terminal: the live view, and permanent lines above it."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the policy's objective needs before the first pass of a step: columns, token counts, and calibrated bounds."""
+"""Prepares the policy's objective before the first pass of a step: columns, token counts, and calibrated bounds."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

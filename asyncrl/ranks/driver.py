@@ -31,8 +31,8 @@ R = TypeVar("R")
 class Stage:
     """One pass over the rows by all ranks.
 
-    A timer measures its parts `<name>/shard_data` and `<name>/ranks`, and nests them in whatever stage the caller
-    measures. If `micro_batch_size` is given, that number of rows of a rank shares a padded pass.
+    A timer measures its parts `<name>/shard_data` and `<name>/ranks`, below the stage that the caller measures. If
+    `micro_batch_size` is given, that number of rows of a rank shares a padded pass.
     """
 
     name: str

@@ -23,7 +23,7 @@ LossT = TypeVar("LossT", LossFunction, ValueLossFunction)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateContext(Generic[LossT]):
-    """What the passes of one update have in common.
+    """The arguments that all passes of one update share.
 
     `counts` are the update's `global_valid_seqs` and `global_valid_toks`. `step` is the version of the weights; without
     it, no token counts as on-policy. With `sole_update`, the weights are still those of the step's start.
