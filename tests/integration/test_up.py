@@ -9,7 +9,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,9 +215,10 @@ def test_every_process_is_scraped_once_although_it_is_found_twice(watched: Watch
     for role, line in found.items():
         assert line.labels["job"] == ("ray" if role == "ray" else "asyncrl")
         moments = [moment for moment, _ in line.points]
-        often_s = 15 if role == "ray" else 1
-        apart_s = min((after - before for before, after in pairwise(moments)), default=math.inf)
-        assert apart_s > often_s / 2, f"{role}: two scrapes in {often_s} s"
+        # Prometheus drops the scrapes for which a busy machine has no time, so there can be fewer of them. Two scrapes
+        # can be close together after a late one, so their distance shows nothing.
+        most = (moments[-1] - moments[0]) / (15 if role == "ray" else 1) + 2
+        assert len(moments) <= most, f"{role}: {len(moments)} scrapes where one target has at most {most:.0f}"
 
 
 def test_prometheus_sees_the_last_values_and_no_target_that_is_listed_and_dead(watched: WatchedRun) -> None:
