@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.cli.options import LINE_EVERY_STEPS, clear_previous, print_outcome, print_previous, weights_named
+from asyncrl.cli.restarts import restarts
 from asyncrl.cli.terminal import show_cursor
 from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
@@ -53,6 +54,7 @@ def live_run(
     `runner` imports the function that runs the deployments. `importing` is the phase that is shown meanwhile. `again`
     is the command that started the run, without `asyncrl`. An unfinished run is resumed, unless `fresh` is True.
     """
+    fresh = fresh and not restarts()
     shown = shown_run(config, role=role, console=Console(), started_s=monotonic_at_process_start(), fresh=fresh)
     with shown as (run_dir, screen):
         if importing is not None:

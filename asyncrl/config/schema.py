@@ -61,6 +61,9 @@ class RunSection(Section):
     step."""
     shutdown_grace_s: PositiveFloat = 20.0
     """Seconds that a deployment may take to end cleanly after SIGTERM."""
+    max_restarts: Annotated[NonNegativeInt, PER_DEPLOYMENT] = 3
+    """Number of times within an hour that `asyncrl up` and `asyncrl learner` start again by themselves after a process
+    of the run has died. Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""
 
 
 class TinyModelSection(Section):

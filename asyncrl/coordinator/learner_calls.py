@@ -17,7 +17,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.coordinator.waiting import Waiting
-from asyncrl.errors import Fenced
+from asyncrl.errors import Fenced, RunEnded
 from asyncrl.metrics.recorders import BufferMetrics
 
 _NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
@@ -139,7 +139,8 @@ class LearnerCalls:
         self._registry.set_state(state, message)
 
     def _check(self, incarnation: int) -> None:
-        """Raises Fenced if the call comes from a learner that was replaced."""
+        """Raises Fenced if the call comes from a learner that was replaced, and RunEnded if `asyncrl down` ended the
+        run."""
         live = self._buffer.version.incarnation
         if incarnation != live:
             self._buffer.ledger.count(Event.LEARNER_FENCED)
@@ -147,3 +148,5 @@ class LearnerCalls:
                 f"this learner (incarnation {incarnation}) was silent for longer than buffer.heartbeat_timeout_s, and "
                 f"another learner (incarnation {live}) has taken over; this learner ends"
             )
+        if self._registry.state is RunState.FAILED:
+            raise RunEnded(self._registry.message)

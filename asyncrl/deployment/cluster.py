@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from ray.exceptions import RayError
 
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.names import COORDINATOR, WEIGHTS
-from asyncrl.common.roles import Role
+from asyncrl.common.roles import Role, RunState
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.actor import CoordinatorActor
@@ -53,6 +54,8 @@ ACTOR_CONCURRENCY = 10_000
 """Maximum number of concurrent calls of an actor. It is large because calls that wait, e.g. for a ticket, count too."""
 STATUS_TIMEOUT_S = 10.0
 """Deadline of a call to the coordinator from a command such as `status`, seconds."""
+END_S = 30.0
+"""Time that the deployments of a run have to leave after `asyncrl down`, seconds."""
 Started = TypeVar("Started")
 
 STARTS = 3
@@ -332,6 +335,21 @@ async def keep_attached(
         except (RunError, TimeoutError) as error:
             logger.warning("the heartbeat of %s did not reach the buffer: %s", handles.deployment.id, error)
         await asyncio.sleep(every_s)
+
+
+def end_run(name: str) -> list[str]:
+    """Ends the run `name` on the joined cluster for good. Returns the names of its shared actors, which it kills.
+
+    Before that, the run's deployments hear that it has ended, so that none of them starts again. They get `END_S`
+    seconds to leave.
+    """
+    with contextlib.suppress(RunError):  # there is no such run, or its buffer is dead already
+        run = find_run(name)
+        asyncio.run(run.call(Registry.set_state, RunState.FAILED, "`asyncrl down` ended the run"))
+        deadline_s = time.monotonic() + END_S
+        while asyncio.run(run.call(Coordinator.status)).deployments and time.monotonic() < deadline_s:
+            time.sleep(0.2)  # polls other processes
+    return end_actors(name)
 
 
 def end_actors(namespace: str) -> list[str]:
