@@ -117,5 +117,10 @@ def _root() -> None:
 def main() -> None:
     """Runs the command in `sys.argv`, in a child process if it is supervised."""
     if sys.argv[1:2] and sys.argv[1] in SUPERVISED:
-        supervise()
+        on_purpose = supervise()
+        try:
+            app()
+        except SystemExit:  # every command ends with it; other exceptions are unexpected
+            on_purpose()
+            raise
     app()

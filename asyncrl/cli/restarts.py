@@ -1,8 +1,8 @@
-"""Starts a command again that was killed, or that failed with an error that another start mends.
+"""Starts a command again that has died, or that failed with an error that another start mends.
 
 `supervise` forks before Ray or torch is imported. The child runs the command. The parent has no other work than to
 start the next child, so it stays alive when the child is killed or runs out of memory. The command in each child
-decides whether it may restart the run (`check_restart`), because only the command knows the configuration.
+decides whether it may restart the run (`before_start.check_restart`), because only the command knows the configuration.
 """
 
 import contextlib
@@ -10,6 +10,8 @@ import os
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from asyncrl.parent_death import die_with
 
@@ -28,20 +30,23 @@ def restarts() -> int:
     return _restarts
 
 
-def supervise() -> None:
+def supervise() -> Callable[[], None]:
     """Returns in a child process, which runs the command. This process waits for it and then exits with its exit code.
 
-    If a signal killed the child, or if its exit code is `RESTART_MENDS`, the next child is started, and `supervise`
-    returns there. SIGTERM, SIGINT and SIGHUP are passed on to the child. After one of them, no child is started.
+    The child calls the returned function right before it exits on purpose. The next child is started, and `supervise`
+    returns there, if a child has ended without that call (it was killed, or a library ended it), or has the exit code
+    `RESTART_MENDS`. SIGTERM, SIGINT and SIGHUP are passed on to the child. After one of them, no child is started.
 
     Must be called in the main thread, before any other thread was started.
     """
+    global _restarts
     # A signal that is ignored (SIGHUP, under nohup) would still be reported to `sigwait` while it is blocked.
     ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ending, signal.SIGCHLD})
     starts: deque[float] = deque()
     while True:
         parent = os.getpid()
+        told, tell = os.pipe()
         child = os.fork()
         if child == 0:
             # A process group of its own: a signal to the group of the terminal, or from `timeout`, reaches this process
@@ -49,13 +54,16 @@ def supervise() -> None:
             os.setpgid(0, 0)
             die_with(parent)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            global _restarts
+            os.close(told)
             _restarts = len(starts)
-            return
+            return partial(_tell, tell)
+        os.close(tell)
         status, asked = _wait(child, ending)
+        on_purpose = _was_told(told)
         code = os.waitstatus_to_exitcode(status)
-        if asked or (code >= 0 and code != RESTART_MENDS):
-            _exit(code if code >= 0 else 128 - code)
+        if asked or (on_purpose and code != RESTART_MENDS):
+            # The child has written all output. Buffers that were copied at the fork must not be flushed again.
+            os._exit(code if code >= 0 else 128 - code)
         now_s = time.monotonic()
         starts.append(now_s)
         while now_s - starts[0] > WINDOW_S:
@@ -78,6 +86,16 @@ def _wait(child: int, ending: set[signal.Signals]) -> tuple[int, bool]:
             return status, asked
 
 
-def _exit(code: int) -> None:
-    # The child has written all output. Flushing buffers that were copied at the fork would repeat a part of it.
-    os._exit(code)
+def _tell(pipe: int) -> None:
+    os.write(pipe, b".")
+
+
+def _was_told(pipe: int) -> bool:
+    """Returns whether the child wrote to the pipe, and closes it."""
+    os.set_blocking(pipe, False)  # a process that the child left may still have the other end
+    try:
+        return os.read(pipe, 1) == b"."
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(pipe)
