@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from asyncrl.cli.restarts import RESTART_MENDS, supervise
 from asyncrl.errors import AsyncRLError, ConfigError
 
-SUPERVISED = ("up", "learner")
+SUPERVISED = ("up",)
 """Commands that are started again when they were killed, or failed with an error that another start mends."""
 COMMANDS: dict[str, str] = {
     "up": "Run everything on this machine: Ray, generators, learner, live view.",

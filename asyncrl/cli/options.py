@@ -202,7 +202,8 @@ def weights_named(directory: Path) -> Iterator[None]:
 
 
 def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, again: Sequence[str]) -> None:
-    """Prints the last lines of a run: totals, report, weights, and the command that continues the training.
+    """Prints the last lines of a run: totals, report, weights, and the command that resumes it or continues the
+    training.
 
     `again` is the command that started the run, without `asyncrl`. Exits with status 1 if the run trained no step.
     """
@@ -210,13 +211,15 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
         typer.echo("the run ended before a step was trained", err=True)
         raise typer.Exit(1)
     from asyncrl.deployment.known_runs import newest_weights
-    from asyncrl.views.outcome import totals_lines, weights_lines
+    from asyncrl.views.outcome import lines_to_go_on, totals_lines, weights_lines
 
     typer.echo("\n".join(totals_lines(summary, total_steps=config.learner.total_steps)))
     print_headline(run_dir)
     typer.echo(f"report: {run_dir / 'report.html'}")
     if (weights := newest_weights(run_dir)) is not None:
-        typer.echo("\n".join(weights_lines(weights, config=config, again=again)))
+        finished = summary.steps >= config.learner.total_steps
+        going_on = lines_to_go_on(weights, finished=finished, config=config, again=again)
+        typer.echo("\n".join([*weights_lines(weights), *going_on]))
 
 
 def print_headline(run_dir: Path) -> None:

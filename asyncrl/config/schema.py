@@ -62,8 +62,8 @@ class RunSection(Section):
     shutdown_grace_s: PositiveFloat = 20.0
     """Seconds that a deployment may take to end cleanly after SIGTERM."""
     max_restarts: Annotated[NonNegativeInt, PER_DEPLOYMENT] = 3
-    """Number of times within an hour that `asyncrl up` and `asyncrl learner` start again by themselves after a process
-    of the run has died. Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""
+    """Number of times within an hour that `asyncrl up` starts again by itself after a process of the run has died.
+    Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""
 
 
 class TinyModelSection(Section):
@@ -437,7 +437,9 @@ class WeightsSection(Section):
 
 
 class CheckpointSection(Section):
-    """Checkpoints of the policy: `checkpoints/step-N/hf/` in the run's directory, which vLLM and transformers can load.
+    """Checkpoints of the whole run, in `checkpoints/step-N/` of its directory: models, optimizers, buffer and the rows
+    of its ready groups. The same command resumes a run from the newest one. The folder `hf/` has the policy for vLLM
+    and transformers.
 
     Training pauses while a checkpoint is written. Writing may take at most `run.stall_timeout_s`."""
 

@@ -47,15 +47,23 @@ def dropped_in_words(summary: Summary) -> str:
     return f"{words}; {closed}"
 
 
-def weights_lines(weights: Path, *, config: Config, again: Sequence[str]) -> list[str]:
-    """Returns lines that say where the newest weights of a run are, and how to use them.
-
-    `again` is the command that started the run, without `asyncrl`.
-    """
+def weights_lines(weights: Path) -> list[str]:
+    """Returns lines that say where the newest weights of a run are, and how to use them."""
     return [
         f"weights: {weights}",
         f"  use them: vllm serve {weights}",
         f'       or   transformers.AutoModelForCausalLM.from_pretrained("{weights}")',
+    ]
+
+
+def lines_to_go_on(weights: Path, *, finished: bool, config: Config, again: Sequence[str]) -> list[str]:
+    """Returns lines with the command that resumes the run, or, if it has finished, continues training in a new run.
+
+    `again` is the command that started the run, without `asyncrl`.
+    """
+    if not finished:
+        return [f"resume the run: {shlex.join(['asyncrl', *again])}"]
+    return [
         "  continue training from them in a new run, with a new optimizer and step count:",
         f"    {command_to_go_on(again, config=config, weights=weights)}",
     ]

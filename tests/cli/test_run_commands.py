@@ -65,10 +65,20 @@ def test_the_last_lines_of_a_stopped_run_say_where_its_weights_are_and_how_to_go
     assert lines[0] == "Stopped at step 4 of 9."
     assert f"weights: {weights}" in lines
     assert f"  use them: vllm serve {weights}" in lines
+    assert lines[-1] == "resume the run: asyncrl up -c a.yaml --allow-public run.name=quick run.seed=7"
+
+
+def test_the_last_lines_of_a_finished_run_say_how_to_continue_its_training_in_a_new_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, path, summary = ended(tmp_path, steps=9)
+    (tmp_path / "quick-2").mkdir()
+    print_outcome(summary, path, config=config, again=again("up", [Path("a.yaml")], ["run.name=quick", "run.seed=7"]))
+    lines = capsys.readouterr().out.splitlines()
     assert "  continue training from them in a new run, with a new optimizer and step count:" in lines
     assert lines[-1].split() == [
-        "asyncrl", "up", "-c", "a.yaml", "--allow-public", "run.seed=7", "run.name=quick-3", f"model.path={weights}",
-        "model.tiny=null",
+        "asyncrl", "up", "-c", "a.yaml", "run.seed=7", "run.name=quick-3",
+        f"model.path={path}/checkpoints/step-9/hf", "model.tiny=null",
     ]  # fmt: skip
 
 

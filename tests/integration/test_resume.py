@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +58,23 @@ def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_t
 
     run = tmp_path / "killed"
     command = start(run_command, model_path, run)
+
+    def has_trained(steps: int) -> bool:
+        return len(records(run, "steps")) >= steps
+
+    def has_restarted(times: int) -> bool:
+        return len(resumptions(run)) == times
+
     reached = 3
-    for restart, targets in enumerate([[EVERYTHING], ["rank"], ["buffer", "weight store"], ["engine"]], start=1):
-        command.wait_for(
-            lambda: len(records(run, "steps")) >= reached, timeout_s=400, what=f"step {reached} before {targets} die"
-        )
+    for restart, targets in enumerate([[EVERYTHING], ["rank"], ["buffer", "weight store", "generator"]], start=1):
+        command.wait_for(partial(has_trained, reached), timeout_s=400, what=f"step {reached} before {targets} die")
         for target in targets:
             kill(run, target)
-        command.wait_for(lambda: len(resumptions(run)) == restart, timeout_s=400, what=f"restart {restart}")
+        command.wait_for(partial(has_restarted, restart), timeout_s=400, what=f"restart {restart}")
         reached = resumptions(run)[-1]["step"] + 2
-    command.wait_for(lambda: len(records(run, "steps")) >= reached, timeout_s=400, what=f"step {reached}")
+    command.wait_for(partial(has_trained, reached), timeout_s=400, what=f"step {reached}")
     kill(run, "row store")  # the learner makes another one, and the lost groups are generated again
-    command.wait_for(
-        lambda: len(records(run, "steps")) > reached, timeout_s=400, what="a step after the row store died"
-    )
+    command.wait_for(partial(has_trained, reached + 1), timeout_s=400, what="a step after the row store died")
     command.process.send_signal(signal.SIGINT)
     assert command.wait(400) == 0, command.output()[-4000:]
     assert json.loads((run / "run.json").read_bytes())["state"] in ("stopped", "finished")
