@@ -13,7 +13,7 @@ import msgspec
 from asyncrl.atomic_write import write_atomically
 from asyncrl.checkpoints.directory import CHECKPOINTS, RunManifest, newest
 from asyncrl.common.lineage import Lineage
-from asyncrl.complete_directory import COMPLETE
+from asyncrl.complete_directory import COMPLETE, discard
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
@@ -82,6 +82,9 @@ def begin_incarnation(directory: Path, resumed: Resumed) -> Lineage:
     for samples in (directory / "samples").glob("step-*.jsonl"):
         if int(samples.stem.removeprefix("step-")) >= resumed.step:
             samples.unlink()
+    for folder in (directory / CHECKPOINTS).glob("step-*"):
+        if folder.is_dir() and not (folder / COMPLETE).exists():  # the weights that a failed run saved at its end
+            discard(folder)
     return lineage
 
 

@@ -47,6 +47,17 @@ def info_of(run: RunDir) -> dict[str, Any]:
     return content
 
 
+def test_weights_of_lost_steps_make_room_for_the_checkpoint_of_the_same_step(tmp_path: Path) -> None:
+    """A run that fails saves its last weights without the rest of a checkpoint."""
+    first = interrupted(tmp_path, steps=5, saved=3)
+    rescued = folder_of(first.checkpoints, 5) / "hf"
+    rescued.mkdir(parents=True)
+    (rescued / "model.safetensors").touch()
+    with RunDir.create(config_in(tmp_path)) as again:
+        assert [path.name for path in again.checkpoints.iterdir()] == ["step-3"]
+        save(again, 5)
+
+
 @pytest.mark.fault("F6")
 def test_records_of_steps_that_are_lost_are_taken_out_and_kept_apart(tmp_path: Path) -> None:
     first = interrupted(tmp_path, steps=5, saved=3)
