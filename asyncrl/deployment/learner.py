@@ -18,7 +18,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
-from asyncrl.deployment.closing import Stopped, running, unless_stopped
+from asyncrl.deployment.closing import Stopped, running, unless_one_fails, unless_stopped
 from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment
 from asyncrl.deployment.inputs import Prompts, fitting_prompts
 from asyncrl.deployment.learner_display import LearnerDisplay
@@ -128,23 +128,25 @@ class LearnerDeployment:
         serving.push_async_callback(self._serve_end, server, grace)
         self._failures = failures = FailureWatch(coordinator=handles.coordinator, keep=self._run_dir.write_failures)
         entered.push_async_callback(self._show_end, server, failures, stop)
-        for work in (
-            failures.run(),
-            keep_attached(handles, every_s=config.buffer.heartbeat_timeout_s / 5, state_seconds=self._states.seconds),
-            self._targets.follow(handles.coordinator, timeout_s=config.buffer.call_timeout_s),
-            self._display.run(),
-        ):
-            await entered.enter_async_context(running(work))
+        every_s = config.buffer.heartbeat_timeout_s / 5
+        works = {
+            "failures": failures.run(),
+            "keep attached": keep_attached(handles, every_s=every_s, state_seconds=self._states.seconds),
+            "targets": self._targets.follow(handles.coordinator, timeout_s=config.buffer.call_timeout_s),
+            "display": self._display.run(),
+        }
+        beside = [await entered.enter_async_context(running(work, name=name)) for name, work in works.items()]
         await handles.coordinator.call(Registry.add_target, "learner", server.address)
         self._display.enter("preparing the model")
-        model_path = await unless_stopped(stop, self._model_path)
+        model_path = await unless_one_fails(beside, unless_stopped(stop, self._model_path))
         policy = TQPolicy(config, model_path=model_path, dp_cfg=config.data_plane)
         ranks.push_async_callback(asyncio.to_thread, policy.shutdown)
         critic: TQValue | None = None
         if config.critic is not None:
             critic = TQValue(critic_config(config), model_path=model_path)
             ranks.push_async_callback(asyncio.to_thread, critic.shutdown)
-        totals = await self._train(handles, policy, critic, model_path, prompts, metrics, stop)
+        training = self._train(handles, policy, critic, model_path, prompts, metrics, stop)
+        totals = await unless_one_fails(beside, training)
         if not stop.is_set():
             await self._check_trained(failures)
         elif self._log.trained_steps < config.learner.total_steps:
