@@ -313,8 +313,7 @@ async def leave_run(handles: RunHandles, *, namespace: str) -> None:
     Raises nothing: the deployment ends in any case, and its own error is more important.
     """
     with contextlib.suppress(Exception):
-        left = await handles.coordinator.call(Registry.detach, handles.deployment.id)
-        if left == 0:
+        if await handles.coordinator.call(Registry.detach, handles.deployment.id):
             end_actors(namespace)
 
 
