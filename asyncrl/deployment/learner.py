@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checkpoints.directory import folder_of
-from asyncrl.checkpoints.run import HF, RunParts, read_snapshot
+from asyncrl.checkpoints.directory import HF, folder_of
+from asyncrl.checkpoints.run import RunParts, read_snapshot
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.learner_calls import LearnerCalls
@@ -81,6 +81,7 @@ class LearnerDeployment:
         self._failures: FailureWatch | None = None
         self._checkpoints: Checkpoints | None = None
         self._save_hf: Callable[[Path], None] = lambda path: None
+        self._trained_step: Callable[[], int | None] = lambda: None
         self._failure = ""
         """The error that ended the run; empty if it ended in order."""
         self._ended_s = screen.started_s
@@ -232,7 +233,7 @@ class LearnerDeployment:
             metrics=metrics,
             restored_step=resumed.step if resumed else 0,
         )
-        self._save_hf = policy.save_hf
+        self._save_hf, self._trained_step = policy.save_hf, policy.trained_step
         return LearnerLoop(
             config=config,
             incarnation=handles.lineage.incarnation,
@@ -279,13 +280,13 @@ class LearnerDeployment:
         if self._checkpoints is None or not self._log.steps or self._checkpoints.unsaved is not None:
             return
         # The weights only, because the failure may have come in the middle of a step: then they belong to no state of
-        # the buffer.
-        step = self._log.steps[-1].version_after
-        folder = folder_of(self._run_dir.checkpoints, step)
-        if step == 0 or folder.exists():
-            return
+        # the buffer. The ranks may also hold the update of a step that failed before it was recorded.
         try:
-            await asyncio.to_thread(self._save_hf, folder / HF)
+            trained_step = await asyncio.to_thread(self._trained_step)
+            step = max(self._log.steps[-1].version_after, trained_step or 0)
+            folder = folder_of(self._run_dir.checkpoints, step)
+            if step > 0 and not folder.exists():
+                await asyncio.to_thread(self._save_hf, folder / HF)
         except Exception as error:
             logger.error("the trained weights could not be saved: %s", error)
 

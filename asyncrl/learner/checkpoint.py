@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from asyncrl.checkpoints.directory import folder_of
+from asyncrl.checkpoints.directory import HF, folder_of
 from asyncrl.complete_directory import COMPLETE, discard, unfinished
 from asyncrl.config.schema import CheckpointSection
 from asyncrl.coordinator.snapshot import RunSnapshot
@@ -67,6 +67,7 @@ class Checkpoints:
         if step == self._saved:
             return
         started_s = self._clock()
+        await asyncio.to_thread(self._drop_rescued, step)
         try:
             await asyncio.to_thread(self._write, folder_of(self._folder, step), snapshot)
         except Exception:
@@ -99,6 +100,14 @@ class Checkpoints:
             await self.save(snapshot)
         except CheckpointError as error:
             self.unsaved = error
+
+    def _drop_rescued(self, step: int) -> None:
+        """Deletes the weights of `step` that a failed run rescued, because this run has trained the step again. They
+        have no other part of a checkpoint, and no checkpoint can be written over them."""
+        path = folder_of(self._folder, step)
+        if (path / HF / COMPLETE).exists() and not (path / COMPLETE).exists():
+            with self._warning():
+                discard(path)
 
     def _drop_unfinished(self, step: int) -> None:
         """Deletes the files of the failed save of `step`, which may have filled the disk."""

@@ -115,6 +115,23 @@ async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
     assert "could not be saved: rank 0 is gone" in caplog.text
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("ranks_have", "saved_as"), [(None, "step-1"), (1, "step-1"), (2, "step-2")])
+async def test_rescued_weights_have_the_number_of_the_last_update_that_the_ranks_applied(
+    ranks_have: int | None, saved_as: str, tmp_path: Path
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    saved: list[str] = []
+    with RunDir.create(config) as run:
+        deployment = deployment_in(run, config)
+        deployment._checkpoints = checkpoints_in(run)
+        deployment._save_hf = lambda path: saved.append(path.parent.name)
+        deployment._trained_step = lambda: ranks_have
+        deployment._log.append_step(make_step(0))
+        await deployment._rescue_weights()
+    assert saved == [saved_as], "step 1 is recorded; the run may have failed after the update of step 2"
+
+
 async def nothing(*_: object, **__: object) -> None:
     pass
 

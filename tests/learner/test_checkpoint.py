@@ -111,6 +111,17 @@ async def test_without_a_trained_step_there_is_none() -> None:
     assert run.trainer.saved == []
 
 
+@pytest.mark.asyncio
+async def test_weights_that_a_failed_run_rescued_do_not_stop_the_checkpoint_of_their_step() -> None:
+    run = scene(every_steps=2, total_steps=2)
+    rescued = Path(run.folder.name) / "step-2"
+    (rescued / "hf").mkdir(parents=True)
+    (rescued / "hf" / COMPLETE).touch()
+    await run.run()
+    assert run.trainer.saved == ["step-2"]
+    assert not (rescued / "hf").exists()
+
+
 DISK_FULL = CheckpointError("rank 0: OSError: No space left on device")
 
 
