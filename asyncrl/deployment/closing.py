@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
+STOPPED_EARLY = "asked to end by a signal, before the first step"
+"""Reason in run.json of a run that a signal ended during its start."""
+
+
 class Stopped(Exception):
     """A signal asked the run to end during its start."""
 
@@ -46,6 +50,13 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[Result]) -> Result
         if not working.done():
             raise Stopped
         return await working
+
+
+async def check_stop(stop: asyncio.Event) -> None:
+    """Raises Stopped if a signal asked the run to end, also if it came while a call blocked the event loop."""
+    await asyncio.sleep(0)  # the loop sets `stop` before it comes back here
+    if stop.is_set():
+        raise Stopped
 
 
 async def unless_one_fails(beside: Collection["asyncio.Future[None]"], work: Awaitable[Result]) -> Result:

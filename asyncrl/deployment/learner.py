@@ -18,7 +18,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
-from asyncrl.deployment.closing import Stopped, running, unless_one_fails, unless_stopped
+from asyncrl.deployment.closing import STOPPED_EARLY, Stopped, running, unless_one_fails, unless_stopped
 from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment
 from asyncrl.deployment.inputs import Prompts, fitting_prompts
 from asyncrl.deployment.learner_display import LearnerDisplay
@@ -94,7 +94,7 @@ class LearnerDeployment:
             try:
                 return await self._run(stop, serving=serving, ranks=ranks, entered=entered)
             except Stopped:
-                self._run_dir.stopped("asked to end by a signal, before the first step")
+                self._run_dir.stopped(STOPPED_EARLY)
                 return None
             except BaseException as error:
                 self._failure = f"{type(error).__name__}: {error}"

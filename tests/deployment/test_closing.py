@@ -1,7 +1,9 @@
 """A run that is asked to end records the request at once, and ends within its grace even if its start hangs."""
 
 import asyncio
+import ctypes
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -44,6 +46,26 @@ def test_the_first_signal_is_in_run_json_before_anything_is_closed(run: RunDir) 
     assert written(run).exit_reason == "asked to end by a signal, after step 3 of 9", (
         "a request after the end must not change the recorded reason"
     )
+
+
+def ignores_sigterm() -> bool:
+    """Returns whether the kernel drops a SIGTERM to this process."""
+    [mask] = re.findall(r"SigIgn:\s*(\w+)", Path("/proc/self/status").read_text())
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.fault("F29")
+def test_sigterm_is_handled_again_after_a_library_has_replaced_the_handler_behind_pythons_back() -> None:
+    async def main(stop: asyncio.Event) -> None:
+        ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(int(signal.SIG_IGN)))
+        assert ignores_sigterm()
+        async with asyncio.timeout(60):
+            while ignores_sigterm():
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await stop.wait()
+
+    run_until_done(main)
 
 
 @pytest.mark.fault("F29")
