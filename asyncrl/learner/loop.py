@@ -235,17 +235,24 @@ class LearnerLoop:
             await asyncio.sleep(ROWS_POLL_S)
 
     async def _write_samples(self, lease: Lease, meta: KVBatchMeta) -> None:
-        """Writes all samples of the first `learner.groups_logged` groups to the run's sample file."""
+        """Writes all samples of the first `learner.groups_logged` groups to the run's sample file.
+
+        An error is logged and not raised: the step is trained, and a sample that cannot be read must not end the run.
+        """
         places = self._recorder.logged_samples(lease)
-        if places:
-            row_of = {name: row for row, name in enumerate(meta.sample_ids)}
-            names = [sample_ids(lease.groups[group])[sample] for group, sample in places]
+        if not places:
+            return
+        row_of = {name: row for row, name in enumerate(meta.sample_ids)}
+        names = [sample_ids(lease.groups[group])[sample] for group, sample in places]
+        try:
             rows = await asyncio.to_thread(
                 self._policy.read_from_dataplane,
                 meta.subset([row_of[name] for name in names]),
                 select_fields=["input_ids", "weight_versions", "advantages", *self._logged_logprobs()],
             )
             self._recorder.write_samples(lease, places, rows)
+        except Exception as error:
+            logger.warning("the samples of step %d were not logged: %s: %s", lease.step, type(error).__name__, error)
 
     def _logged_logprobs(self) -> list[str]:
         """Returns the log-prob columns that sample records contain; only columns that this run computes."""
