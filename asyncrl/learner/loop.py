@@ -27,7 +27,7 @@ from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
-from asyncrl.errors import NonFiniteError, ParityError, RowsLost
+from asyncrl.errors import NonFiniteError, ParityError, RowsLost, StallError
 from asyncrl.learner.batch import Decode, check_staleness, sample_ids, step_meta
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
@@ -352,11 +352,20 @@ class LearnerLoop:
             await asyncio.gather(evaluation, stopping, return_exceptions=True)
 
     async def _heldout_reward(self, version: Version) -> None:
-        """Waits for the first replica that has loaded `version`, and evaluates the version on it."""
+        """Waits for the first replica that has loaded `version`, and evaluates the version on it.
+
+        Raises StallError if no replica has loaded the first weights, because training would wait too. Later it is
+        logged: the weights that are trained by then must still be saved.
+        """
         self.phase = f"waiting for a generator to load the weights of {version.words}"
-        actor = await self._heldout.replica_at(version)
-        self.phase = f"evaluating the weights of {version.words}"
-        await self._heldout.evaluate(version, actor=actor)
+        try:
+            actor = await self._heldout.replica_at(version)
+            self.phase = f"evaluating the weights of {version.words}"
+            await self._heldout.evaluate(version, actor=actor)
+        except StallError as error:
+            if not version.step:
+                raise
+            logger.error("held-out evaluation of %s is left out: %s", version.words, error)
 
 
 def _names(lease: Lease, *, most: int | None = None) -> str:
