@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +30,7 @@ from asyncrl.config.load import Layer
 from asyncrl.config.schema import Config
 from asyncrl.deployment.closing import ended_at_once
 from asyncrl.deployment.known_runs import newest_weights
+from asyncrl.deployment.launch import take_sigterm_back
 from asyncrl.deployment.ray_token import use_ray_token
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
@@ -105,7 +107,8 @@ def run(
             calls.put(lambda: on_eval(record))
 
     console = Console(quiet=not progress)
-    with shown_run(checked, role="up", console=console, started_s=time.monotonic(), fresh=fresh) as shown:
+    showing = shown_run(checked, role="up", console=console, started_s=time.monotonic(), fresh=fresh)
+    with _sigterm_interrupts(), showing as shown:
         run_dir, screen = shown
         from asyncrl.deployment.compose import run_both  # imports Ray
 
@@ -143,11 +146,15 @@ def _sigterm_interrupts() -> Iterator[None]:
     """
     with contextlib.ExitStack() as after:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            after.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
+            after.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
         yield
 
 
-@_sigterm_interrupts()
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.alarm(0)  # see `take_sigterm_back`
+    raise KeyboardInterrupt
+
+
 def _attended(
     training: Training, *, calls: "SimpleQueue[Callable[[], object] | None]", run_dir: RunDir
 ) -> tuple[Summary | None, BaseException | None]:
@@ -197,6 +204,7 @@ def _until_ended(calls: "SimpleQueue[Callable[[], object] | None]") -> Iterator[
         try:
             call = calls.get(timeout=WAKE_EVERY_S)
         except Empty:
+            take_sigterm_back()
             continue
         if call is None:
             return

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run's directory."""
 MANIFEST = "manifest.json"
+HF = "hf"
+"""Folder of the weights in a checkpoint. A run that fails may save this part alone."""
 SCHEMA = 1
 """Version of the format."""
 _NAME = re.compile(r"step-(\d+)")

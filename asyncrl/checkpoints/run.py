@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.checkpoints import directory
-from asyncrl.checkpoints.directory import RunManifest
+from asyncrl.checkpoints.directory import HF, RunManifest
 from asyncrl.checkpoints.rows import load_rows, save_rows
 from asyncrl.common.lineage import Lineage
 from asyncrl.config.load import shared_config
@@ -16,7 +16,7 @@ from asyncrl.errors import CheckpointDamaged
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.value.tq_value import TQValue
 
-POLICY, CRITIC, HF, BUFFER, ROWS = "policy", "critic", "hf", "buffer.msgpack", "rows"
+POLICY, CRITIC, BUFFER, ROWS = "policy", "critic", "buffer.msgpack", "rows"
 
 
 @dataclass(frozen=True, kw_only=True)

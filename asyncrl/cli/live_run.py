@@ -57,11 +57,14 @@ def live_run(
     fresh = fresh and not restarts()
     shown = shown_run(config, role=role, console=Console(), started_s=monotonic_at_process_start(), fresh=fresh)
     with shown as (run_dir, screen):
-        if importing is not None:
-            screen.starting(config, importing)
-        run = runner()
+
+        async def main(stop: asyncio.Event) -> Summary | None:
+            if importing is not None:
+                screen.starting(config, importing)
+            return await runner()(stop, run_dir=run_dir, screen=screen)
+
         summary = run_until_done(
-            partial(run, run_dir=run_dir, screen=screen),
+            main,
             asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s),
             at_once=[show_cursor, partial(ended_at_once, run_dir)],
         )

@@ -44,7 +44,7 @@ from asyncrl.deployment.ray_access import (
     warn_of_open_cluster,
 )
 from asyncrl.deployment.ray_token import require_token
-from asyncrl.errors import PlacementError, RunError
+from asyncrl.errors import Fenced, PlacementError, RunEnded, RunError
 from asyncrl.weights.store import WeightClient, WeightStore
 
 logger = logging.getLogger(__name__)
@@ -316,8 +316,7 @@ async def leave_run(handles: RunHandles, *, namespace: str) -> None:
     Raises nothing: the deployment ends in any case, and its own error is more important.
     """
     with contextlib.suppress(Exception):
-        left = await handles.coordinator.call(Registry.detach, handles.deployment.id)
-        if left == 0:
+        if await handles.coordinator.call(Registry.detach, handles.deployment.id):
             end_actors(namespace)
 
 
@@ -326,14 +325,23 @@ async def keep_attached(
 ) -> None:
     """Sends the coordinator a heartbeat of this deployment every `every_s` seconds, until it is cancelled.
 
-    A learner sends its seconds by state with it. A failed heartbeat is logged and sent again. It raises nothing: if the
-    coordinator is dead, the calls that need an answer from it raise the error.
+    A learner sends its seconds by state with it. A failed heartbeat is logged and sent again: if the coordinator is
+    dead, the calls that need an answer from it raise the error. Raises Fenced if another learner has replaced this one,
+    and RunEnded if `asyncrl down` ended the run.
     """
     while True:
         try:
-            await handles.coordinator.call(Registry.keep, handles.deployment.id, state_seconds=state_seconds())
+            kept = await handles.coordinator.call(Registry.keep, handles.deployment.id, state_seconds=state_seconds())
+        except RunEnded:
+            raise
         except (RunError, TimeoutError) as error:
             logger.warning("the heartbeat of %s did not reach the buffer: %s", handles.deployment.id, error)
+        else:
+            if not kept:  # only a learner can be replaced
+                raise Fenced(
+                    f"this learner (incarnation {handles.lineage.incarnation}) was silent for longer than "
+                    "buffer.heartbeat_timeout_s, and another learner has taken over; this learner ends"
+                )
         await asyncio.sleep(every_s)
 
 

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checkpoints.directory import folder_of
-from asyncrl.checkpoints.run import HF, RunParts, read_snapshot
+from asyncrl.checkpoints.directory import HF, folder_of
+from asyncrl.checkpoints.run import RunParts, read_snapshot
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.learner_calls import LearnerCalls
@@ -18,7 +18,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
-from asyncrl.deployment.closing import Stopped, running, unless_stopped
+from asyncrl.deployment.closing import STOPPED_EARLY, Stopped, running, unless_one_fails, unless_stopped
 from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment
 from asyncrl.deployment.inputs import Prompts, fitting_prompts
 from asyncrl.deployment.learner_display import LearnerDisplay
@@ -81,6 +81,7 @@ class LearnerDeployment:
         self._failures: FailureWatch | None = None
         self._checkpoints: Checkpoints | None = None
         self._save_hf: Callable[[Path], None] = lambda path: None
+        self._trained_step: Callable[[], int | None] = lambda: None
         self._failure = ""
         """The error that ended the run; empty if it ended in order."""
         self._ended_s = screen.started_s
@@ -93,7 +94,7 @@ class LearnerDeployment:
             try:
                 return await self._run(stop, serving=serving, ranks=ranks, entered=entered)
             except Stopped:
-                self._run_dir.stopped("asked to end by a signal, before the first step")
+                self._run_dir.stopped(STOPPED_EARLY)
                 return None
             except BaseException as error:
                 self._failure = f"{type(error).__name__}: {error}"
@@ -128,23 +129,25 @@ class LearnerDeployment:
         serving.push_async_callback(self._serve_end, server, grace)
         self._failures = failures = FailureWatch(coordinator=handles.coordinator, keep=self._run_dir.write_failures)
         entered.push_async_callback(self._show_end, server, failures, stop)
-        for work in (
-            failures.run(),
-            keep_attached(handles, every_s=config.buffer.heartbeat_timeout_s / 5, state_seconds=self._states.seconds),
-            self._targets.follow(handles.coordinator, timeout_s=config.buffer.call_timeout_s),
-            self._display.run(),
-        ):
-            await entered.enter_async_context(running(work))
+        every_s = config.buffer.heartbeat_timeout_s / 5
+        works = {
+            "failures": failures.run(),
+            "keep attached": keep_attached(handles, every_s=every_s, state_seconds=self._states.seconds),
+            "targets": self._targets.follow(handles.coordinator, timeout_s=config.buffer.call_timeout_s),
+            "display": self._display.run(),
+        }
+        beside = [await entered.enter_async_context(running(work, name=name)) for name, work in works.items()]
         await handles.coordinator.call(Registry.add_target, "learner", server.address)
         self._display.enter("preparing the model")
-        model_path = await unless_stopped(stop, self._model_path)
+        model_path = await unless_one_fails(beside, unless_stopped(stop, self._model_path))
         policy = TQPolicy(config, model_path=model_path, dp_cfg=config.data_plane)
         ranks.push_async_callback(asyncio.to_thread, policy.shutdown)
         critic: TQValue | None = None
         if config.critic is not None:
             critic = TQValue(critic_config(config), model_path=model_path)
             ranks.push_async_callback(asyncio.to_thread, critic.shutdown)
-        totals = await self._train(handles, policy, critic, model_path, prompts, metrics, stop)
+        training = self._train(handles, policy, critic, model_path, prompts, metrics, stop)
+        totals = await unless_one_fails(beside, training)
         if not stop.is_set():
             await self._check_trained(failures)
         elif self._log.trained_steps < config.learner.total_steps:
@@ -230,7 +233,7 @@ class LearnerDeployment:
             metrics=metrics,
             restored_step=resumed.step if resumed else 0,
         )
-        self._save_hf = policy.save_hf
+        self._save_hf, self._trained_step = policy.save_hf, policy.trained_step
         return LearnerLoop(
             config=config,
             incarnation=handles.lineage.incarnation,
@@ -277,13 +280,13 @@ class LearnerDeployment:
         if self._checkpoints is None or not self._log.steps or self._checkpoints.unsaved is not None:
             return
         # The weights only, because the failure may have come in the middle of a step: then they belong to no state of
-        # the buffer.
-        step = self._log.steps[-1].version_after
-        folder = folder_of(self._run_dir.checkpoints, step)
-        if step == 0 or folder.exists():
-            return
+        # the buffer. The ranks may also hold the update of a step that failed before it was recorded.
         try:
-            await asyncio.to_thread(self._save_hf, folder / HF)
+            trained_step = await asyncio.to_thread(self._trained_step)
+            step = max(self._log.steps[-1].version_after, trained_step or 0)
+            folder = folder_of(self._run_dir.checkpoints, step)
+            if step > 0 and not folder.exists():
+                await asyncio.to_thread(self._save_hf, folder / HF)
         except Exception as error:
             logger.error("the trained weights could not be saved: %s", error)
 

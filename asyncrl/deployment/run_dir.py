@@ -23,6 +23,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -68,6 +69,9 @@ class RunDir:
         self.checkpoints = path / CHECKPOINTS
         self._lock = taken.lock
         self._info = info
+        # For run.json. The main thread writes the request to end, while the run has a thread of its own. Reentrant,
+        # because a second signal may interrupt the handler of the first one.
+        self._writing = threading.RLock()
         self._failing: set[Path] = set()
         self._end: tuple[State, str] = ("finished", "done")
         self.steps_written = 0
@@ -174,13 +178,14 @@ class RunDir:
 
     def close(self, *, state: State, reason: str) -> None:
         """Records how the run ended and releases the lock. A second call does nothing."""
-        if self._lock.closed:
-            return
-        self._info = msgspec.structs.replace(self._info, state=state, finished=_now(), exit_reason=reason)
-        try:
-            self._write_info()
-        finally:
-            self._lock.close()
+        with self._writing:
+            if self._lock.closed:
+                return
+            self._info = msgspec.structs.replace(self._info, state=state, finished=_now(), exit_reason=reason)
+            try:
+                self._write_info()
+            finally:
+                self._lock.close()
 
     def __enter__(self) -> "RunDir":
         return self
@@ -193,7 +198,7 @@ class RunDir:
             self.close(state=state, reason=reason)
             return
         try:
-            if isinstance(error, KeyboardInterrupt):  # SIGINT came before `run_until_done` handled signals
+            if isinstance(error, KeyboardInterrupt):  # in `asyncrl.run`, or before `run_until_done` handles signals
                 self.close(state="stopped", reason="asked to end by a signal, before the first step")
             self.close(state="failed", reason=f"{type(error).__name__}: {error}")
         except OSError as unwritten:
@@ -226,13 +231,14 @@ class RunDir:
 
     def _note(self, what: str, **changes: Any) -> None:
         """Changes run.json while the run lives. A failure is logged, because it must not end the run."""
-        if self._lock.closed:
-            return
-        self._info = msgspec.structs.replace(self._info, **changes)
-        try:
-            self._write_info()
-        except OSError as error:
-            logger.error("run.json was not updated with %s: %s", what, error)
+        with self._writing:
+            if self._lock.closed:
+                return
+            self._info = msgspec.structs.replace(self._info, **changes)
+            try:
+                self._write_info()
+            except OSError as error:
+                logger.error("run.json was not updated with %s: %s", what, error)
 
     def _append(self, path: Path, records: Sequence[msgspec.Struct]) -> None:
         """Appends all of `records` or none, because a partial line would corrupt the next line.

@@ -27,7 +27,7 @@ from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
-from asyncrl.errors import NonFiniteError, ParityError, RowsLost
+from asyncrl.errors import NonFiniteError, ParityError, RowsLost, StallError
 from asyncrl.learner.batch import Decode, check_staleness, sample_ids, step_meta
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
@@ -235,17 +235,24 @@ class LearnerLoop:
             await asyncio.sleep(ROWS_POLL_S)
 
     async def _write_samples(self, lease: Lease, meta: KVBatchMeta) -> None:
-        """Writes all samples of the first `learner.groups_logged` groups to the run's sample file."""
+        """Writes all samples of the first `learner.groups_logged` groups to the run's sample file.
+
+        An error is logged and not raised: the step is trained, and a sample that cannot be read must not end the run.
+        """
         places = self._recorder.logged_samples(lease)
-        if places:
-            row_of = {name: row for row, name in enumerate(meta.sample_ids)}
-            names = [sample_ids(lease.groups[group])[sample] for group, sample in places]
+        if not places:
+            return
+        row_of = {name: row for row, name in enumerate(meta.sample_ids)}
+        names = [sample_ids(lease.groups[group])[sample] for group, sample in places]
+        try:
             rows = await asyncio.to_thread(
                 self._policy.read_from_dataplane,
                 meta.subset([row_of[name] for name in names]),
                 select_fields=["input_ids", "weight_versions", "advantages", *self._logged_logprobs()],
             )
             self._recorder.write_samples(lease, places, rows)
+        except Exception as error:
+            logger.warning("the samples of step %d were not logged: %s: %s", lease.step, type(error).__name__, error)
 
     def _logged_logprobs(self) -> list[str]:
         """Returns the log-prob columns that sample records contain; only columns that this run computes."""
@@ -345,11 +352,20 @@ class LearnerLoop:
             await asyncio.gather(evaluation, stopping, return_exceptions=True)
 
     async def _heldout_reward(self, version: Version) -> None:
-        """Waits for the first replica that has loaded `version`, and evaluates the version on it."""
+        """Waits for the first replica that has loaded `version`, and evaluates the version on it.
+
+        Raises StallError if no replica has loaded the first weights, because training would wait too. Later it is
+        logged: the weights that are trained by then must still be saved.
+        """
         self.phase = f"waiting for a generator to load the weights of {version.words}"
-        actor = await self._heldout.replica_at(version)
-        self.phase = f"evaluating the weights of {version.words}"
-        await self._heldout.evaluate(version, actor=actor)
+        try:
+            actor = await self._heldout.replica_at(version)
+            self.phase = f"evaluating the weights of {version.words}"
+            await self._heldout.evaluate(version, actor=actor)
+        except StallError as error:
+            if not version.step:
+                raise
+            logger.error("held-out evaluation of %s is left out: %s", version.words, error)
 
 
 def _names(lease: Lease, *, most: int | None = None) -> str:

@@ -408,11 +408,12 @@ async def test_no_learner_takes_over_a_run_that_is_over(state: RunState) -> None
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
     await coordinator.attach(FIRST, shared=SHARED)
+    generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8)
+    await coordinator.attach(generator, shared=SHARED)
     coordinator.learner.set_state(1, state, "rank 1 died")
     coordinator.registry.detach(FIRST.id)
     with pytest.raises(LearnerNotRestored, match=f"is {state}: rank 1 died"):
         await coordinator.attach(SECOND, shared=SHARED)
-    generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8)
     assert (await coordinator.attach(generator, shared=SHARED)).incarnation == 1
 
 

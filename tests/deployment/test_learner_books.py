@@ -17,20 +17,21 @@ from made_up_run import TOTALS, make_step
 from prometheus_client import CollectorRegistry
 
 from asyncrl.buffer.records import Failure, FailureCount
+from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.data.prompts import PromptCursor
-from asyncrl.deployment import learner
+from asyncrl.deployment import cluster, learner
 from asyncrl.deployment import targets as targets_module
 from asyncrl.deployment.closing import Stopped
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
-from asyncrl.errors import CheckpointError, FailureClass, RunError, StallError
+from asyncrl.errors import CheckpointError, FailureClass, Fenced, RunError, StallError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.metrics import server as server_module
@@ -114,6 +115,23 @@ async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
     assert "could not be saved: rank 0 is gone" in caplog.text
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("ranks_have", "saved_as"), [(None, "step-1"), (1, "step-1"), (2, "step-2")])
+async def test_rescued_weights_have_the_number_of_the_last_update_that_the_ranks_applied(
+    ranks_have: int | None, saved_as: str, tmp_path: Path
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    saved: list[str] = []
+    with RunDir.create(config) as run:
+        deployment = deployment_in(run, config)
+        deployment._checkpoints = checkpoints_in(run)
+        deployment._save_hf = lambda path: saved.append(path.parent.name)
+        deployment._trained_step = lambda: ranks_have
+        deployment._log.append_step(make_step(0))
+        await deployment._rescue_weights()
+    assert saved == [saved_as], "step 1 is recorded; the run may have failed after the update of step 2"
+
+
 async def nothing(*_: object, **__: object) -> None:
     pass
 
@@ -143,7 +161,9 @@ def deployment_without_ray(
         return failures if method is FailureReports.more_than else None
 
     async def run_of(*_: object, **__: object) -> Any:
-        return SimpleNamespace(coordinator=SimpleNamespace(call=call))
+        return SimpleNamespace(
+            coordinator=SimpleNamespace(call=call), deployment=SimpleNamespace(id="learner-1"), lineage=Lineage()
+        )
 
     monkeypatch.setattr(learner, "enter_run", run_of)
     monkeypatch.setattr(learner, "leave_run", nothing)
@@ -152,7 +172,8 @@ def deployment_without_ray(
     monkeypatch.setattr(learner, "TQPolicy", lambda *_, **__: SimpleNamespace(shutdown=ended))
     deployment = deployment_in(run, config)
     deployment._prompts = asyncio.sleep(0, Prompts(train=(), heldout=()))
-    deployment._model_path = asyncio.sleep(0, "model")
+    deployment._model_path = finished_model = asyncio.get_running_loop().create_future()
+    finished_model.set_result("model")
     deployment._log.steps = list(steps)
     monkeypatch.setattr(deployment, "_train", train)
     return deployment
@@ -177,6 +198,37 @@ async def test_what_a_failed_run_has_trained_is_saved_while_its_ranks_are_there(
         with pytest.raises(StallError):
             await deployment.run(asyncio.Event())
     assert done == ["saved", "ended"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F13")
+@pytest.mark.parametrize("in_training", [False, True])
+async def test_a_learner_that_was_replaced_ends_at_its_next_heartbeat(
+    in_training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    training = asyncio.Event()
+
+    async def train(*_: object) -> RunTotals:
+        training.set()
+        await asyncio.Event().wait()
+        return TOTALS
+
+    async def keep_attached(*arguments: Any, **options: Any) -> None:
+        if in_training:
+            await training.wait()
+        await cluster.keep_attached(*arguments, **options)  # the fake coordinator's answer is that it is not attached
+
+    with RunDir.create(config) as run:
+        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
+        if not in_training:
+            deployment._model_path = asyncio.get_running_loop().create_future()
+        monkeypatch.setattr(learner, "keep_attached", keep_attached)
+        with pytest.raises(Fenced, match=r"incarnation 1.*another learner has taken over"):
+            async with asyncio.timeout(DEADLINE_S):
+                await deployment.run(asyncio.Event())
+    assert training.is_set() is in_training
+    assert "has taken over" in deployment._failure
 
 
 @pytest.mark.asyncio
