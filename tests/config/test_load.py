@@ -211,9 +211,7 @@ def test_unreadable_files_and_overrides_are_reported_together(tmp_path: Path) ->
     assert "run.name=[1" in lines[7]
 
 
-def test_a_file_without_its_option_is_answered_with_the_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_without_its_option_is_answered_with_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _write(tmp_path / "my config", "run: {}\n")
     lines = _lines([], ["my config", "configs/quickstart.yaml", "b.yml", "run.name"])
