@@ -16,7 +16,7 @@ import typer
 from asyncrl.algorithms.baselines import OwnEstimator, resolve_advantage
 from asyncrl.algorithms.presets import advantage_of, is_own_loss
 from asyncrl.cli.options import checked_config, print_warnings, run_checks
-from asyncrl.cli.presence import model_directory
+from asyncrl.cli.presence import model_directory, similar_folder
 from asyncrl.cli.terminal import outlive_terminal
 from asyncrl.common.roles import Role
 from asyncrl.config.import_path import is_import_path
@@ -232,9 +232,11 @@ def try_hub(config: Config) -> None:
             if cached:
                 return
             reason = _refusal(error)
+    near = similar_folder(Path(name))
+    meant = f"did you mean the folder {near}? If not, " if near is not None else ""
     raise ConfigError(
-        f"model.path = {name}: there is no folder {name} here, and {reason}; set model.path to the directory of a "
-        "model, or to another model of the Hub",
+        f"model.path = {name}: there is no folder {name} here, and {reason}; {meant}set model.path to the directory "
+        "of a model, or to another model of the Hub",
         key="model.path",
     )
 
