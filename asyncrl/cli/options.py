@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl.algorithms.checks import check_algorithm
-from asyncrl.cli.presence import check_presence
+from asyncrl.cli.presence import check_presence, user_modules
 from asyncrl.common.roles import Role
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import Layer, config_origins, load_config
@@ -216,7 +216,8 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
     print_headline(run_dir)
     typer.echo(f"report: {run_dir / 'report.html'}")
     if (weights := newest_weights(run_dir)) is not None:
-        typer.echo("\n".join(weights_lines(weights, config=config, again=again)))
+        searched = os.environ.get("PYTHONPATH") if user_modules(config, tuple(Role)) else None
+        typer.echo("\n".join(weights_lines(weights, config=config, again=again, pythonpath=searched)))
 
 
 def print_headline(run_dir: Path) -> None:

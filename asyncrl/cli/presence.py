@@ -167,7 +167,8 @@ def similar_folder(path: Path) -> Path | None:
     return found
 
 
-def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:
+def user_modules(config: Config, roles: Collection[Role]) -> dict[str, str]:
+    """Returns the import paths of the user's code that deployments of `roles` use, by key."""
     named: dict[str, object] = {"data.dataset": config.data.dataset}
     if builds_environment(config, roles):
         named["environment.name"] = config.environment.name
@@ -176,8 +177,12 @@ def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:
     if Role.LEARNER in roles:
         named["algorithm.loss"] = config.algorithm.loss
         named["algorithm.advantage"] = baseline_of(config.algorithm)
-    for key, value in named.items():
-        if isinstance(value, str) and is_import_path(value) and (problem := missing_module(value, key=key)):
+    return {key: value for key, value in named.items() if isinstance(value, str) and is_import_path(value)}
+
+
+def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:
+    for key, value in user_modules(config, roles).items():
+        if problem := missing_module(value, key=key):
             yield problem
 
 

@@ -47,25 +47,25 @@ def dropped_in_words(summary: Summary) -> str:
     return f"{words}; {closed}"
 
 
-def weights_lines(weights: Path, *, config: Config, again: Sequence[str]) -> list[str]:
+def weights_lines(weights: Path, *, config: Config, again: Sequence[str], pythonpath: str | None = None) -> list[str]:
     """Returns lines that say where the newest weights of a run are, and how to use them.
 
-    `again` is the command that started the run, without `asyncrl`.
+    `again` and `pythonpath` are those of `command_to_go_on`.
     """
     return [
         f"weights: {weights}",
         f"  use them: vllm serve {weights}",
         f'       or   transformers.AutoModelForCausalLM.from_pretrained("{weights}")',
         "  continue training from them in a new run, with a new optimizer and step count:",
-        f"    {command_to_go_on(again, config=config, weights=weights)}",
+        f"    {command_to_go_on(again, config=config, weights=weights, pythonpath=pythonpath)}",
     ]
 
 
-def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path) -> str:
+def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path, pythonpath: str | None = None) -> str:
     """Returns the command that continues training from `weights` in a new run.
 
     `again` is the command that started the run, without `asyncrl`. The new command has the same options, and another
-    name of the run.
+    name of the run. `pythonpath` is the value of PYTHONPATH if the run needs it for the user's code.
 
     >>> config = Config.model_validate({"run": {"name": "live"}, "model": {"tiny": {}}})
     >>> again = ["up", "-c", "my tasks.yaml", "run.name=live", "model.tiny.warmup_steps=3", "run.seed=7"]
@@ -76,7 +76,8 @@ def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path) -> 
     changed = [f"run.name={_next_name(config)}", f"model.path={weights}"]
     if config.model.tiny is not None:
         changed.append("model.tiny=null")
-    return shlex.join(["asyncrl", *kept, *changed])
+    variables = f"PYTHONPATH={shlex.quote(pythonpath)} " if pythonpath else ""
+    return variables + shlex.join(["asyncrl", *kept, *changed])
 
 
 def _next_name(config: Config) -> str:
