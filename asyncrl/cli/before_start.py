@@ -17,7 +17,7 @@ from asyncrl.algorithms.baselines import OwnEstimator, resolve_advantage
 from asyncrl.algorithms.presets import advantage_of, is_own_loss
 from asyncrl.checkpoints.directory import CHECKPOINTS
 from asyncrl.cli.options import checked_config, print_warnings, run_checks
-from asyncrl.cli.presence import model_directory
+from asyncrl.cli.presence import model_directory, similar_folder
 from asyncrl.cli.restarts import restarts
 from asyncrl.cli.terminal import outlive_terminal
 from asyncrl.common.roles import Role
@@ -249,9 +249,11 @@ def try_hub(config: Config) -> None:
             if cached:
                 return
             reason = _refusal(error)
+    near = similar_folder(Path(name))
+    meant = f"did you mean the folder {near}? If not, " if near is not None else ""
     raise ConfigError(
-        f"model.path = {name}: there is no folder {name} here, and {reason}; set model.path to the directory of a "
-        "model, or to another model of the Hub",
+        f"model.path = {name}: there is no folder {name} here, and {reason}; {meant}set model.path to the directory "
+        "of a model, or to another model of the Hub",
         key="model.path",
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl.algorithms.checks import check_algorithm
-from asyncrl.cli.presence import check_presence
+from asyncrl.cli.presence import check_presence, user_modules
 from asyncrl.common.roles import Role
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import Layer, config_origins, load_config
@@ -218,7 +218,8 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
     typer.echo(f"report: {run_dir / 'report.html'}")
     if (weights := newest_weights(run_dir)) is not None:
         finished = summary.steps >= config.learner.total_steps
-        going_on = lines_to_go_on(weights, finished=finished, config=config, again=again)
+        searched = os.environ.get("PYTHONPATH") if user_modules(config, tuple(Role)) else None
+        going_on = lines_to_go_on(weights, finished=finished, config=config, again=again, pythonpath=searched)
         typer.echo("\n".join([*weights_lines(weights), *going_on]))
 
 

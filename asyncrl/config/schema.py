@@ -67,7 +67,8 @@ class RunSection(Section):
 
 
 class TinyModelSection(Section):
-    """A tiny Qwen3 model with a character tokenizer. It is built and warmed up if `model.path` does not exist yet.
+    """A tiny Qwen3 model with a character tokenizer. It is built and warmed up if `model.path` does not exist yet, and
+    again if asyncrl built the model there and this section, `model.max_length` or the training prompts have changed.
     The warm-up is supervised training on solved examples of the environment, before reinforcement learning starts."""
 
     seed: NonNegativeInt = 0
@@ -111,9 +112,11 @@ class ModelSection(Section):
     max_length: PositiveInt = 64
     """Maximum length of a sequence (prompt and completion together), tokens."""
     tiny: TinyModelSection | None = None
-    """A tiny model, which is built at `model.path` if that directory does not exist (`asyncrl model`). It is built only
-    if the file or the command line that sets `model.path` also sets a key of `model.tiny` (`model.tiny={}` is enough).
-    It is never built in the directory of a run. A directory that holds another model is used as it is."""
+    """A tiny model, which is built at `model.path` if that directory does not exist (`asyncrl model`). A tiny model
+    that asyncrl built there earlier is built again if this section, `model.max_length` or the training prompts have
+    changed. A directory that holds another model is used as it is. The model is built only if the file or the command
+    line that sets `model.path` also sets a key of `model.tiny` (`model.tiny={}` is enough), and never in the directory
+    of a run."""
 
 
 class DataSection(Section):

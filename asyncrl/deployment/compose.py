@@ -35,6 +35,8 @@ async def run_learner(
     summary."""
     run_dir.started_ray(address)
     async with Inputs(config, loaded=prompts, report=screen.report) as inputs:
+        screen.starting(config, "making prompts")
+        await inputs.prompts
         return await _learner(config, inputs, run_dir=run_dir, screen=screen).run(stop)
 
 

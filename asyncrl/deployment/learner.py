@@ -105,7 +105,6 @@ class LearnerDeployment:
         self, stop: asyncio.Event, *, serving: AsyncExitStack, ranks: AsyncExitStack, entered: AsyncExitStack
     ) -> Summary | None:
         config = self._config
-        self._display.enter("making prompts")
         prompts = await self._prompts
         self._display.enter("starting the buffer")
         resumed, restored = self._run_dir.resumed, None

@@ -170,3 +170,33 @@ async def test_the_learner_is_imported_when_no_thread_imports_the_tiny_model_any
     with pytest.raises(StallError):
         await pools.run(tmp_path, asyncio.Event())
     assert events == ["described", "imported"]
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+@pytest.mark.parametrize("both", [True, False], ids=["up", "learner"])
+async def test_each_phase_of_a_start_is_shown_once(both: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_buffer(*_: object, **__: object) -> None:
+        raise RunError("no buffer")
+
+    async def until_the_end(_: object, end: asyncio.Event) -> None:
+        await end.wait()
+
+    monkeypatch.setattr("asyncrl.deployment.learner.enter_run", no_buffer)
+    monkeypatch.setattr(compose.GeneratorDeployment, "run", until_the_end)
+    monkeypatch.setattr(Inputs, "_describe_model", lambda _: asyncio.sleep(0, "models/tiny"))
+    config, stop, shown = Config.model_validate({"run": {"dir": str(tmp_path)}}), asyncio.Event(), list[str]()
+    screen = screen_that(shown.append)
+    with RunDir.create(config) as run_dir:
+        if both:
+            monkeypatch.setattr(compose, "start_local", lambda _: "127.0.0.1:6379")
+            monkeypatch.setattr(compose, "session_folder", lambda: str(tmp_path))
+            run = compose.run_both(config, stop, run_dir=run_dir, screen=screen, prompts=NO_PROMPTS)
+        else:
+            address = "127.0.0.1:6379"
+            run = compose.run_learner(config, stop, address=address, run_dir=run_dir, screen=screen, prompts=NO_PROMPTS)
+        with pytest.raises(RunError, match="no buffer"):
+            await run
+    first = ["starting Ray"] if both else []
+    imported = ["importing the learner"] if both else []
+    assert shown == [*first, "making prompts", *imported, "starting the buffer"]
