@@ -346,33 +346,38 @@ async def keep_attached(
 
 
 def end_run(name: str) -> list[str]:
-    """Ends the run `name` on the joined cluster for good. Returns the names of its shared actors, which it kills.
+    """Ends the run `name` on the joined cluster for good. Returns the names of its shared actors.
 
-    Before that, the run's deployments hear that it has ended, so that none of them starts again. They get `END_S`
-    seconds to leave.
+    First the run's deployments hear that it has ended, so that none of them starts again. They get `END_S` seconds to
+    leave. The last one that leaves ends the actors; those that are left are killed.
     """
+    names = _shared_actors(name)
     with contextlib.suppress(RunError):  # there is no such run, or its buffer is dead already
         run = find_run(name)
         asyncio.run(run.call(Registry.set_state, RunState.FAILED, "`asyncrl down` ended the run"))
         deadline_s = time.monotonic() + END_S
         while asyncio.run(run.call(Coordinator.status)).deployments and time.monotonic() < deadline_s:
             time.sleep(0.2)  # polls other processes
-    return end_actors(name)
+    end_actors(name)
+    return names
 
 
-def end_actors(namespace: str) -> list[str]:
-    """Kills the run's detached actors and returns their names."""
-    names = [
-        entry["name"]
-        for entry in ray.util.list_named_actors(all_namespaces=True)
-        if entry["namespace"] == namespace and entry["name"].startswith(DETACHED_PREFIXES)
-    ]
-    for name in names:
+def end_actors(namespace: str) -> None:
+    """Kills the run's shared actors."""
+    for name in _shared_actors(namespace):
         try:
             ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
         except ValueError:
             logger.debug("actor %s had already ended", name)
-    return names
+
+
+def _shared_actors(namespace: str) -> list[str]:
+    """Returns the names of the run's detached actors, which all deployments share."""
+    return [
+        entry["name"]
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == namespace and entry["name"].startswith(DETACHED_PREFIXES)
+    ]
 
 
 async def placed(
