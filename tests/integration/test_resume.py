@@ -91,5 +91,5 @@ def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_t
     ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert [evaluation["version"] for evaluation in records(run, "evals")] == [0, STEPS]
-    lost = records(run, "lost-steps")
-    assert [step["version_after"] - 1 for step in lost] == [step["step"] for step in lost]
+    lost = [step["step"] for step in records(run, "lost-steps")]
+    assert resumptions(run)[0]["step"] in lost, "the first kill came after the step that follows the checkpoint"
