@@ -1,5 +1,5 @@
 """Runs the `asyncrl` command: `python -m asyncrl`."""
 
-from asyncrl.cli.main import app
+from asyncrl.cli.main import main
 
-app()
+main()

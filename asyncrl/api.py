@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +30,7 @@ from asyncrl.config.load import Layer
 from asyncrl.config.schema import Config
 from asyncrl.deployment.closing import ended_at_once
 from asyncrl.deployment.known_runs import newest_weights
+from asyncrl.deployment.launch import take_sigterm_back
 from asyncrl.deployment.ray_token import use_ray_token
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
@@ -64,12 +66,14 @@ def run(
     on_step: Callable[[StepRecord], object] | None = None,
     on_eval: Callable[[EvalRecord], object] | None = None,
     progress: bool = True,
+    fresh: bool = False,
 ) -> RunResult:
     """Trains a run on this machine, or on the Ray cluster at `ray.address`, and returns its result.
 
     `config` is a `Config`, the path of a YAML file, or a mapping of sections. `overrides` are merged over it; their
     keys may be dotted: `{"learner.total_steps": 20}`. `on_step` is called with the record of each step and `on_eval`
-    with the record of each held-out evaluation, in the caller's thread. `progress` prints the run's progress.
+    with the record of each held-out evaluation, in the caller's thread. `progress` prints the run's progress. A run of
+    this name that did not finish is resumed from its newest checkpoint, unless `fresh` is True.
 
     Raises what ends the run: ConfigError and DatasetError before anything has started, RunError and others of
     `asyncrl.errors` later. If a callback raises, or on Ctrl-C (in a notebook: "interrupt"), the run first ends in order
@@ -103,7 +107,9 @@ def run(
             calls.put(lambda: on_eval(record))
 
     console = Console(quiet=not progress)
-    with shown_run(checked, role="up", console=console, started_s=time.monotonic()) as (run_dir, screen):
+    showing = shown_run(checked, role="up", console=console, started_s=time.monotonic(), fresh=fresh)
+    with _sigterm_interrupts(), showing as shown:
+        run_dir, screen = shown
         from asyncrl.deployment.compose import run_both  # imports Ray
 
         run_dir.on_step, run_dir.on_eval = stepped, evaluated
@@ -140,11 +146,15 @@ def _sigterm_interrupts() -> Iterator[None]:
     """
     with contextlib.ExitStack() as after:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            after.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
+            after.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
         yield
 
 
-@_sigterm_interrupts()
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.alarm(0)  # see `take_sigterm_back`
+    raise KeyboardInterrupt
+
+
 def _attended(
     training: Training, *, calls: "SimpleQueue[Callable[[], object] | None]", run_dir: RunDir
 ) -> tuple[Summary | None, BaseException | None]:
@@ -194,6 +204,7 @@ def _until_ended(calls: "SimpleQueue[Callable[[], object] | None]") -> Iterator[
         try:
             call = calls.get(timeout=WAKE_EVERY_S)
         except Empty:
+            take_sigterm_back()
             continue
         if call is None:
             return

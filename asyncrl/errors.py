@@ -10,7 +10,7 @@ AsyncRLError
 │   ├── RunMismatch            a deployment tries to join a run with a different shared configuration
 │   ├── HandshakeError         the pools disagree on tokenizer, vocabulary or log-probs (F25)
 │   ├── GeneratorPoolExhausted fewer live replicas than `generator.min_replicas`
-│   ├── RunEnded               the run that a command wants to watch has ended normally
+│   ├── RunEnded               the run has ended, so that it cannot be watched, or `asyncrl down` ended it
 │   ├── StallError             no progress within `run.stall_timeout_s` (F5)
 │   ├── PlacementError         Ray had no resources for a process before the deadline
 │   ├── ActorGone              the process that serves a call has ended
@@ -47,7 +47,13 @@ from enum import StrEnum
 
 
 class AsyncRLError(Exception):
-    """Base class of every error that asyncrl raises on purpose. Errors cross processes with all their attributes."""
+    """Base class of every error that asyncrl raises on purpose. Errors cross processes with all their attributes.
+
+    `restart_mends`: whether the run may go on if it is started again from a checkpoint, because a process or a
+    connection failed, and not the run itself.
+    """
+
+    restart_mends = False
 
     def __reduce__(self) -> tuple[object, ...]:
         # Python would call the class with the message only, and some classes require keywords.
@@ -94,21 +100,29 @@ class HandshakeError(RunError):
 class GeneratorPoolExhausted(RunError):
     """A generator deployment has fewer live replicas than `generator.min_replicas`."""
 
+    restart_mends = True
+
 
 class RunEnded(RunError):
-    """The run that a command wants to watch has ended."""
+    """The run has ended: a command wants to watch it, or `asyncrl down` ended it."""
 
 
 class StallError(RunError):
     """The run made no progress within `run.stall_timeout_s`."""
 
+    restart_mends = True
+
 
 class ActorGone(RunError):
     """The process that serves a call has ended."""
 
+    restart_mends = True
+
 
 class CallTimeout(RunError, TimeoutError):
     """A call of another process took longer than its limit."""
+
+    restart_mends = True
 
 
 class RowsLost(ActorGone):
@@ -199,6 +213,10 @@ class CheckpointIncomplete(CheckpointError):
     """The directory has no marker of a finished save, or a file that the marker lists is missing."""
 
 
+class CheckpointDamaged(CheckpointError):
+    """A file of a complete checkpoint differs from its manifest."""
+
+
 class CheckpointMismatch(CheckpointError):
     """A tensor's name, shape or dtype differs from the live model, or two directories belong to different saves."""
 
@@ -222,6 +240,8 @@ class VersionConflict(WeightError):
 class TornReplica(WeightError):
     """Only part of an update was applied. The replica stays paused until a complete update is applied."""
 
+    restart_mends = True
+
 
 class ParityError(WeightError):
     """The engine's log-probs differ from the learner's log-probs by more than `weights.parity_tolerance_nats`."""
@@ -230,9 +250,13 @@ class ParityError(WeightError):
 class ManifestVoid(WeightError):
     """The process that published a manifest has ended, and the bytes of the weights ended with it."""
 
+    restart_mends = True
+
 
 class CollectiveError(WeightError):
     """A peer of the weights' process group is dead, missing or late. The group is closed, and no weight was changed."""
+
+    restart_mends = True
 
 
 class UpdateRefused(WeightError):

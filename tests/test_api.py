@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import asyncrl
-from asyncrl.api import _attended
+from asyncrl.api import _attended, _sigterm_interrupts
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import ConfigError, StallError
@@ -28,7 +28,8 @@ def run_dir(tmp_path: Path) -> Iterator[RunDir]:
 
 
 def attended(run_dir: RunDir, training: Any, calls: "SimpleQueue[Any] | None" = None) -> Any:
-    return _attended(training, calls=SimpleQueue() if calls is None else calls, run_dir=run_dir)
+    with _sigterm_interrupts():
+        return _attended(training, calls=SimpleQueue() if calls is None else calls, run_dir=run_dir)
 
 
 def test_calls_are_made_in_order_in_the_callers_thread_while_the_training_has_its_own(run_dir: RunDir) -> None:
@@ -95,6 +96,23 @@ def test_a_signal_ends_the_training_in_order_first(run_dir: RunDir, number: sign
         signal.signal(signal.SIGTERM, before)
     assert summary == "ended in order"
     assert isinstance(interruption, KeyboardInterrupt)
+
+
+def test_an_alarm_that_ray_sets_at_sigterm_does_not_abort_the_process(run_dir: RunDir) -> None:
+    left: list[int] = []
+
+    async def training(stop: asyncio.Event) -> None:
+        signal.alarm(600)  # Ray's handler sets one of 3 s before Python's handler is called
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(stop.wait(), 60)
+        left.append(signal.alarm(0))
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        attended(run_dir, training)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert left == [0]
 
 
 def test_sigterm_keeps_the_callers_handler(run_dir: RunDir) -> None:

@@ -15,7 +15,12 @@ def test_versions_after_a_branch_point_are_dead_and_all_others_are_ancestors() -
     assert not any(lineage.has(Version(*each)) for each in dead)
 
 
-def test_no_incarnation_begins_at_a_dead_version() -> None:
-    lineage = Lineage().child(Version(1, 4))
-    with pytest.raises(ValueError, match=r"incarnation 3 cannot begin at 1\.5"):
-        lineage.child(Version(1, 5))
+def test_a_dead_version_that_is_restored_is_an_ancestor_again() -> None:
+    lineage = Lineage().child(Version(1, 4)).child(Version(1, 6))
+    assert [lineage.has(Version(*each)) for each in [(1, 5), (1, 6), (2, 4), (3, 7)]] == [True, True, False, True]
+
+
+def test_no_incarnation_begins_at_a_version_that_never_was() -> None:
+    for version in (Version(3, 4), Version(0, 0), Version(1, -1)):
+        with pytest.raises(ValueError, match="incarnation 3 cannot begin at version"):
+            Lineage().child(Version(1, 4)).child(version)

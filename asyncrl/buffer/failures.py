@@ -3,8 +3,18 @@
 Memory is bounded, because the set of reasons is bounded and texts are cut (`Failure`). This module is pure.
 """
 
+import msgspec
+
 from asyncrl.buffer.records import Failure, FailureCount, FailureStreak
 from asyncrl.errors import FailureClass
+
+
+class FailureState(msgspec.Struct, frozen=True, kw_only=True):
+    """The failures of a run: a count for each class and reason, the present streak, and all failed rollouts."""
+
+    counts: tuple[FailureCount, ...]
+    streak: FailureStreak | None
+    rollouts: int
 
 
 class FailureLog:
@@ -50,6 +60,18 @@ class FailureLog:
     def succeeded(self) -> None:
         """Ends the streak, because a group was committed."""
         if not self.too_many:
+            self.streak = None
+
+    def state(self) -> FailureState:
+        """Returns the failures, for a snapshot."""
+        return FailureState(counts=self.counts(), streak=self.streak, rollouts=self.rollouts)
+
+    def restore(self, state: FailureState) -> None:
+        """Continues from the failures of a snapshot. A streak that had ended the run is forgotten: a resumed run gets
+        another chance."""
+        self._counts = {count.first.label: count for count in state.counts}
+        self.streak, self.rollouts = state.streak, state.rollouts
+        if self.too_many:
             self.streak = None
 
     def counts(self) -> tuple[FailureCount, ...]:

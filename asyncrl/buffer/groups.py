@@ -8,9 +8,11 @@ reserved, ready, leased, waiting at the front, or ended.
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
+from asyncrl.buffer.failures import FailureState
 from asyncrl.buffer.ledger import Account, Amount, Event, Fate, Ledger
-from asyncrl.buffer.records import GroupMeta, Ticket
-from asyncrl.buffer.slots import DuePrompt, Front, ReadyQueue, Slot, amount_of
+from asyncrl.buffer.records import DuePrompt, GroupMeta, Ticket
+from asyncrl.buffer.slots import Front, ReadyQueue, Slot, amount_of
+from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.buffer.staleness import Limits
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
@@ -77,6 +79,7 @@ class Groups:
             version=version,
             max_staleness_versions=self._limits.max_staleness_versions,
             replica=replica,
+            interruptions=prompt.interruptions,
         )
         slot = Slot(ticket, step, now_s, now_s, self._limits.worst_group_bytes)
         self.open[ticket.group] = slot
@@ -118,11 +121,11 @@ class Groups:
 
         Returns False if it was the last attempt; then the group has failed.
         """
-        if slot.ticket.attempt + 1 >= self._limits.max_attempts:
+        if slot.ticket.attempt + 1 - slot.ticket.interruptions >= self._limits.max_attempts:
             self.fail(slot)
             return False
         self._leave_reserved(slot)
-        self._to_front(slot, issued=True)
+        self._to_front(slot.ticket, issued=True)
         return True
 
     def fail(self, slot: Slot) -> None:
@@ -140,7 +143,7 @@ class Groups:
             self._count_unleased(slot.ticket.deadline, -1)
             self._free(slot)
             self._ledger.settle(Fate.ROWS_LOST, self._amount([slot]))
-            self._to_front(slot, issued=False)
+            self._to_front(slot.ticket, issued=False)
 
     def drop_ready(self) -> tuple[str, ...]:
         """Drops all ready groups, because no step will train them. Returns their keys."""
@@ -193,6 +196,56 @@ class Groups:
             leased=self._amount(self.leased),
         )
 
+    def snapshot(self, *, version: Version, failures: FailureState) -> BufferSnapshot:
+        """Returns the present state, with these parts of it that belong to the buffer."""
+        return BufferSnapshot(
+            version=version,
+            next_group=self._next_group,
+            exhausted=self.exhausted,
+            open=tuple(slot.as_open() for slot in self.open.values()),
+            waiting=self.front.prompts(),
+            last_attempts=dict(self._last_attempts),
+            ledger=self._ledger.state(),
+            failures=failures,
+        )
+
+    def restore(self, snapshot: BufferSnapshot, *, now_s: float) -> None:
+        """Continues from a snapshot. There are no groups yet.
+
+        A reserved group goes to the front for another attempt, because the replica that held its ticket is gone. So
+        does a ready group without room in the buffer, or in the steps before its deadline: the limits may be smaller
+        than those of the snapshot.
+        """
+        self._next_group, self.exhausted = snapshot.next_group, snapshot.exhausted
+        self._last_attempts = dict(snapshot.last_attempts)
+        for prompt in snapshot.waiting:
+            self.front.push(prompt)
+        for group in sorted(snapshot.open, key=lambda each: (each.ticket.deadline, each.ticket.group)):
+            ticket, meta = group.ticket, group.meta
+            if meta is None:
+                self._to_front(ticket, issued=True, interrupted=True)
+                continue
+            slot = Slot(ticket, group.reserved_step, now_s, now_s, meta.row_bytes, meta, group.ready_step)
+            if self._has_room(slot, step=snapshot.version.step):
+                self.open[ticket.group] = slot
+                self._count_unleased(ticket.deadline, 1)
+                self.booked_bytes += slot.booked_bytes
+                self.ready.push(slot)
+            else:
+                self._ledger.settle(Fate.RETURNED_ON_RESUME, self._amount([slot]))
+                self._to_front(ticket, issued=False, interrupted=True)
+
+    def _has_room(self, slot: Slot, *, step: int) -> bool:
+        """Returns True if a restored group fits into the buffer, and into the steps up to its deadline.
+
+        Groups are restored by deadline, so all groups that have a slot already are due no later than this one.
+        """
+        return (
+            self.slots < (slot.ticket.deadline - step + 1) * self._limits.groups_per_step
+            and self.slots < self._limits.capacity_groups
+            and self.booked_bytes + slot.booked_bytes <= self._limits.capacity_bytes
+        )
+
     def _count_unleased(self, deadline: int, groups: int) -> None:
         self.unleased_by_deadline[deadline] += groups
         if not self.unleased_by_deadline[deadline]:
@@ -213,10 +266,16 @@ class Groups:
         if last != (0, True):
             self._last_attempts[slot.ticket.group] = last
 
-    def _to_front(self, slot: Slot, *, issued: bool) -> None:
-        ticket = slot.ticket
+    def _to_front(self, ticket: Ticket, *, issued: bool, interrupted: bool = False) -> None:
         self.front.push(
-            DuePrompt(group=ticket.group, attempt=ticket.attempt + 1, task=ticket.task, seed=ticket.seed, issued=issued)
+            DuePrompt(
+                group=ticket.group,
+                attempt=ticket.attempt + 1,
+                task=ticket.task,
+                seed=ticket.seed,
+                issued=issued,
+                interruptions=ticket.interruptions + interrupted,
+            )
         )
         self._ledger.count(Event.RETRY)
 

@@ -83,6 +83,14 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.fates.values(), start=Amount()) == self.issued
 
 
+class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
+    """The counts of the ledger: issued groups, groups by final fate, and events."""
+
+    issued: Amount
+    final: dict[Fate, Amount]
+    events: dict[Event, int]
+
+
 class Ledger:
     """Counts the issued amount, the final fates, and events. A final fate never changes."""
 
@@ -90,6 +98,16 @@ class Ledger:
         self._issued = Amount()
         self._final: dict[Fate, Amount] = {fate: Amount() for fate in Fate if fate not in OPEN_FATES}
         self._events: Counter[Event] = Counter()
+
+    def state(self) -> LedgerState:
+        """Returns the counts, for a snapshot."""
+        return LedgerState(issued=self._issued, final=dict(self._final), events=dict(self._events))
+
+    def restore(self, state: LedgerState) -> None:
+        """Continues from the counts of a snapshot."""
+        self._issued = state.issued
+        self._final |= state.final
+        self._events = Counter(state.events)
 
     def issue(self, *, samples: int) -> None:
         """Counts one issued group. Its tokens are counted at its commit."""

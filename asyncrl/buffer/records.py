@@ -39,7 +39,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     `version` is the replica's version at the reserve. `seed` is a multiple of the group size, because vLLM gives sample
     i the seed + i. `deadline` is the last step that may train the group: the step of `version` +
-    `max_staleness_versions` at the time of the reserve.
+    `max_staleness_versions` at the time of the reserve. `interruptions` is the number of earlier attempts that ended
+    with a restart of the run; they do not count against `buffer.max_attempts`.
     """
 
     group: int
@@ -49,6 +50,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
     max_staleness_versions: int
     replica: str
+    interruptions: int = 0
 
     @property
     def key(self) -> str:
@@ -57,6 +59,20 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def deadline(self) -> int:
         return self.version.step + self.max_staleness_versions
+
+
+class DuePrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that waits for an attempt. If `issued` is True, the ledger already counts its group as reserved.
+
+    `interruptions` is that of the ticket which it will get.
+    """
+
+    group: int
+    attempt: int
+    task: Task
+    seed: int
+    issued: bool
+    interruptions: int = 0
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +109,15 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def generated_tokens(self) -> int:
         return sum(self.completion_tokens)
+
+
+class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group that holds a slot: reserved if `meta` is None, otherwise ready."""
+
+    ticket: Ticket
+    reserved_step: int
+    ready_step: int
+    meta: GroupMeta | None
 
 
 class CommitOutcome(StrEnum):

@@ -38,6 +38,7 @@ from asyncrl.buffer.records import (
     cut_text,
 )
 from asyncrl.buffer.slots import Slot
+from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, lease_violation
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
@@ -227,12 +228,35 @@ class ReplayBuffer:
         self._last_end = None
         return self._lineage.incarnation
 
+    # For checkpoints.
+
+    def snapshot(self) -> BufferSnapshot:
+        """Returns the present state. A leased group counts as ready, because its step has not been trained."""
+        return self._groups.snapshot(version=self.version, failures=self.failures.state())
+
+    def restore(self, snapshot: BufferSnapshot, *, lineage: Lineage) -> None:
+        """Continues from a snapshot as the live incarnation of `lineage`, which began at `snapshot.version`. Call it
+        before any other call.
+
+        The source of the prompts must continue after the first `snapshot.next_group` prompts. The rows of the ready
+        groups must be restored as well; `rows_lost` names those that are not there.
+        """
+        self._lineage, self._step = lineage, snapshot.version.step
+        self.ledger.restore(snapshot.ledger)
+        self.failures.restore(snapshot.failures)
+        self._groups.restore(snapshot, now_s=self._clock())
+
     # For supervisors and views of the run.
 
     @property
     def version(self) -> Version:
         """The learner's version: the incarnation, and the number of acked steps."""
         return Version(self._lineage.incarnation, self._step)
+
+    @property
+    def lineage(self) -> Lineage:
+        """The incarnations of the learner so far."""
+        return self._lineage
 
     @property
     def account(self) -> Account:

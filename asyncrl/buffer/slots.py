@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncrl.buffer.ledger import Amount
-from asyncrl.buffer.records import GroupMeta, LeasedGroup, Ticket
-from asyncrl.data.prompts import Task
+from asyncrl.buffer.records import DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Ticket
 
 
 @dataclass(slots=True)
@@ -38,6 +37,12 @@ class Slot:
             max_staleness_versions=self.ticket.max_staleness_versions,
             reserved_step=self.reserved_step,
             ready_step=self.ready_step,
+        )
+
+    def as_open(self) -> OpenGroup:
+        """Returns the group in the form of a snapshot."""
+        return OpenGroup(
+            ticket=self.ticket, reserved_step=self.reserved_step, ready_step=self.ready_step, meta=self.meta
         )
 
 
@@ -98,17 +103,6 @@ class ReadyQueue:
                 del self._order[deadline]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DuePrompt:
-    """A prompt that waits for an attempt. If `issued` is True, the ledger already counts its group as reserved."""
-
-    group: int
-    attempt: int
-    task: Task
-    seed: int
-    issued: bool
-
-
 class Front:
     """Prompts that are issued before any new prompt, in prompt order. They hold no slot."""
 
@@ -122,6 +116,10 @@ class Front:
 
     def get(self, group: int) -> DuePrompt | None:
         return self._prompts.get(group)
+
+    def prompts(self) -> tuple[DuePrompt, ...]:
+        """Returns the waiting prompts in prompt order."""
+        return tuple(self._prompts[group] for group in sorted(self._prompts))
 
     def push(self, prompt: DuePrompt) -> None:
         heapq.heappush(self._order, prompt.group)

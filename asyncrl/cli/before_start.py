@@ -15,15 +15,18 @@ import typer
 
 from asyncrl.algorithms.baselines import OwnEstimator, resolve_advantage
 from asyncrl.algorithms.presets import advantage_of, is_own_loss
+from asyncrl.checkpoints.directory import CHECKPOINTS
 from asyncrl.cli.options import checked_config, print_warnings, run_checks
-from asyncrl.cli.presence import model_directory
+from asyncrl.cli.presence import model_directory, similar_folder
+from asyncrl.cli.restarts import restarts
 from asyncrl.cli.terminal import outlive_terminal
 from asyncrl.common.roles import Role
+from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import FIRST_ROWS, Task
 from asyncrl.deployment.ray_token import use_ray_token
-from asyncrl.errors import ConfigError, InfraError
+from asyncrl.errors import ConfigError, InfraError, RunError
 
 if TYPE_CHECKING:
     from asyncrl.deployment.inputs import Prompts
@@ -56,9 +59,23 @@ def prepared(
     deployments of `roles`."""
     outlive_terminal()
     config, warnings = checked_config(files, overrides, roles=roles, allow_public=allow_public)
+    check_restart(config)
     print_warnings(warnings)
     use_ray_token(own=len(roles) == len(Role) and config.ray.address is None)  # only `asyncrl up` has all roles
     return config, prepare(config, roles=roles)
+
+
+def check_restart(config: Config) -> None:
+    """Raises RunError if this process is a restart, but one too many or without a checkpoint."""
+    if not restarts():
+        return
+    if restarts() > config.run.max_restarts:
+        raise RunError(
+            f"the run is not restarted: run.max_restarts = {config.run.max_restarts} within an hour. Mend the cause of "
+            "the failure; then the same command resumes the run from its newest checkpoint"
+        )
+    if not any((config.run.dir / config.run.name / CHECKPOINTS).glob(f"step-*/{COMPLETE}")):
+        raise RunError("the run is not restarted, because it ended before its first checkpoint")
 
 
 def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompts | None":
@@ -232,9 +249,11 @@ def try_hub(config: Config) -> None:
             if cached:
                 return
             reason = _refusal(error)
+    near = similar_folder(Path(name))
+    meant = f"did you mean the folder {near}? If not, " if near is not None else ""
     raise ConfigError(
-        f"model.path = {name}: there is no folder {name} here, and {reason}; set model.path to the directory of a "
-        "model, or to another model of the Hub",
+        f"model.path = {name}: there is no folder {name} here, and {reason}; {meant}set model.path to the directory "
+        "of a model, or to another model of the Hub",
         key="model.path",
     )
 

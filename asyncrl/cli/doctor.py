@@ -199,30 +199,34 @@ def check_cores(cores: int) -> Finding:
 
 
 def check_leftovers(
-    ray_pids: Sequence[int],
-    orphan_engine_pids: Sequence[int],
+    ray: Sequence[str],
+    orphan_engines: Sequence[str],
     *,
     live_runs: Sequence[str] = (),
     remains: Mapping[str, str] = {},
 ) -> Finding:
     """Checks for processes of earlier runs. They hold memory, and a new run might join their Ray cluster.
 
-    `live_runs` describes each run that is running. `remains` maps the name of a dead run to a description of the
-    processes and files that it left.
+    `ray` and `orphan_engines` are the descriptions of `stray_processes`. asyncrl does not know which program uses these
+    processes, so the finding does not recommend to end them. `live_runs` describes each run that is running. `remains`
+    maps the name of a dead run to a description of the processes and files that it left.
     """
     if remains:
         name, left = next(iter(remains.items()))
         return _warn(f"run {name} was killed and left {left}", fix=f"asyncrl down {name}")
-    if orphan_engine_pids:
-        pids = " ".join(map(str, orphan_engine_pids))
-        return _warn(f"vLLM engines without a parent process: {pids}", fix=f"kill {pids}")
+    if orphan_engines:
+        return _warn(
+            f"vLLM engines whose parent process is gone: {'; '.join(orphan_engines)}",
+            fix="asyncrl does not know which program uses them: decide by the folder and the time whether you still "
+            "need them",
+        )
     if live_runs:
         return _ok(f"these runs are running: {', '.join(live_runs)}; do not kill them")
-    if ray_pids:
-        pids = " ".join(map(str, ray_pids))
+    if ray:
         return _warn(
-            f"Ray is running (processes {pids}), but no run below {RUNS}/ is running",
-            fix=f"if no other program uses this Ray: kill {pids}",
+            f"Ray is running, but no run below {RUNS}/ is running: {'; '.join(ray)}",
+            fix="asyncrl does not know which program uses this Ray, for example a run in that folder: decide by the "
+            "folder, the command and the time whether you still need it (`asyncrl down NAME` in its folder ends a run)",
         )
     return _ok("no processes of earlier runs")
 

@@ -9,9 +9,9 @@ from asyncrl.errors import RunError
 def down(run: RunningRun, address: RunningAddress = None) -> None:
     """End a run, or clean up after a run that was killed.
 
-    The shared actors of a run end at once. Its deployments notice this and close. If a run was killed, its remaining
-    processes are ended, its files are removed from /dev/shm, and run.json and the report record how it ended. A run
-    that ended by itself needs no `down`.
+    The run's deployments are told that it has ended, and close. Then its shared actors end. If a run was killed, its
+    remaining processes are ended, its files are removed from /dev/shm, and run.json and the report record how it ended.
+    A run that ended by itself needs no `down`.
     """
     from asyncrl.deployment.known_runs import as_it_is, check_there, named_run
     from asyncrl.deployment.ray_token import use_ray_token
@@ -23,11 +23,11 @@ def down(run: RunningRun, address: RunningAddress = None) -> None:
     ray_is_gone = info is not None and info.state != "running" and info.ray_session is not None
     if named is not None or not ray_is_gone:
         use_ray_token()
-        from asyncrl.deployment.cluster import end_actors, join
+        from asyncrl.deployment.cluster import end_run, join
 
         try:
             join(named or (info and info.ray_address) or "auto", namespace=directory.name)
-            if ended := end_actors(directory.name):
+            if ended := end_run(directory.name):
                 lines.append(f"ended {', '.join(ended)}")
         except RunError:
             if named is not None or (info is not None and info.state == "running"):

@@ -4,6 +4,7 @@ All output goes to the log on stderr, so that progress and errors have one forma
 """
 
 import asyncio
+import contextlib
 import logging
 
 from asyncrl.cli.before_start import prepared
@@ -31,20 +32,24 @@ def generator(
 
     from asyncrl.deployment.launch import log_to, run_until_done
 
-    with log_to(None):
+    async def main(stop: asyncio.Event) -> None:
         logger.info("importing Ray")
         import ray
 
+        from asyncrl.deployment.closing import Stopped, check_stop
         from asyncrl.deployment.cluster import check_admission, join
         from asyncrl.deployment.compose import run_generators
 
-        async def main(stop: asyncio.Event) -> None:
+        name = config.run.name
+        with contextlib.suppress(Stopped):
+            await check_stop(stop)
+            join(ray_address(config, address), namespace=name)
+            where = ray.get_runtime_context().gcs_address  # the real address, also if the configured one is `auto`
+            await check_stop(stop)
             await check_admission(config, role=Role.GENERATOR)
-            logger.info("run %s on Ray at %s: starting %d replicas", name, address, config.generator.replicas)
+            logger.info("run %s on Ray at %s: starting %d replicas", name, where, config.generator.replicas)
             await run_generators(config, stop, prompts=prompts)
 
-        name, where = config.run.name, ray_address(config, address)
-        join(where, namespace=name)
-        address = ray.get_runtime_context().gcs_address  # the real address, also if `where` is `auto`
+    with log_to(None):
         run_until_done(main)
         logger.info("generators ended")

@@ -15,7 +15,7 @@ from asyncrl.cli.presence import check_model
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import Facts, starter_yaml
-from asyncrl.data.prompts import Task
+from asyncrl.data.prompts import Task, split
 from asyncrl.environments.interfaces import read_tasks
 from asyncrl.errors import ConfigError
 from asyncrl.policy.model_directory import read_model
@@ -61,14 +61,23 @@ def init(
         raise ConfigError(f"{output} exists already; name another file with --output, or add --force")
     _check_model(model)
     section = {"dataset": data} if is_import_path(data) else {"dataset": "jsonl", "path": str(Path(data))}
-    tasks = read_tasks(Config.model_validate({"data": section}))  # in the same way as a run
+    reading = Config.model_validate({"data": section})
+    tasks = read_tasks(reading)  # in the same way as a run
     if not tasks:
         raise ConfigError(f"{data}: has no prompts; name a dataset with at least one")
     facts = _facts(model, section, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion_tokens)
     warnings = _write_checked(output, starter_yaml(facts))
+    _, heldout = split(tasks, reading.data.heldout_fraction)
     typer.echo(
-        f"wrote {output}: {facts.prompts} prompts of at most {facts.longest_prompt} tokens, {_places(facts.gpus)}"
+        f"wrote {output}: {facts.prompts} prompts of at most {facts.longest_prompt} tokens, {len(heldout)} of them "
+        f"held out for evaluation, {_places(facts.gpus)}"
     )
+    if not heldout:
+        warnings.append(
+            "the run will have no held-out evaluation, because none of the prompts is held out: a hash of the prompt "
+            f"selects about data.heldout_fraction = {reading.data.heldout_fraction} of them; add prompts, or raise "
+            "data.heldout_fraction"
+        )
     print_warnings(warnings)
     typer.echo(f"start it with: asyncrl up -c {output}")
 

@@ -4,12 +4,16 @@ from functools import partial
 
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.live_run import Runner, join_admitted, live_run
-from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, again, ray_address
+from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Fresh, Overrides, again, ray_address
 from asyncrl.common.roles import Role
 
 
 def learner(
-    files: ConfigFiles, overrides: Overrides, address: Address = None, allow_public: AllowPublic = False
+    files: ConfigFiles,
+    overrides: Overrides,
+    address: Address = None,
+    allow_public: AllowPublic = False,
+    fresh: Fresh = False,
 ) -> None:
     """Start the learner of a run on a running Ray cluster. Generators may have started already, or may join later.
 
@@ -26,4 +30,4 @@ def learner(
         return partial(run_learner, config, address=where, prompts=prompts)
 
     command = again("learner", files, overrides, address=address, allow_public=allow_public)
-    live_run(config, role="learner", runner=runner, again=command)
+    live_run(config, role="learner", runner=runner, again=command, fresh=fresh)

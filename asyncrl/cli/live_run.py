@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.cli.options import LINE_EVERY_STEPS, clear_previous, print_outcome, print_previous, weights_named
+from asyncrl.cli.restarts import restarts
 from asyncrl.cli.terminal import show_cursor
 from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
@@ -46,18 +47,24 @@ def live_run(
     runner: Callable[[], Runner],
     importing: str | None = None,
     again: Sequence[str],
+    fresh: bool,
 ) -> None:
     """Takes the run's directory, runs the result of `runner`, writes the report, and prints how the run ended.
 
     `runner` imports the function that runs the deployments. `importing` is the phase that is shown meanwhile. `again`
-    is the command that started the run, without `asyncrl`.
+    is the command that started the run, without `asyncrl`. An unfinished run is resumed, unless `fresh` is True.
     """
-    with shown_run(config, role=role, console=Console(), started_s=monotonic_at_process_start()) as (run_dir, screen):
-        if importing is not None:
-            screen.starting(config, importing)
-        run = runner()
+    fresh = fresh and not restarts()
+    shown = shown_run(config, role=role, console=Console(), started_s=monotonic_at_process_start(), fresh=fresh)
+    with shown as (run_dir, screen):
+
+        async def main(stop: asyncio.Event) -> Summary | None:
+            if importing is not None:
+                screen.starting(config, importing)
+            return await runner()(stop, run_dir=run_dir, screen=screen)
+
         summary = run_until_done(
-            partial(run, run_dir=run_dir, screen=screen),
+            main,
             asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s),
             at_once=[show_cursor, partial(ended_at_once, run_dir)],
         )
@@ -65,14 +72,16 @@ def live_run(
 
 
 @contextlib.contextmanager
-def shown_run(config: Config, *, role: str, console: Console, started_s: float) -> Iterator[tuple[RunDir, Screen]]:
+def shown_run(
+    config: Config, *, role: str, console: Console, started_s: float, fresh: bool
+) -> Iterator[tuple[RunDir, Screen]]:
     """Does what `reported_run` does, and shows the run on `console` within the block.
 
     Before that, removes what a killed run of this name left. If an error ends the block, prints where the run's newest
     weights are. `started_s` is the start of the run on the monotonic clock.
     """
     clear_previous(config)
-    with reported_run(config, role=role) as run_dir, weights_named(run_dir.path):
+    with reported_run(config, role=role, fresh=fresh) as run_dir, weights_named(run_dir.path):
         print_previous(run_dir)
         with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
             report = partial(console.print, markup=False, highlight=False)
@@ -80,13 +89,17 @@ def shown_run(config: Config, *, role: str, console: Console, started_s: float) 
 
 
 @contextlib.contextmanager
-def reported_run(config: Config, *, role: str) -> Iterator[RunDir]:
-    """Takes the run's directory for this process and logs to it.
+def reported_run(config: Config, *, role: str, fresh: bool = False) -> Iterator[RunDir]:
+    """Takes the run's directory for this process and logs to it. `fresh` is that of `RunDir.create`.
 
     When the block ends in any way, run.json records how it ended, and the report is written. Raises RunLocked if
     another process holds the directory.
     """
-    with contextlib.ExitStack() as after, RunDir.create(config) as run_dir, log_to(run_dir.log_path(role, 0)):
+    with (
+        contextlib.ExitStack() as after,
+        RunDir.create(config, fresh=fresh) as run_dir,
+        log_to(run_dir.log_path(role, 0)),
+    ):
         after.callback(_write_report, run_dir.path)  # after the block, so that run.json records how the run ended
         yield run_dir
 

@@ -4,20 +4,25 @@
 Each command has its own module in this package, with a function of the same name. A module with several commands has a
 Typer `app` instead.
 
-Exit codes: 0 for success, 1 for an error of the run, 2 for an error in options or configuration, 130 for an end at once
-(a second signal, or a start that does not end within `run.shutdown_grace_s`).
+Exit codes: 0 for success, 1 for an error of the run, 2 for an error in options or configuration, 75 for an error of the
+run that another start mends, 130 for an end at once (a second signal, or a start that does not end within
+`run.shutdown_grace_s`).
 """
 
 import importlib
 import os
+import sys
 from typing import Any
 
 import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
+from asyncrl.cli.restarts import RESTART_MENDS, supervise
 from asyncrl.errors import AsyncRLError, ConfigError
 
+SUPERVISED = ("up",)
+"""Commands that are started again when they were killed, or failed with an error that another start mends."""
 COMMANDS: dict[str, str] = {
     "up": "Run everything on this machine: Ray, generators, learner, live view.",
     "head": "Start a Ray cluster on this machine, for a run in several terminals.",
@@ -78,7 +83,9 @@ class _LazyGroup(TyperGroup):
                 raise
             for line in str(error).splitlines():
                 typer.echo(f"{typer.style('error:', fg='red', bold=True)} {line}", err=True)
-            raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+            raise typer.Exit(
+                2 if isinstance(error, ConfigError) else RESTART_MENDS if error.restart_mends else 1
+            ) from None
 
 
 def _app_of(command: str) -> typer.Typer:
@@ -105,3 +112,15 @@ app = typer.Typer(
 @app.callback()
 def _root() -> None:
     pass
+
+
+def main() -> None:
+    """Runs the command in `sys.argv`, in a child process if it is supervised."""
+    if sys.argv[1:2] and sys.argv[1] in SUPERVISED:
+        on_purpose = supervise()
+        try:
+            app()
+        except SystemExit:  # every command ends with it; other exceptions are unexpected
+            on_purpose()
+            raise
+    app()

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl.algorithms.checks import check_algorithm
-from asyncrl.cli.presence import check_presence
+from asyncrl.cli.presence import check_presence, user_modules
 from asyncrl.common.roles import Role
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import Layer, config_origins, load_config
@@ -49,6 +50,13 @@ AllowPublic = Annotated[
     typer.Option(
         "--allow-public",
         help="Allow other machines to read metrics: metrics.host may be an address that they can reach.",
+    ),
+]
+
+Fresh = Annotated[
+    bool,
+    typer.Option(
+        "--fresh", help="Begin a new run, and move the directory of an unfinished one aside. Default: resume it."
     ),
 ]
 
@@ -159,9 +167,16 @@ def clear_previous(config: Config) -> None:
 
 
 def print_previous(run_dir: "RunDir") -> None:
-    """Prints to which directory the previous run of this name was moved, if there was one."""
+    """Prints from which checkpoint the run continues, or to which directory the previous run of this name was moved."""
+    from asyncrl.views.quantities import duration
+
     if run_dir.previous is not None:
         print_warnings([f"the previous run is now {run_dir.previous}"])
+    if (resumed := run_dir.resumed) is not None:
+        typer.echo(
+            f"resuming run {run_dir.path.name} from step {resumed.step}: the checkpoint {resumed.path} is "
+            f"{duration(max(0.0, time.time() - resumed.saved_at))} old (--fresh begins a new run)"
+        )
 
 
 def again(
@@ -187,7 +202,8 @@ def weights_named(directory: Path) -> Iterator[None]:
 
 
 def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, again: Sequence[str]) -> None:
-    """Prints the last lines of a run: totals, report, weights, and the command that continues the training.
+    """Prints the last lines of a run: totals, report, weights, and the command that resumes it or continues the
+    training.
 
     `again` is the command that started the run, without `asyncrl`. Exits with status 1 if the run trained no step.
     """
@@ -195,13 +211,16 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
         typer.echo("the run ended before a step was trained", err=True)
         raise typer.Exit(1)
     from asyncrl.deployment.known_runs import newest_weights
-    from asyncrl.views.outcome import totals_lines, weights_lines
+    from asyncrl.views.outcome import lines_to_go_on, totals_lines, weights_lines
 
     typer.echo("\n".join(totals_lines(summary, total_steps=config.learner.total_steps)))
     print_headline(run_dir)
     typer.echo(f"report: {run_dir / 'report.html'}")
     if (weights := newest_weights(run_dir)) is not None:
-        typer.echo("\n".join(weights_lines(weights, config=config, again=again)))
+        finished = summary.steps >= config.learner.total_steps
+        searched = os.environ.get("PYTHONPATH") if user_modules(config, tuple(Role)) else None
+        going_on = lines_to_go_on(weights, finished=finished, config=config, again=again, pythonpath=searched)
+        typer.echo("\n".join([*weights_lines(weights), *going_on]))
 
 
 def print_headline(run_dir: Path) -> None:

@@ -137,16 +137,38 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
 
 def _no_directory(path: Path, config: Config, origins: Mapping[KeyPath, str]) -> list[str]:
     """Returns why `path`, which does not exist, is a problem; nothing if a tiny model is built there."""
-    siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, siblings, n=1)
-    hint = f" (did you mean {path.parent / close[0]}?)" if close else ""
+    near = similar_folder(path)
+    hint = f"did you mean {near}? If not, " if near is not None else ""
     if config.model.tiny is None:
-        return [f"there is no such folder{hint}; name a model's directory, or a model of the Hugging Face Hub"]
-    reason = why_not_built(config, origins)
-    return [] if reason is None else [f"there is no such folder{hint}, and {reason}"]
+        return [f"there is no such folder; {hint}name a model's directory, or a model of the Hugging Face Hub"]
+    why = why_not_built(config, origins)
+    return [] if why is None else [f"there is no such folder; {hint}{why.remedy} ({why.reason})"]
 
 
-def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:
+def similar_folder(path: Path) -> Path | None:
+    """Returns an existing folder whose path differs from `path` only by misspelt names; None if there is none.
+
+    A part of `path` that does not exist is replaced by the most similar name in its folder.
+
+    >>> similar_folder(Path("/urs/nosuch-folder"))
+    """
+    found = Path(path.anchor)
+    for part in path.relative_to(path.anchor).parts:
+        if not (found / part).is_dir():
+            try:
+                names = [each.name for each in found.iterdir() if each.is_dir()]
+            except OSError:  # the user may not read this folder
+                return None
+            close = difflib.get_close_matches(part, names, n=1)
+            if not close:
+                return None
+            part = close[0]
+        found /= part
+    return found
+
+
+def user_modules(config: Config, roles: Collection[Role]) -> dict[str, str]:
+    """Returns the import paths of the user's code that deployments of `roles` use, by key."""
     named: dict[str, object] = {"data.dataset": config.data.dataset}
     if builds_environment(config, roles):
         named["environment.name"] = config.environment.name
@@ -155,8 +177,12 @@ def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:
     if Role.LEARNER in roles:
         named["algorithm.loss"] = config.algorithm.loss
         named["algorithm.advantage"] = baseline_of(config.algorithm)
-    for key, value in named.items():
-        if isinstance(value, str) and is_import_path(value) and (problem := missing_module(value, key=key)):
+    return {key: value for key, value in named.items() if isinstance(value, str) and is_import_path(value)}
+
+
+def _modules(config: Config, roles: Collection[Role]) -> Iterator[str]:
+    for key, value in user_modules(config, roles).items():
+        if problem := missing_module(value, key=key):
             yield problem
 
 

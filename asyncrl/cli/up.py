@@ -4,15 +4,16 @@ from functools import partial
 
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.live_run import Runner, join_admitted, live_run
-from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides, again
+from asyncrl.cli.options import AllowPublic, ConfigFiles, Fresh, Overrides, again
 from asyncrl.common.roles import Role
 
 
-def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = False) -> None:
+def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = False, fresh: Fresh = False) -> None:
     """Start a local Ray, generators and a learner, show the run live, and end all of them when the run is done.
 
-    Ctrl-C, or closing the terminal, ends the run cleanly. Its records and weights are in runs/NAME. For several
-    machines, see `asyncrl generator --help`.
+    Ctrl-C, or closing the terminal, ends the run cleanly. Its records and weights are in runs/NAME. The same command
+    resumes a run that was ended or killed, from its newest checkpoint. For several machines, see `asyncrl generator
+    --help`.
     """
     config, prompts = prepared(files, overrides, allow_public=allow_public)
     if config.ray.address is not None:
@@ -24,4 +25,4 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
         return partial(run_both, config, prompts=prompts)
 
     command = again("up", files, overrides, allow_public=allow_public)
-    live_run(config, role="up", runner=runner, importing="importing Ray", again=command)
+    live_run(config, role="up", runner=runner, importing="importing Ray", again=command, fresh=fresh)

@@ -39,10 +39,14 @@ class Lineage(msgspec.Struct, frozen=True):
         return incarnation == version.incarnation and (last_step is None or version.step <= last_step)
 
     def child(self, at: Version) -> "Lineage":
-        """Returns the lineage in which the next incarnation begins with the weights of `at`.
+        """Returns the lineage in which the next incarnation begins with the weights of `at`, which may be dead until
+        then.
 
-        Raises ValueError if `at` is dead.
+        The numbers of incarnations are never used twice, so the lineage keeps those that left nothing behind. Raises
+        ValueError if there was no incarnation that could have made `at`.
         """
-        if not self.has(at):
-            raise ValueError(f"incarnation {self.incarnation + 1} cannot begin at {at}, because it is no ancestor")
+        if not 1 <= at.incarnation <= self.incarnation or at.step < 0:
+            raise ValueError(
+                f"incarnation {self.incarnation + 1} cannot begin at version {at}: there was no such version"
+            )
         return Lineage((*self.branches, at))

@@ -137,6 +137,10 @@ def _read_mapping(file: Path) -> dict[str, object]:
 
 def _parse_override(override: str) -> dict[str, object]:
     key, equals, text = override.partition("=")
+    if not equals and (override.endswith((".yaml", ".yml")) or Path(override).is_file()):
+        raise ConfigError(
+            f"{override!r} is the name of a file, not an override; did you mean `-c {shlex.quote(override)}`?"
+        )
     if not equals or not all(key.split(".")):
         raise ConfigError(f"{override!r} is not an override; write section.key=value, e.g. staleness.max_versions=2")
     quoted = shlex.quote(json.dumps(text, ensure_ascii=False))

@@ -61,10 +61,14 @@ class RunSection(Section):
     step."""
     shutdown_grace_s: PositiveFloat = 20.0
     """Seconds that a deployment may take to end cleanly after SIGTERM."""
+    max_restarts: Annotated[NonNegativeInt, PER_DEPLOYMENT] = 3
+    """Number of times within an hour that `asyncrl up` starts again by itself after a process of the run has died.
+    Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""
 
 
 class TinyModelSection(Section):
-    """A tiny Qwen3 model with a character tokenizer. It is built and warmed up if `model.path` does not exist yet.
+    """A tiny Qwen3 model with a character tokenizer. It is built and warmed up if `model.path` does not exist yet, and
+    again if asyncrl built the model there and this section, `model.max_length` or the training prompts have changed.
     The warm-up is supervised training on solved examples of the environment, before reinforcement learning starts."""
 
     seed: NonNegativeInt = 0
@@ -108,9 +112,11 @@ class ModelSection(Section):
     max_length: PositiveInt = 64
     """Maximum length of a sequence (prompt and completion together), tokens."""
     tiny: TinyModelSection | None = None
-    """A tiny model, which is built at `model.path` if that directory does not exist (`asyncrl model`). It is built only
-    if the file or the command line that sets `model.path` also sets a key of `model.tiny` (`model.tiny={}` is enough).
-    It is never built in the directory of a run. A directory that holds another model is used as it is."""
+    """A tiny model, which is built at `model.path` if that directory does not exist (`asyncrl model`). A tiny model
+    that asyncrl built there earlier is built again if this section, `model.max_length` or the training prompts have
+    changed. A directory that holds another model is used as it is. The model is built only if the file or the command
+    line that sets `model.path` also sets a key of `model.tiny` (`model.tiny={}` is enough), and never in the directory
+    of a run."""
 
 
 class DataSection(Section):
@@ -434,7 +440,9 @@ class WeightsSection(Section):
 
 
 class CheckpointSection(Section):
-    """Checkpoints of the policy: `checkpoints/step-N/hf/` in the run's directory, which vLLM and transformers can load.
+    """Checkpoints of the whole run, in `checkpoints/step-N/` of its directory: models, optimizers, buffer and the rows
+    of its ready groups. The same command resumes a run from the newest one. The folder `hf/` has the policy for vLLM
+    and transformers.
 
     Training pauses while a checkpoint is written. Writing may take at most `run.stall_timeout_s`."""
 

@@ -22,6 +22,7 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import limits_of
+from asyncrl.common.lineage import Lineage
 from asyncrl.common.names import COORDINATOR
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
@@ -31,6 +32,7 @@ from asyncrl.coordinator.failures import FailureReports
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
+from asyncrl.coordinator.snapshot import Restored, RunSnapshot
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.coordinator.waiting import Waiting
 from asyncrl.data.prompts import PromptSource, Task
@@ -68,10 +70,12 @@ class Coordinator:
         self._clear_rows = clear_rows
         self._clearing: set[asyncio.Task[None]] = set()
         self._limits = limits_of(config)
-        prompts = PromptSource(tasks, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs)
+        self._prompts = PromptSource(
+            tasks, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs
+        )
         self._buffer = ReplayBuffer(
             limits=self._limits,
-            next_prompt=prompts.next,
+            next_prompt=self._prompts.next,
             clock=clock,
             seed=config.run.seed,
             drop_last=config.data.drop_last,
@@ -95,6 +99,7 @@ class Coordinator:
             metrics=self._metrics,
             clear=self._clear,
             status=self.status,
+            snapshot=self.snapshot,
             clock=clock,
         )
         self._metrics.states_from(self._states.seconds)
@@ -141,12 +146,15 @@ class Coordinator:
 
     # --- deployments --------------------------------------------------------------------------------------------
 
-    def check(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
+    def snapshot(self) -> RunSnapshot:
+        """Returns the present state of the groups and the prompts, for a checkpoint."""
+        return RunSnapshot(buffer=self._buffer.snapshot(), prompts=self._prompts.state())
+
+    def check(self, deployment: Deployment, *, shared: Mapping[str, object], restored: Restored | None = None) -> None:
         """Raises an error if the deployment may not attach, and changes nothing.
 
         Raises the errors of `Registry.check`. Raises LearnerNotRestored for a learner that would continue a run which
-        has trained steps, or has ended: it would train the weights of `model.path` under the numbers of weights that
-        it does not have.
+        has ended, or whose trained weights it did not restore: it would train other weights under their numbers.
         """
         self.registry.check(deployment, shared=shared)
         if deployment.role is not Role.LEARNER or deployment == self.registry.learner:
@@ -156,6 +164,8 @@ class Coordinator:
         if state in _OVER:
             why = f": {self.registry.message}" if self.registry.message else ""
             raise LearnerNotRestored(f"run {name!r} is {state}{why}; {again}")
+        if restored is not None and self._untouched:
+            return
         if step:
             raise LearnerNotRestored(
                 f"run {name!r} has trained {step} steps, and their weights ended with its learner; this learner would "
@@ -163,20 +173,28 @@ class Coordinator:
                 "folder checkpoints/ of the run's directory, to begin with these"
             )
 
-    async def attach(self, deployment: Deployment, *, shared: Mapping[str, object]) -> int:
-        """Admits a deployment. Returns the incarnation of the run's learner. Raises the errors of `check`.
+    async def attach(
+        self, deployment: Deployment, *, shared: Mapping[str, object], restored: Restored | None = None
+    ) -> Lineage:
+        """Admits a deployment. Returns the run's lineage. Raises the errors of `check`.
 
-        A learner that replaces another one gets a new incarnation. All of a learner's calls carry its incarnation.
-        Those of a replaced learner raise Fenced.
+        A learner that replaces another one gets a new incarnation: the live one of the lineage. All of a learner's
+        calls carry its incarnation. Those of a replaced learner raise Fenced. The buffer continues from what a learner
+        `restored`. The learner puts the rows of the ready groups into the data plane before its first lease.
         """
-        self.check(deployment, shared=shared)
+        self.check(deployment, shared=shared, restored=restored)
         replaced, repeated = self.registry.learner, deployment == self.registry.learner
+        if restored is not None and not repeated:
+            self._prompts.restore(restored.snapshot.prompts)
         self.registry.attach(deployment, shared=shared)
-        if deployment.role is Role.LEARNER and replaced is not None and not repeated:
+        if restored is not None and not repeated:
+            self._buffer.restore(restored.snapshot.buffer, lineage=restored.lineage)
+            await self._waiting.changed()
+        elif deployment.role is Role.LEARNER and replaced is not None and not repeated:
             incarnation = self._buffer.succeed()
             logger.warning("learner %s replaces %s as incarnation %d", deployment.id, replaced.id, incarnation)
             await self._waiting.changed()
-        return self._buffer.version.incarnation
+        return self._buffer.lineage
 
     # --- generators ---------------------------------------------------------------------------------------------
 
@@ -238,6 +256,11 @@ class Coordinator:
         await self._waiting.changed()
 
     # --- private ------------------------------------------------------------------------------------------------
+
+    @property
+    def _untouched(self) -> bool:
+        """Whether no group was ever issued, and no learner has attached."""
+        return self.registry.learner is None and self._buffer.account.issued.groups == 0
 
     def _views(self) -> tuple[ReplicaView, ...]:
         return self._replicas.views(reserved_groups=self._buffer.reserved_by_replica())

@@ -6,19 +6,29 @@ was only slow ends at its next call, and no step of it is counted.
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import Lease, LeaseWait
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.coordinator.waiting import Waiting
-from asyncrl.errors import Fenced
+from asyncrl.errors import Fenced, RunEnded
 from asyncrl.metrics.recorders import BufferMetrics
 
 _NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
 """Answers to a lease call that stay the same for the rest of the run, so that waiting is useless."""
+
+
+class Acked(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to an ack: the state of the run, and the snapshot for a checkpoint if it was wanted."""
+
+    status: RunStatus
+    snapshot: RunSnapshot | None
 
 
 class LearnerCalls:
@@ -33,6 +43,7 @@ class LearnerCalls:
         metrics: BufferMetrics,
         clear: Callable[[Sequence[str]], None],
         status: Callable[[], RunStatus],
+        snapshot: Callable[[], RunSnapshot],
         clock: Callable[[], float],
     ) -> None:
         self._buffer = buffer
@@ -41,6 +52,7 @@ class LearnerCalls:
         self._metrics = metrics
         self._clear = clear
         self._status = status
+        self._snapshot = snapshot
         self._clock = clock
 
     async def lease(self, incarnation: int, *, wait_s: float) -> Lease | LeaseWait:
@@ -64,13 +76,22 @@ class LearnerCalls:
         self._metrics.lease_waited(self._clock() - started_s)
         return answer
 
-    async def ack(self, incarnation: int, step: int) -> RunStatus:
-        """Ends a lease whose step was trained. Returns the state of the run."""
+    async def ack(self, incarnation: int, step: int, *, snapshot: bool = False) -> Acked:
+        """Ends a lease whose step was trained. Returns the state of the run, and a snapshot if it is wanted.
+
+        The snapshot is taken before any other call is answered, so it is of the moment after this step.
+        """
         self._check(incarnation)
         self._buffer.ack(incarnation, step)
+        taken = self._snapshot() if snapshot else None
         self._registry.progressed()
         await self._waiting.changed()
-        return self._status()
+        return Acked(status=self._status(), snapshot=taken)
+
+    def snapshot(self, incarnation: int) -> RunSnapshot:
+        """Returns a snapshot of the present moment. A lease counts as not trained."""
+        self._check(incarnation)
+        return self._snapshot()
 
     async def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
         """Ends a lease whose step changed no weights. Returns the keys of its groups."""
@@ -118,7 +139,8 @@ class LearnerCalls:
         self._registry.set_state(state, message)
 
     def _check(self, incarnation: int) -> None:
-        """Raises Fenced if the call comes from a learner that was replaced."""
+        """Raises Fenced if the call comes from a learner that was replaced, and RunEnded if `asyncrl down` ended the
+        run."""
         live = self._buffer.version.incarnation
         if incarnation != live:
             self._buffer.ledger.count(Event.LEARNER_FENCED)
@@ -126,3 +148,5 @@ class LearnerCalls:
                 f"this learner (incarnation {incarnation}) was silent for longer than buffer.heartbeat_timeout_s, and "
                 f"another learner (incarnation {live}) has taken over; this learner ends"
             )
+        if self._registry.state is RunState.FAILED:
+            raise RunEnded(self._registry.message)

@@ -12,7 +12,11 @@ import msgspec
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import first_difference
-from asyncrl.errors import HandshakeError, RunLocked, RunMismatch, VersionRegression
+from asyncrl.errors import HandshakeError, RunEnded, RunLocked, RunMismatch, VersionRegression
+
+GONE_TIMEOUTS = 4
+"""Number of timeouts after which a silent deployment counts as dead when the last other one leaves. After one timeout
+it may only be busy: a process whose event loop or machine stalls sends no heartbeats."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +48,7 @@ class Registry:
         self.learner: Deployment | None = None
         self.learner_state_seconds: dict[str, float] = {}
         self.targets: dict[str, str] = {}
+        self._closed = False
         self.published: Version | None = None
 
     def attach(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
@@ -59,8 +64,13 @@ class Registry:
         """Raises an error if the deployment may not attach, and changes nothing.
 
         RunMismatch names the first key whose value differs from the run's. RunLocked names the learner that the run
-        has already.
+        has already, or says that the run's last deployment is ending the run's processes.
         """
+        if self._closed:
+            raise RunLocked(
+                "the last deployment of this run has left and is ending the run's processes; start this command again "
+                "in some seconds. If this message stays, end the run with `asyncrl down` first"
+            )
         key = first_difference(self._shared, shared)
         if key is not None:
             raise RunMismatch(
@@ -78,7 +88,8 @@ class Registry:
     def keep(self, deployment_id: str, *, state_seconds: Mapping[str, float] = {}) -> bool:
         """Records a heartbeat of the deployment. Returns False if it is not attached.
 
-        `state_seconds` are the learner's seconds by state since its start.
+        `state_seconds` are the learner's seconds by state since its start. Raises RunEnded for a learner whose run
+        `asyncrl down` ended.
         """
         member = self._members.get(deployment_id)
         if member is None:
@@ -86,17 +97,30 @@ class Registry:
         self._members[deployment_id] = (member[0], self._clock())
         if member[0].role is Role.LEARNER:
             self.learner_state_seconds = dict(state_seconds)
+            if self.state is RunState.FAILED:
+                raise RunEnded(self.message)
         return True
 
-    def detach(self, deployment_id: str) -> int:
-        """Removes a deployment that leaves. Returns how many live ones remain."""
-        self._members.pop(deployment_id, None)
-        return len(self.live())
+    def detach(self, deployment_id: str) -> bool:
+        """Removes a deployment that leaves. Returns True if it was the last one: then it must end the run's actors, and
+        no deployment can attach any more.
+
+        While the run is not over, a deployment that was silent for less than `GONE_TIMEOUTS` timeouts still counts,
+        because it may come back. A deployment that is not attached, such as a replaced learner, is never the last one.
+        """
+        if self._members.pop(deployment_id, None) is None:
+            return False
+        over = self.state in (RunState.FINISHED, RunState.FAILED)
+        self._closed = not self._heard_within(self._timeout_s * (1 if over else GONE_TIMEOUTS))
+        return self._closed
 
     def live(self) -> list[Deployment]:
         """Returns the deployments that sent a heartbeat within the timeout."""
+        return self._heard_within(self._timeout_s)
+
+    def _heard_within(self, seconds: float) -> list[Deployment]:
         now_s = self._clock()
-        return [member for member, heard_at_s in self._members.values() if now_s - heard_at_s <= self._timeout_s]
+        return [member for member, heard_at_s in self._members.values() if now_s - heard_at_s <= seconds]
 
     def handshake(self, *, who: str, fingerprint: str) -> None:
         """Checks that all pools have the same tokenizer and vocabulary (F25).

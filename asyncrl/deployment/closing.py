@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -19,6 +19,10 @@ from asyncrl.deployment.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+
+STOPPED_EARLY = "asked to end by a signal, before the first step"
+"""Reason in run.json of a run that a signal ended during its start."""
 
 
 class Stopped(Exception):
@@ -45,6 +49,30 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[Result]) -> Result
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise Stopped
+        return await working
+
+
+async def check_stop(stop: asyncio.Event) -> None:
+    """Raises Stopped if a signal asked the run to end, also if it came while a call blocked the event loop."""
+    await asyncio.sleep(0)  # the loop sets `stop` before it comes back here
+    if stop.is_set():
+        raise Stopped
+
+
+async def unless_one_fails(beside: Collection["asyncio.Future[None]"], work: Awaitable[Result]) -> Result:
+    """Returns the result of `work`. If a task of `beside` fails first, cancels `work` and raises the task's error.
+
+    The tasks of `beside` are not cancelled. One that ends without an error is ignored.
+    """
+    async with running(work) as working:
+        watched: set[asyncio.Future[Any]] = set(beside)
+        while not working.done():
+            await asyncio.wait(watched | {working}, return_when=asyncio.FIRST_COMPLETED)
+            ended = {task for task in watched if task.done()}
+            if not working.done():
+                for task in ended:
+                    task.result()
+            watched -= ended
         return await working
 
 

@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,14 +22,16 @@ import ray
 from ray._private import services
 from ray.exceptions import RayError
 
+from asyncrl.common.lineage import Lineage
 from asyncrl.common.names import COORDINATOR, WEIGHTS
-from asyncrl.common.roles import Role
+from asyncrl.common.roles import Role, RunState
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.actor import CoordinatorActor
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
+from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished, room
 from asyncrl.data_plane.partition_actor import PARTITIONS
@@ -41,7 +44,7 @@ from asyncrl.deployment.ray_access import (
     warn_of_open_cluster,
 )
 from asyncrl.deployment.ray_token import require_token
-from asyncrl.errors import PlacementError, RunError
+from asyncrl.errors import Fenced, PlacementError, RunEnded, RunError
 from asyncrl.weights.store import WeightClient, WeightStore
 
 logger = logging.getLogger(__name__)
@@ -51,6 +54,8 @@ ACTOR_CONCURRENCY = 10_000
 """Maximum number of concurrent calls of an actor. It is large because calls that wait, e.g. for a ticket, count too."""
 STATUS_TIMEOUT_S = 10.0
 """Deadline of a call to the coordinator from a command such as `status`, seconds."""
+END_S = 30.0
+"""Time that the deployments of a run have to leave after `asyncrl down`, seconds."""
 Started = TypeVar("Started")
 
 STARTS = 3
@@ -224,11 +229,11 @@ def _children_in_sessions_of_their_own() -> Iterator[None]:
 class RunHandles:
     """Handles of the run's shared actors, and this deployment's entry in the run.
 
-    `incarnation` is the incarnation of the run's learner when this deployment entered.
+    `lineage` has the incarnations of the run's learner when this deployment entered.
     """
 
     deployment: Deployment
-    incarnation: int
+    lineage: Lineage
     coordinator: CoordinatorClient
     weights: WeightClient
 
@@ -252,8 +257,10 @@ async def check_admission(config: Config, *, role: Role) -> None:
     await coordinator.call(Coordinator.check, new_deployment(role), shared=shared_config(config))
 
 
-async def enter_run(config: Config, *, deployment: Deployment, tasks: Sequence[Task]) -> RunHandles:
-    """Creates or finds the run's actors, and attaches `deployment` to the run.
+async def enter_run(
+    config: Config, *, deployment: Deployment, tasks: Sequence[Task], restored: Restored | None = None
+) -> RunHandles:
+    """Creates or finds the run's actors, and attaches `deployment` to the run. A learner gives what it `restored`.
 
     Raises RunMismatch, which names a config key whose value differs from the run's. Raises RunLocked, which names the
     learner that the run has already, and LearnerNotRestored for a learner that would continue the run without its
@@ -269,9 +276,9 @@ async def enter_run(config: Config, *, deployment: Deployment, tasks: Sequence[T
     weights_handle = ray.remote(WeightStore).options(name=WEIGHTS, **options).remote()
     coordinator = await _coordinator(handle, config)
     await coordinator.call(Coordinator.start)
-    incarnation = await coordinator.call(Coordinator.attach, deployment, shared=shared_config(config))
+    lineage = await coordinator.call(Coordinator.attach, deployment, shared=shared_config(config), restored=restored)
     weights = WeightClient(weights_handle, timeout_s=config.buffer.call_timeout_s)
-    return RunHandles(deployment=deployment, incarnation=incarnation, coordinator=coordinator, weights=weights)
+    return RunHandles(deployment=deployment, lineage=lineage, coordinator=coordinator, weights=weights)
 
 
 async def _coordinator(handle: Any, config: Config) -> CoordinatorClient:
@@ -309,8 +316,7 @@ async def leave_run(handles: RunHandles, *, namespace: str) -> None:
     Raises nothing: the deployment ends in any case, and its own error is more important.
     """
     with contextlib.suppress(Exception):
-        left = await handles.coordinator.call(Registry.detach, handles.deployment.id)
-        if left == 0:
+        if await handles.coordinator.call(Registry.detach, handles.deployment.id):
             end_actors(namespace)
 
 
@@ -319,30 +325,59 @@ async def keep_attached(
 ) -> None:
     """Sends the coordinator a heartbeat of this deployment every `every_s` seconds, until it is cancelled.
 
-    A learner sends its seconds by state with it. A failed heartbeat is logged and sent again. It raises nothing: if the
-    coordinator is dead, the calls that need an answer from it raise the error.
+    A learner sends its seconds by state with it. A failed heartbeat is logged and sent again: if the coordinator is
+    dead, the calls that need an answer from it raise the error. Raises Fenced if another learner has replaced this one,
+    and RunEnded if `asyncrl down` ended the run.
     """
     while True:
         try:
-            await handles.coordinator.call(Registry.keep, handles.deployment.id, state_seconds=state_seconds())
+            kept = await handles.coordinator.call(Registry.keep, handles.deployment.id, state_seconds=state_seconds())
+        except RunEnded:
+            raise
         except (RunError, TimeoutError) as error:
             logger.warning("the heartbeat of %s did not reach the buffer: %s", handles.deployment.id, error)
+        else:
+            if not kept:  # only a learner can be replaced
+                raise Fenced(
+                    f"this learner (incarnation {handles.lineage.incarnation}) was silent for longer than "
+                    "buffer.heartbeat_timeout_s, and another learner has taken over; this learner ends"
+                )
         await asyncio.sleep(every_s)
 
 
-def end_actors(namespace: str) -> list[str]:
-    """Kills the run's detached actors and returns their names."""
-    names = [
-        entry["name"]
-        for entry in ray.util.list_named_actors(all_namespaces=True)
-        if entry["namespace"] == namespace and entry["name"].startswith(DETACHED_PREFIXES)
-    ]
-    for name in names:
+def end_run(name: str) -> list[str]:
+    """Ends the run `name` on the joined cluster for good. Returns the names of its shared actors.
+
+    First the run's deployments hear that it has ended, so that none of them starts again. They get `END_S` seconds to
+    leave. The last one that leaves ends the actors; those that are left are killed.
+    """
+    names = _shared_actors(name)
+    with contextlib.suppress(RunError):  # there is no such run, or its buffer is dead already
+        run = find_run(name)
+        asyncio.run(run.call(Registry.set_state, RunState.FAILED, "`asyncrl down` ended the run"))
+        deadline_s = time.monotonic() + END_S
+        while asyncio.run(run.call(Coordinator.status)).deployments and time.monotonic() < deadline_s:
+            time.sleep(0.2)  # polls other processes
+    end_actors(name)
+    return names
+
+
+def end_actors(namespace: str) -> None:
+    """Kills the run's shared actors."""
+    for name in _shared_actors(namespace):
         try:
             ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
         except ValueError:
             logger.debug("actor %s had already ended", name)
-    return names
+
+
+def _shared_actors(namespace: str) -> list[str]:
+    """Returns the names of the run's detached actors, which all deployments share."""
+    return [
+        entry["name"]
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == namespace and entry["name"].startswith(DETACHED_PREFIXES)
+    ]
 
 
 async def placed(

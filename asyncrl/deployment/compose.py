@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.schema import Config
-from asyncrl.deployment.closing import running
+from asyncrl.deployment.closing import STOPPED_EARLY, Stopped, check_stop, running
 from asyncrl.deployment.cluster import session_folder, start_local
 from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.inputs import Inputs, Prompts
@@ -35,6 +35,8 @@ async def run_learner(
     summary."""
     run_dir.started_ray(address)
     async with Inputs(config, loaded=prompts, report=screen.report) as inputs:
+        screen.starting(config, "making prompts")
+        await inputs.prompts
         return await _learner(config, inputs, run_dir=run_dir, screen=screen).run(stop)
 
 
@@ -43,8 +45,20 @@ async def run_both(
 ) -> Summary | None:
     """Runs both deployments, on a local Ray or on the cluster at `ray.address`, which this process has joined.
 
-    Returns the run's summary. If one deployment fails, the other is ended and the error is raised.
+    Returns the run's summary, or None if `stop` was set before the first step. If one deployment fails, the other is
+    ended and the error is raised.
     """
+    try:
+        return await _run_both(config, stop, run_dir=run_dir, screen=screen, prompts=prompts)
+    except Stopped:
+        run_dir.stopped(STOPPED_EARLY)
+        return None
+
+
+async def _run_both(
+    config: Config, stop: asyncio.Event, *, run_dir: RunDir, screen: Screen, prompts: Prompts | None
+) -> Summary | None:
+    await check_stop(stop)  # importing Ray, starting Ray and importing torch block the event loop for seconds
     # Ray starts first. Its start takes three times as long while the interpreter is busy. Replicas need Ray, and their
     # import of vLLM is the longest part of a start. Prompts, torch and the model are loaded meanwhile.
     if config.ray.address is None:
@@ -53,6 +67,7 @@ async def run_both(
         run_dir.started_ray(address, session=session_folder())
     else:
         run_dir.started_ray(config.ray.address)
+    await check_stop(stop)
     end = asyncio.Event()
     async with AsyncExitStack() as closing:
         inputs = await closing.enter_async_context(Inputs(config, loaded=prompts, report=screen.report))
@@ -67,6 +82,7 @@ async def run_both(
         # that the learner imports too. Of two threads that import a library at the same time, one may see half of it.
         screen.starting(config, "making prompts")
         await asyncio.wait([inputs.prompts, inputs.engine_model])
+        await check_stop(stop)
         screen.starting(config, "importing the learner")
         learner_deployment = _learner(config, inputs, run_dir=run_dir, screen=screen)
         learner = await closing.enter_async_context(running(learner_deployment.run(stop), name="learner"))

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from asyncrl.checkpoints.directory import CHECKPOINTS
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.load import load_config
 from asyncrl.errors import AsyncRLError, RunError
@@ -25,8 +26,6 @@ from asyncrl.views.quantities import moment
 
 RUNS = Path("runs")
 """Default of `run.dir`."""
-CHECKPOINTS = "checkpoints"
-"""Folder of a run's directory that holds `step-N/hf`, the weights after N steps."""
 _NAMES_SHOWN = 12
 
 

@@ -10,9 +10,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,9 @@ INTERRUPTED = 130
 """Exit code (128 + SIGINT) of a process that a second signal ends, or whose start does not end within the grace."""
 AT_ONCE_S = 2.0
 """Time that a second signal leaves for the last actions before the process exits, seconds."""
+WAKE_EVERY_S = 0.5
+"""Longest wait of the main thread, seconds. A signal that arrives right before a wait does not interrupt it: Python
+calls the handler after the wait."""
 
 Result = TypeVar("Result")
 
@@ -67,7 +72,7 @@ def log_to(path: Path | None) -> Iterator[None]:
 
 
 def run_until_done(
-    main: Callable[[asyncio.Event], Awaitable[Result]],
+    main: Callable[[asyncio.Event], Coroutine[Any, Any, Result]],
     *,
     asked: Callable[[], None] = lambda: None,
     at_once: Sequence[Callable[[], None]] = (),
@@ -77,29 +82,64 @@ def run_until_done(
     A second SIGTERM or SIGINT calls each function of `at_once` and then exits the process. A closed terminal sends
     SIGHUP. It never counts as the second signal, because the kernel and the shell may both send one. If the process was
     started with SIGHUP ignored (`nohup`), SIGHUP stays ignored.
+
+    `main` runs in a thread of its own, and the calling thread, which must be the main thread, handles the signals. So
+    they are handled too while `main` blocks its event loop: starting Ray and importing torch take seconds.
     """
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    outcome: Future[Result] = Future()
+    seen: list[int] = []
+    first = True
 
-    async def supervised() -> Result:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        seen: list[signal.Signals] = []
+    def on_signal(number: int, _: FrameType | None) -> None:
+        nonlocal first
+        signal.alarm(0)  # see `take_sigterm_back`
+        if number != signal.SIGHUP:
+            seen.append(number)
+        if len(seen) > 1:
+            _end_at_once(at_once)
+        if first:
+            first = False
+            logger.warning("ending cleanly; a second signal ends the process at once")
+            asked()
+            with contextlib.suppress(RuntimeError):  # the loop is closed, because `main` has just ended
+                loop.call_soon_threadsafe(stop.set)
 
-        def on_signal(number: signal.Signals) -> None:
-            if number != signal.SIGHUP:
-                seen.append(number)
-            if len(seen) > 1:
-                _end_at_once(at_once)
-            if not stop.is_set():
-                logger.warning("ending cleanly; a second signal ends the process at once")
-                asked()
-                stop.set()
-
+    with contextlib.ExitStack() as handlers:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                loop.add_signal_handler(number, on_signal, number)
-        return await main(stop)
+                handlers.callback(signal.signal, number, signal.signal(number, on_signal) or signal.SIG_DFL)
+        threading.Thread(target=_work, args=[main(stop), loop, outcome], name="asyncrl", daemon=True).start()
+        while not outcome.done():
+            with contextlib.suppress(TimeoutError):  # an error of `main` is raised below
+                outcome.exception(timeout=WAKE_EVERY_S)
+            take_sigterm_back()
+    return outcome.result()
 
-    return asyncio.run(supervised())
+
+def take_sigterm_back() -> None:
+    """Installs this process's handler of SIGTERM again. Does nothing outside of the main thread.
+
+    When another thread calls `ray.init`, Ray's C++ code installs a handler of which Python does not know. It calls
+    Python's, but also sets an alarm that aborts the process after 3 s, which `signal.alarm(0)` cancels.
+    """
+    ours = signal.getsignal(signal.SIGTERM)
+    if callable(ours) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, ours)
+
+
+def _work(main: Coroutine[Any, Any, Result], loop: asyncio.AbstractEventLoop, outcome: "Future[Result]") -> None:
+    """Runs `main` in `loop` and sets the outcome."""
+    try:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            result = runner.run(main)
+    except BaseException as error:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(result)
+    # The kernel ends Ray's daemons when the thread that started them ends (PR_SET_PDEATHSIG). Ray ends them in order
+    # when the process exits, so this thread must still be there.
+    threading.Event().wait()
 
 
 def _end_at_once(at_once: Sequence[Callable[[], None]]) -> None:

@@ -4,21 +4,26 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
+from asyncrl.checkpoints.directory import HF, folder_of
+from asyncrl.checkpoints.run import RunParts, read_snapshot
 from asyncrl.common.roles import Role, RunState
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
-from asyncrl.deployment.closing import Stopped, running, unless_stopped
+from asyncrl.deployment.closing import STOPPED_EARLY, Stopped, running, unless_one_fails, unless_stopped
 from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment
 from asyncrl.deployment.inputs import Prompts, fitting_prompts
 from asyncrl.deployment.learner_display import LearnerDisplay
 from asyncrl.deployment.learner_log import LearnerLog
+from asyncrl.deployment.provenance import provenance
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.deployment.targets import Targets
@@ -75,6 +80,8 @@ class LearnerDeployment:
         )
         self._failures: FailureWatch | None = None
         self._checkpoints: Checkpoints | None = None
+        self._save_hf: Callable[[Path], None] = lambda path: None
+        self._trained_step: Callable[[], int | None] = lambda: None
         self._failure = ""
         """The error that ended the run; empty if it ended in order."""
         self._ended_s = screen.started_s
@@ -87,7 +94,7 @@ class LearnerDeployment:
             try:
                 return await self._run(stop, serving=serving, ranks=ranks, entered=entered)
             except Stopped:
-                self._run_dir.stopped("asked to end by a signal, before the first step")
+                self._run_dir.stopped(STOPPED_EARLY)
                 return None
             except BaseException as error:
                 self._failure = f"{type(error).__name__}: {error}"
@@ -98,10 +105,14 @@ class LearnerDeployment:
         self, stop: asyncio.Event, *, serving: AsyncExitStack, ranks: AsyncExitStack, entered: AsyncExitStack
     ) -> Summary | None:
         config = self._config
-        self._display.enter("making prompts")
         prompts = await self._prompts
         self._display.enter("starting the buffer")
-        handles = await enter_run(config, deployment=new_deployment(Role.LEARNER), tasks=prompts.train)
+        resumed, restored = self._run_dir.resumed, None
+        if resumed is not None:
+            restored = Restored(snapshot=read_snapshot(resumed.path), lineage=self._run_dir.lineage)
+        handles = await enter_run(
+            config, deployment=new_deployment(Role.LEARNER), tasks=prompts.train, restored=restored
+        )
         entered.push_async_callback(self._leave, handles)
         entered.push_async_callback(asyncio.to_thread, self._log.close)
         metrics = described_metrics(config)
@@ -117,23 +128,25 @@ class LearnerDeployment:
         serving.push_async_callback(self._serve_end, server, grace)
         self._failures = failures = FailureWatch(coordinator=handles.coordinator, keep=self._run_dir.write_failures)
         entered.push_async_callback(self._show_end, server, failures, stop)
-        for work in (
-            failures.run(),
-            keep_attached(handles, every_s=config.buffer.heartbeat_timeout_s / 5, state_seconds=self._states.seconds),
-            self._targets.follow(handles.coordinator, timeout_s=config.buffer.call_timeout_s),
-            self._display.run(),
-        ):
-            await entered.enter_async_context(running(work))
+        every_s = config.buffer.heartbeat_timeout_s / 5
+        works = {
+            "failures": failures.run(),
+            "keep attached": keep_attached(handles, every_s=every_s, state_seconds=self._states.seconds),
+            "targets": self._targets.follow(handles.coordinator, timeout_s=config.buffer.call_timeout_s),
+            "display": self._display.run(),
+        }
+        beside = [await entered.enter_async_context(running(work, name=name)) for name, work in works.items()]
         await handles.coordinator.call(Registry.add_target, "learner", server.address)
         self._display.enter("preparing the model")
-        model_path = await unless_stopped(stop, self._model_path)
+        model_path = await unless_one_fails(beside, unless_stopped(stop, self._model_path))
         policy = TQPolicy(config, model_path=model_path, dp_cfg=config.data_plane)
         ranks.push_async_callback(asyncio.to_thread, policy.shutdown)
         critic: TQValue | None = None
         if config.critic is not None:
             critic = TQValue(critic_config(config), model_path=model_path)
             ranks.push_async_callback(asyncio.to_thread, critic.shutdown)
-        totals = await self._train(handles, policy, critic, model_path, prompts, metrics, stop)
+        training = self._train(handles, policy, critic, model_path, prompts, metrics, stop)
+        totals = await unless_one_fails(beside, training)
         if not stop.is_set():
             await self._check_trained(failures)
         elif self._log.trained_steps < config.learner.total_steps:
@@ -169,21 +182,27 @@ class LearnerDeployment:
             self._display.enter("starting the critic's ranks")
             await unless_stopped(stop, asyncio.to_thread(critic.start))
 
-        loop = self._loop(handles, policy, critic, prompts, metrics, tokenizer)
+        parts = RunParts(config=config, policy=policy, critic=critic, lineage=handles.lineage, packages=provenance())
+        if (resumed := self._run_dir.resumed) is not None:
+            self._display.enter(f"restoring step {resumed.step}")
+            await asyncio.to_thread(parts.load, resumed.path)
+        loop = self._loop(handles, parts, prompts, metrics, tokenizer)
         self._display.phase = lambda: loop.phase
         return await loop.run(stop)
 
     def _loop(
         self,
         handles: RunHandles,
-        policy: TQPolicy,
-        critic: TQValue | None,
+        parts: RunParts,
         prompts: Prompts,
         metrics: LearnerMetrics,
         tokenizer: Any,
     ) -> LearnerLoop:
         """Builds the learner's loop from its parts. The ranks have started."""
-        config = self._config
+        config, policy = self._config, parts.policy
+        resumed, before = self._run_dir.resumed, self._log.before
+        # The time of a resumed run continues from its last record.
+        started_s = self._screen.started_s - (before.wall_s if before else 0.0)
 
         publisher = Publisher(
             policy=policy,
@@ -204,16 +223,21 @@ class LearnerDeployment:
             replicas=ReplicaClient(namespace=config.run.name, timeout_s=config.eval.timeout_s),
             log=log,
             metrics=metrics,
-            started_s=self._screen.started_s,
+            started_s=started_s,
         )
         self._checkpoints = Checkpoints(
-            config.checkpoint, folder=self._run_dir.path / "checkpoints", save_hf=policy.save_hf, metrics=metrics
+            config.checkpoint,
+            folder=self._run_dir.checkpoints,
+            write=parts.write,
+            metrics=metrics,
+            restored_step=resumed.step if resumed else 0,
         )
+        self._save_hf, self._trained_step = policy.save_hf, policy.trained_step
         return LearnerLoop(
             config=config,
-            incarnation=handles.incarnation,
+            incarnation=handles.lineage.incarnation,
             policy=policy,
-            critic=critic,
+            critic=parts.critic,
             publisher=publisher,
             coordinator=handles.coordinator,
             heldout=heldout,
@@ -222,7 +246,8 @@ class LearnerDeployment:
             metrics=metrics,
             states=self._states,
             decode=lambda ids, special: str(tokenizer.decode(list(ids), skip_special_tokens=not special)),
-            started_s=self._screen.started_s,
+            started_s=started_s,
+            before=before,
         )
 
     async def _check_trained(self, failures: FailureWatch) -> None:
@@ -253,8 +278,14 @@ class LearnerDeployment:
         """Saves the newest weights of a run that failed, if its ranks can still do it. Raises nothing."""
         if self._checkpoints is None or not self._log.steps or self._checkpoints.unsaved is not None:
             return
+        # The weights only, because the failure may have come in the middle of a step: then they belong to no state of
+        # the buffer. The ranks may also hold the update of a step that failed before it was recorded.
         try:
-            await self._checkpoints.save(self._log.steps[-1].version_after)
+            trained_step = await asyncio.to_thread(self._trained_step)
+            step = max(self._log.steps[-1].version_after, trained_step or 0)
+            folder = folder_of(self._run_dir.checkpoints, step)
+            if step > 0 and not folder.exists():
+                await asyncio.to_thread(self._save_hf, folder / HF)
         except Exception as error:
             logger.error("the trained weights could not be saved: %s", error)
 
@@ -282,7 +313,7 @@ class LearnerDeployment:
     async def _leave(self, handles: RunHandles) -> None:
         with contextlib.suppress(Exception):
             state = RunState.FAILED if self._failure else RunState.FINISHED
-            await handles.coordinator.call(LearnerCalls.set_state, handles.incarnation, state, self._failure)
+            await handles.coordinator.call(LearnerCalls.set_state, handles.lineage.incarnation, state, self._failure)
         await leave_run(handles, namespace=self._config.run.name)
 
     async def _serve_end(self, server: MetricsServer, grace: "asyncio.Future[None]") -> None:

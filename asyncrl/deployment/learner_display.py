@@ -33,7 +33,7 @@ class LearnerDisplay:
         self._log = log
         self._cores = cores
         self._failures = failures
-        self.phase: Callable[[], str] = lambda: "making prompts"
+        self.phase: Callable[[], str] = lambda: "starting the buffer"
 
     def enter(self, phase: str) -> None:
         """Sets the phase and shows it at once, because the next call may block the event loop for long."""

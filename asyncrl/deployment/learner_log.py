@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.learner.records import EvalRecord, RunTotals, SampleRecord, StepRecord, Summary, build_summary
+from asyncrl.learner.records import (
+    EvalRecord,
+    RunTotals,
+    SampleRecord,
+    StepRecord,
+    Summary,
+    build_summary,
+    read_lines,
+)
 from asyncrl.metrics.trackers import Trackers
 
 logger = logging.getLogger(__name__)
@@ -24,6 +32,11 @@ class LearnerLog:
         self._staleness_limit = config.staleness.max_versions
         self.steps: list[StepRecord] = []
         self.evals: list[EvalRecord] = []
+        if run_dir.resumed is not None:
+            self.steps = list(read_lines(run_dir.path / "steps.jsonl", StepRecord))
+            self.evals = list(read_lines(run_dir.path / "evals.jsonl", EvalRecord))
+        self.before = self.steps[-1] if self.steps else None
+        """The last record before the run was resumed; None in a new run."""
         self._trackers = Trackers(
             config.metrics.trackers,
             project=config.metrics.project,

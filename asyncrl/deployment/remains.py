@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from asyncrl.deployment.known_runs import as_it_is, read_info
 from asyncrl.deployment.run_dir import pretty
 from asyncrl.generation.shared_memory import SHARED_MEMORY, segments_of, sweep_shared_memory
 from asyncrl.learner.records import RunInfo
+from asyncrl.views.quantities import moment
 from asyncrl.views.report import write_report
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ EXIT_S = 10.0
 RAY_DAEMONS = ("raylet", "gcs_server")
 ENGINE = "VLLM::"
 """Prefix of the names that vLLM gives its processes."""
+COMMAND_CHARACTERS = 160
+"""Longest command of a process that is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class Remains:
         named = []
         for process in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                named.append(f"{process.name()} (pid {process.pid})")
+                named.append(_named(process))
         return ", ".join(named + [str(SHARED_MEMORY / name) for name in self.shared_memory])
 
 
@@ -101,17 +105,41 @@ def clear(directory: Path) -> list[str]:
         return lines
 
 
-def stray_processes() -> tuple[list[int], list[int]]:
-    """Returns the pids of this user's Ray daemons, and of vLLM engines whose parent process is gone, of any run."""
-    ray_pids, engine_pids = [], []
+def stray_processes() -> tuple[list[str], list[str]]:
+    """Describes this user's Ray daemons, and vLLM engines whose parent process is gone. They may belong to a run of
+    another folder, or to another program.
+
+    A description has the pids, the working directory, the start time, and the command of the parent process. Daemons of
+    one parent have one description.
+    """
+    ray: dict[tuple[str, str], list[str]] = {}
+    engines = []
     for process in _own_processes():
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):  # it has just ended
             name = process.name()
             if name in RAY_DAEMONS:
-                ray_pids.append(process.pid)
+                ray.setdefault((process.cwd(), _starter(process)), []).append(_named(process))
             elif name.startswith(ENGINE) and process.ppid() == 1:
-                engine_pids.append(process.pid)
-    return ray_pids, engine_pids
+                engines.append(f"{_named(process)} in {process.cwd()}, {_starter(process)}")
+    return [f"{', '.join(named)} in {folder}, {starter}" for (folder, starter), named in ray.items()], engines
+
+
+def _starter(process: psutil.Process) -> str:
+    """Returns the process that started `process`, and its start time. If it is gone, the start time of `process`."""
+    parent = process.parent()
+    if parent is None or parent.pid == 1:
+        return f"started {_start_of(process)} by a process that is gone"
+    command = " ".join(parent.cmdline()) or parent.name()
+    shown = command if len(command) <= COMMAND_CHARACTERS else f"{command[:COMMAND_CHARACTERS]} …"
+    return f"started by `{shown}` (pid {parent.pid}, since {_start_of(parent)})"
+
+
+def _start_of(process: psutil.Process) -> str:
+    return moment(datetime.fromtimestamp(process.create_time(), UTC).isoformat())
+
+
+def _named(process: psutil.Process) -> str:
+    return f"{process.name()} (pid {process.pid})"
 
 
 def _processes_of(info: RunInfo) -> Iterator[psutil.Process]:

@@ -7,12 +7,15 @@
     metrics/             targets.json for Prometheus
     samples/step-N.jsonl some groups of each step with all of their samples
     steps.jsonl  evals.jsonl  failures.json  summary.json  report.html
+    checkpoints/step-N/  from which the run can be resumed
+    lineage.json  lost-steps.jsonl  lost-evals.jsonl    of a run that was resumed: see `resuming.py`
 
 Only the learner writes here while it holds `lock` (flock). The exception is `logs/reward.log`, to which replicas on the
 learner's machine write. The kernel releases the lock when the process dies, so a dead holder needs no cleanup. The
-directory of an earlier run with the same name is moved to `<name>.1`, `<name>.2`, …, and never overwritten. If a start
-failed before it recorded anything, only its log is worth keeping, and the next run uses the same directory. If a record
-cannot be written (F27), the error is reported and training continues.
+directory of an earlier run with the same name is moved to `<name>.1`, `<name>.2`, …, and never overwritten. A run that
+did not finish and has a complete checkpoint is resumed in its directory instead. If a start failed before it recorded
+anything, only its log is worth keeping, and the next run uses the same directory. If a record cannot be written (F27),
+the error is reported and training continues.
 """
 
 import fcntl
@@ -20,21 +23,26 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 
 from asyncrl.atomic_write import write_atomically
 from asyncrl.buffer.records import FailureCount
+from asyncrl.checkpoints.directory import CHECKPOINTS
+from asyncrl.common.lineage import Lineage
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.provenance import provenance
+from asyncrl.deployment.resuming import Resumed, begin_incarnation, resumable
 from asyncrl.errors import ConfigError, RunLocked
-from asyncrl.learner.records import EvalRecord, RunInfo, SampleRecord, StepRecord, Summary
+from asyncrl.learner.records import EvalRecord, Resumption, RunInfo, SampleRecord, StepRecord, Summary
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +56,22 @@ OF_EVERY_START = {"config.yaml", "run.json", "lock", "logs", "metrics", "samples
 class RunDir:
     """The directory of this process's run, from `create` to `close`."""
 
-    def __init__(self, path: Path, *, lock: BinaryIO, previous: Path | None, info: RunInfo) -> None:
+    def __init__(self, path: Path, *, taken: "_Taken", info: RunInfo) -> None:
         self.path = path
-        self.previous = previous
+        self.previous = taken.previous
         """New path of the directory of the previous run with this name; None if there was none."""
+        self.resumed = taken.resumed
+        """The checkpoint from which this run continues; None for a new run."""
+        self.lineage = Lineage()
+        """The run's incarnations. The last one is that of this process."""
         self.targets_path = path / "metrics" / "targets.json"
         self.failures_path = path / "failures.json"
-        self._lock = lock
+        self.checkpoints = path / CHECKPOINTS
+        self._lock = taken.lock
         self._info = info
+        # For run.json. The main thread writes the request to end, while the run has a thread of its own. Reentrant,
+        # because a second signal may interrupt the handler of the first one.
+        self._writing = threading.RLock()
         self._failing: set[Path] = set()
         self._end: tuple[State, str] = ("finished", "done")
         self.steps_written = 0
@@ -65,8 +81,9 @@ class RunDir:
         """Is called with each evaluation record after it was written."""
 
     @classmethod
-    def create(cls, config: Config) -> "RunDir":
-        """Takes the directory of `config.run` for this process.
+    def create(cls, config: Config, *, fresh: bool = False) -> "RunDir":
+        """Takes the directory of `config.run` for this process. Resumes an unfinished run there that has a checkpoint,
+        unless `fresh` is True.
 
         Raises RunLocked if another process holds the directory, and ConfigError if it cannot be created.
         """
@@ -80,9 +97,11 @@ class RunDir:
             nonce=secrets.token_hex(8),
         )
         try:
-            lock, previous = _take(path, info)
-            run = cls(path, lock=lock, previous=previous, info=info)
+            checkpoint = partial(resumable, path, config)
+            run = cls(path, taken=_take(path, info, checkpoint=None if fresh else checkpoint), info=info)
             try:
+                if run.resumed is not None:
+                    run._continue(run.resumed)
                 run._lay_out(config)
             except OSError:
                 run._lock.close()
@@ -159,13 +178,14 @@ class RunDir:
 
     def close(self, *, state: State, reason: str) -> None:
         """Records how the run ended and releases the lock. A second call does nothing."""
-        if self._lock.closed:
-            return
-        self._info = msgspec.structs.replace(self._info, state=state, finished=_now(), exit_reason=reason)
-        try:
-            self._write_info()
-        finally:
-            self._lock.close()
+        with self._writing:
+            if self._lock.closed:
+                return
+            self._info = msgspec.structs.replace(self._info, state=state, finished=_now(), exit_reason=reason)
+            try:
+                self._write_info()
+            finally:
+                self._lock.close()
 
     def __enter__(self) -> "RunDir":
         return self
@@ -178,11 +198,19 @@ class RunDir:
             self.close(state=state, reason=reason)
             return
         try:
-            if isinstance(error, KeyboardInterrupt):  # SIGINT came before `run_until_done` handled signals
+            if isinstance(error, KeyboardInterrupt):  # in `asyncrl.run`, or before `run_until_done` handles signals
                 self.close(state="stopped", reason="asked to end by a signal, before the first step")
             self.close(state="failed", reason=f"{type(error).__name__}: {error}")
         except OSError as unwritten:
             logger.error("run.json was not updated with the end of the run: %s", unwritten)
+
+    def _continue(self, resumed: Resumed) -> None:
+        self.lineage = begin_incarnation(self.path, resumed)
+        restart = Resumption(at=self._info.started, step=resumed.step, incarnation=self.lineage.incarnation)
+        before = resumed.info
+        self._info = msgspec.structs.replace(
+            self._info, started=before.started, nonce=before.nonce, resumed=[*before.resumed, restart]
+        )
 
     def _lay_out(self, config: Config) -> None:
         """Creates the folders, config.yaml and run.json.
@@ -203,13 +231,14 @@ class RunDir:
 
     def _note(self, what: str, **changes: Any) -> None:
         """Changes run.json while the run lives. A failure is logged, because it must not end the run."""
-        if self._lock.closed:
-            return
-        self._info = msgspec.structs.replace(self._info, **changes)
-        try:
-            self._write_info()
-        except OSError as error:
-            logger.error("run.json was not updated with %s: %s", what, error)
+        with self._writing:
+            if self._lock.closed:
+                return
+            self._info = msgspec.structs.replace(self._info, **changes)
+            try:
+                self._write_info()
+            except OSError as error:
+                logger.error("run.json was not updated with %s: %s", what, error)
 
     def _append(self, path: Path, records: Sequence[msgspec.Struct]) -> None:
         """Appends all of `records` or none, because a partial line would corrupt the next line.
@@ -242,10 +271,19 @@ def reward_log_path(config: Config) -> Path:
     return (config.run.dir / config.run.name / "logs" / "reward.log").absolute()
 
 
-def _take(path: Path, info: RunInfo) -> tuple[BinaryIO, Path | None]:
-    """Locks `path`. If an ended run has records there, first moves its directory aside.
+class _Taken(NamedTuple):
+    """The lock on a run's directory, the new path of an ended run's directory if it was moved, and the checkpoint of
+    an ended run that continues."""
 
-    Returns the lock, and the new path of the ended run's directory if it was moved.
+    lock: BinaryIO
+    previous: Path | None
+    resumed: Resumed | None
+
+
+def _take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None] | None) -> _Taken:
+    """Locks `path`. If an ended run has records there and is not resumed, first moves its directory aside. `checkpoint`
+    returns the checkpoint from which the run there can be resumed; None if it shall not be.
+
     Raises RunLocked if the run in `path` is alive.
     """
     previous: Path | None = None
@@ -269,14 +307,17 @@ def _take(path: Path, info: RunInfo) -> tuple[BinaryIO, Path | None]:
             current = False
         if not current:
             lock.close()
-        elif (path / "run.json").exists() and _has_records(path):
+            continue
+        records = (path / "run.json").exists() and _has_records(path)
+        resumed = checkpoint() if records and checkpoint is not None else None
+        if records and resumed is None:
             previous = path.rename(_free_name(path))
             lock.close()
         else:
             lock.truncate(0)
             lock.write(f"pid {info.pid} on {info.host} since {info.started}\n".encode())
             lock.flush()
-            return lock, previous
+            return _Taken(lock, previous, resumed)
 
 
 def _has_records(path: Path) -> bool:

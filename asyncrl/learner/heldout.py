@@ -4,7 +4,8 @@ Any live replica that has loaded the version can run the evaluation. The caller 
 replica does not load newer weights meanwhile. The rewards count only if the replica is still at that version
 afterwards.
 
-If every rollout of the first evaluation fails, training would fail in the same way. The run then ends with the cause.
+If every rollout of the first evaluation of a new run fails, training would fail in the same way. The run then ends
+with the cause. A later evaluation that fails is left out: the run has trained weights by then.
 """
 
 import asyncio
@@ -112,10 +113,10 @@ class HeldoutEvaluation:
         """Runs the held-out tasks on the replica `actor` and records their mean reward as the reward of `version`.
 
         A failed rollout is left out of the mean, because one bad question must not end a run. Training treats it in the
-        same way. Raises RunError when all rollouts of the first evaluation fail, or when that evaluation takes longer
-        than `eval.timeout_s`: training would fail in the same way, and no training is lost yet. A later evaluation that
-        takes longer is left out, and an error is logged. If the replica ends before it answers, another replica at that
-        version runs the evaluation (F2).
+        same way. Raises RunError when all rollouts of the first evaluation of step 0 fail, or when that evaluation
+        takes longer than `eval.timeout_s`: training would fail in the same way, and no training is lost yet. Any other
+        evaluation that takes longer is left out, and an error is logged. If the replica ends before it answers, another
+        replica at that version runs the evaluation (F2).
         """
         while True:
             try:
@@ -136,7 +137,7 @@ class HeldoutEvaluation:
             )
         rewards = [answer for answer in answers if not isinstance(answer, Failure)]
         failures = [answer for answer in answers if isinstance(answer, Failure)]
-        first_one, self._evaluated = not self._evaluated, True
+        first_one, self._evaluated = self._may_end_run(version), True
         if failures:
             what = f"held-out evaluation of {version.words}: {len(failures)} of {len(answers)} prompts got no reward"
             if first_one and not rewards:
@@ -161,12 +162,16 @@ class HeldoutEvaluation:
                 "held-out reward of %s: %.3f (%d of %d prompts)", version.words, mean, len(rewards), len(answers)
             )
 
+    def _may_end_run(self, version: Version) -> bool:
+        """Whether this is the first evaluation of a new run. A resumed run has no evaluation of step 0."""
+        return version.step == 0 and not self._evaluated
+
     def _late(self, version: Version) -> None:
         what = (
             f"held-out evaluation of {version.words}: {len(self._tasks)} prompts (eval.prompts) took longer than "
             f"eval.timeout_s = {self._timeout_s:g} s"
         )
-        if not self._evaluated:
+        if self._may_end_run(version):
             raise RunError(
                 f"{what}, so training did not start. If the reward is slow, make it async or raise "
                 "environment.score_workers (docs/rewards.md); or lower eval.prompts, or raise eval.timeout_s"

@@ -22,18 +22,19 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
-from asyncrl.errors import NonFiniteError, ParityError, RowsLost
+from asyncrl.errors import NonFiniteError, ParityError, RowsLost, StallError
 from asyncrl.learner.batch import Decode, check_staleness, sample_ids, step_meta
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.progress import check_progress
 from asyncrl.learner.publication import Publisher
 from asyncrl.learner.recording import EndedStep, StepRecorder
-from asyncrl.learner.records import RunTotals
+from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.learner.run_log import RunLog
 from asyncrl.learner.stages import Stages
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -58,7 +59,8 @@ class LearnerLoop:
 
     `incarnation` is the number that the learner got from the coordinator when it attached. All of its calls carry it.
     `states` counts the seconds of the learner's process by state; its state is `starting` until `run` is called.
-    `started_s` is the start of the run on the monotonic clock `clock`.
+    `started_s` is the start of the run on the monotonic clock `clock`. `before` is the last record of a run that is
+    resumed.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class LearnerLoop:
         states: StateClock,
         decode: Decode,
         started_s: float,
+        before: StepRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -97,8 +100,10 @@ class LearnerLoop:
             decode=decode,
             elapsed_s=lambda: clock() - started_s,
             state_seconds=states.seconds,
+            before=before,
         )
         self._nonfinite_in_a_row = 0
+        self._due: RunSnapshot | None = None  # of the step whose checkpoint is due
         self.phase = "publishing the first weights"
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
@@ -111,7 +116,10 @@ class LearnerLoop:
         await self._coordinator.call(LearnerCalls.pause, self._incarnation)
         first = version = (await self._coordinator.call(Coordinator.status)).version
         await self._publish(version)
-        await self._evaluate(version, stop)
+        if self._recorder.before is None:
+            await self._evaluate(version, stop)
+        else:  # the run was resumed, and has evaluated its first version
+            await self._publisher.settle()
         await self._coordinator.call(LearnerCalls.resume, self._incarnation)
         await self._coordinator.call(LearnerCalls.set_state, self._incarnation, RunState.RUNNING)
         self.phase = "training"
@@ -127,8 +135,9 @@ class LearnerLoop:
                 with contextlib.suppress(Exception):
                     await self._coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
                 raise
-            if self._checkpoints.due(version.step):
-                await self._while_saving(self._checkpoints.save_or_go_on(version.step), version)
+            if self._due is not None:
+                await self._while_saving(self._checkpoints.save_or_go_on(self._due), version)
+                self._due = None
         self.phase = "closing"
         self._states.enter("other")
         await self._coordinator.call(LearnerCalls.set_state, self._incarnation, RunState.CLOSING)
@@ -138,7 +147,8 @@ class LearnerLoop:
             await self._evaluate(version, stop)
         await self._publisher.settle()
         if version != first:  # a run that trained no step has no new weights to save
-            await self._while_saving(self._checkpoints.save_last(version.step), version)
+            snapshot = await self._coordinator.call(LearnerCalls.snapshot, self._incarnation)
+            await self._while_saving(self._checkpoints.save_last(snapshot), version)
         rows = await self._rows_outstanding(until_none=not stop.is_set())
         return self._recorder.run_totals(await self._coordinator.call(Coordinator.status), rows_outstanding=rows)
 
@@ -225,17 +235,24 @@ class LearnerLoop:
             await asyncio.sleep(ROWS_POLL_S)
 
     async def _write_samples(self, lease: Lease, meta: KVBatchMeta) -> None:
-        """Writes all samples of the first `learner.groups_logged` groups to the run's sample file."""
+        """Writes all samples of the first `learner.groups_logged` groups to the run's sample file.
+
+        An error is logged and not raised: the step is trained, and a sample that cannot be read must not end the run.
+        """
         places = self._recorder.logged_samples(lease)
-        if places:
-            row_of = {name: row for row, name in enumerate(meta.sample_ids)}
-            names = [sample_ids(lease.groups[group])[sample] for group, sample in places]
+        if not places:
+            return
+        row_of = {name: row for row, name in enumerate(meta.sample_ids)}
+        names = [sample_ids(lease.groups[group])[sample] for group, sample in places]
+        try:
             rows = await asyncio.to_thread(
                 self._policy.read_from_dataplane,
                 meta.subset([row_of[name] for name in names]),
                 select_fields=["input_ids", "weight_versions", "advantages", *self._logged_logprobs()],
             )
             self._recorder.write_samples(lease, places, rows)
+        except Exception as error:
+            logger.warning("the samples of step %d were not logged: %s: %s", lease.step, type(error).__name__, error)
 
     def _logged_logprobs(self) -> list[str]:
         """Returns the log-prob columns that sample records contain; only columns that this run computes."""
@@ -245,7 +262,9 @@ class LearnerLoop:
 
     async def _ack(self, lease: Lease) -> RunStatus:
         """Acknowledges a trained step, which increments the version. Publishes the version if the gate allows it."""
-        status = await self._coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step)
+        due = self._checkpoints.due(lease.step + 1)
+        acked = await self._coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step, snapshot=due)
+        status, self._due = acked.status, acked.snapshot
         if should_publish(
             version=status.version,
             published=self._publisher.published,
@@ -333,11 +352,20 @@ class LearnerLoop:
             await asyncio.gather(evaluation, stopping, return_exceptions=True)
 
     async def _heldout_reward(self, version: Version) -> None:
-        """Waits for the first replica that has loaded `version`, and evaluates the version on it."""
+        """Waits for the first replica that has loaded `version`, and evaluates the version on it.
+
+        Raises StallError if no replica has loaded the first weights, because training would wait too. Later it is
+        logged: the weights that are trained by then must still be saved.
+        """
         self.phase = f"waiting for a generator to load the weights of {version.words}"
-        actor = await self._heldout.replica_at(version)
-        self.phase = f"evaluating the weights of {version.words}"
-        await self._heldout.evaluate(version, actor=actor)
+        try:
+            actor = await self._heldout.replica_at(version)
+            self.phase = f"evaluating the weights of {version.words}"
+            await self._heldout.evaluate(version, actor=actor)
+        except StallError as error:
+            if not version.step:
+                raise
+            logger.error("held-out evaluation of %s is left out: %s", version.words, error)
 
 
 def _names(lease: Lease, *, most: int | None = None) -> str:

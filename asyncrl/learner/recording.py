@@ -9,7 +9,7 @@ leased again. The ledger counts the lost groups.
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +64,8 @@ class StepRecorder:
     """Records the steps of a run in order.
 
     `elapsed_s` returns the seconds since the start of the run, `state_seconds` the learner's seconds by state. The
-    first `groups_logged` groups of a trained step are written to the sample file with all of their samples.
+    first `groups_logged` groups of a trained step are written to the sample file with all of their samples. `before` is
+    the last record before the run was resumed: totals that processes count from their start continue from it.
     """
 
     log: RunLog
@@ -73,7 +74,11 @@ class StepRecorder:
     decode: Decode
     elapsed_s: Callable[[], float]
     state_seconds: Callable[[], dict[str, float]]
+    before: StepRecord | None = None
     _mid_sequence_updates: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._mid_sequence_updates = self.before.mid_sequence_updates if self.before else 0
 
     def trained(self, step: EndedStep) -> None:
         """Records a step that was acked."""
@@ -97,7 +102,7 @@ class StepRecorder:
             groups_failed=_groups_failed(status),
             ledger_closed=status.account.closed,
             rows_outstanding=rows_outstanding,
-            weight_updates=sum(report.weight_updates for report in status.reports.values()),
+            weight_updates=self._weight_updates(status),
             mid_sequence_updates=self._mid_sequence_updates,
             parity_max_nats=max((report.parity_max_nats for report in status.reports.values()), default=None),
         )
@@ -126,7 +131,7 @@ class StepRecorder:
     # --- records ------------------------------------------------------------------------------------------------
 
     def _record(self, step: EndedStep) -> StepRecord:
-        report, status = step.report, step.status
+        report, status, before = step.report, step.status, self.before
         trained = not report.skipped
         measured = {name: _finite(value) for name, value in _measured(step).items()}
         own: dict[str, Any] = {name: measured.pop(name) for name in StepRecord.__struct_fields__ if name in measured}
@@ -142,19 +147,25 @@ class StepRecorder:
             trained_tokens=report.trained_tokens if trained else 0,
             model_flops=report.model_flops,
             mfu_ratio=_mfu_ratio(step),
-            generated_samples=sum(entry.samples for entry in status.reports.values()),
+            generated_samples=sum(entry.samples for entry in status.reports.values())
+            + (before.generated_samples if before else 0),
             generated_tokens=status.account.issued.tokens,
-            learner_state_s=self.state_seconds(),
-            generator_state_s=mean_states(status.reports.values()),
+            learner_state_s=_added(self.state_seconds(), before.learner_state_s if before else {}),
+            generator_state_s=_added(mean_states(status.reports.values()), before.generator_state_s if before else {}),
             buffer_groups=groups_by_state(status),
             ledger_groups={fate.value: amount.groups for fate, amount in status.account.fates.items()},
             published_version=_step_of(step.published),
             oldest_replica_version=min(
                 (view.version.step for view in status.replicas if view.version is not None), default=0
             ),
-            weight_updates=sum(entry.weight_updates for entry in status.reports.values()),
+            weight_updates=self._weight_updates(status),
             mid_sequence_updates=self._mid_sequence_updates,
             diagnostics=measured | {name: _finite(value) for name, value in _diagnostics(step).items()},
+        )
+
+    def _weight_updates(self, status: RunStatus) -> int:
+        return sum(entry.weight_updates for entry in status.reports.values()) + (
+            self.before.weight_updates if self.before else 0
         )
 
     # --- samples ------------------------------------------------------------------------------------------------
@@ -176,6 +187,11 @@ class StepRecorder:
                 for row, (group, sample) in enumerate(places)
             ],
         )
+
+
+def _added(seconds: Mapping[str, float], earlier: Mapping[str, float]) -> dict[str, float]:
+    """Returns the sums of two mappings of states to seconds."""
+    return {state: seconds.get(state, 0.0) + earlier.get(state, 0.0) for state in {**earlier, **seconds}}
 
 
 def _groups_failed(status: RunStatus) -> dict[str, int]:

@@ -21,6 +21,14 @@ from asyncrl.errors import RunError
 from asyncrl.metrics.numbers import TRACKERS, tracker_name
 
 
+class Resumption(msgspec.Struct, frozen=True, kw_only=True):
+    """A restart of a run: when, after which step, and the number of the incarnation that began."""
+
+    at: str
+    step: int
+    incarnation: int
+
+
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a run: `run.json`. Times are ISO 8601 in UTC.
 
@@ -30,6 +38,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     without writing a final state; another process then wrote this state, and `finished` is the time of the last record.
     `ray_session` is the folder of the Ray instance that the run started; None when the run used a running Ray.
     `shared_memory` lists the files in /dev/shm that the run's engines use. A killed engine leaves them there.
+    `started` is the first start of the run, `resumed` has its restarts in order.
     """
 
     name: str
@@ -41,6 +50,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     ray_address: str | None = None
     ray_session: str | None = None
     shared_memory: list[str] = []
+    resumed: list[Resumption] = []
     finished: str | None = None
     exit_reason: str | None = None
 

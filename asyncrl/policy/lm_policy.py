@@ -61,6 +61,11 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
         ranks stay usable."""
         self._ranks.call(PolicyWorker.save_hf, path.absolute())
 
+    def trained_step(self) -> int | None:
+        """Returns the version of the weights by the ranks' own account: see `RankWorker.trained_step`. A call that
+        trains is finished first."""
+        return self._ranks.call(PolicyWorker.trained_step)[0]
+
     # -- weights -------------------------------------------------------------------------------------------------
 
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:

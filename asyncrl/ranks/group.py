@@ -14,9 +14,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data_plane.calls import room
+from asyncrl.data_plane.calls import first_line, room
 from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.errors import REFUSALS, AsyncRLError, PlacementError, RunError
+from asyncrl.errors import REFUSALS, ActorGone, AsyncRLError, CallTimeout, PlacementError, RunError
 from asyncrl.ranks.actor import BESIDE, LOOPBACK, RankActor, Shared
 from asyncrl.ranks.worker import RankWorker
 
@@ -220,7 +220,7 @@ class RankGroup(Generic[WorkerT]):
         if failures:
             raise _first_cause(failures, what=what, section=self._worker.section)
         unanswered = [rank for rank, answer in enumerate(answers) if answer in late]
-        raise RunError(
+        raise CallTimeout(
             f"{self._worker.section} ranks {unanswered} did not finish {what} within {knob}={deadline_s} s, so all "
             f"ranks were ended; look at the ranks' logs, or raise the limit"
         )
@@ -253,9 +253,11 @@ def _first_cause(failures: dict[int, BaseException], *, what: str, section: str)
         cause.add_note(f"on {section} rank {rank}, in {what}")
         return cause
     if isinstance(error, ray.exceptions.RayActorError):
-        failure = RunError(f"{section} rank {rank} died in {what}: {error}")
+        failure: RunError = ActorGone(f"{section} rank {rank} died in {what}: {first_line(error)}")
     else:
-        failure = RunError(f"{section} rank {rank} failed in {what}: {type(cause).__name__}: {cause}")
+        # A connection breaks when the rank at its other end has died.
+        kind = ActorGone if _is_broken_connection(error) else RunError
+        failure = kind(f"{section} rank {rank} failed in {what}: {type(cause).__name__}: {cause}")
     failure.__cause__ = error
     return failure
 

@@ -89,6 +89,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         self._state = ShardedState(self._model, self._optimizer.optimizer, group=self._checkpoints)
         self._calls = 0  # number of `train` calls, which the learning-rate schedule counts
         self._updates = 0  # number of updates that the optimizer has applied
+        self._trained_step: int | None = None
         self._offloaded: frozenset[str] = frozenset()
 
     # -- the model, defined by subclasses ------------------------------------------------------------------------
@@ -184,6 +185,11 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             peak_flops_per_s=self._peak_flops_per_s(),
         )
 
+    def trained_step(self) -> int | None:
+        """Returns the version of the weights by this rank's own account: 1 more than the `step` of the last `train`
+        call that applied an update. None if there was none since the start or the last load. Not a collective."""
+        return self._trained_step
+
     def _set_learning_rate(self, step: int) -> float:
         rate = learning_rate(self._config.learner.optimizer, step=step, total_steps=self._config.learner.total_steps)
         for group in self._optimizer.param_groups:
@@ -215,6 +221,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             raise
         finally:
             if self._updates > updates_before:
+                self._trained_step = None if step is None else step + 1
                 self._weights_changed()
         self._calls += not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes))
         return tuple(outcomes)
@@ -341,6 +348,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         train_calls = self._state.load(weights_path=weights_path, optimizer_path=optimizer_path)
         if train_calls is not None:
             self._calls = train_calls
+        self._trained_step = None
         self._weights_changed()
 
     # -- memory ---------------------------------------------------------------------------------------------------

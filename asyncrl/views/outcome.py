@@ -47,25 +47,36 @@ def dropped_in_words(summary: Summary) -> str:
     return f"{words}; {closed}"
 
 
-def weights_lines(weights: Path, *, config: Config, again: Sequence[str]) -> list[str]:
-    """Returns lines that say where the newest weights of a run are, and how to use them.
-
-    `again` is the command that started the run, without `asyncrl`.
-    """
+def weights_lines(weights: Path) -> list[str]:
+    """Returns lines that say where the newest weights of a run are, and how to use them."""
     return [
         f"weights: {weights}",
         f"  use them: vllm serve {weights}",
         f'       or   transformers.AutoModelForCausalLM.from_pretrained("{weights}")',
-        "  continue training from them in a new run, with a new optimizer and step count:",
-        f"    {command_to_go_on(again, config=config, weights=weights)}",
     ]
 
 
-def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path) -> str:
+def lines_to_go_on(
+    weights: Path, *, finished: bool, config: Config, again: Sequence[str], pythonpath: str | None = None
+) -> list[str]:
+    """Returns lines with the command that resumes the run, or, if it has finished, continues training in a new run.
+
+    `again` is the command that started the run, without `asyncrl`. `pythonpath` is the value of PYTHONPATH if the run
+    needs it for the user's code.
+    """
+    if not finished:
+        return [f"resume the run: {_command(again, pythonpath=pythonpath)}"]
+    return [
+        "  continue training from them in a new run, with a new optimizer and step count:",
+        f"    {command_to_go_on(again, config=config, weights=weights, pythonpath=pythonpath)}",
+    ]
+
+
+def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path, pythonpath: str | None = None) -> str:
     """Returns the command that continues training from `weights` in a new run.
 
     `again` is the command that started the run, without `asyncrl`. The new command has the same options, and another
-    name of the run.
+    name of the run. `pythonpath` is that of `lines_to_go_on`.
 
     >>> config = Config.model_validate({"run": {"name": "live"}, "model": {"tiny": {}}})
     >>> again = ["up", "-c", "my tasks.yaml", "run.name=live", "model.tiny.warmup_steps=3", "run.seed=7"]
@@ -76,7 +87,12 @@ def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path) -> 
     changed = [f"run.name={_next_name(config)}", f"model.path={weights}"]
     if config.model.tiny is not None:
         changed.append("model.tiny=null")
-    return shlex.join(["asyncrl", *kept, *changed])
+    return _command([*kept, *changed], pythonpath=pythonpath)
+
+
+def _command(words: Sequence[str], *, pythonpath: str | None) -> str:
+    variables = f"PYTHONPATH={shlex.quote(pythonpath)} " if pythonpath else ""
+    return variables + shlex.join(["asyncrl", *words])
 
 
 def _next_name(config: Config) -> str:

@@ -7,6 +7,7 @@ import msgspec
 
 from asyncrl.buffer.ledger import Fate
 from asyncrl.common.roles import Role, RunState
+from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.failures import in_words
 from asyncrl.learner.recording import mean_states
@@ -31,12 +32,6 @@ def status_lines(status: RunStatus, *, steps: Sequence[StepRecord] = (), setting
     ]
     for view in status.replicas:
         report = status.reports.get(view.replica)
-        spent = shares_of(report.state_seconds) if report is not None else None
-        shares = ", ".join(
-            f"{state} {share:.0%}"
-            for state, share in sorted((spent or {}).items(), key=lambda item: -item[1])
-            if share >= 0.005
-        )
         lines.append(
             f"replica {view.replica}"
             + (f" of deployment {report.deployment}" if report is not None else "")
@@ -44,7 +39,7 @@ def status_lines(status: RunStatus, *, steps: Sequence[StepRecord] = (), setting
             + (f"{report.running_groups} of {report.slots} slots busy, " if report is not None else "")
             + f"{view.reserved_groups} groups reserved"
             + ("" if view.live else ", no heartbeats")
-            + (f"; {shares}" if shares else "")
+            + (f"; {_spent(report)}" if report is not None and report.state_seconds else "")
         )
     fates = [f"{account.fates[fate].groups} {fate.value}" for fate in Fate if account.fates[fate].groups]
     lines.append(
@@ -68,7 +63,10 @@ def status_json(status: RunStatus, *, steps: Sequence[StepRecord] = (), setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinceStart:
-    """Shares of time by state since the start of the run, its bottleneck and its headline. None means not known."""
+    """Shares of time by state since the start of the run, its bottleneck and its headline. None means not known.
+
+    The time in which the processes started (state `starting`) does not count, as in the headline.
+    """
 
     learner_shares: Mapping[str, float] | None
     generator_shares: Mapping[str, float] | None
@@ -92,9 +90,20 @@ def since_start(status: RunStatus, steps: Sequence[StepRecord], *, setting: Sett
 
 
 def shares_of(seconds: Mapping[str, float]) -> dict[str, float] | None:
-    """Returns each state's share of the seconds; None if no time has passed."""
-    total = sum(seconds.values())
-    return {state: part / total for state, part in seconds.items()} if total > 0 else None
+    """Returns each state's share of the seconds without those of the state `starting`; None if no such time has
+    passed."""
+    started = {state: part for state, part in seconds.items() if state != "starting"}
+    total = sum(started.values())
+    return {state: part / total for state, part in started.items()} if total > 0 else None
+
+
+def _spent(report: ReplicaReport) -> str:
+    """Returns the replica's shares of time since its start as text, or `starting`."""
+    shares = shares_of(report.state_seconds)
+    if shares is None:
+        return "starting"
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    return "since the start: " + ", ".join(f"{state} {share:.0%}" for state, share in ordered if share >= 0.005)
 
 
 def _failures(status: RunStatus) -> list[str]:

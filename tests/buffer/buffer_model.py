@@ -6,17 +6,23 @@ that it can train another step.
 """
 
 import copy
+from collections import Counter
+from typing import Any
 
+import msgspec
 from buffer_scenes import Clock, NumberedPrompts, finished, limits
 
 from asyncrl.buffer.ledger import Amount, Fate
 from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Refusal, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.buffer.snapshot import BufferSnapshot
+from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.errors import FailureClass
 
 TIMEOUT_S = 10.0
 MAX_ATTEMPTS = 3
+IN_A_CHECKPOINT = ("v", "tickets", "state", "committed", "lost", "booked_bytes", "waiting", "fates", "interruptions")
 
 
 class BufferModel:
@@ -41,9 +47,10 @@ class BufferModel:
             heartbeat_timeout_s=TIMEOUT_S,
         )
         self.clock = Clock()
-        self.buffer = ReplayBuffer(
-            limits=self.limits, next_prompt=NumberedPrompts(prompts).next, clock=self.clock.read, drop_last=drop_last
-        )
+        self.prompts, self.drop_last = NumberedPrompts(prompts), drop_last
+        self.buffer = self.new_buffer()
+        self.lineage = Lineage()
+        self.saved: tuple[bytes, dict[str, Any]] | None = None
         self.incarnation = 1
         self.v = 0
         self.published = Version(1, 0)
@@ -58,6 +65,12 @@ class BufferModel:
         self.known: dict[str, set[str]] = {"a": set(), "b": set(), "c": set()}  # keys on which each replica works
         self.lease: Lease | None = None
         self.fates = dict.fromkeys(Fate, 0)
+        self.interruptions: Counter[int] = Counter()
+
+    def new_buffer(self) -> ReplayBuffer:
+        return ReplayBuffer(
+            limits=self.limits, next_prompt=self.prompts.next, clock=self.clock.read, drop_last=self.drop_last
+        )
 
     # The state of the model.
 
@@ -77,10 +90,11 @@ class BufferModel:
 
     def attempt_over(self, key: str) -> None:
         """Ends an attempt without a result. The prompt waits for its next attempt, unless this was the last one."""
-        last = self.tickets[key].attempt + 1 >= MAX_ATTEMPTS
+        ticket = self.tickets[key]
+        last = ticket.attempt + 1 - self.interruptions[ticket.group] >= MAX_ATTEMPTS
         self.over(key, Fate.FAILED if last else None)
         if not last:
-            self.waiting.add(self.tickets[key].group)
+            self.waiting.add(ticket.group)
 
     # Generators.
 
@@ -229,10 +243,39 @@ class BufferModel:
     def succeed(self) -> None:
         """Another learner with the weights of the current version takes over. Tickets and groups stay."""
         self.incarnation += 1
+        self.lineage = self.lineage.child(Version(self.incarnation - 1, self.v))
         assert self.buffer.succeed() == self.incarnation
         for key in self.having("leased"):
             self.state[key] = "ready"
         self.lease = None
+
+    def checkpoint(self) -> None:
+        """Takes a snapshot of the buffer, as bytes, and a copy of the model's state."""
+        kept = {name: getattr(self, name) for name in IN_A_CHECKPOINT}
+        self.saved = msgspec.msgpack.encode(self.buffer.snapshot()), copy.deepcopy(kept)
+
+    def restore(self) -> None:
+        """Everything dies, and the run continues from the last checkpoint with another buffer."""
+        if self.saved is None:
+            return
+        encoded, kept = self.saved
+        snapshot = msgspec.msgpack.decode(encoded, type=BufferSnapshot)
+        vars(self).update(copy.deepcopy(kept))
+        self.incarnation += 1
+        self.lineage = self.lineage.child(snapshot.version)
+        self.prompts.taken = snapshot.next_group
+        self.buffer = self.new_buffer()
+        self.buffer.restore(snapshot, lineage=self.lineage)
+        for key in self.having("reserved"):
+            self.over(key)
+            self.waiting.add(self.tickets[key].group)
+            self.interruptions[self.tickets[key].group] += 1
+        for key in self.having("leased"):
+            self.state[key] = "ready"
+        self.lease = None
+        self.published = Version(self.incarnation, self.v)
+        self.loaded = dict.fromkeys("abc", self.published)
+        self.known = {"a": set(), "b": set(), "c": set()}
 
     def publish(self) -> None:
         self.published = Version(self.incarnation, self.v)

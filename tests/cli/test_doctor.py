@@ -50,17 +50,22 @@ _BROKEN = Probe(succeeded=False, last_line="RuntimeError: operator torchvision::
         (doctor.check_cores(2), Level.OK, "2 CPU cores"),
         (doctor.check_cores(1), Level.WARN, "cannot run at the same time"),
         (doctor.check_leftovers([], []), Level.OK, "no processes"),
-        (doctor.check_leftovers([7], []), Level.WARN, "kill 7"),
-        (doctor.check_leftovers([7], [8, 9]), Level.WARN, "kill 8 9"),
-        (doctor.check_leftovers([7], [], live_runs=["quick (pid 6)"]), Level.OK, "quick (pid 6)"),
-        (doctor.check_leftovers([7], [8], live_runs=["quick (pid 6)"]), Level.WARN, "kill 8"),
-        (doctor.check_leftovers([7], [8], remains={"quick": "raylet (pid 7)"}), Level.WARN, "asyncrl down quick"),
+        (doctor.check_leftovers(["raylet (pid 7) in /x"], []), Level.WARN, "is running: raylet (pid 7) in /x → "),
+        (doctor.check_leftovers(["a"], ["E (pid 8)", "F"]), Level.WARN, "parent process is gone: E (pid 8); F → "),
+        (doctor.check_leftovers(["a"], [], live_runs=["quick (pid 6)"]), Level.OK, "quick (pid 6)"),
+        (doctor.check_leftovers(["a"], ["E"], live_runs=["quick (pid 6)"]), Level.WARN, "is gone: E"),
+        (doctor.check_leftovers(["a"], ["E"], remains={"quick": "raylet (pid 7)"}), Level.WARN, "asyncrl down quick"),
     ],
 )
 def test_a_fact_is_judged_with_a_mend_unless_it_is_fine(finding: Finding, level: Level, says: str) -> None:
     assert finding.level is level
     assert says in f"{finding.what} → {finding.fix}"
     assert bool(finding.fix) is (level is not Level.OK)
+
+
+@pytest.mark.parametrize(("ray", "engines"), [(["raylet (pid 7)"], []), ([], ["VLLM::EngineCore (pid 8)"])])
+def test_no_command_is_recommended_that_ends_processes_of_unknown_programs(ray: list[str], engines: list[str]) -> None:
+    assert "kill" not in doctor.check_leftovers(ray, engines).fix
 
 
 def test_the_two_helps_say_the_same() -> None:

@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
 from asyncrl.config.load import load_config
+from asyncrl.data.prompts import Task, split
+from asyncrl.environments.interfaces import build_tasks
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +45,11 @@ def test_the_file_that_it_writes_holds_what_it_measured(
     monkeypatch.chdir(tmp_path)
     result = runner.invoke(app, ["init", "models/small", "sums.jsonl"])
     assert result.exit_code == 0, result.output
-    assert "wrote run.yaml: 120 prompts of at most 8 tokens" in result.stdout
+    _, heldout = build_tasks(load_config([tmp_path / "run.yaml"], []))
+    words = f"wrote run.yaml: 120 prompts of at most 8 tokens, {len(heldout)} of them held out for evaluation, "
+    assert heldout
+    assert words in result.stdout
+    assert "held-out" not in result.stderr
     assert "start it with: asyncrl up -c run.yaml" in result.stdout
     config = load_config([tmp_path / "run.yaml"], [])
     assert (config.run.name, config.model.path, str(config.data.path)) == ("sums", "models/small", "sums.jsonl")
@@ -63,6 +69,22 @@ def test_a_dataset_may_be_a_function_that_yields_dicts(
     assert result.exit_code == 0, result.output
     config = load_config([tmp_path / "run.yaml"], [])
     assert (config.run.name, config.data.dataset, config.data.path) == ("init-tasks", "init_tasks:sums", None)
+
+
+def test_a_run_without_a_held_out_evaluation_is_noted(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sums = [f"{n}+{n}=" for n in range(9)]
+    train, heldout = split([Task(question=each, prompt=each, answer="0") for each in sums], 0.1)
+    assert heldout
+    rows = [{"prompt": task.question, "answer": task.answer} for task in train]
+    Path("few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = runner.invoke(app, ["init", "models/small", "few.jsonl"])
+    assert result.exit_code == 0, result.output
+    words = f"wrote run.yaml: {len(train)} prompts of at most 4 tokens, 0 of them held out for evaluation, "
+    assert words in result.stdout
+    assert "note: the run will have no held-out evaluation, because none of the prompts is held out" in result.stderr
 
 
 def test_a_file_that_is_there_is_written_over_only_when_that_is_asked_for(

@@ -118,7 +118,22 @@ def test_a_typo_in_a_relative_path_is_a_folder_that_is_missed_and_the_nearest_is
     near = Path(path).with_name("llama-chat")
     near.mkdir(parents=True)
     [line] = missing("model.tiny=null", f"model.path={path}")
-    assert f"there is no such folder (did you mean {near}?)" in line
+    assert f"there is no such folder; did you mean {near}? If not, name a model's directory" in line
+
+
+def test_a_typo_in_the_name_of_a_parent_folder_is_found_and_the_first_remedy_is_the_folder_that_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models/tiny-speller").mkdir(parents=True)
+    Path("other").mkdir()
+    [line] = missing("model.path=modles/tiny-spller")
+    begin = (
+        "model.path = modles/tiny-spller: there is no such folder; did you mean models/tiny-speller? If not, name an"
+    )
+    assert line.startswith(begin)
+    [line] = missing("model.path=modles/quite-different")
+    assert "did you mean" not in line
 
 
 def test_a_tiny_model_is_built_only_where_path_and_tiny_are_set_together(

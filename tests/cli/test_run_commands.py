@@ -65,11 +65,46 @@ def test_the_last_lines_of_a_stopped_run_say_where_its_weights_are_and_how_to_go
     assert lines[0] == "Stopped at step 4 of 9."
     assert f"weights: {weights}" in lines
     assert f"  use them: vllm serve {weights}" in lines
+    assert lines[-1] == "resume the run: asyncrl up -c a.yaml --allow-public run.name=quick run.seed=7"
+
+
+def test_the_last_lines_of_a_finished_run_say_how_to_continue_its_training_in_a_new_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, path, summary = ended(tmp_path, steps=9)
+    (tmp_path / "quick-2").mkdir()
+    print_outcome(summary, path, config=config, again=again("up", [Path("a.yaml")], ["run.name=quick", "run.seed=7"]))
+    lines = capsys.readouterr().out.splitlines()
     assert "  continue training from them in a new run, with a new optimizer and step count:" in lines
     assert lines[-1].split() == [
-        "asyncrl", "up", "-c", "a.yaml", "--allow-public", "run.seed=7", "run.name=quick-3", f"model.path={weights}",
-        "model.tiny=null",
+        "asyncrl", "up", "-c", "a.yaml", "run.seed=7", "run.name=quick-3",
+        f"model.path={path}/checkpoints/step-9/hf", "model.tiny=null",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reward", "set_to", "begin"),
+    [
+        ("tasks:reward", "my tasks:b", "    PYTHONPATH='my tasks:b' asyncrl up"),
+        ("tasks:reward", None, "    asyncrl up"),
+        ("exact_match", "my tasks:b", "    asyncrl up"),
+    ],
+)
+def test_the_command_to_go_on_sets_the_python_path_that_the_user_s_code_needs(
+    reward: str,
+    set_to: str | None,
+    begin: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("PYTHONPATH", set_to)
+    config, path, summary = ended(tmp_path, steps=9)
+    config = config.model_copy(update={"environment": config.environment.model_copy(update={"reward": reward})})
+    print_outcome(summary, path, config=config, again=["up"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith(begin)
 
 
 def test_a_run_that_took_all_its_steps_was_not_stopped_and_without_weights_none_are_named(

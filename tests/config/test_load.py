@@ -211,6 +211,14 @@ def test_unreadable_files_and_overrides_are_reported_together(tmp_path: Path) ->
     assert "run.name=[1" in lines[7]
 
 
+def test_a_file_without_its_option_is_answered_with_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write(tmp_path / "my config", "run: {}\n")
+    lines = _lines([], ["my config", "configs/quickstart.yaml", "b.yml", "run.name"])
+    meant = ["`-c 'my config'`", "`-c configs/quickstart.yaml`", "`-c b.yml`"]
+    assert [line.partition("did you mean ")[2] for line in lines] == [*(f"{each}?" for each in meant), ""]
+
+
 @pytest.mark.fault("F28")
 def test_text_that_is_no_yaml_is_answered_with_the_override_to_type() -> None:
     [line] = _lines([], ["data.prompt_template={wrd}>"])

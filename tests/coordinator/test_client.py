@@ -80,7 +80,7 @@ async def test_a_group_goes_from_its_ticket_to_its_ack(opened: Opened) -> None:
         assert outcomes == [CommitOutcome.ACCEPTED] * 2
         lease = await client.call(LearnerCalls.lease, 1, wait_s=TIMEOUT_S)
         assert isinstance(lease, Lease)
-        status = await client.call(LearnerCalls.ack, lease.incarnation, lease.step)
+        status = (await client.call(LearnerCalls.ack, lease.incarnation, lease.step)).status
         assert status.version == Version(1, 1)
         assert status.account.closed
 

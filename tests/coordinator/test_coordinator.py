@@ -13,6 +13,7 @@ from buffer_scenes import finished
 
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Lease, LeaseWait, Refusal, Reservation
+from asyncrl.common.lineage import Lineage
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
@@ -20,8 +21,9 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.replicas import ReplicaReport
+from asyncrl.coordinator.snapshot import Restored, RunSnapshot
 from asyncrl.data.prompts import Task
-from asyncrl.errors import FailureClass, Fenced, LearnerNotRestored, RunLocked
+from asyncrl.errors import DatasetError, FailureClass, Fenced, LearnerNotRestored, RunLocked
 from asyncrl.metrics.catalogue import BUFFER_WAITS, REPLICA_STATES
 
 FAR_S = 60.0
@@ -327,14 +329,14 @@ SILENT_S = Config().buffer.heartbeat_timeout_s + 1.0
 async def test_every_call_of_a_learner_that_was_replaced_is_refused_and_changes_nothing() -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
-    assert await coordinator.attach(FIRST, shared=SHARED) == 1
-    assert await coordinator.attach(FIRST, shared=SHARED) == 1, "a repeated call starts no incarnation"
+    assert (await coordinator.attach(FIRST, shared=SHARED)).incarnation == 1
+    assert (await coordinator.attach(FIRST, shared=SHARED)).incarnation == 1, "a repeated call starts no incarnation"
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
     lease = await coordinator.learner.lease(1, wait_s=0.0)
     assert isinstance(lease, Lease)
     now_s = SILENT_S
-    assert await coordinator.attach(SECOND, shared=SHARED) == 2
+    assert (await coordinator.attach(SECOND, shared=SHARED)).incarnation == 2
     before = coordinator.status()
     calls: list[Callable[[], Any]] = [
         lambda: coordinator.learner.lease(1, wait_s=0.0),
@@ -361,7 +363,7 @@ async def test_every_call_of_a_learner_that_was_replaced_is_refused_and_changes_
     assert not coordinator.registry.keep(FIRST.id)
     # The groups of the first learner stay, because version 1.0 is an ancestor of incarnation 2.
     assert await coordinator.learner.lease(2, wait_s=0.0) == msgspec.structs.replace(lease, incarnation=2)
-    assert (await coordinator.learner.ack(2, 0)).version == Version(2, 1)
+    assert (await coordinator.learner.ack(2, 0)).status.version == Version(2, 1)
     assert (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).refusal is Refusal.STALENESS
     assert (await coordinator.reserve("a", Version(1, 1), 2, wait_s=0.0)).refusal is Refusal.OLD_INCARNATION
 
@@ -397,7 +399,7 @@ async def test_a_learner_without_the_trained_weights_is_refused_with_what_to_do(
         with pytest.raises(LearnerNotRestored, match=r"has trained 1 steps.*asyncrl down"):
             await performed(functools.partial(refused, SECOND, shared=SHARED))
     assert coordinator.status().version == Version(1, 1)
-    assert await coordinator.attach(FIRST, shared=SHARED) == 1, "the learner itself has the weights"
+    assert (await coordinator.attach(FIRST, shared=SHARED)).incarnation == 1, "the learner itself has the weights"
 
 
 @pytest.mark.asyncio
@@ -406,12 +408,13 @@ async def test_no_learner_takes_over_a_run_that_is_over(state: RunState) -> None
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
     await coordinator.attach(FIRST, shared=SHARED)
+    generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8)
+    await coordinator.attach(generator, shared=SHARED)
     coordinator.learner.set_state(1, state, "rank 1 died")
     coordinator.registry.detach(FIRST.id)
     with pytest.raises(LearnerNotRestored, match=f"is {state}: rank 1 died"):
         await coordinator.attach(SECOND, shared=SHARED)
-    generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8)
-    assert await coordinator.attach(generator, shared=SHARED) == 1
+    assert (await coordinator.attach(generator, shared=SHARED)).incarnation == 1
 
 
 @pytest.mark.asyncio
@@ -424,3 +427,49 @@ async def test_rows_of_a_dropped_step_are_cleared_once() -> None:
         assert await coordinator.learner.lease(1, wait_s=0.0) is LeaseWait.FINISHED
     await asyncio.gather(*coordinator._clearing)
     assert rows.cleared == [[ticket.key]]
+
+
+async def trained_once(coordinator: Coordinator) -> RunSnapshot:
+    """Trains a step of a run that has one more group in flight. Returns the snapshot of its ack."""
+    await coordinator.attach(FIRST, shared=SHARED)
+    tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    await coordinator.commit([finished(ticket) for ticket in tickets])
+    await coordinator.learner.lease(1, wait_s=0.0)
+    acked = await coordinator.learner.ack(1, 0, snapshot=True)
+    assert acked.snapshot is not None
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(acked.snapshot), type=RunSnapshot)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F8")
+async def test_a_learner_that_restored_a_checkpoint_continues_with_the_next_prompts() -> None:
+    snapshot = await trained_once(made(ClearedRows()))
+    again, whole = made(ClearedRows()), made(ClearedRows())
+    restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
+    assert (await again.attach(SECOND, shared=SHARED, restored=restored)).incarnation == 2
+    assert again.status().version == Version(2, 1)
+    assert again.status().account.closed
+    assert (await again.reserve("a", Version(1, 0), 2, wait_s=0.0)).refusal is Refusal.STALENESS
+    after = (await again.reserve("a", Version(2, 1), 2, wait_s=0.0)).tickets
+    await trained_once(whole)
+    next_ones = (await whole.reserve("a", Version(1, 1), 2, wait_s=0.0)).tickets
+    assert [(t.group, t.task, t.seed) for t in after] == [(t.group, t.task, t.seed) for t in next_ones]
+
+
+@pytest.mark.asyncio
+async def test_a_checkpoint_is_not_restored_over_a_run_that_goes_on() -> None:
+    now_s = 0.0
+    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    snapshot = await trained_once(coordinator)
+    now_s = SILENT_S
+    restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
+    with pytest.raises(LearnerNotRestored):
+        await coordinator.attach(SECOND, shared=SHARED, restored=restored)
+
+
+@pytest.mark.asyncio
+async def test_a_snapshot_of_other_prompts_is_refused() -> None:
+    snapshot = await trained_once(made(ClearedRows(), tasks=19))
+    restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
+    with pytest.raises(DatasetError, match="are not those of this dataset"):
+        await made(ClearedRows()).attach(SECOND, shared=SHARED, restored=restored)

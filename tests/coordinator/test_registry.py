@@ -64,19 +64,62 @@ def test_a_silent_learner_no_longer_holds_the_run() -> None:
     assert [member.id for member in members.live()] == ["l2"]
 
 
-def test_the_last_that_leaves_is_told_so_and_the_silent_do_not_count() -> None:
+def test_a_member_that_is_only_silent_keeps_the_run_until_several_timeouts_have_passed() -> None:
     clock = Clock()
     members = registry(clock)
     shared = {"staleness.max_versions": 2, "run.seed": 0}
     for name in ("g1", "g2", "g3"):
         members.attach(deployment(name, Role.GENERATOR), shared=shared)
+    members.attach(deployment("l1", Role.LEARNER), shared=shared)
+    clock.now_s = 40.0
+    assert members.keep("g2")
+    assert not members.detach("g1"), "l1 was silent for four timeouts, and may come back"
+    assert members.keep("l1")
+    clock.now_s = 80.0
+    assert not members.detach("g2"), "l1 was silent for four timeouts"
+    members.attach(deployment("g4", Role.GENERATOR), shared=shared)
+    clock.now_s = 80.5
+    assert members.detach("g4"), "all others were silent for more than four timeouts"
+    assert not members.keep("g4")
+
+
+@pytest.mark.parametrize("state", [RunState.FINISHED, RunState.FAILED])
+def test_a_run_that_is_over_does_not_wait_for_silent_members(state: RunState) -> None:
+    clock = Clock()
+    members = registry(clock)
+    shared = {"staleness.max_versions": 2, "run.seed": 0}
+    for name in ("g1", "g2", "g3"):
+        members.attach(deployment(name, Role.GENERATOR), shared=shared)
+    members.set_state(state)
     clock.now_s = 8.0
     assert members.keep("g1")
     assert members.keep("g2")
     clock.now_s = 11.0
-    assert members.detach("g1") == 1
-    assert members.detach("g2") == 0
-    assert not members.keep("g2")
+    assert not members.detach("g1")
+    assert members.detach("g2"), "g3 is silent"
+
+
+def test_no_deployment_attaches_after_the_last_one_has_left() -> None:
+    members = registry(Clock())
+    shared = {"staleness.max_versions": 2, "run.seed": 0}
+    members.attach(deployment("g1", Role.GENERATOR), shared=shared)
+    assert members.detach("g1")
+    assert not members.detach("g1"), "only the last deployment ends the run's processes"
+    for refused in (members.check, members.attach):
+        with pytest.raises(RunLocked, match=r"start this command again.*asyncrl down"):
+            refused(deployment("g2", Role.GENERATOR), shared=shared)
+
+
+def test_a_learner_that_was_replaced_does_not_end_the_run_of_its_successor() -> None:
+    clock = Clock()
+    members = registry(clock)
+    shared = {"staleness.max_versions": 2, "run.seed": 0}
+    members.attach(deployment("l1", Role.LEARNER), shared=shared)
+    clock.now_s = 10.5
+    members.attach(deployment("l2", Role.LEARNER), shared=shared)
+    clock.now_s = 60.0
+    assert not members.detach("l1")
+    assert members.keep("l2")
 
 
 @pytest.mark.fault("F25")

@@ -1,6 +1,6 @@
 """A dry run of the Slurm script with stand-ins for `srun` and `scontrol`, which record how they were called.
 
-The decisions of the script are real: the nodes of each pool, the weights of a restart, and the reaction to signals.
+The decisions of the script are real: the nodes of each pool, the reaction to signals, and restarts.
 """
 
 import json
@@ -9,14 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from asyncrl.complete_directory import COMPLETE
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "asyncrl.sbatch"
 QUICKSTART = SCRIPT.parents[2] / "configs" / "quickstart.yaml"
@@ -112,12 +109,10 @@ class Job:
     def commands(self, *begin: str) -> list[dict[str, Any]]:
         return [each for each in self.calls() if each["command"][: len(begin)] == list(begin) and "ended" not in each]
 
-    def save_weights(self, step: int, *, run: str = "runs/quickstart") -> Path:
-        path = self.folder / run / "checkpoints" / f"step-{step}" / "hf"
-        path.mkdir(parents=True)
-        (path / "model.safetensors").write_text(f"of step {step}")
-        (path / COMPLETE).write_text(uuid.uuid4().hex)
-        return path
+    def record_end(self, state: str, *, run: str = "runs/quickstart") -> None:
+        """Writes the run.json of a run that ended."""
+        (self.folder / run).mkdir(parents=True)
+        (self.folder / run / "run.json").write_text(json.dumps({"name": run.split("/")[1], "state": state}, indent=2))
 
     @property
     def requeued(self) -> bool:
@@ -231,74 +226,25 @@ def test_restarts_are_bounded(job: Job) -> None:
     assert job.requeued is False
 
 
-def test_a_restart_goes_on_with_the_newest_weights_for_the_steps_that_were_left(job: Job) -> None:
-    job.save_weights(9)
-    job.save_weights(30)
+@pytest.mark.parametrize("state", ["running", "stopped", "failed", None])
+def test_a_restart_gives_the_same_commands_which_resume_the_run(state: str | None, job: Job) -> None:
+    assert job.run("learner.total_steps=100")[0] == 0
+    if state is not None:
+        job.record_end(state)
     assert job.run("learner.total_steps=100", SLURM_RESTART_COUNT="1")[0] == 0
-    kept = job.folder / ".asyncrl-slurm" / JOB / "weights" / "restart-1"
-    assert (kept / "model.safetensors").read_text() == "of step 30"
-    [call] = job.commands("asyncrl", "learner")
-    # These are the last arguments, so that no argument of the user overrides them.
-    assert call["command"][-3:] == [f"model.path={kept}", "model.tiny=null", "learner.total_steps=70"]
-
-    # A restart that is lost before it saves anything uses the same weights, and its steps are not subtracted twice.
-    assert job.run("learner.total_steps=100", SLURM_RESTART_COUNT="2")[0] == 0
-    assert job.commands("asyncrl", "learner")[-1]["command"][-3:] == call["command"][-3:]
-
-    (job.folder / "runs/quickstart").rename(job.folder / "runs/quickstart.1")
-    job.save_weights(30)  # the same step number, but saved by the restarted run
-    assert job.run("learner.total_steps=100", SLURM_RESTART_COUNT="3")[0] == 0
-    kept = kept.with_name("restart-3")
-    assert job.commands("asyncrl", "learner")[-1]["command"][-3:] == [
-        f"model.path={kept}", "model.tiny=null", "learner.total_steps=40",
-    ]  # fmt: skip
+    first, second = job.commands("asyncrl", "learner")
+    assert first["command"] == second["command"]
 
 
-def test_a_restart_that_was_killed_while_it_copied_the_weights_is_as_if_it_had_not_been(job: Job) -> None:
-    job.save_weights(30)
-    killed = job.folder / ".asyncrl-slurm" / JOB / "unfinished"
-    killed.mkdir(parents=True)
-    (killed / "model.safetensors").write_text("half")
-    (killed / "steps-left").write_text("7")
-    assert job.run("learner.total_steps=100", SLURM_RESTART_COUNT="2")[0] == 0
-    kept = job.folder / ".asyncrl-slurm" / JOB / "weights" / "restart-2"
-    assert (kept / "model.safetensors").read_text() == "of step 30"
-    assert job.commands("asyncrl", "learner")[-1]["command"][-1] == "learner.total_steps=70"
-
-
-@pytest.mark.parametrize("run", ["runs/20261122", "my runs/quick"])
-def test_a_restart_finds_weights_of_a_name_that_yaml_quotes_and_in_a_folder_with_a_blank(run: str, job: Job) -> None:
-    job.save_weights(30, run=run)
+@pytest.mark.parametrize("run", ["runs/quickstart", "runs/20261122", "my runs/quick"])
+def test_a_restart_of_what_is_trained_starts_nothing(run: str, job: Job) -> None:
+    """Also for a name that YAML quotes, and in a folder with a blank."""
+    job.record_end("finished", run=run)
     folder, name = run.split("/")
     code, said = job.run(f'run.name="{name}"', f"run.dir={folder}", SLURM_RESTART_COUNT="1")
     assert code == 0
-    assert "restart 1: model.path=" in said
-
-
-@pytest.mark.fault("F7")
-def test_a_restart_takes_no_weights_whose_saving_was_killed(job: Job) -> None:
-    job.save_weights(30)
-    job.save_weights(40).rename(job.folder / "runs/quickstart/checkpoints/step-40/hf.tmp")
-    code, said = job.run("learner.total_steps=100", SLURM_RESTART_COUNT="1")
-    assert code == 0, said
-    kept = job.folder / ".asyncrl-slurm" / JOB / "weights" / "restart-1"
-    assert (kept / "model.safetensors").read_text() == "of step 30"
-
-
-def test_a_restart_of_what_is_trained_starts_nothing(job: Job) -> None:
-    job.save_weights(100)
-    code, said = job.run("learner.total_steps=100", SLURM_RESTART_COUNT="1")
-    assert code == 0
     assert "every step is trained" in said
     assert job.commands("asyncrl", "learner") == []
-
-
-def test_a_restart_without_weights_begins_again(job: Job) -> None:
-    code, said = job.run(SLURM_RESTART_COUNT="1")
-    assert code == 0
-    assert "from the beginning" in said
-    [call] = job.commands("asyncrl", "learner")
-    assert not [word for word in call["command"] if word.startswith("model.path=")]
 
 
 def test_a_configuration_that_cannot_run_starts_nothing(job: Job) -> None:

@@ -1,7 +1,9 @@
 """A run that is asked to end records the request at once, and ends within its grace even if its start hangs."""
 
 import asyncio
+import ctypes
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from made_up_run import make_step
 
 from asyncrl.config.schema import Config
 from asyncrl.deployment import closing
-from asyncrl.deployment.closing import Stopped, asked_to_end, ended_at_once, give_up, unless_stopped
+from asyncrl.deployment.closing import Stopped, asked_to_end, ended_at_once, give_up, unless_one_fails, unless_stopped
 from asyncrl.deployment.launch import INTERRUPTED, run_until_done
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import RunInfo
@@ -44,6 +46,26 @@ def test_the_first_signal_is_in_run_json_before_anything_is_closed(run: RunDir) 
     assert written(run).exit_reason == "asked to end by a signal, after step 3 of 9", (
         "a request after the end must not change the recorded reason"
     )
+
+
+def ignores_sigterm() -> bool:
+    """Returns whether the kernel drops a SIGTERM to this process."""
+    [mask] = re.findall(r"SigIgn:\s*(\w+)", Path("/proc/self/status").read_text())
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.fault("F29")
+def test_sigterm_is_handled_again_after_a_library_has_replaced_the_handler_behind_pythons_back() -> None:
+    async def main(stop: asyncio.Event) -> None:
+        ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(int(signal.SIG_IGN)))
+        assert ignores_sigterm()
+        async with asyncio.timeout(60):
+            while ignores_sigterm():
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await stop.wait()
+
+    run_until_done(main)
 
 
 @pytest.mark.fault("F29")
@@ -123,3 +145,35 @@ async def test_work_that_ends_by_itself_gives_its_result_or_its_error() -> None:
 
     with pytest.raises(ValueError, match="no model"):
         await unless_stopped(asyncio.Event(), fails())
+
+
+@pytest.mark.asyncio
+async def test_work_is_cancelled_when_a_task_beside_it_fails_and_the_other_tasks_go_on() -> None:
+    cancelled, failing = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async def fails() -> None:
+        await failing.wait()
+        raise ValueError("the heartbeat broke")
+
+    async def ends() -> None:
+        pass
+
+    beside = [asyncio.create_task(each) for each in (ends(), fails(), failing.wait())]
+    goes_on = asyncio.create_task(asyncio.Event().wait())
+    waiting = asyncio.create_task(unless_one_fails([*beside, goes_on], work()))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done(), "a task that ends without an error does not end the work"
+    failing.set()
+    with pytest.raises(ValueError, match="the heartbeat broke"):
+        await waiting
+    assert cancelled.is_set()
+    assert not goes_on.done()
+    goes_on.cancel()
+    assert await unless_one_fails([], asyncio.sleep(0, "result")) == "result"

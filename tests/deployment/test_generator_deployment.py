@@ -143,11 +143,11 @@ async def test_the_buffer_hears_of_a_deployment_while_its_engines_start_and_end(
     kept = asyncio.Event()
     calls: list[object] = []
 
-    async def call(method: object, *_: Any, **__: Any) -> int:
+    async def call(method: object, *_: Any, **__: Any) -> bool:
         calls.append(method)
         if method is Registry.keep:
             kept.set()
-        return 1
+        return method is Registry.keep  # other deployments stay, so `detach` is not the last one
 
     async def enter_run(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(coordinator=SimpleNamespace(call=call), deployment=SimpleNamespace(id="d"))

@@ -10,22 +10,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from buffer_scenes import Scene
 from made_up_run import TOTALS, make_step
 from prometheus_client import CollectorRegistry
 
 from asyncrl.buffer.records import Failure, FailureCount
+from asyncrl.common.lineage import Lineage
+from asyncrl.common.version import Version
 from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
-from asyncrl.deployment import learner
+from asyncrl.coordinator.snapshot import RunSnapshot
+from asyncrl.data.prompts import PromptCursor
+from asyncrl.deployment import cluster, learner
 from asyncrl.deployment import targets as targets_module
 from asyncrl.deployment.closing import Stopped
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
-from asyncrl.errors import CheckpointError, FailureClass, RunError, StallError
+from asyncrl.errors import CheckpointError, FailureClass, Fenced, RunError, StallError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.metrics import server as server_module
@@ -48,10 +54,17 @@ def deployment_in(run: RunDir, config: Config) -> LearnerDeployment:
     )
 
 
-def checkpoints_in(run: RunDir, save_hf: Callable[[Path], None]) -> Checkpoints:
-    folder = run.path / "checkpoints"
-    folder.mkdir()
-    return Checkpoints(CheckpointSection(), folder=folder, save_hf=save_hf, metrics=LearnerMetrics())
+def checkpoints_in(
+    run: RunDir, write: Callable[[Path, RunSnapshot], None] = lambda path, snapshot: None
+) -> Checkpoints:
+    run.checkpoints.mkdir()
+    return Checkpoints(CheckpointSection(), folder=run.checkpoints, write=write, metrics=LearnerMetrics())
+
+
+def snapshot_after(step: int) -> RunSnapshot:
+    """Returns the snapshot of an empty buffer."""
+    buffer = msgspec.structs.replace(Scene().buffer.snapshot(), version=Version(1, step))
+    return RunSnapshot(buffer=buffer, prompts=PromptCursor(epoch=0, position=0, fingerprint=""))
 
 
 @pytest.mark.asyncio
@@ -83,7 +96,8 @@ async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
     with RunDir.create(config) as run:
         deployment = deployment_in(run, config)
         await deployment._rescue_weights()
-        deployment._checkpoints = checkpoints_in(run, lambda path: saved.append(path.parent.name))
+        deployment._checkpoints = checkpoints_in(run)
+        deployment._save_hf = lambda path: saved.append(path.parent.name)
         deployment._log.append_step(make_step(0, trained=False, trained_samples=0, trained_tokens=0))
         await deployment._rescue_weights()
         assert saved == []
@@ -92,9 +106,30 @@ async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
         await deployment._rescue_weights()
         assert saved == ["step-1"]
         deployment._log.append_step(make_step(1))
-        deployment._checkpoints._save_hf = dead
+        deployment._save_hf = dead
         await deployment._rescue_weights()
+        deployment._save_hf = lambda path: saved.append(path.parent.name)
+        (run.checkpoints / "step-2").mkdir()
+        await deployment._rescue_weights()
+        assert saved == ["step-1"], "there is a checkpoint of this step"
     assert "could not be saved: rank 0 is gone" in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("ranks_have", "saved_as"), [(None, "step-1"), (1, "step-1"), (2, "step-2")])
+async def test_rescued_weights_have_the_number_of_the_last_update_that_the_ranks_applied(
+    ranks_have: int | None, saved_as: str, tmp_path: Path
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    saved: list[str] = []
+    with RunDir.create(config) as run:
+        deployment = deployment_in(run, config)
+        deployment._checkpoints = checkpoints_in(run)
+        deployment._save_hf = lambda path: saved.append(path.parent.name)
+        deployment._trained_step = lambda: ranks_have
+        deployment._log.append_step(make_step(0))
+        await deployment._rescue_weights()
+    assert saved == [saved_as], "step 1 is recorded; the run may have failed after the update of step 2"
 
 
 async def nothing(*_: object, **__: object) -> None:
@@ -126,7 +161,9 @@ def deployment_without_ray(
         return failures if method is FailureReports.more_than else None
 
     async def run_of(*_: object, **__: object) -> Any:
-        return SimpleNamespace(coordinator=SimpleNamespace(call=call))
+        return SimpleNamespace(
+            coordinator=SimpleNamespace(call=call), deployment=SimpleNamespace(id="learner-1"), lineage=Lineage()
+        )
 
     monkeypatch.setattr(learner, "enter_run", run_of)
     monkeypatch.setattr(learner, "leave_run", nothing)
@@ -135,7 +172,8 @@ def deployment_without_ray(
     monkeypatch.setattr(learner, "TQPolicy", lambda *_, **__: SimpleNamespace(shutdown=ended))
     deployment = deployment_in(run, config)
     deployment._prompts = asyncio.sleep(0, Prompts(train=(), heldout=()))
-    deployment._model_path = asyncio.sleep(0, "model")
+    deployment._model_path = finished_model = asyncio.get_running_loop().create_future()
+    finished_model.set_result("model")
     deployment._log.steps = list(steps)
     monkeypatch.setattr(deployment, "_train", train)
     return deployment
@@ -160,6 +198,37 @@ async def test_what_a_failed_run_has_trained_is_saved_while_its_ranks_are_there(
         with pytest.raises(StallError):
             await deployment.run(asyncio.Event())
     assert done == ["saved", "ended"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F13")
+@pytest.mark.parametrize("in_training", [False, True])
+async def test_a_learner_that_was_replaced_ends_at_its_next_heartbeat(
+    in_training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    training = asyncio.Event()
+
+    async def train(*_: object) -> RunTotals:
+        training.set()
+        await asyncio.Event().wait()
+        return TOTALS
+
+    async def keep_attached(*arguments: Any, **options: Any) -> None:
+        if in_training:
+            await training.wait()
+        await cluster.keep_attached(*arguments, **options)  # the fake coordinator's answer is that it is not attached
+
+    with RunDir.create(config) as run:
+        deployment = deployment_without_ray(run, config, monkeypatch, train=train)
+        if not in_training:
+            deployment._model_path = asyncio.get_running_loop().create_future()
+        monkeypatch.setattr(learner, "keep_attached", keep_attached)
+        with pytest.raises(Fenced, match=r"incarnation 1.*another learner has taken over"):
+            async with asyncio.timeout(DEADLINE_S):
+                await deployment.run(asyncio.Event())
+    assert training.is_set() is in_training
+    assert "has taken over" in deployment._failure
 
 
 @pytest.mark.asyncio
@@ -189,7 +258,7 @@ async def test_a_step_of_closing_that_fails_does_not_keep_the_others_from_taking
     assert done == ["left", "ranks ended"]
 
 
-def full_disk(path: Path) -> None:
+def full_disk(path: Path, snapshot: RunSnapshot) -> None:
     raise CheckpointError("rank 0: OSError: No space left on device")
 
 
@@ -203,7 +272,7 @@ async def test_a_run_whose_last_weights_cannot_be_saved_records_the_rest_and_fai
     async def train(*_: object) -> RunTotals:
         deployment._log.append_step(make_step(0))
         deployment._checkpoints = checkpoints_in(run, full_disk)
-        await deployment._checkpoints.save_last(1)
+        await deployment._checkpoints.save_last(snapshot_after(1))
         return TOTALS
 
     with RunDir.create(config) as run:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from asyncrl.cli.options import clear_previous
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import read_info
-from asyncrl.deployment.remains import clear, remains_of, stray_processes
+from asyncrl.deployment.remains import COMMAND_CHARACTERS, clear, remains_of, stray_processes
 
 pytestmark = pytest.mark.slow
 
@@ -186,6 +187,45 @@ def test_the_next_run_of_the_name_ends_what_is_left_and_says_so(
     assert not psutil.pid_exists(engine.pid)
 
 
-def test_an_engine_that_has_its_parent_is_not_astray(engine: psutil.Popen) -> None:
-    _, engines = stray_processes()
-    assert engine.pid not in engines
+@pytest.fixture
+def strangers(tmp_path: Path) -> Iterator[dict[str, psutil.Popen]]:
+    """Processes with the names of Ray's daemons and of an engine, in `tmp_path`. This process is their parent."""
+    with contextlib.ExitStack() as ending:
+        found = {}
+        for name in ("gcs_server", "raylet", "VLLM::Engine"):
+            (tmp_path / name).symlink_to(sys.executable)
+            command = [str(tmp_path / name), "-I", *WAITS[1:]]
+            process = psutil.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path)
+            ending.callback(process.wait, 60)
+            ending.callback(process.kill)
+            ending.enter_context(process.stdout)
+            process.stdout.readline()
+            found[name] = process
+        yield found
+
+
+def test_the_ray_of_another_program_is_described_by_folder_time_and_command(
+    strangers: dict[str, psutil.Popen], tmp_path: Path
+) -> None:
+    [ray] = [each for each in stray_processes()[0] if str(tmp_path) in each]
+    daemons = sorted((process.pid, name) for name, process in strangers.items() if name != "VLLM::Engine")
+    named = ", ".join(f"{name} (pid {pid})" for pid, name in daemons)
+    assert ray.startswith(f"{named} in {tmp_path}, started by `")
+    assert f" by `{' '.join(psutil.Process().cmdline())[:COMMAND_CHARACTERS]}" in ray
+    started = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+    assert ray.endswith(f"` (pid {os.getpid()}, since {started:%Y-%m-%d %H:%M} UTC)")
+
+
+def test_an_engine_is_astray_only_if_its_parent_is_gone(
+    strangers: dict[str, psutil.Popen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not any(str(tmp_path) in each for each in stray_processes()[1])
+
+    def parent_of_orphans(_: psutil.Process) -> int:
+        return 1
+
+    parent_of_orphans.cache_activate = parent_of_orphans.cache_deactivate = lambda _: None  # type: ignore[attr-defined]
+    monkeypatch.setattr(psutil.Process, "ppid", parent_of_orphans)
+    [engine] = [each for each in stray_processes()[1] if str(tmp_path) in each]
+    assert engine.startswith(f"VLLM::Engine (pid {strangers['VLLM::Engine'].pid}) in {tmp_path}, started ")
+    assert engine.endswith(" by a process that is gone")

@@ -1,6 +1,7 @@
 """`run_both`, the main function of `asyncrl up`: its phases, and the end of both deployments if one of them fails."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,10 +91,46 @@ async def test_a_learner_that_fails_lets_the_generators_end_in_order(
 @pytest.mark.fault("F29")
 async def test_a_run_that_is_asked_to_end_ends_both_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = asyncio.Event()
-    stop.set()
     pools = Pools(monkeypatch, generators=None, learner=None)
+    build = compose._learner
+
+    def imported(*arguments: Any, **options: Any) -> Any:
+        stop.set()
+        return build(*arguments, **options)
+
+    monkeypatch.setattr(compose, "_learner", imported)
     assert await pools.run(tmp_path, stop) == "learner"
     assert sorted(pools.ended) == ["generators in order", "learner in order"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize("during", ["importing Ray", "starting Ray", "making prompts"])
+async def test_a_signal_while_a_library_is_imported_or_ray_starts_ends_the_start(
+    during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, shown = asyncio.Event(), ["importing Ray"]
+    asked = asyncio.get_running_loop().call_soon_threadsafe
+
+    def show(phase: str) -> None:
+        shown.append(phase)
+        if phase == during:
+            asked(stop.set)  # from another thread, while a call blocks the event loop: `stop` is not set yet
+
+    monkeypatch.setattr(compose, "start_local", lambda config: "127.0.0.1:1")
+    monkeypatch.setattr(compose, "session_folder", lambda: "")
+    pools = Pools(monkeypatch, generators=None, learner=RunError("the learner was imported"))
+    if during == "importing Ray":
+        asked(stop.set)
+    config = Config.model_validate({"run": {"dir": str(tmp_path)}})
+    async with asyncio.timeout(DEADLINE_S):
+        with RunDir.create(config) as run_dir:
+            run = compose.run_both(config, stop, run_dir=run_dir, screen=screen_that(show), prompts=NO_PROMPTS)
+            assert await run is None
+    assert shown[-1] == during
+    info = json.loads((run_dir.path / "run.json").read_bytes())
+    assert (info["state"], info["exit_reason"]) == ("stopped", "asked to end by a signal, before the first step")
+    assert pools.ended == (["generators cancelled"] if during == "making prompts" else [])
 
 
 @pytest.mark.asyncio
@@ -133,3 +170,33 @@ async def test_the_learner_is_imported_when_no_thread_imports_the_tiny_model_any
     with pytest.raises(StallError):
         await pools.run(tmp_path, asyncio.Event())
     assert events == ["described", "imported"]
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+@pytest.mark.parametrize("both", [True, False], ids=["up", "learner"])
+async def test_each_phase_of_a_start_is_shown_once(both: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_buffer(*_: object, **__: object) -> None:
+        raise RunError("no buffer")
+
+    async def until_the_end(_: object, end: asyncio.Event) -> None:
+        await end.wait()
+
+    monkeypatch.setattr("asyncrl.deployment.learner.enter_run", no_buffer)
+    monkeypatch.setattr(compose.GeneratorDeployment, "run", until_the_end)
+    monkeypatch.setattr(Inputs, "_describe_model", lambda _: asyncio.sleep(0, "models/tiny"))
+    config, stop, shown = Config.model_validate({"run": {"dir": str(tmp_path)}}), asyncio.Event(), list[str]()
+    screen = screen_that(shown.append)
+    with RunDir.create(config) as run_dir:
+        if both:
+            monkeypatch.setattr(compose, "start_local", lambda _: "127.0.0.1:6379")
+            monkeypatch.setattr(compose, "session_folder", lambda: str(tmp_path))
+            run = compose.run_both(config, stop, run_dir=run_dir, screen=screen, prompts=NO_PROMPTS)
+        else:
+            address = "127.0.0.1:6379"
+            run = compose.run_learner(config, stop, address=address, run_dir=run_dir, screen=screen, prompts=NO_PROMPTS)
+        with pytest.raises(RunError, match="no buffer"):
+            await run
+    first = ["starting Ray"] if both else []
+    imported = ["importing the learner"] if both else []
+    assert shown == [*first, "making prompts", *imported, "starting the buffer"]

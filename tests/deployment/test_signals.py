@@ -144,3 +144,73 @@ def test_a_second_ctrl_c_ends_at_once_shows_the_cursor_and_is_written_down(tmp_p
     assert hidden < shown
     assert started.written()["state"] == "stopped"
     assert started.written()["exit_reason"] == "ended at once by a second signal, after 1 steps"
+
+
+BLOCKED = """
+import sys
+from functools import partial
+from asyncrl.cli.live_run import live_run
+from asyncrl.config.schema import Config
+config = Config.model_validate({"run": {"name": "quick", "dir": sys.argv[1]}})
+
+def runner():
+    print("importing", flush=True)
+    sys.stdin.readline()  # blocks the event loop, as an import does
+    from asyncrl.deployment.compose import run_both
+    return partial(run_both, config, prompts=None)
+
+live_run(config, role="up", runner=runner, importing="importing Ray", again=["up"], fresh=False)
+"""
+
+
+class Blocked:
+    """A process of `asyncrl up` whose event loop is blocked until `go_on` is called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "quick"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", BLOCKED, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def read_until(self, text: bytes) -> None:
+        assert self.process.stdout is not None
+        while text not in (line := self.process.stdout.readline()):
+            assert line, "the process has ended"
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+
+    def written(self) -> tuple[str, str | None]:
+        info = json.loads((self.path / "run.json").read_bytes())
+        return info["state"], info["exit_reason"]
+
+
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_recorded_while_the_event_loop_is_blocked_and_the_start_then_ends(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    blocked = Blocked(tmp_path)
+    blocked.read_until(b"importing\n")
+    blocked.process.send_signal(number)
+    blocked.read_until(b"ending cleanly")
+    while blocked.written() != ("running", "asked to end by a signal"):
+        assert blocked.process.poll() is None
+    blocked.go_on()
+    blocked.read_until(b"the run ended before a step was trained")
+    assert blocked.process.wait(60) == 1
+    assert blocked.written() == ("stopped", "asked to end by a signal, before the first step")
+
+
+@pytest.mark.fault("F29")
+def test_a_second_signal_ends_the_process_while_the_event_loop_is_blocked(tmp_path: Path) -> None:
+    blocked = Blocked(tmp_path)
+    blocked.read_until(b"importing\n")
+    blocked.process.send_signal(signal.SIGTERM)
+    blocked.read_until(b"ending cleanly")
+    blocked.process.send_signal(signal.SIGTERM)
+    assert blocked.process.wait(60) == 130
+    assert blocked.written() == ("stopped", "ended at once by a second signal, after 0 steps")

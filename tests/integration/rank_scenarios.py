@@ -230,7 +230,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
         report = train_step(policy, data, **learner)
         again = train_step(policy, batch(), **learner) if name == "reference" else None
         after = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
-        results[name] = {"report": report, "again": again, "weights": after}
+        results[name] = {"report": report, "again": again, "weights": after, "trained_step": policy.trained_step()}
         policy.close()
     results["offloaded"] = _offload_scenario(worker)
     results["weights"] = _weights_scenario(worker("weights"), folder / f"saved-{world_size}", rank=rank)

@@ -317,7 +317,8 @@ def test_a_second_run_on_the_same_directory_is_refused_at_once_and_the_first_goe
     first.wait_for((tmp_path / "test" / "run.json").exists, timeout_s=240, what="the run's directory")
     second = run_command(*arguments)
     assert second.wait(120) == 1
-    assert f"pid {first.process.pid}" in second.output()
+    pid = json.loads((tmp_path / "test" / "run.json").read_bytes())["pid"]
+    assert f"pid {pid}" in second.output()
     expect_advice(first, tmp_path / "test", bound=Bound.GENERATORS, advice=advice)
     first.terminate()
     assert first.wait(400) == 0, first.output()[-4000:]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rank_scenarios import CUTS, PROBE, UPDATE_ROWS, matrix_batch, run_rank
 from rounding import GRADIENT, LOGPROB_NATS, LOSS, assert_reordered, assert_within, weight_spread
-from tiny_groups import TEMPERATURE, make_batch, make_model
+from tiny_groups import STEP, TEMPERATURE, make_batch, make_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.algorithms.diagnostics import AVERAGED_METRICS
@@ -293,6 +293,13 @@ def test_a_bare_call_on_rows_without_advantages_trains(results: Any, world_size:
     assert wanted["grad_norm"] > 0
     assert_within(trained["loss"], wanted["loss"], bound=LOSS)
     assert_reordered(trained["grad_norm"], wanted["grad_norm"], spread=GRADIENT)
+
+
+@pytest.mark.parametrize("key", [(1, 0), (2, 0), (2, 1)])
+def test_a_rank_knows_the_version_of_its_weights(results: Any, key: Any) -> None:
+    assert results[key]["micro_batch_1"]["trained_step"] == STEP + 1
+    assert results[key]["two_updates"]["trained_step"] == STEP + 1
+    assert results[key]["nonfinite"]["trained_step"] is None, "no update was applied"
 
 
 @pytest.mark.parametrize("key", [(1, 0), (2, 0), (2, 1)])

@@ -21,6 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call, CoordinatorClient, perform
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.replicas import ReplicaReport
+from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
@@ -199,11 +200,13 @@ class FakeTrainer:
             raise answer
         return {"report": answer if isinstance(answer, StepReport) else answer(meta)}
 
-    def save_hf(self, path: Path) -> None:
+    def save(self, path: Path, snapshot: RunSnapshot) -> None:
+        """Writes a checkpoint that has only its last file."""
+        assert path.name == f"step-{snapshot.version.step}"
         self._clock.now_s += self.save_s
         if self.save_answers and (error := self.save_answers.pop(0)) is not None:
             raise error
-        self.saved.append(path.parent.name)
+        self.saved.append(path.name)
         path.mkdir(parents=True)
         (path / COMPLETE).touch()
 
@@ -340,7 +343,7 @@ class Scene:
         self.checkpoints = Checkpoints(
             self.config.checkpoint,
             folder=Path(self.folder.name),
-            save_hf=self.trainer.save_hf,
+            write=self.trainer.save,
             metrics=self.metrics,
             clock=self.clock,
         )

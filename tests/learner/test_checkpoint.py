@@ -8,7 +8,8 @@ import pytest
 from learner_scenes import Scene, skipped
 
 from asyncrl.complete_directory import COMPLETE, unfinished
-from asyncrl.errors import CheckpointError, CollectiveError
+from asyncrl.coordinator.snapshot import RunSnapshot
+from asyncrl.errors import CheckpointError, CollectiveError, RowsLost
 from asyncrl.learner.records import StepRecord
 
 
@@ -20,11 +21,6 @@ def scene(*, every_steps: int, keep: int = 2, total_steps: int = 5) -> Scene:
 
 def left(run: Scene) -> list[str]:
     return sorted(path.name for path in Path(run.folder.name).iterdir())
-
-
-def readable(run: Scene, step: str) -> bool:
-    """Whether a reader finds the checkpoint of `step` that, like transformers, does not look for the file COMPLETE."""
-    return Path(run.folder.name, step, "hf").exists()
 
 
 def shown(run: Scene, name: str, **labels: str) -> float | None:
@@ -49,17 +45,17 @@ async def test_one_is_written_every_so_many_steps_and_at_the_end_and_the_newest_
 async def test_the_phase_is_that_of_the_save_while_it_lasts() -> None:
     run = scene(every_steps=2, total_steps=3)
     phases: list[str] = []
-    save, write = run.checkpoints._save_hf, run.log.append_step
+    save, write = run.checkpoints._write, run.log.append_step
 
-    def save_hf(path: Path) -> None:
+    def checkpoint(path: Path, snapshot: RunSnapshot) -> None:
         phases.append(run.loop.phase)
-        save(path)
+        save(path, snapshot)
 
     def append_step(record: StepRecord) -> None:
         phases.append(run.loop.phase)
         write(record)
 
-    run.checkpoints._save_hf, run.log.append_step = save_hf, append_step  # type: ignore[method-assign]
+    run.checkpoints._write, run.log.append_step = checkpoint, append_step  # type: ignore[method-assign]
     await run.run()
     saving = "saving the weights of step {}"
     assert phases == ["training", "training", saving.format(2), "training", saving.format(3)]
@@ -156,20 +152,15 @@ async def test_the_last_one_stays_and_is_the_one_that_is_shown_when_none_can_be_
 @pytest.mark.fault("F27")
 async def test_one_that_cannot_be_written_leaves_no_folder_and_gives_its_room_back() -> None:
     run = scene(every_steps=1, total_steps=2)
-    (Path(run.folder.name) / "step-2").mkdir()
-    (Path(run.folder.name) / "step-2" / "notes").touch()
 
-    def full(path: Path) -> None:
+    def full(path: Path, snapshot: RunSnapshot) -> None:
         unfinished(path).mkdir(parents=True)
         (unfinished(path) / "model.safetensors").write_bytes(b"as much as fits")
         raise DISK_FULL
 
-    run.checkpoints._save_hf = full
+    run.checkpoints._write = full
     await run.run()
-    assert left(run) == ["step-2"]
-    assert [path.name for path in (Path(run.folder.name) / "step-2").iterdir()] == ["notes"], (
-        "a file that is not the run's stays"
-    )
+    assert left(run) == []
 
 
 @pytest.mark.asyncio
@@ -206,9 +197,9 @@ async def test_what_a_killed_save_left_takes_no_whole_one_s_place() -> None:
     run = scene(every_steps=5, keep=2)
     folder = Path(run.folder.name)
     for step, marker in ((1, True), (2, True), (3, False)):
-        (folder / f"step-{step}" / "hf").mkdir(parents=True)
+        (folder / f"step-{step}").mkdir(parents=True)
         if marker:
-            (folder / f"step-{step}" / "hf" / COMPLETE).touch()
+            (folder / f"step-{step}" / COMPLETE).touch()
     (folder / "notes").mkdir()
     await run.run()
     assert left(run) == ["notes", "step-2", "step-5"]
@@ -226,12 +217,44 @@ async def test_an_old_one_whose_removal_does_not_end_is_not_half_there(monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", interrupted)
         await run.run()
-    assert [step for step in left(run) if readable(run, step)] == ["step-5"]
+    assert left(run) == ["step-2.tmp", "step-4.tmp", "step-5"], "a folder with another name is no checkpoint"
+    run.checkpoints._drop_old()
+    assert left(run) == ["step-5"]
 
 
 @pytest.mark.asyncio
 async def test_a_folder_that_cannot_be_looked_at_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     run = scene(every_steps=0)
-    run.checkpoints._save_hf = lambda path: run.folder.cleanup()
+    run.checkpoints._write = lambda path, snapshot: run.folder.cleanup()
     await run.run()
     assert "old checkpoints in" in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F8")
+async def test_the_snapshot_is_of_the_moment_after_the_step() -> None:
+    run = scene(every_steps=2, total_steps=4)
+    taken: list[RunSnapshot] = []
+    save = run.checkpoints._write
+
+    def checkpoint(path: Path, snapshot: RunSnapshot) -> None:
+        taken.append(snapshot)
+        save(path, snapshot)
+
+    run.checkpoints._write = checkpoint
+    await run.run()
+    assert [snapshot.version.step for snapshot in taken] == [2, 4]
+    trained = [snapshot.buffer.ledger.final["trained"].groups for snapshot in taken]
+    assert trained == [4, 8]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F27")
+async def test_a_checkpoint_whose_rows_are_lost_is_left_out_and_training_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = scene(every_steps=2)
+    run.trainer.save_answers = [RowsLost("a store ended", sample_ids=("0.0_g0",))]
+    await run.run()
+    assert run.trainer.saved == ["step-4", "step-5"]
+    assert "the checkpoint of step 2 was not written: a store ended" in caplog.text

@@ -135,3 +135,41 @@ async def test_a_first_evaluation_that_takes_too_long_ends_the_run_and_a_later_o
     assert [record.reward_mean for record in scene.log.evals] == [1.0]
     [error] = [entry.getMessage() for entry in caplog.records if entry.levelname == "ERROR"]
     assert error.endswith("eval.timeout_s = 120 s; it is left out")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("answer", ["late", "failed"])
+async def test_the_first_evaluation_of_a_resumed_run_does_not_end_it(
+    answer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene()
+
+    async def evaluate(actor: str, tasks: Sequence[Task]) -> tuple[Version | None, list[float | Failure]]:
+        if answer == "late":
+            raise CallTimeout("held-out evaluation took longer than 120 s")
+        return Version(1, 5), [FAILURE] * 4
+
+    scene.evaluate = evaluate  # type: ignore[method-assign]
+    await scene.heldout.evaluate(Version(1, 5), actor="generator-a")
+    assert [record.reward_mean for record in scene.log.evals] == ([] if answer == "late" else [None])
+    [entry] = [entry.getMessage() for entry in caplog.records]
+    assert entry.startswith("held-out evaluation of step 5: 4 ")
+
+
+@pytest.mark.asyncio
+async def test_a_last_evaluation_without_a_replica_is_left_out_and_the_weights_are_saved(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scene = Scene()
+    replica_at = scene.heldout.replica_at
+
+    async def none_at_the_end(version: Version) -> str:
+        if version.step == 3:
+            raise StallError("no live replica has loaded the weights of step 3")
+        return await replica_at(version)
+
+    scene.heldout.replica_at = none_at_the_end  # type: ignore[method-assign]
+    await scene.run()
+    assert [record.version for record in scene.log.evals] == [0]
+    assert scene.trainer.saved == ["step-3"]
+    assert "held-out evaluation of step 3 is left out: no live replica" in caplog.text

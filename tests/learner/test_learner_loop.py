@@ -438,3 +438,28 @@ async def test_a_stop_does_not_wait_for_an_evaluation(waits_for: str) -> None:
     await run
     assert scene.trainer.asked == []
     assert scene.log.evals == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F37")
+@pytest.mark.parametrize(
+    "error", [RowsLost("a node is gone", sample_ids=["0.0_g0"]), TimeoutError("the index is late"), KeyError("0.0_g0")]
+)
+async def test_samples_that_cannot_be_read_are_not_logged_and_the_run_goes_on(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene()
+    read, asked = scene.trainer.read_from_dataplane, [0]
+
+    def read_all_but_the_second(meta: KVBatchMeta, *, select_fields: Any) -> Any:
+        asked[0] += 1
+        if asked[0] == 2:
+            raise error
+        return read(meta, select_fields=select_fields)
+
+    scene.trainer.read_from_dataplane = read_all_but_the_second  # type: ignore[method-assign]
+    await scene.run()
+    assert sorted(scene.log.samples) == [0, 2]
+    assert [record.step for record in scene.log.steps] == [0, 1, 2]
+    assert not scene.trainer.kept, "the rows of the step are cleared"
+    assert f"the samples of step 1 were not logged: {type(error).__name__}: " in caplog.text

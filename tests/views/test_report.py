@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from made_up_run import make_step
+from made_up_run import TOTALS, make_step
 from typer.testing import CliRunner
 from written_runs import HOSTILE, write_run
 
@@ -82,6 +82,18 @@ def test_a_finished_run_is_one_well_formed_page_with_all_its_parts(tmp_path: Pat
     assert page.tags.count("figure") == page.tags.count("svg") == 20
     assert "prompt of step 0" in page.text
     assert "prompt of step 39" in page.text
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_the_totals_of_an_ended_run_are_those_of_its_summary(finish: bool, tmp_path: Path) -> None:
+    steps = [make_step(step, weight_updates=step, generated_tokens=7_000_000 + step) for step in range(9)]
+    run = read_run(write_run(tmp_path, steps, finish=finish))
+    words = " ".join(Page(report_html(run)).text.split())
+    shown = run.summary or steps[-1]
+    assert shown.weight_updates == (TOTALS.weight_updates if finish else 8)
+    assert f"weight updates loaded {shown.weight_updates} " in words
+    assert f"tokens generated {shown.generated_tokens:,} " in words
+    assert ("as of the end of the run." in words) is finish
 
 
 def test_only_a_run_that_looks_at_a_reference_shows_the_distance_to_it(tmp_path: Path) -> None:

@@ -129,6 +129,23 @@ def test_shares_of_the_generators_are_over_all_replicas() -> None:
     )
 
 
+def test_the_time_in_which_processes_start_counts_in_no_line_of_the_status() -> None:
+    report = make_status().reports["generator-a"]
+
+    def lines(generator_s: dict[str, float], learner_s: dict[str, float]) -> tuple[str, str]:
+        reports = {"generator-a": msgspec.structs.replace(report, state_seconds=generator_s)}
+        found = status_lines(make_status(reports=reports, learner_state_seconds=learner_s))
+        replica = next(line for line in found if line.startswith("replica generator-a"))
+        return replica.rpartition("; ")[2], next((line for line in found if line.startswith("since the start")), "")
+
+    replica, run = lines(
+        {"starting": 85.0, "generating": 6.0, "blocked_on_staleness": 9.0}, {"starting": 90.0, "x": 9.0}
+    )
+    assert replica == "since the start: blocked_on_staleness 60%, generating 40%"
+    assert run.startswith("since the start: Generators wait for the learner 60 % of the time")
+    assert lines({"starting": 85.0}, {"starting": 90.0}) == ("starting", "")
+
+
 def told(status: RunStatus) -> dict[str, Any]:
     """Returns the object `since_start` of `status --json`."""
     found: dict[str, Any] = msgspec.json.decode(status_json(status))["since_start"]

@@ -1,0 +1,1 @@
+"""Checkpoints of a whole run: model, optimizer, buffer and rows at one step."""

@@ -1,0 +1,138 @@
+"""The checkpoint of a run after one step: a directory that is complete and verified, or is not used.
+
+    checkpoints/step-140/
+      hf/              weights that vLLM and transformers load
+      policy/ critic/  weights and optimizer, written by the ranks (`asyncrl.ranks.checkpoint`)
+      buffer.msgpack   the buffer at the ack of the step (`BufferSnapshot`)
+      rows/            rows of the groups that were ready
+      manifest.json    what the checkpoint is of, and each file with size and checksum
+      COMPLETE         written last
+
+A save that ends early leaves `step-140.tmp`, which is never read. Everything in a checkpoint is of the same moment.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from asyncrl import complete_directory
+from asyncrl.atomic_write import write_atomically
+from asyncrl.common.lineage import Lineage
+from asyncrl.common.version import Version
+from asyncrl.errors import CheckpointDamaged, CheckpointError
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run's directory."""
+MANIFEST = "manifest.json"
+HF = "hf"
+"""Folder of the weights in a checkpoint. A run that fails may save this part alone."""
+SCHEMA = 1
+"""Version of the format."""
+_NAME = re.compile(r"step-(\d+)")
+_CHUNK_BYTES = 2**24
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """The size of a file in bytes, and its xxh3-128 checksum in hex."""
+
+    nbytes: int
+    xxh3: str
+
+
+class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint is of: the learner's version, the run's lineage then, and its shared settings by dotted key.
+
+    `packages` has the versions of the packages that wrote it. `files` lists all files except the manifest itself and
+    `COMPLETE`, by their path in the checkpoint.
+    """
+
+    schema: int = SCHEMA
+    version: Version
+    lineage: Lineage
+    settings: dict[str, object]
+    packages: dict[str, str]
+    files: dict[str, FileEntry] = {}
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    """Returns the directory of the checkpoint after `step` steps."""
+    return checkpoints / f"step-{step}"
+
+
+def write(path: Path, manifest: RunManifest, *, fill: Callable[[Path], None]) -> None:
+    """Writes the checkpoint at `path`. `fill` writes all of its files but the manifest into the folder that it gets.
+
+    Raises CheckpointError if something else is at `path`, and the errors of `fill`. Then there is no new checkpoint.
+    """
+    complete_directory.prepare(path)
+    unfinished = complete_directory.unfinished(path)
+    fill(unfinished)
+    files = {name: _entry(unfinished / name) for name in complete_directory.sizes(unfinished)}
+    encoded = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, files=files)), indent=2)
+    write_atomically(unfinished / MANIFEST, encoded)
+    complete_directory.finish(path, save_id=str(manifest.version))
+    complete_directory.publish(path)
+
+
+def verified(path: Path) -> RunManifest:
+    """Returns the manifest of the checkpoint at `path` after all of its files were compared with it.
+
+    Raises CheckpointIncomplete if its save did not end, and CheckpointDamaged, which names the file, if a file differs
+    from the manifest or the manifest cannot be read.
+    """
+    complete_directory.complete(path)
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=RunManifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointDamaged(f"{path / MANIFEST} cannot be read ({error})") from error
+    if manifest.schema != SCHEMA:
+        raise CheckpointDamaged(
+            f"{path / MANIFEST} has format {manifest.schema}, but this version of asyncrl reads format {SCHEMA}"
+        )
+    for name, expected in manifest.files.items():
+        found = _entry(path / name)
+        if found != expected:
+            raise CheckpointDamaged(
+                f"{path / name} has {found.nbytes} bytes with the checksum {found.xxh3}, but the manifest says "
+                f"{expected.nbytes} and {expected.xxh3}"
+            )
+    return manifest
+
+
+def newest(checkpoints: Path) -> tuple[Path, RunManifest] | None:
+    """Returns the newest checkpoint that is complete and undamaged; None if there is none.
+
+    A damaged one is skipped with a warning. One whose save did not end is skipped without.
+    """
+    for path in _by_age(checkpoints):
+        try:
+            return path, verified(path)
+        except CheckpointDamaged as error:
+            logger.warning("%s; the checkpoint before it is used", error)
+        except CheckpointError:
+            continue
+    return None
+
+
+def _by_age(checkpoints: Path) -> Iterator[Path]:
+    """Yields the directories of checkpoints, newest first."""
+    found: Mapping[int, Path] = {}
+    if checkpoints.is_dir():
+        found = {int(match[1]): path for path in checkpoints.iterdir() if (match := _NAME.fullmatch(path.name))}
+    for step in sorted(found, reverse=True):
+        yield found[step]
+
+
+def _entry(path: Path) -> FileEntry:
+    digest, nbytes = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            nbytes += len(chunk)
+    return FileEntry(nbytes=nbytes, xxh3=digest.hexdigest())

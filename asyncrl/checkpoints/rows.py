@@ -1,0 +1,43 @@
+"""The rows of ready groups in a checkpoint: one safetensors file for each group, named after the group's key.
+
+The tensors of a file are the columns of the group's samples, [G] or [G, S], in the order of the samples. Only one group
+is in memory at a time.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.codec import PAD_VALUES
+from asyncrl.data_plane.interfaces import DataPlaneClient
+from asyncrl.data_plane.sample_ids import samples_of
+from asyncrl.errors import CheckpointDamaged
+
+GROUP_COLUMNS = ("input_ids", "input_lengths", "weight_versions", "generation_logprobs", "token_mask")
+"""The columns that a generator stores for a group (`asyncrl.generation.rollout.sample_rows`)."""
+_SUFFIX = ".safetensors"
+
+
+def save_rows(client: DataPlaneClient, keys: Iterable[str], folder: Path, *, group_size: int) -> None:
+    """Writes the rows of the groups `keys` into `folder`. Raises the errors of the client, e.g. RowsLost."""
+    folder.mkdir()
+    for key in keys:
+        rows = client.get_samples(
+            samples_of(key, count=group_size), TRAIN_PARTITION, GROUP_COLUMNS, pad_value_dict=PAD_VALUES
+        )
+        save_file({name: rows[name] for name in GROUP_COLUMNS}, folder / f"{key}{_SUFFIX}")
+
+
+def load_rows(client: DataPlaneClient, folder: Path) -> None:
+    """Puts the rows of all groups in `folder` back under their names. Raises CheckpointDamaged for a file that is not
+    one of `save_rows`."""
+    for path in sorted(folder.glob(f"*{_SUFFIX}")):
+        try:
+            rows = BatchedDataDict(load_file(path))
+        except SafetensorError as error:
+            raise CheckpointDamaged(f"{path} cannot be read ({error})") from error
+        client.put_samples(samples_of(path.stem, count=rows.size), TRAIN_PARTITION, fields=rows)

@@ -1,0 +1,78 @@
+"""Writes and restores the checkpoint of a whole run: policy, critic, buffer and rows, in one directory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.checkpoints import directory
+from asyncrl.checkpoints.directory import HF, RunManifest
+from asyncrl.checkpoints.rows import load_rows, save_rows
+from asyncrl.common.lineage import Lineage
+from asyncrl.config.load import shared_config
+from asyncrl.config.schema import Config
+from asyncrl.coordinator.snapshot import RunSnapshot
+from asyncrl.errors import CheckpointDamaged
+from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.value.tq_value import TQValue
+
+POLICY, CRITIC, BUFFER, ROWS = "policy", "critic", "buffer.msgpack", "rows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """The parts of a run that a checkpoint has. `lineage` is that of the live learner."""
+
+    config: Config
+    policy: TQPolicy
+    critic: TQValue | None
+    lineage: Lineage
+    packages: dict[str, str]
+
+    def write(self, path: Path, snapshot: RunSnapshot) -> None:
+        """Writes the checkpoint at `path`. The ranks hold the weights of `snapshot.version`, and train nothing
+        meanwhile.
+
+        Raises CheckpointError if a part cannot be written, and RowsLost if rows of a ready group are lost. Then there
+        is no new checkpoint.
+        """
+        manifest = RunManifest(
+            version=snapshot.version,
+            lineage=self.lineage,
+            settings=dict(shared_config(self.config)),
+            packages=self.packages,
+        )
+
+        def fill(folder: Path) -> None:
+            self.policy.save_hf(folder / HF)
+            self.policy.save_checkpoint(*_parts(folder / POLICY))
+            if self.critic is not None:
+                self.critic.save_checkpoint(*_parts(folder / CRITIC))
+            (folder / BUFFER).write_bytes(msgspec.msgpack.encode(snapshot))
+            ready = [group.ticket.key for group in snapshot.buffer.open if group.meta is not None]
+            size = self.config.learner.group_size
+            save_rows(self.policy.dp_client, ready, folder / ROWS, group_size=size)
+
+        directory.write(path, manifest, fill=fill)
+
+    def load(self, path: Path) -> None:
+        """Loads weights, optimizers and rows of the checkpoint at `path`. The ranks have started."""
+        learner = self.config.learner
+        self.policy.prepare_step(learner.groups_per_step * learner.group_size, learner.group_size)
+        self.policy.load_checkpoint(*_parts(path / POLICY))
+        if self.critic is not None:
+            self.critic.load_checkpoint(*_parts(path / CRITIC))
+        load_rows(self.policy.dp_client, path / ROWS)
+
+
+def read_snapshot(path: Path) -> RunSnapshot:
+    """Returns the snapshot in the checkpoint at `path`. Raises CheckpointDamaged if it cannot be read."""
+    try:
+        return msgspec.msgpack.decode((path / BUFFER).read_bytes(), type=RunSnapshot)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointDamaged(f"{path / BUFFER} cannot be read ({error})") from error
+
+
+def _parts(folder: Path) -> tuple[Path, Path]:
+    """Returns the directories of weights and optimizer."""
+    return folder / "weights", folder / "optimizer"

@@ -1,0 +1,101 @@
+"""Starts a command again that has died, or that failed with an error that another start mends.
+
+`supervise` forks before Ray or torch is imported. The child runs the command. The parent has no other work than to
+start the next child, so it stays alive when the child is killed or runs out of memory. The command in each child
+decides whether it may restart the run (`before_start.check_restart`), because only the command knows the configuration.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from asyncrl.parent_death import die_with
+
+RESTART_MENDS = 75
+"""Exit code of a command that failed with an error that another start mends (EX_TEMPFAIL of sysexits.h)."""
+WINDOW_S = 3600.0
+"""`run.max_restarts` limits the restarts within this time, seconds."""
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_restarts = 0
+
+
+def restarts() -> int:
+    """Returns how often the command was started again within the last `WINDOW_S` seconds, this process included; 0 in
+    the first process."""
+    return _restarts
+
+
+def supervise() -> Callable[[], None]:
+    """Returns in a child process, which runs the command. This process waits for it and then exits with its exit code.
+
+    The child calls the returned function right before it exits on purpose. The next child is started, and `supervise`
+    returns there, if a child has ended without that call (it was killed, or a library ended it), or has the exit code
+    `RESTART_MENDS`. SIGTERM, SIGINT and SIGHUP are passed on to the child. After one of them, no child is started.
+
+    Must be called in the main thread, before any other thread was started.
+    """
+    global _restarts
+    # A signal that is ignored (SIGHUP, under nohup) would still be reported to `sigwait` while it is blocked.
+    ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ending, signal.SIGCHLD})
+    starts: deque[float] = deque()
+    while True:
+        parent = os.getpid()
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            # A process group of its own: a signal to the group of the terminal, or from `timeout`, reaches this process
+            # once, by its parent. Two would end it at once.
+            os.setpgid(0, 0)
+            die_with(parent)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(told)
+            _restarts = len(starts)
+            return partial(_tell, tell)
+        os.close(tell)
+        status, asked = _wait(child, ending)
+        on_purpose = _was_told(told)
+        code = os.waitstatus_to_exitcode(status)
+        if asked or (on_purpose and code != RESTART_MENDS):
+            # The child has written all output. Buffers that were copied at the fork must not be flushed again.
+            os._exit(code if code >= 0 else 128 - code)
+        now_s = time.monotonic()
+        starts.append(now_s)
+        while now_s - starts[0] > WINDOW_S:
+            starts.popleft()
+
+
+def _wait(child: int, ending: set[signal.Signals]) -> tuple[int, bool]:
+    """Waits until `child` has ended, and passes signals on to it. Returns its wait status, and whether there was a
+    signal."""
+    asked = False
+    while True:
+        number = signal.sigwait({*ending, signal.SIGCHLD})
+        if number != signal.SIGCHLD:
+            asked = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, number)
+        # Signals of one number are merged, so each wake-up looks at the child.
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status, asked
+
+
+def _tell(pipe: int) -> None:
+    os.write(pipe, b".")
+
+
+def _was_told(pipe: int) -> bool:
+    """Returns whether the child wrote to the pipe, and closes it."""
+    os.set_blocking(pipe, False)  # a process that the child left may still have the other end
+    try:
+        return os.read(pipe, 1) == b"."
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(pipe)

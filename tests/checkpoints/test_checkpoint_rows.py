@@ -1,0 +1,62 @@
+"""Rows of groups go into a checkpoint and come back as they were."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from memory_client import MemoryClient
+
+from asyncrl.checkpoints.rows import GROUP_COLUMNS, load_rows, save_rows
+from asyncrl.common.version import Version
+from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.codec import PAD_VALUES
+from asyncrl.data_plane.sample_ids import samples_of
+from asyncrl.errors import CheckpointDamaged
+from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.rollout import sample_rows
+from asyncrl.policy.tq_policy import STEP_FIELDS
+
+
+def client() -> MemoryClient:
+    made = MemoryClient()
+    made.register_partition(TRAIN_PARTITION, STEP_FIELDS, 8, ["train"], 2)
+    return made
+
+
+def completion(*tokens: int) -> Completion:
+    return Completion(
+        token_ids=list(tokens),
+        logprobs=[-0.1 * token for token in tokens],
+        versions=[Version(1, 3)] * len(tokens),
+        text="",
+        truncated=False,
+    )
+
+
+def test_what_was_saved_comes_back_exactly_and_nothing_else(tmp_path: Path) -> None:
+    before, after = client(), client()
+    groups = {
+        "7.0": sample_rows([5, 6], [completion(1, 2, 3), completion(4)]),
+        "8.1": sample_rows([9], [completion(), completion(2, 2)]),
+        "9.0": sample_rows([9], [completion(1), completion(2)]),
+    }
+    for key, rows in groups.items():
+        before.put_samples(samples_of(key, count=2), TRAIN_PARTITION, fields=rows)
+    save_rows(before, ["7.0", "8.1"], tmp_path / "rows", group_size=2)
+    load_rows(after, tmp_path / "rows")
+    assert after.rows_outstanding()[TRAIN_PARTITION] == 4
+    for key in ("7.0", "8.1"):
+        old, new = (
+            each.get_samples(samples_of(key, count=2), TRAIN_PARTITION, GROUP_COLUMNS, pad_value_dict=PAD_VALUES)
+            for each in (before, after)
+        )
+        for name in GROUP_COLUMNS:
+            assert old[name].dtype == new[name].dtype
+            assert torch.equal(old[name], new[name]), name
+    assert set(groups["7.0"]) == set(GROUP_COLUMNS), "all columns of a generator are saved"
+
+
+def test_a_file_that_is_no_group_is_named(tmp_path: Path) -> None:
+    (tmp_path / "7.0.safetensors").write_bytes(b"not rows")
+    with pytest.raises(CheckpointDamaged, match=r"7\.0\.safetensors cannot be read"):
+        load_rows(client(), tmp_path)

@@ -1,0 +1,114 @@
+"""The directory of a run's checkpoint: complete and verified, or not used."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl.checkpoints import directory
+from asyncrl.checkpoints.directory import RunManifest, folder_of, newest, verified, write
+from asyncrl.common.lineage import Lineage
+from asyncrl.common.version import Version
+from asyncrl.complete_directory import COMPLETE
+from asyncrl.errors import CheckpointDamaged, CheckpointIncomplete
+
+
+def manifest(step: int) -> RunManifest:
+    lineage = Lineage().child(Version(1, 2))
+    return RunManifest(
+        version=Version(2, step), lineage=lineage, settings={"learner.lr": 1e-3}, packages={"torch": "2"}
+    )
+
+
+def fill(path: Path) -> None:
+    (path / "rows").mkdir()
+    (path / "rows" / "a").write_bytes(b"rows")
+    (path / "buffer.msgpack").write_bytes(b"buffer" * 100)
+
+
+def saved(tmp_path: Path, *steps: int) -> None:
+    for step in steps:
+        write(folder_of(tmp_path, step), manifest(step), fill=fill)
+
+
+def test_the_newest_checkpoint_is_found_with_its_manifest(tmp_path: Path) -> None:
+    assert newest(tmp_path / "nowhere") is None
+    saved(tmp_path, 9, 10)
+    (tmp_path / "step-11.tmp").mkdir()
+    found = newest(tmp_path)
+    assert found is not None
+    path, read = found
+    assert path == tmp_path / "step-10"
+    assert sorted(read.files) == ["buffer.msgpack", "rows/a"]
+    assert msgspec.structs.replace(read, files={}) == manifest(10)
+
+
+@pytest.mark.fault("F7")
+@pytest.mark.parametrize("at", ["fill", "manifest", "finish", "publish"])
+def test_a_save_that_ends_at_any_point_leaves_the_checkpoint_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    saved(tmp_path, 9)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    targets = {"manifest": (directory, "write_atomically"), "finish": (directory.complete_directory, "finish")}
+    targets["publish"] = (directory.complete_directory, "publish")
+    if at in targets:
+        monkeypatch.setattr(*targets[at], killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(folder_of(tmp_path, 10), manifest(10), fill=killed if at == "fill" else fill)
+    monkeypatch.undo()
+    found = newest(tmp_path)
+    assert found is not None
+    assert found[0].name == "step-9"
+    saved(tmp_path, 10)
+    assert verified(tmp_path / "step-10").version == Version(2, 10)
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.fault("F7")
+@pytest.mark.parametrize(
+    ("damage", "names"),
+    [
+        (lambda path: flipped(path / "buffer.msgpack"), "buffer.msgpack"),
+        (lambda path: flipped(path / "rows" / "a"), "rows/a"),
+        (lambda path: (path / "manifest.json").write_text("{" + " " * ((path / "manifest.json").stat().st_size - 1)),
+         "manifest.json"),
+    ],
+    ids=["buffer", "rows", "manifest"],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], names: str
+) -> None:
+    saved(tmp_path, 9, 10)
+    damage(tmp_path / "step-10")
+    with pytest.raises(CheckpointDamaged, match=names):
+        verified(tmp_path / "step-10")
+    found = newest(tmp_path)
+    assert found is not None
+    assert found[0].name == "step-9"
+    assert names in caplog.text
+
+
+def test_a_checkpoint_without_its_last_file_is_incomplete(tmp_path: Path) -> None:
+    saved(tmp_path, 9, 10)
+    (tmp_path / "step-10" / COMPLETE).unlink()
+    with pytest.raises(CheckpointIncomplete):
+        verified(tmp_path / "step-10")
+    found = newest(tmp_path)
+    assert found is not None
+    assert found[0].name == "step-9"
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    write(folder_of(tmp_path, 1), msgspec.structs.replace(manifest(1), schema=2), fill=fill)
+    with pytest.raises(CheckpointDamaged, match="format 2"):
+        verified(folder_of(tmp_path, 1))

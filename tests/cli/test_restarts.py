@@ -1,0 +1,119 @@
+"""`supervise` starts a process again that died or failed, and passes signals on. The processes and signals are real."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli.before_start import check_restart
+from asyncrl.cli.restarts import RESTART_MENDS
+from asyncrl.complete_directory import COMPLETE
+from asyncrl.config.schema import Config
+from asyncrl.errors import RunError
+
+pytestmark = pytest.mark.slow
+
+COMMAND = """
+import os, signal, sys, time
+from asyncrl.cli.restarts import restarts, supervise
+on_purpose = supervise()
+print("start", restarts(), flush=True)
+"""
+
+
+def started(body: str, **options: object) -> "subprocess.Popen[str]":
+    """Starts a process that runs `body` in the child of `supervise`."""
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND + body], stdout=subprocess.PIPE, text=True, start_new_session=True, **options
+    )  # type: ignore[call-overload]
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[list[str], int]:
+    """Returns the lines of the output, and the exit code."""
+    output, _ = process.communicate(timeout=60)
+    return output.splitlines(), process.returncode
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "os._exit(1)",  # as Ray does without its head
+        "raise RuntimeError",
+        f"on_purpose(); sys.exit({RESTART_MENDS})",
+    ],
+)
+def test_a_process_that_died_or_may_be_mended_is_started_again_until_it_ends_on_purpose(failure: str) -> None:
+    body = f"if restarts() < 2: {failure}\non_purpose(); sys.exit(7)"
+    assert ended(started(body, stderr=subprocess.DEVNULL)) == (["start 0", "start 1", "start 2"], 7)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 130])
+def test_a_process_that_ends_on_purpose_is_not_started_again(code: int) -> None:
+    assert ended(started(f"on_purpose(); sys.exit({code})")) == (["start 0"], code)
+
+
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_reaches_the_child_once_and_then_nothing_is_started_again(number: signal.Signals) -> None:
+    body = f"""
+seen = []
+signal.signal({int(number)}, lambda *_: seen.append(1))
+print("ready", flush=True)
+while not seen: time.sleep(0.01)
+time.sleep(0.3)
+print("seen", len(seen), flush=True)
+os._exit(1)
+"""
+    process = started(body)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["start 0\n", "ready\n"]
+    os.killpg(process.pid, number)  # as a terminal or `timeout` does
+    assert ended(process) == (["seen 1"], 1)
+
+
+def test_a_child_that_a_signal_ended_gives_the_exit_code_of_the_shell() -> None:
+    process = started("print('ready', flush=True)\ntime.sleep(60)")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.readline()
+    process.terminate()
+    assert ended(process) == ([], 128 + signal.SIGTERM)
+
+
+def test_the_child_dies_with_the_process_that_supervises_it() -> None:
+    process = started("print(os.getpid(), flush=True)\ntime.sleep(600)")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.readline()
+    process.kill()
+    assert ended(process) == ([], -signal.SIGKILL)  # its output ends only when the child, which shares it, has ended
+
+
+@pytest.mark.parametrize(
+    ("number", "saved", "refusal"),
+    [
+        (0, False, None),
+        (1, True, None),
+        (3, True, None),
+        (4, True, r"run\.max_restarts = 3 within an hour"),
+        (1, False, "before its first checkpoint"),
+    ],
+)
+def test_a_restart_needs_a_checkpoint_and_has_a_limit(
+    number: int, saved: bool, refusal: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    if saved:
+        checkpoint = tmp_path / "quick" / "checkpoints" / "step-3"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / COMPLETE).touch()
+    monkeypatch.setattr("asyncrl.cli.before_start.restarts", lambda: number)
+    if refusal is None:
+        check_restart(config)
+    else:
+        with pytest.raises(RunError, match=refusal):
+            check_restart(config)
