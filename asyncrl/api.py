@@ -75,11 +75,10 @@ def run(
     with the record of each held-out evaluation, in the caller's thread. `progress` prints the run's progress. A run of
     this name that did not finish is resumed from its newest checkpoint, unless `fresh` is True.
 
-    Raises what ends the run: ConfigError and DatasetError before anything has started, RunError and others of
-    `asyncrl.errors` later. If a callback raises, or on Ctrl-C (in a notebook: "interrupt"), the run first ends in order
-    and saves its weights; then the error is raised. A second Ctrl-C is raised at once, while the run ends in the
-    background. SIGTERM counts as Ctrl-C if `run` is called in the main thread and SIGTERM has no handler. Raises
-    RunError if this process already uses Ray.
+    Raises what ends the run: ConfigError and DatasetError before anything has started, RunError if this process
+    already uses Ray, and others of `asyncrl.errors` later. If a callback raises, or on Ctrl-C (in a notebook:
+    "interrupt"), the run first ends in order and saves its weights; then the error is raised. A second Ctrl-C is raised
+    at once, while the run ends in the background. In the main thread, SIGTERM without a handler counts as Ctrl-C.
 
     >>> import asyncrl
     >>> result = asyncrl.run("configs/quickstart.yaml", {"learner.total_steps": 20})
@@ -108,8 +107,7 @@ def run(
 
     console = Console(quiet=not progress)
     showing = shown_run(checked, role="up", console=console, started_s=time.monotonic(), fresh=fresh)
-    with _sigterm_interrupts(), showing as shown:
-        run_dir, screen = shown
+    with _sigterm_interrupts(), showing as (run_dir, screen):
         from asyncrl.deployment.compose import run_both  # imports Ray
 
         run_dir.on_step, run_dir.on_eval = stepped, evaluated
@@ -119,9 +117,8 @@ def run(
         raise interruption
     if summary is None:
         raise RunError(f"the run trained no step: see the logs in {run_dir.path / 'logs'} for the cause")
-    return RunResult(
-        directory=run_dir.path, summary=summary, steps=steps, evals=evals, weights=newest_weights(run_dir.path)
-    )
+    weights = newest_weights(run_dir.path)
+    return RunResult(directory=run_dir.path, summary=summary, steps=steps, evals=evals, weights=weights)
 
 
 def _enter_ray(config: Config) -> None:

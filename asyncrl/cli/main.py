@@ -4,9 +4,9 @@
 Each command has its own module in this package, with a function of the same name. A module with several commands has a
 Typer `app` instead.
 
-Exit codes: 0 for success, 1 for an error of the run, 2 for an error in options or configuration, 75 for an error of the
-run that another start mends, 130 for an end at once (a second signal, or a start that does not end within
-`run.shutdown_grace_s`).
+Exit codes: 0 for success, 1 for an error of the run, 2 for an error in options or configuration, 75 if a process or a
+connection of the run failed, so that a restart may succeed, 130 if the process ended at once: by a second signal, or
+because its start did not end within `run.shutdown_grace_s`.
 """
 
 import importlib
@@ -21,8 +21,8 @@ from typer.core import TyperCommand, TyperGroup
 from asyncrl.cli.restarts import RESTART_MENDS, supervise
 from asyncrl.errors import AsyncRLError, ConfigError
 
-SUPERVISED = ("up",)
-"""Commands that are started again when they were killed, or failed with an error that another start mends."""
+SUPERVISED = "up"
+"""The command that is started again after its process has died, or after an error that a restart may fix."""
 COMMANDS: dict[str, str] = {
     "up": "Run everything on this machine: Ray, generators, learner, live view.",
     "head": "Start a Ray cluster on this machine, for a run in several terminals.",
@@ -116,11 +116,10 @@ def _root() -> None:
 
 def main() -> None:
     """Runs the command in `sys.argv`, in a child process if it is supervised."""
-    if sys.argv[1:2] and sys.argv[1] in SUPERVISED:
-        on_purpose = supervise()
-        try:
-            app()
-        except SystemExit:  # every command ends with it; other exceptions are unexpected
+    on_purpose = supervise() if sys.argv[1:2] == [SUPERVISED] else None
+    try:
+        app()
+    except SystemExit:  # every command ends with it; other exceptions are unexpected
+        if on_purpose is not None:
             on_purpose()
-            raise
-    app()
+        raise

@@ -1,4 +1,4 @@
-"""Starts a command again that has died, or that failed with an error that another start mends.
+"""Starts a command again after its process has died, or after an error that a restart may fix.
 
 `supervise` forks before Ray or torch is imported. The child runs the command. The parent has no other work than to
 start the next child, so it stays alive when the child is killed or runs out of memory. The command in each child
@@ -16,7 +16,7 @@ from functools import partial
 from asyncrl.parent_death import die_with
 
 RESTART_MENDS = 75
-"""Exit code of a command that failed with an error that another start mends (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a command after an error that a restart may fix (EX_TEMPFAIL of sysexits.h)."""
 WINDOW_S = 3600.0
 """`run.max_restarts` limits the restarts within this time, seconds."""
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -21,10 +21,6 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-STOPPED_EARLY = "asked to end by a signal, before the first step"
-"""Reason in run.json of a run that a signal ended during its start."""
-
-
 class Stopped(Exception):
     """A signal asked the run to end during its start."""
 

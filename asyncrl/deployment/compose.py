@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.schema import Config
-from asyncrl.deployment.closing import STOPPED_EARLY, Stopped, check_stop, running
+from asyncrl.deployment.closing import Stopped, check_stop, running
 from asyncrl.deployment.cluster import session_folder, start_local
 from asyncrl.deployment.generators import GeneratorDeployment
 from asyncrl.deployment.inputs import Inputs, Prompts
-from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.learner.records import Summary
 

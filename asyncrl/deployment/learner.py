@@ -18,13 +18,13 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
-from asyncrl.deployment.closing import STOPPED_EARLY, Stopped, running, unless_one_fails, unless_stopped
+from asyncrl.deployment.closing import Stopped, running, unless_one_fails, unless_stopped
 from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment
 from asyncrl.deployment.inputs import Prompts, fitting_prompts
 from asyncrl.deployment.learner_display import LearnerDisplay
 from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.deployment.provenance import provenance
-from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.deployment.targets import Targets
 from asyncrl.errors import CheckpointError, RunError

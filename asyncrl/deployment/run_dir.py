@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 State = Literal["finished", "stopped", "failed"]
 """State of a run that recorded its own end."""
 
+STOPPED_EARLY = "asked to end by a signal, before the first step"
+"""Reason in run.json of a run that a signal ended during its start."""
 OF_EVERY_START = {"config.yaml", "run.json", "lock", "logs", "metrics", "samples", "failures.json", "report.html"}
 """Entries that every start creates. A directory with only these entries has no records of a run."""
 
@@ -199,7 +201,7 @@ class RunDir:
             return
         try:
             if isinstance(error, KeyboardInterrupt):  # in `asyncrl.run`, or before `run_until_done` handles signals
-                self.close(state="stopped", reason="asked to end by a signal, before the first step")
+                self.close(state="stopped", reason=STOPPED_EARLY)
             self.close(state="failed", reason=f"{type(error).__name__}: {error}")
         except OSError as unwritten:
             logger.error("run.json was not updated with the end of the run: %s", unwritten)

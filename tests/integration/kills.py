@@ -14,8 +14,6 @@ PROCESSES = {
     "weight store": r"ray::WeightStore",
     "row store": r"ray::RowStore",
     "generator": r"ray::GeneratorActor",
-    "engine": r"VLLM::EngineCore",
-    "Ray's head": r"gcs_server$",
 }
 """Pattern of the names of a run's processes, by target."""
 
