@@ -235,9 +235,9 @@ ROWS = {
     "Checkpoints": [
         lines(
             "Steps since the newest",
-            "Steps since the newest checkpoint, which a crash now would lose. Above checkpoint.every_steps, a "
-            "checkpoint could not be written: the learner's log has the cause. A limit of 0 means that only the end of "
-            "the run is saved.",
+            "Steps since the newest checkpoint, which a crash now would lose. It is above checkpoint.every_steps while "
+            "a checkpoint is being written. Above twice that number, checkpoints fail or take too long: the learner's "
+            "log has the cause. A limit of 0 means that checkpoints are not saved by steps.",
             Query(
                 f"{now('asyncrl_learner_policy_version', RUN)} - {now('asyncrl_checkpoint_policy_version', RUN)}",
                 "steps",
@@ -255,15 +255,17 @@ ROWS = {
         ),
         lines(
             "Writing",
-            "Mean time to write a checkpoint. The learner does not train meanwhile. If checkpoint is a large share of "
-            "the learner's time, raise checkpoint.every_steps.",
-            Query(mean("asyncrl_checkpoint_duration_seconds", RUN), "time"),
+            "Mean time of a checkpoint until it is complete, and the part of it for which training waits. If the part "
+            "is a large share of the learner's time, raise checkpoint.every_steps.",
+            Query(mean("asyncrl_checkpoint_duration_seconds", RUN), "until complete"),
+            Query(mean("asyncrl_checkpoint_wait_seconds", RUN), "training waits"),
             unit="s",
             span=6,
         ),
         lines(
             "Checkpoints",
-            "Checkpoints so far, by outcome. A failed checkpoint does not change the previous one.",
+            "Checkpoints so far, by outcome. A failed checkpoint does not change the previous one. A postponed one was "
+            "due while the last one was being written.",
             Query(now("asyncrl_checkpoints_total", RUN, by="outcome"), "{{outcome}}"),
             unit="none",
             span=6,

@@ -61,7 +61,7 @@ ROWS = {
             span=8,
         ),
         number(
-            "Effective samples",
+            "Effective sample size",
             "Effective sample size after importance weighting, as a share of the tokens. If it falls, lower "
             "staleness.max_versions.",
             Query(now("asyncrl_learner_ess_ratio", RUN), "effective"),

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 from asyncrl.buffer.failures import FailureState
-from asyncrl.buffer.ledger import Account, Amount, Event, Fate, Ledger
+from asyncrl.buffer.ledger import Account, Amount, EndedGroup, Event, Fate, Ledger, LedgerEntry
 from asyncrl.buffer.records import DuePrompt, GroupMeta, Ticket
 from asyncrl.buffer.slots import Front, ReadyQueue, Slot, amount_of
 from asyncrl.buffer.snapshot import BufferSnapshot
@@ -21,6 +21,9 @@ from asyncrl.data.prompts import Task
 # sample seeds different. The range leaves room below 2**63.
 _SEED_RANGE = 2**62
 _GROUPS_A_SEED = 2**20
+LAST_ATTEMPTS = 10_000
+"""Number of ended groups whose last attempt is remembered, to name the reason why a late commit is refused. Retried and
+failed groups are remembered only. A commit of an older one is refused too."""
 
 
 class Groups:
@@ -46,6 +49,7 @@ class Groups:
         self.front = Front()
         self.booked_bytes = 0
         self.exhausted = False
+        self.ended: list[EndedGroup] = []  # groups that reached a final fate since the last ack; the owner empties it
 
     @property
     def slots(self) -> int:
@@ -142,7 +146,7 @@ class Groups:
         for slot in slots:
             self._count_unleased(slot.ticket.deadline, -1)
             self._free(slot)
-            self._ledger.settle(Fate.ROWS_LOST, self._amount([slot]))
+            self._settle(Fate.ROWS_LOST, slot)
             self._to_front(slot.ticket, issued=False)
 
     def drop_ready(self) -> tuple[str, ...]:
@@ -186,6 +190,18 @@ class Groups:
             return due.attempt - 1, False
         return self._last_attempts.get(group, (0, True))
 
+    def is_never_committed(self, group: int, attempt: int) -> bool:
+        """Returns whether this attempt was issued and has ended without a commit that counts.
+
+        An attempt whose rows were lost after its commit counts as such.
+        """
+        last = self.last_attempt(group)
+        if last is None or attempt > last[0]:
+            return False
+        slot = self.open.get(group)
+        waits = slot is not None and slot.ticket.attempt == attempt
+        return not waits and last != (attempt, True)
+
     def account(self) -> Account:
         """Returns the ledger's account, including the groups that are open now. Takes O(slots)."""
         size = self._limits.group_size
@@ -194,6 +210,18 @@ class Groups:
             reserved=self._amount(self.reserved.values()) + waiting,
             ready=self._amount(self.ready.slots()),
             leased=self._amount(self.leased),
+        )
+
+    def entry(self) -> LedgerEntry:
+        """Returns the ledger's entry of this moment. Takes O(slots)."""
+        account = self.account()
+        waiting = (prompt.group for prompt in self.front.prompts())
+        return LedgerEntry(
+            prompts=self._next_group,
+            open=tuple(sorted([*self.open, *waiting])),
+            ended=tuple(self.ended),
+            issued=account.issued,
+            fates={fate: amount for fate, amount in account.fates.items() if amount.groups},
         )
 
     def snapshot(self, *, version: Version, failures: FailureState) -> BufferSnapshot:
@@ -207,6 +235,7 @@ class Groups:
             last_attempts=dict(self._last_attempts),
             ledger=self._ledger.state(),
             failures=failures,
+            ended=tuple(self.ended),
         )
 
     def restore(self, snapshot: BufferSnapshot, *, now_s: float) -> None:
@@ -218,6 +247,7 @@ class Groups:
         """
         self._next_group, self.exhausted = snapshot.next_group, snapshot.exhausted
         self._last_attempts = dict(snapshot.last_attempts)
+        self.ended = list(snapshot.ended)
         for prompt in snapshot.waiting:
             self.front.push(prompt)
         for group in sorted(snapshot.open, key=lambda each: (each.ticket.deadline, each.ticket.group)):
@@ -232,7 +262,7 @@ class Groups:
                 self.booked_bytes += slot.booked_bytes
                 self.ready.push(slot)
             else:
-                self._ledger.settle(Fate.RETURNED_ON_RESUME, self._amount([slot]))
+                self._settle(Fate.RETURNED_ON_RESUME, slot)
                 self._to_front(ticket, issued=False, interrupted=True)
 
     def _has_room(self, slot: Slot, *, step: int) -> bool:
@@ -261,10 +291,18 @@ class Groups:
         self.booked_bytes -= slot.booked_bytes
 
     def _end(self, slot: Slot, fate: Fate) -> None:
-        self._ledger.settle(fate, self._amount([slot]))
+        self._settle(fate, slot)
         last = (slot.ticket.attempt, slot.meta is not None)
         if last != (0, True):
             self._last_attempts[slot.ticket.group] = last
+            if len(self._last_attempts) > LAST_ATTEMPTS:
+                del self._last_attempts[next(iter(self._last_attempts))]
+
+    def _settle(self, fate: Fate, slot: Slot) -> None:
+        """Counts a final fate of a group's attempt."""
+        amount = self._amount([slot])
+        self._ledger.settle(fate, amount)
+        self.ended.append(EndedGroup(slot.ticket.group, slot.ticket.attempt, fate, amount.samples, amount.tokens))
 
     def _to_front(self, ticket: Ticket, *, issued: bool, interrupted: bool = False) -> None:
         self.front.push(

@@ -83,6 +83,38 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.fates.values(), start=Amount()) == self.issued
 
 
+class EndedGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A group that reached a final fate, with its last attempt and its amounts.
+
+    After `rows_lost` and `returned_on_resume` the prompt is issued again, under the same group and the next attempt.
+    """
+
+    group: int
+    attempt: int
+    fate: Fate
+    samples: int
+    tokens: int
+
+
+REISSUED_FATES = frozenset({Fate.ROWS_LOST, Fate.RETURNED_ON_RESUME})
+"""Final fates of an attempt whose prompt is issued again."""
+
+
+class LedgerEntry(msgspec.Struct, frozen=True, array_like=True):
+    """The ledger at one moment, for the audit (`asyncrl.audit`).
+
+    `prompts` is the number of prompts that were issued, so groups 0 to `prompts` − 1 exist. `open` are the groups
+    without a final fate: those that hold a slot and those that wait for another attempt. `ended` are the groups that
+    reached a final fate since the entry of the previous ack. Fates with an amount of 0 are left out of `fates`.
+    """
+
+    prompts: int
+    open: tuple[int, ...]
+    ended: tuple[EndedGroup, ...]
+    issued: Amount
+    fates: dict[Fate, Amount]
+
+
 class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
     """The counts of the ledger: issued groups, groups by final fate, and events."""
 

@@ -82,11 +82,20 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     refusal: Refusal | None
 
 
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """A run of tokens that one version of the weights generated."""
+
+    incarnation: int
+    step: int
+    tokens: int
+
+
 class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of a finished group for the control plane. It has no tokens and no tensors.
 
     `oldest` and `newest` are the steps of the oldest and newest version that generated a token of the group. Tuples
-    have one entry for each sample. `row_bytes` is the size of the group's rows in the data plane, bytes.
+    have one entry for each sample. `version_spans` has runs of completion tokens with equal versions, in order.
+    `row_bytes` is the size of the group's rows in the data plane, bytes.
     """
 
     group: int
@@ -101,6 +110,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     oldest: int
     newest: int
     mid_sequence_updates: int = 0
+    version_spans: tuple[tuple[VersionSpan, ...], ...] = ()
 
     @property
     def key(self) -> str:

@@ -17,6 +17,7 @@ The state machine has no threads and no sockets, and the clock is an argument. `
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
@@ -24,7 +25,7 @@ import msgspec
 
 from asyncrl.buffer.failures import FailureLog
 from asyncrl.buffer.groups import Groups
-from asyncrl.buffer.ledger import Account, Event, Fate, Ledger
+from asyncrl.buffer.ledger import Account, Event, Fate, Ledger, LedgerEntry
 from asyncrl.buffer.records import (
     CommitOutcome,
     Counts,
@@ -45,6 +46,7 @@ from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass, StalenessViolation
 
+_KEY = re.compile(r"(\d+)\.(\d+)")
 _REFUSED_COMMITS = {
     CommitOutcome.DUPLICATE: Event.COMMIT_DUPLICATE,
     CommitOutcome.LATE: Event.COMMIT_LATE,
@@ -165,6 +167,14 @@ class ReplayBuffer:
         """
         return self._expire(self._groups.unheard_before(self._clock() - self._limits.heartbeat_timeout_s))
 
+    def never_committed(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `keys` whose attempts have ended without a commit. No commit of them can be accepted, so
+        their rows may be cleared. Keys of groups that were never issued are left out, and names of another form."""
+        tickets = ((key, _KEY.fullmatch(key)) for key in keys)
+        return tuple(
+            key for key, found in tickets if found and self._groups.is_never_committed(int(found[1]), int(found[2]))
+        )
+
     # For the learner.
 
     def lease(self) -> Lease | LeaseWait:
@@ -262,6 +272,13 @@ class ReplayBuffer:
     def account(self) -> Account:
         """The account at this moment, including open groups. Takes O(slots)."""
         return self._groups.account()
+
+    def ledger_entry(self, *, of_ack: bool) -> LedgerEntry:
+        """Returns the ledger's entry of this moment, for the audit. `of_ack` begins a new list of ended groups."""
+        entry = self._groups.entry()
+        if of_ack:
+            self._groups.ended = []
+        return entry
 
     def reserved_by_replica(self) -> Counter[str]:
         """Returns the number of tickets that each replica holds."""

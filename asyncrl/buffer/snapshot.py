@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from asyncrl.buffer.failures import FailureState
-from asyncrl.buffer.ledger import LedgerState
+from asyncrl.buffer.ledger import EndedGroup, LedgerState
 from asyncrl.buffer.records import DuePrompt, OpenGroup
 from asyncrl.common.version import Version
 
@@ -22,7 +22,8 @@ class BufferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a `ReplayBuffer` when the learner was at `version`.
 
     `next_group` is the number of prompts that were issued, so it is also the position in the order of the prompts.
-    `last_attempts` has the ended groups whose last attempt was not attempt 0, or was not committed.
+    `last_attempts` has the ended groups whose last attempt was not attempt 0, or was not committed. `ended` has the
+    groups that reached a final fate since the last ack.
     """
 
     schema: Annotated[int, msgspec.Meta(ge=SCHEMA, le=SCHEMA)] = SCHEMA
@@ -34,3 +35,4 @@ class BufferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     last_attempts: dict[int, tuple[int, bool]]
     ledger: LedgerState
     failures: FailureState
+    ended: tuple[EndedGroup, ...] = ()

@@ -1,7 +1,7 @@
 """The checkpoint of a run after one step: a directory that is complete and verified, or is not used.
 
     checkpoints/step-140/
-      hf/              weights that vLLM and transformers load
+      hf/              weights that vLLM and transformers load (`checkpoint.hf`)
       policy/ critic/  weights and optimizer, written by the ranks (`asyncrl.ranks.checkpoint`)
       buffer.msgpack   the buffer at the ack of the step (`BufferSnapshot`)
       rows/            rows of the groups that were ready

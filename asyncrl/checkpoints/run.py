@@ -1,5 +1,6 @@
 """Writes and restores the checkpoint of a whole run: policy, critic, buffer and rows, in one directory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +30,24 @@ class RunParts:
     lineage: Lineage
     packages: dict[str, str]
 
-    def write(self, path: Path, snapshot: RunSnapshot) -> None:
-        """Writes the checkpoint at `path`. The ranks hold the weights of `snapshot.version`, and train nothing
-        meanwhile.
+    def check_folder(self, folder: Path) -> None:
+        """Raises CheckpointError unless this process and all ranks can write to `folder` and share it."""
+        self.policy.check_folder(folder)
+        if self.critic is not None:
+            self.critic.check_folder(folder)
 
+    def stage(self) -> None:
+        """Copies weights and optimizers on the ranks, which train nothing meanwhile. Raises CheckpointError if they
+        cannot be copied."""
+        self.policy.stage_checkpoint()
+        if self.critic is not None:
+            self.critic.stage_checkpoint()
+
+    def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool, rows_saved: Callable[[], None]) -> None:
+        """Writes the checkpoint at `path`: `snapshot` and what the last `stage` copied at the same moment. With `hf`,
+        also the weights as vLLM and transformers load them.
+
+        The ranks may train meanwhile. The rows of the snapshot's ready groups must stay until `rows_saved` is called.
         Raises CheckpointError if a part cannot be written, and RowsLost if rows of a ready group are lost. Then there
         is no new checkpoint.
         """
@@ -44,14 +59,17 @@ class RunParts:
         )
 
         def fill(folder: Path) -> None:
-            self.policy.save_hf(folder / HF)
-            self.policy.save_checkpoint(*_parts(folder / POLICY))
-            if self.critic is not None:
-                self.critic.save_checkpoint(*_parts(folder / CRITIC))
-            (folder / BUFFER).write_bytes(msgspec.msgpack.encode(snapshot))
+            # The rows come first: until they are saved, they take room of later groups.
             ready = [group.ticket.key for group in snapshot.buffer.open if group.meta is not None]
             size = self.config.learner.group_size
             save_rows(self.policy.dp_client, ready, folder / ROWS, group_size=size)
+            rows_saved()
+            (folder / BUFFER).write_bytes(msgspec.msgpack.encode(snapshot))
+            self.policy.write_checkpoint(*_parts(folder / POLICY))
+            if self.critic is not None:
+                self.critic.write_checkpoint(*_parts(folder / CRITIC))
+            if hf:
+                self.policy.write_hf(_parts(folder / POLICY)[0], folder / HF)
 
         directory.write(path, manifest, fill=fill)
 

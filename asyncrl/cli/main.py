@@ -32,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "status": "Show the state of a run.",
     "top": "Watch a run live.",
     "down": "End a run, or clean up after a run that was killed.",
+    "audit": "Check from a run's files that nothing was lost or repeated.",
     "report": "Write an HTML page with the curves and totals of a run.",
     "model": "Build the tiny model that a configuration describes.",
     "losses": "List the published objectives for algorithm.loss.",

@@ -4,9 +4,12 @@
 Both read the run's records in its directory, and ask the run's buffer for its status.
 """
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +24,7 @@ from asyncrl.cli.options import (
     print_warnings,
     running_address,
 )
+from asyncrl.cli.terminal import sigterm_exits
 from asyncrl.errors import RunEnded, RunError
 
 if TYPE_CHECKING:
@@ -30,6 +34,27 @@ WATCH_EVERY_S = 2.0
 """Default time between two looks at a run."""
 
 
+@contextlib.contextmanager
+def _left_at_the_end() -> Iterator[None]:
+    """Leaves the Ray cluster that the block joins.
+
+    If Ray leaves it when the interpreter exits, it sleeps half a second first, and a loaded machine takes longer.
+    """
+    joined_before = _joined()
+    try:
+        yield
+    finally:
+        if _joined() and not joined_before:
+            sys.modules["ray"].shutdown()
+
+
+def _joined() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and hasattr(ray, "is_initialized") and bool(ray.is_initialized())
+
+
+@sigterm_exits()
+@_left_at_the_end()
 def status(
     run: RunningRun,
     address: RunningAddress = None,
@@ -66,8 +91,9 @@ def status(
         typer.echo(ended)
         print_headline(directory)
         return
+    typer.echo(f"{_connecting(directory, address)} ...", err=True)
     try:
-        found = _status_of(directory, address)()
+        found, now = _status_of(directory, address)(), datetime.now(UTC)
     except RunError as error:
         if named_address(address) is None:
             check_there(directory)
@@ -80,38 +106,49 @@ def status(
         print_warnings([f"{directory} is not on this machine: warnings that need the run's records are not shown"])
     steps, setting = steps_of(directory, found), setting_at(directory)
     if json:
-        encoded = status_json(found, steps=steps, setting=setting)
+        encoded = status_json(found, steps=steps, setting=setting, now=now)
         typer.echo((msgspec.json.format(encoded, indent=2) if sys.stdout.isatty() else encoded).decode())
     else:
-        typer.echo("\n".join(status_lines(found, steps=steps, setting=setting)))
+        typer.echo("\n".join(status_lines(found, steps=steps, setting=setting, now=now)))
 
 
+@sigterm_exits()
+@_left_at_the_end()
 def watch_run(run: Path, *, address: str | None, every_s: float, once: bool = False) -> None:
     """Shows the live view of a run until the run ends or Ctrl-C; with `once`, shows it one time.
 
-    A run whose buffer cannot be reached is shown from its records. Raises RunError if the run has ended already.
+    The records of the run are shown at once, before Ray is imported. A run whose buffer cannot be reached is shown from
+    its records only. If the run has ended, this function prints how it ended.
     """
     from rich.console import Console
 
-    from asyncrl.deployment.known_runs import check_there, ended_run, named_run
+    from asyncrl.deployment.known_runs import as_it_is, check_there, ended_run, named_run
     from asyncrl.views.live import LiveDisplay, render
+    from asyncrl.views.watch import watch
 
     directory = named_run(run)
     check_there(directory)
     if (ended := ended_run(directory)) is not None:
-        raise RunError(ended)
+        typer.echo(ended)
+        print_headline(directory)
+        return
+    buffer = _WatchedBuffer(directory, address)
     try:
-        ask = _watched(directory, address)
-        from asyncrl.views.watch import watch  # it imports Ray, which needs the token that `_watched` sets
-
-        views = watch(directory, ask=ask)
+        views = watch(directory, ask=buffer.ask, absence=lambda: buffer.absence)
         if once:
+            typer.echo(f"{buffer.absence} ...", err=True)
+            buffer.connect()
             Console().print(render(next(views)))
             return
         with LiveDisplay(Console(), every_steps=LINE_EVERY_STEPS) as display:
-            while ended_run(directory) is None:
+            display.update(next(views))
+            buffer.connect()
+            while (info := as_it_is(directory)) is not None and info.finished is None:
                 display.update(next(views))
                 time.sleep(every_s)
+            buffer.disconnect()
+            if info is not None:
+                display.update(replace(next(views), phase=info.state))
         typer.echo(ended_run(directory))
     except KeyboardInterrupt:
         return
@@ -134,18 +171,39 @@ def _status_of(directory: Path, address: str | None) -> "Callable[[], RunStatus]
     return lambda: asyncio.run(client.call(Coordinator.status))
 
 
-def _watched(directory: Path, address: str | None) -> "Callable[[], RunStatus | None]":
-    """Returns a function that asks the run's buffer for its status, and returns None if the buffer does not answer."""
-    try:
-        ask = _status_of(directory, address)
-    except RunError as error:
-        print_warnings([f"{error}; the view shows only the records in {directory}"])
-        return lambda: None
+class _WatchedBuffer:
+    """The buffer of a run that is watched. `absence` is the phase that a view without the buffer's status shows."""
 
-    def answer() -> "RunStatus | None":
+    def __init__(self, directory: Path, address: str | None) -> None:
+        self._directory = directory
+        self._address = address
+        self._ask: Callable[[], RunStatus] | None = None
+        self.absence = _connecting(directory, address)
+
+    def connect(self) -> None:
+        """Joins the run's cluster, which takes many seconds. Prints a warning if this is not possible."""
+        from asyncrl.views.watch import NO_ANSWER
+
         try:
-            return ask()
-        except (RunError, TimeoutError):  # the view says that the buffer does not answer
+            self._ask = _status_of(self._directory, self._address)
+        except RunError as error:
+            print_warnings([f"{error}; the view shows only the records in {self._directory}"])
+        self.absence = NO_ANSWER
+
+    def ask(self) -> "RunStatus | None":
+        """Returns the buffer's status; None if it is not connected or does not answer."""
+        if self._ask is None:
+            return None
+        try:
+            return self._ask()
+        except (RunError, TimeoutError):
             return None
 
-    return answer
+    def disconnect(self) -> None:
+        """Makes `ask` return None, without a call to the cluster."""
+        self._ask = None
+
+
+def _connecting(directory: Path, address: str | None) -> str:
+    where = running_address(directory, address)
+    return f"connecting to the run's Ray{'' if where == 'auto' else f' at {where}'}"

@@ -3,7 +3,9 @@
 import contextlib
 import io
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 _SHOW_CURSOR = b"\x1b[?25h\n"
@@ -39,6 +41,16 @@ def outlive_terminal() -> None:
         stream = getattr(sys, name)
         with contextlib.suppress(OSError, AttributeError):  # a test has replaced the stream by one without a file
             setattr(sys, name, lasting(stream))
+
+
+@contextlib.contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """Makes SIGTERM raise SystemExit in the block. Ray's own handler would print a stack of each thread."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def show_cursor() -> None:

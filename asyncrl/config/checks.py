@@ -154,6 +154,28 @@ def _model(config: Config) -> Iterator[str]:
         )
 
 
+def _audit(config: Config) -> Iterator[str]:
+    if config.audit.keep_weights == "none":
+        return
+    if config.model.dtype != "float32" or config.learner.mixed_precision == "bf16":
+        yield (
+            "audit.keep_weights = all: needs model.dtype = float32 and no learner.mixed_precision, because sampling "
+            "log-probs in bfloat16 cannot be computed again; change these, or set audit.keep_weights to "
+            "none"
+        )
+    if config.weights.kv_cache == "keep":
+        yield (
+            "audit.keep_weights = all: with weights.kv_cache = keep, a token after a weight update depends also on the "
+            "weights before it, so that its log-prob cannot be computed again; set weights.kv_cache to recompute, or "
+            "set audit.keep_weights to none"
+        )
+    if config.critic is not None:
+        yield (
+            "audit.keep_weights = all: the steps of a run with a critic cannot be computed again; set "
+            "audit.keep_weights to none"
+        )
+
+
 def _generator(config: Config) -> Iterator[str]:
     generator = config.generator
     if generator.tensor_parallel_size > 1 and generator.gpus not in (0, generator.tensor_parallel_size):
@@ -223,6 +245,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _sharding,
     _limits,
     _model,
+    _audit,
     _generator,
     share_violations,
     _data,

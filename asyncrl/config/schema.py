@@ -444,12 +444,33 @@ class CheckpointSection(Section):
     of its ready groups. The same command resumes a run from the newest one. The folder `hf/` has the policy for vLLM
     and transformers.
 
-    Training pauses while a checkpoint is written. Writing may take at most `run.stall_timeout_s`."""
+    Training waits while the ranks copy weights and optimizer in memory. The copies are written while the next steps
+    run. If a checkpoint is due while the last one is being written, it is postponed until that one is complete."""
 
     every_steps: NonNegativeInt = 100
-    """Steps between two checkpoints. The end of the run always writes one. 0 writes only that one."""
+    """Steps between two checkpoints. The end of the run always writes one. 0: not by steps."""
+    every_minutes: NonNegativeFloat = 0.0
+    """Minutes between two checkpoints, also if fewer than `every_steps` steps were trained meanwhile. 0: not by
+    time."""
     keep: PositiveInt = 2
     """Number of checkpoints to keep. When a newer checkpoint is complete, older ones are deleted."""
+    hf: bool = True
+    """Whether every checkpoint also has `hf/`: the weights as vLLM and transformers load them. If false, only the
+    checkpoint at the end of the run has them."""
+    timeout_s: PositiveFloat = 3600.0
+    """Maximum time to write a checkpoint, seconds. A checkpoint that takes longer has failed. Training goes on."""
+
+
+class AuditSection(Section):
+    """What the run keeps for `asyncrl audit` (docs/guarantees.md). The records for its first four checks are always
+    written."""
+
+    keep_weights: Literal["none", "all"] = "none"
+    """`all`: keep the float32 weights of every version and the batch of every step in the run's folder `audit/`.
+    `asyncrl audit` can then compute every step again and score every trained token under the weights of its version.
+    It takes the size of the model for every step, and the time to write it. Training also waits for a checkpoint that
+    is being written. For small models. Needs `model.dtype:
+    float32`, `weights.kv_cache: recompute` and a run without a critic."""
 
 
 class EvalSection(Section):
@@ -520,6 +541,8 @@ class Config(Section):
     """Publication of weights."""
     checkpoint: CheckpointSection = CheckpointSection()
     """Checkpoints of the policy."""
+    audit: AuditSection = AuditSection()
+    """What the run keeps for `asyncrl audit`."""
     eval: EvalSection = EvalSection()
     """Held-out evaluation."""
     metrics: Annotated[MetricsSection, PER_DEPLOYMENT] = MetricsSection()

@@ -14,7 +14,8 @@ class CoordinatorActor:
     """The class of the actor. Callers use it through `CoordinatorClient`."""
 
     def __init__(self, *, config: Config, tasks: Sequence[Task]) -> None:
-        self._coordinator = Coordinator(config=config, tasks=tasks, clear_rows=GroupRows(config).clear)
+        rows = GroupRows(config)
+        self._coordinator = Coordinator(config=config, tasks=tasks, clear_rows=rows.clear, stored_keys=rows.keys)
 
     async def perform(self, call: Call) -> Any:
         """Performs a call of the client."""

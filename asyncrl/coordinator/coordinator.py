@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any
 
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import (
@@ -48,10 +49,19 @@ _OVER = (RunState.CLOSING, RunState.FINISHED, RunState.FAILED)
 """States in which a run takes no other learner."""
 
 
+SWEEP_EVERY_S = 60.0
+"""Time between two searches for rows that belong to no group, seconds."""
+
+
+async def _no_keys() -> Sequence[str]:
+    return ()
+
+
 class Coordinator:
     """The groups, deployments and replicas of one run.
 
-    `clear_rows` drops the rows of groups that will never be trained, by key. The seconds of the states count from
+    `clear_rows` drops the rows of groups that will never be trained, by key. `stored_keys` returns the keys of the
+    groups that have rows; without it, rows that a dead replica left are not found. The seconds of the states count from
     `started_s` (monotonic); if it is left out, from the start of the process. `learner` answers the calls of the
     learner, `registry` has the deployments and the state of the run, `failures` the failed rollouts.
     """
@@ -62,12 +72,14 @@ class Coordinator:
         config: Config,
         tasks: Sequence[Task],
         clear_rows: Callable[[Sequence[str]], Awaitable[None]],
+        stored_keys: Callable[[], Awaitable[Sequence[str]]] = _no_keys,
         started_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._clock = clock
         self._clear_rows = clear_rows
+        self._stored_keys = stored_keys
         self._clearing: set[asyncio.Task[None]] = set()
         self._limits = limits_of(config)
         self._prompts = PromptSource(
@@ -110,6 +122,9 @@ class Coordinator:
             capacity_bytes=self._limits.capacity_bytes,
         )
         self._server: MetricsServer | None = None
+        self._tick_s, self._swept_s = min(1.0, timeout_s / 5), clock()
+        self._ticked_s: float | None = None
+        self._stalled = False
         self._expiry: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -267,13 +282,42 @@ class Coordinator:
 
     async def _expire_regularly(self) -> None:
         while True:
-            await asyncio.sleep(min(1.0, self._limits.heartbeat_timeout_s / 5))
+            await asyncio.sleep(self._tick_s)
             try:
-                await self._expire()
+                await self._tick()
                 self._record()
             except Exception:
                 # Expiry must go on after an error: without it, the tickets of dead replicas would block the run.
                 logger.exception("the buffer failed to expire tickets; it tries again")
+
+    async def _tick(self) -> None:
+        """Expires tickets and replicas, unless the last call is longer ago than two periods.
+
+        This process has then stalled, and the heartbeats that arrived meanwhile are only answered after this call. The
+        call after it expires them in any case, because a process that is always late must not keep dead tickets.
+        """
+        now_s = self._clock()
+        pause_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
+        self._ticked_s = now_s
+        self._stalled = pause_s > 2 * self._tick_s and not self._stalled
+        if self._stalled:
+            logger.warning("the buffer's process stalled for %.1f s; no ticket expires before its next check", pause_s)
+            return
+        await self._expire()
+        if now_s - self._swept_s >= SWEEP_EVERY_S:
+            self._swept_s = now_s
+            self._in_background(self._sweep(), name="sweep rows")
+
+    async def _sweep(self) -> None:
+        """Clears rows of attempts that ended without a commit. Their replica died after it had stored them."""
+        try:
+            left = self._buffer.never_committed(await self._stored_keys())
+        except Exception as error:
+            logger.warning("rows without a group were not looked for: %s", error)
+            return
+        if left:
+            logger.warning("clearing the rows of attempts that ended without a commit: %s", ", ".join(left))
+            await self._cleared(left)
 
     async def _expire(self) -> None:
         """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
@@ -284,9 +328,12 @@ class Coordinator:
 
     def _clear(self, keys: Sequence[str]) -> None:
         if keys:
-            task = asyncio.create_task(self._cleared(keys), name="clear rows")
-            self._clearing.add(task)
-            task.add_done_callback(self._clearing.discard)
+            self._in_background(self._cleared(keys), name="clear rows")
+
+    def _in_background(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._clearing.add(task)
+        task.add_done_callback(self._clearing.discard)
 
     async def _cleared(self, keys: Sequence[str]) -> None:
         try:

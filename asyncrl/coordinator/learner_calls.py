@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from asyncrl.buffer.ledger import Event
+from asyncrl.buffer.ledger import Event, LedgerEntry
 from asyncrl.buffer.records import Lease, LeaseWait
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.common.roles import Role, RunState
@@ -25,9 +25,13 @@ _NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
 
 
 class Acked(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to an ack: the state of the run, and the snapshot for a checkpoint if it was wanted."""
+    """The answer to an ack: the state of the run, the ledger's entry of this step, and the snapshot for a checkpoint if
+    it was wanted.
+
+    Entry and snapshot are of the same moment, right after the step. The state may be newer."""
 
     status: RunStatus
+    ledger: LedgerEntry
     snapshot: RunSnapshot | None
 
 
@@ -61,10 +65,7 @@ class LearnerCalls:
 
         def ask() -> Lease | LeaseWait:
             self._check(incarnation)
-            answer = self._buffer.lease()
-            dropped, self._buffer.dropped = self._buffer.dropped, []
-            self._clear(dropped)
-            return answer
+            return self._buffer.lease()
 
         started_s = self._clock()
         answer = await self._waiting.answer(
@@ -83,10 +84,16 @@ class LearnerCalls:
         """
         self._check(incarnation)
         self._buffer.ack(incarnation, step)
+        ledger = self._buffer.ledger_entry(of_ack=True)
         taken = self._snapshot() if snapshot else None
         self._registry.progressed()
         await self._waiting.changed()
-        return Acked(status=self._status(), snapshot=taken)
+        return Acked(status=self._status(), ledger=ledger, snapshot=taken)
+
+    def ledger_entry(self, incarnation: int) -> LedgerEntry:
+        """Returns the ledger's entry of the present moment, for the end of the audit's records."""
+        self._check(incarnation)
+        return self._buffer.ledger_entry(of_ack=False)
 
     def snapshot(self, incarnation: int) -> RunSnapshot:
         """Returns a snapshot of the present moment. A lease counts as not trained."""
@@ -116,6 +123,13 @@ class LearnerCalls:
         lost = self._buffer.rows_lost(keys)
         await self._waiting.changed()
         return lost
+
+    def clear_dropped(self, incarnation: int) -> None:
+        """Clears the rows of the groups that a lease call dropped. A save that runs may still read them, so the learner
+        calls this when its last save has ended."""
+        self._check(incarnation)
+        dropped, self._buffer.dropped = self._buffer.dropped, []
+        self._clear(dropped)
 
     def published(self, version: Version) -> None:
         """Records that the learner published a version. The incarnation of the version is that of the learner."""

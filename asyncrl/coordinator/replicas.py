@@ -1,11 +1,12 @@
 """The replicas of a run: their versions, their free concurrency slots, their last refusals, and their reports.
 
 A replica is known from its first message until it leaves or sends no message for the timeout. Its last report is kept
-after that, because the run's totals need it. This module makes no decisions and is pure. Its views are the input of the
-broadcast gate (`asyncrl.weights.gate`).
+after that, because the run's totals need it. Beyond `GONE_REPORTS` such reports, the oldest are added up. This module
+makes no decisions and is pure. Its views are the input of the broadcast gate (`asyncrl.weights.gate`).
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,12 +14,17 @@ import msgspec
 from asyncrl.buffer.records import Refusal, Reservation
 from asyncrl.common.version import Version
 
+GONE_REPORTS = 100
+"""Number of replicas that are gone whose reports are kept one by one, because a silent replica may come back."""
+SUM = "gone replicas"
+"""Name of the report that has the sum of older ones."""
+
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's report in each heartbeat. Totals count from the start of the replica.
 
     `state_seconds` are slot-seconds divided by the number of slots. `running_groups` is the number of rollouts that run
-    now, `slots` their maximum.
+    now, `slots` their maximum. `replicas` is 1, or the number of replicas that are gone whose totals are added up here.
     """
 
     actor: str
@@ -31,6 +37,32 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     weight_updates: int
     parity_max_nats: float
+    replicas: int = 1
+
+    def __add__(self, other: "ReplicaReport") -> "ReplicaReport":
+        """Returns the sum of the totals, for replicas that are gone."""
+        states = Counter(self.state_seconds)
+        states.update(other.state_seconds)
+        return ReplicaReport(
+            actor="",
+            deployment="",
+            metrics_address="",
+            state_seconds=dict(states),
+            slots=0,
+            running_groups=0,
+            samples=self.samples + other.samples,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            weight_updates=self.weight_updates + other.weight_updates,
+            parity_max_nats=max(self.parity_max_nats, other.parity_max_nats),
+            replicas=self.replicas + other.replicas,
+        )
+
+
+def mean_states(reports: Collection[ReplicaReport]) -> dict[str, float]:
+    """Returns the seconds by state, averaged over all replicas that have reported at least once."""
+    states = {state for report in reports for state in report.state_seconds}
+    replicas = sum(report.replicas for report in reports)
+    return {state: sum(r.state_seconds.get(state, 0.0) for r in reports) / replicas for state in sorted(states)}
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +93,8 @@ class _Replica:
 class Replicas:
     """The replicas by name. Tickets that a replica gets between two heartbeats reduce its free slots.
 
-    `clock` returns monotonic seconds. `reports` has the last report of each replica, also of those that are gone.
+    `clock` returns monotonic seconds. `reports` has the last report of each replica, also of those that are gone, and
+    under the name `SUM` the totals of those that are gone for long.
     """
 
     def __init__(self, *, timeout_s: float, clock: Callable[[], float]) -> None:
@@ -99,7 +132,7 @@ class Replicas:
     def forget(self, name: str) -> None:
         """Removes a replica that left."""
         self._by_name.pop(name, None)
-        self._loaded.pop(name, None)
+        self._gone([name])
 
     def forget_silent(self) -> int:
         """Removes the replicas that were silent for longer than the timeout. Returns their number."""
@@ -107,7 +140,19 @@ class Replicas:
         silent = [name for name, replica in self._by_name.items() if not self._live(replica, now_s)]
         for name in silent:
             del self._by_name[name]
+        self._gone(silent)
         return len(silent)
+
+    def _gone(self, names: Sequence[str]) -> None:
+        """Forgets what the replicas `names` had loaded, and adds up the oldest reports of replicas that are gone."""
+        for name in names:
+            self._loaded.pop(name, None)
+            if name in self.reports:  # the reports of replicas that are gone are in the order in which they went
+                self.reports[name] = self.reports.pop(name)
+        gone = [name for name in self.reports if name not in self._by_name and name != SUM]
+        for name in gone[: max(0, len(gone) - GONE_REPORTS)]:
+            report = self.reports.pop(name)
+            self.reports[SUM] = self.reports[SUM] + report if SUM in self.reports else report
 
     def views(self, *, reserved_groups: Mapping[str, int]) -> tuple[ReplicaView, ...]:
         """Returns one view for each known replica, sorted by name. `reserved_groups` is the number of tickets that each

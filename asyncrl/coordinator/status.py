@@ -2,7 +2,7 @@
 
 import msgspec
 
-from asyncrl.buffer.ledger import Account
+from asyncrl.buffer.ledger import OPEN_FATES, Account, Fate
 from asyncrl.buffer.records import Counts, FailureCount, FailureStreak
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
@@ -35,3 +35,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     learner_state_seconds: dict[str, float]
     quiet_s: float
     targets: dict[str, str]
+
+    @property
+    def groups_by_state(self) -> dict[str, int]:
+        """The number of groups that hold a slot in the buffer, by state."""
+        return {fate.value: getattr(self.counts, fate.value) for fate in Fate if fate in OPEN_FATES}

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import Config
-from asyncrl.data_plane.sample_ids import samples_of
+from asyncrl.data_plane.sample_ids import group_of, samples_of
 from asyncrl.errors import RunError
 
 if TYPE_CHECKING:
@@ -65,6 +65,11 @@ class GroupRows:
         """Drops the rows of these groups. Ignores rows that do not exist."""
         ids = [sample for key in keys for sample in samples_of(key, count=self._config.learner.group_size)]
         await asyncio.to_thread(lambda: self._opened().clear_samples(ids, TRAIN_PARTITION))
+
+    async def keys(self) -> list[str]:
+        """Returns the keys of the groups that have rows."""
+        ids = await asyncio.to_thread(lambda: self._opened().sample_ids(TRAIN_PARTITION))
+        return list(dict.fromkeys(map(group_of, ids)))
 
     def _put(self, rows_by_key: Mapping[str, BatchedDataDict]) -> None:
         from asyncrl.data.batched_data_dict import BatchedDataDict

@@ -293,6 +293,11 @@ class DataPlaneClient(ABC):
             return None
         return [int(length) for length in self.get_samples(sample_ids, partition_id, [LENGTHS_FIELD])[LENGTHS_FIELD]]
 
+    def sample_ids(self, partition_id: str) -> list[str]:
+        """Returns the ids of the samples that were put and not cleared; none if the partition is not registered. This
+        default returns none, for clients that do not list them."""
+        return []
+
     def rows_outstanding(self) -> dict[str, int]:
         """Returns the number of rows, by partition, that were put and not cleared. A gauge shows them. This default
         returns an empty dict, for clients that do not count."""

@@ -72,6 +72,10 @@ class ObjectStoreClient(PartitionedClient):
             self._handles.pop(store, None)
             ensure_row_store(namespace=self._namespace)
             answer(start(self._handle(store), RowStore.put, objects), timeout_s=self._timeout_s, what=what)
+        except TimeoutError:
+            # The store may still keep them. The index will not know them, so the store drops them after this put.
+            start(self._handle(store), RowStore.clear, list(objects))
+            raise
 
     def _load(
         self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Sequence[StoredAt]]

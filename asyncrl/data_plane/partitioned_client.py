@@ -161,6 +161,9 @@ class PartitionedClient(DataPlaneClient):
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         self._index.call(Partitions.clear, partition_id, None if sample_ids is None else list(sample_ids))
 
+    def sample_ids(self, partition_id: str) -> list[str]:
+        return self._index.call(Partitions.sample_ids, partition_id)
+
     def rows_outstanding(self) -> dict[str, int]:
         return self._index.call(Partitions.rows_outstanding)
 

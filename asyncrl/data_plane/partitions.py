@@ -200,6 +200,10 @@ class Partitions:
         self._release(place for row in removed.values() for place in row.where.values())
         return [sample_id for sample_id, row in removed.items() if row.where]
 
+    def sample_ids(self, partition_id: str) -> list[str]:
+        """Returns the ids of the samples that exist; none if the partition is not registered."""
+        return list(self._partitions[partition_id].rows) if partition_id in self._partitions else []
+
     def rows_outstanding(self) -> dict[str, int]:
         """Returns the number of rows by partition."""
         return {partition_id: len(partition.rows) for partition_id, partition in self._partitions.items()}

@@ -12,6 +12,7 @@ from typing import Any
 from asyncrl.checkpoints.directory import HF, folder_of
 from asyncrl.checkpoints.run import RunParts, read_snapshot
 from asyncrl.common.roles import Role, RunState
+from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.registry import Registry
@@ -23,15 +24,17 @@ from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, lea
 from asyncrl.deployment.inputs import Prompts, fitting_prompts
 from asyncrl.deployment.learner_display import LearnerDisplay
 from asyncrl.deployment.learner_log import LearnerLog
-from asyncrl.deployment.provenance import provenance
-from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
+from asyncrl.deployment.provenance import processor, provenance
+from asyncrl.deployment.run_dir import STOPPED_EARLY, AuditFile, RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.deployment.targets import Targets
 from asyncrl.errors import CheckpointError, RunError
+from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, manifest_digest
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.failure_watch import FailureWatch
 from asyncrl.learner.failures import groups_by_reason, in_words
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
+from asyncrl.learner.kept_steps import KeptSteps
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.publication import Publisher
 from asyncrl.learner.recording import described_metrics
@@ -44,7 +47,7 @@ from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.value.lm_value import critic_config
 from asyncrl.value.tq_value import TQValue
-from asyncrl.weights.manifest import layout
+from asyncrl.weights.manifest import Manifest, layout
 from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
 logger = logging.getLogger(__name__)
@@ -182,11 +185,21 @@ class LearnerDeployment:
             self._display.enter("starting the critic's ranks")
             await unless_stopped(stop, asyncio.to_thread(critic.start))
 
-        parts = RunParts(config=config, policy=policy, critic=critic, lineage=handles.lineage, packages=provenance())
+        packages = provenance()
+        parts = RunParts(config=config, policy=policy, critic=critic, lineage=handles.lineage, packages=packages)
         if (resumed := self._run_dir.resumed) is not None:
             self._display.enter(f"restoring step {resumed.step}")
             await asyncio.to_thread(parts.load, resumed.path)
-        loop = self._loop(handles, parts, prompts, metrics, tokenizer)
+        audit = self._run_dir.begin_audit(
+            Began(
+                lineage=handles.lineage,
+                settings=shared_config(config),
+                machine=Machine(
+                    processor=processor(), ranks=config.learner.ranks, threads=config.learner.threads, packages=packages
+                ),
+            )
+        )
+        loop = self._loop(handles, parts, prompts, metrics, tokenizer, audit)
         self._display.phase = lambda: loop.phase
         return await loop.run(stop)
 
@@ -197,6 +210,7 @@ class LearnerDeployment:
         prompts: Prompts,
         metrics: LearnerMetrics,
         tokenizer: Any,
+        audit: AuditFile,
     ) -> LearnerLoop:
         """Builds the learner's loop from its parts. The ranks have started."""
         config, policy = self._config, parts.policy
@@ -204,17 +218,12 @@ class LearnerDeployment:
         # The time of a resumed run continues from its last record.
         started_s = self._screen.started_s - (before.wall_s if before else 0.0)
 
-        publisher = Publisher(
-            policy=policy,
-            entries=layout(policy.weights_metadata(), config.weights.bucket_bytes),
-            probe_tokens=probe_sequences(tokenizer, prompts.train, max_length=config.model.max_length),
-            transport=ObjectStoreTransport(),
-            coordinator=handles.coordinator,
-            weights=handles.weights,
-            delivered=lambda manifest, seconds: metrics.published(bytes=manifest.nbytes, phase_seconds=seconds),
-        )
         log = RunLog(
-            append_step=self._log.append_step, append_eval=self._log.append_eval, write_samples=self._log.write_samples
+            append_step=self._log.append_step,
+            append_eval=self._log.append_eval,
+            write_samples=self._log.write_samples,
+            append_audit=audit.append,
+            sync_audit=audit.sync,
         )
         heldout = HeldoutEvaluation(
             config=config,
@@ -228,7 +237,7 @@ class LearnerDeployment:
         self._checkpoints = Checkpoints(
             config.checkpoint,
             folder=self._run_dir.checkpoints,
-            write=parts.write,
+            run=parts,
             metrics=metrics,
             restored_step=resumed.step if resumed else 0,
         )
@@ -238,7 +247,7 @@ class LearnerDeployment:
             incarnation=handles.lineage.incarnation,
             policy=policy,
             critic=parts.critic,
-            publisher=publisher,
+            publisher=self._publisher(handles, policy, prompts, metrics, tokenizer, audit),
             coordinator=handles.coordinator,
             heldout=heldout,
             checkpoints=self._checkpoints,
@@ -248,6 +257,32 @@ class LearnerDeployment:
             decode=lambda ids, special: str(tokenizer.decode(list(ids), skip_special_tokens=not special)),
             started_s=started_s,
             before=before,
+            kept=KeptSteps(self._run_dir.path) if config.audit.keep_weights == "all" else None,
+        )
+
+    def _publisher(
+        self,
+        handles: RunHandles,
+        policy: TQPolicy,
+        prompts: Prompts,
+        metrics: LearnerMetrics,
+        tokenizer: Any,
+        audit: AuditFile,
+    ) -> Publisher:
+        config = self._config
+
+        def delivered(manifest: Manifest, seconds: dict[str, float]) -> None:
+            metrics.published(bytes=manifest.nbytes, phase_seconds=seconds)
+            audit.append(PublishedVersion(manifest.version, manifest_digest(manifest)))
+
+        return Publisher(
+            policy=policy,
+            entries=layout(policy.weights_metadata(), config.weights.bucket_bytes),
+            probe_tokens=probe_sequences(tokenizer, prompts.train, max_length=config.model.max_length),
+            transport=ObjectStoreTransport(),
+            coordinator=handles.coordinator,
+            weights=handles.weights,
+            delivered=delivered,
         )
 
     async def _check_trained(self, failures: FailureWatch) -> None:
@@ -278,6 +313,7 @@ class LearnerDeployment:
         """Saves the newest weights of a run that failed, if its ranks can still do it. Raises nothing."""
         if self._checkpoints is None or not self._log.steps or self._checkpoints.unsaved is not None:
             return
+        await self._checkpoints.settle()  # the save that runs may be the last one of this run
         # The weights only, because the failure may have come in the middle of a step: then they belong to no state of
         # the buffer. The ranks may also hold the update of a step that failed before it was recorded.
         try:

@@ -21,6 +21,16 @@ def provenance() -> dict[str, str]:
     return {"git": _git_revision(), "python": platform.python_version(), **packages}
 
 
+def processor() -> str:
+    """Returns the name of this machine's processor, on which the last bits of a sum may depend."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
 def installed_version(package: str) -> str | None:
     """Returns the version of an installed package; None if it is not installed."""
     try:

@@ -83,7 +83,8 @@ def begin_incarnation(directory: Path, resumed: Resumed) -> Lineage:
         if int(samples.stem.removeprefix("step-")) >= resumed.step:
             samples.unlink()
     for folder in (directory / CHECKPOINTS).glob("step-*"):
-        if folder.is_dir() and not (folder / COMPLETE).exists():  # the weights that a failed run saved at its end
+        # a save that was killed, or the weights that a failed run saved at its end
+        if folder.is_dir() and (folder.suffix == ".tmp" or not (folder / COMPLETE).exists()):
             discard(folder)
     return lineage
 

@@ -8,6 +8,7 @@
     samples/step-N.jsonl some groups of each step with all of their samples
     steps.jsonl  evals.jsonl  failures.json  summary.json  report.html
     checkpoints/step-N/  from which the run can be resumed
+    audit/               what each step trained, for `asyncrl audit` (`asyncrl.learner.audit_records`)
     lineage.json  lost-steps.jsonl  lost-evals.jsonl    of a run that was resumed: see `resuming.py`
 
 Only the learner writes here while it holds `lock` (flock). The exception is `logs/reward.log`, to which replicas on the
@@ -22,6 +23,7 @@ import fcntl
 import logging
 import os
 import secrets
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -42,6 +44,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.provenance import provenance
 from asyncrl.deployment.resuming import Resumed, begin_incarnation, resumable
 from asyncrl.errors import ConfigError, RunLocked
+from asyncrl.learner.audit_records import AUDIT, Began, Record, framed, records_path
 from asyncrl.learner.records import EvalRecord, Resumption, RunInfo, SampleRecord, StepRecord, Summary
 
 logger = logging.getLogger(__name__)
@@ -51,7 +54,17 @@ State = Literal["finished", "stopped", "failed"]
 
 STOPPED_EARLY = "asked to end by a signal, before the first step"
 """Reason in run.json of a run that a signal ended during its start."""
-OF_EVERY_START = {"config.yaml", "run.json", "lock", "logs", "metrics", "samples", "failures.json", "report.html"}
+OF_EVERY_START = {
+    "config.yaml",
+    "run.json",
+    "lock",
+    "logs",
+    "metrics",
+    "samples",
+    "failures.json",
+    "report.html",
+    AUDIT,
+}
 """Entries that every start creates. A directory with only these entries has no records of a run."""
 
 
@@ -156,17 +169,24 @@ class RunDir:
 
     def append_step(self, record: StepRecord) -> None:
         self.steps_written += 1
-        self._append(self.path / "steps.jsonl", [record])
+        self._append(self.path / "steps.jsonl", _lines([record]))
         self.on_step(record)
 
     def append_eval(self, record: EvalRecord) -> None:
-        self._append(self.path / "evals.jsonl", [record])
+        self._append(self.path / "evals.jsonl", _lines([record]))
         self.on_eval(record)
+
+    def begin_audit(self, began: Began) -> "AuditFile":
+        """Begins the records for the audit of this incarnation."""
+        path = records_path(self.path, began.lineage.incarnation)
+        path.parent.mkdir(exist_ok=True)
+        self._append(path, framed(began))
+        return AuditFile(path, append=self._append)
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         """Appends samples to `samples/step-N.jsonl`; writes no file if there are none."""
         if samples:
-            self._append(self.path / "samples" / f"step-{step}.jsonl", samples)
+            self._append(self.path / "samples" / f"step-{step}.jsonl", _lines(samples))
 
     def write_failures(self, failures: Sequence[FailureCount]) -> None:
         """Writes `failures.json`: the number of failed rollouts by class and reason, with the first failure of each."""
@@ -222,6 +242,8 @@ class RunDir:
         for folder in ("logs", "metrics", "samples"):
             (self.path / folder).mkdir(exist_ok=True)
         # These files were left by an earlier start that failed. They do not describe this run.
+        if self.resumed is None:
+            shutil.rmtree(self.path / AUDIT, ignore_errors=True)
         for left in (self.path / "report.html", self.failures_path, self.targets_path):
             left.unlink(missing_ok=True)
         comments = "".join(f"# {key}: {value}\n" for key, value in provenance().items())
@@ -242,17 +264,16 @@ class RunDir:
             except OSError as error:
                 logger.error("run.json was not updated with %s: %s", what, error)
 
-    def _append(self, path: Path, records: Sequence[msgspec.Struct]) -> None:
-        """Appends all of `records` or none, because a partial line would corrupt the next line.
+    def _append(self, path: Path, data: bytes) -> None:
+        """Appends all of `data` or nothing, because a partial record would corrupt the next one.
 
         A failure is reported once for each folder, and again only after a write there has succeeded.
         """
-        lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
         try:
             with path.open("ab", buffering=0) as file:
                 size = file.tell()
                 try:
-                    if file.write(lines) != len(lines):
+                    if file.write(data) != len(data):
                         raise OSError("only a part was written: the disk is full")
                 except OSError:
                     file.truncate(size)
@@ -263,6 +284,29 @@ class RunDir:
                 logger.error("cannot write %s (%s); records are lost until the file can be written again", path, error)
         else:
             self._failing.discard(path.parent)
+
+
+class AuditFile:
+    """The records for the audit of one incarnation, in a file at `path` that `append` appends to."""
+
+    def __init__(self, path: Path, *, append: Callable[[Path, bytes], None]) -> None:
+        self._path = path
+        self._append = append
+
+    def append(self, record: Record) -> None:
+        self._append(self._path, framed(record))
+
+    def sync(self) -> None:
+        """Returns when all records are on the disk, so that they survive a crash of the machine. Logs a failure."""
+        try:
+            with self._path.open("rb") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            logger.error("%s may lack its last records after a crash of the machine: %s", self._path, error)
+
+
+def _lines(records: Sequence[msgspec.Struct]) -> bytes:
+    return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
 
 
 def reward_log_path(config: Config) -> Path:

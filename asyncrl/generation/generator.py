@@ -260,18 +260,29 @@ class Generator:
             await self._weights.verdict()
             ended = self._take_finished()
             groups = [each for each in ended if isinstance(each, FinishedGroup)]
+            stored = True
             if groups:
                 try:
                     await self._rows.put({group.meta.key: group.rows for group in groups})
                 except (RunError, TimeoutError) as error:
                     lost = InfraError(f"could not store the rows of finished groups: {error}", reason="row_store")
                     ended = [self._as_failed(each, lost) for each in ended]
+                    stored = False
             # In the order in which they ended: storing rows takes time, and the buffer counts failures in a row.
             for failed, part in itertools.groupby(ended, key=lambda each: isinstance(each, FailedTicket)):
                 if failed:
                     await self._fail([each for each in part if isinstance(each, FailedTicket)])
                 else:
                     await self._commit([each for each in part if isinstance(each, FinishedGroup)])
+            if not stored:
+                await self._clear([group.meta.key for group in groups])
+
+    async def _clear(self, keys: Sequence[str]) -> None:
+        """Clears the rows of a put that failed, because it may have stored them before its answer was lost."""
+        try:
+            await self._rows.clear(keys)
+        except (RunError, TimeoutError) as error:
+            logger.warning("rows of groups %s may be left, and the buffer clears them later: %s", keys, error)
 
     async def _commit(self, groups: Sequence[FinishedGroup]) -> None:
         outcomes = await self._coordinator.call(Coordinator.commit, [group.meta for group in groups])

@@ -8,11 +8,13 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from asyncrl.buffer.records import GroupMeta, Ticket
+from asyncrl.buffer.records import GroupMeta, Ticket, VersionSpan
+from asyncrl.common.version import Version
 from asyncrl.config.checks import BYTES_PER_ROW, BYTES_PER_TOKEN
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -146,8 +148,19 @@ def finished_group(
         oldest=min(steps, default=ticket.version.step),
         newest=max(steps, default=ticket.version.step),
         mid_sequence_updates=sum(len(set(c.versions)) - 1 for c in completions if c.versions),
+        version_spans=tuple(version_spans(c.versions) for c in completions),
     )
     return FinishedGroup(meta=meta, rows=rows, scoring_s=scoring_s)
+
+
+def version_spans(versions: Sequence[Version]) -> tuple[VersionSpan, ...]:
+    """Returns the runs of equal versions of a completion's tokens.
+
+    >>> version_spans([Version(1, 2), Version(1, 2), Version(1, 3)])
+    (VersionSpan(incarnation=1, step=2, tokens=2), VersionSpan(incarnation=1, step=3, tokens=1))
+    """
+    runs = ((version, sum(1 for _ in tokens)) for version, tokens in groupby(versions))
+    return tuple(VersionSpan(version.incarnation, version.step, tokens) for version, tokens in runs)
 
 
 def sample_rows(prompt_ids: Sequence[int], completions: Sequence[Completion]) -> BatchedDataDict:

@@ -1,4 +1,8 @@
-"""When the run's checkpoints are written: every `checkpoint.every_steps` steps, and at the end of the run.
+"""When the run's checkpoints are saved: every `checkpoint.every_steps` steps, every `checkpoint.every_minutes` minutes,
+and at the end of the run.
+
+Training waits while the state is copied in memory. The copies are written while the next steps run. Only one save runs
+at a time: a checkpoint that is due meanwhile is postponed until the running save has ended.
 
 Only the newest `checkpoint.keep` checkpoints stay. When a checkpoint cannot be written, training goes on and the
 previous checkpoint stays. When the checkpoint at the end of the run cannot be written, the run first writes its other
@@ -13,12 +17,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from asyncrl.checkpoints.directory import folder_of
 from asyncrl.complete_directory import COMPLETE, discard, unfinished
 from asyncrl.config.schema import CheckpointSection
 from asyncrl.coordinator.snapshot import RunSnapshot
-from asyncrl.errors import CheckpointError, RowsLost
+from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.metrics.recorders import LearnerMetrics
 
 logger = logging.getLogger(__name__)
@@ -26,12 +31,28 @@ logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d+)")
 
 
-class Checkpoints:
-    """Saves checkpoints below `folder` and deletes old ones.
+class SavedRun(Protocol):
+    """The parts of a run that are saved (`asyncrl.checkpoints.run.RunParts`). The methods may block: they are called in
+    a thread."""
 
-    `write` writes the checkpoint of a snapshot's moment at the given path (`asyncrl.checkpoints.run`). It must write
-    the whole directory or nothing, and it may block: it is called in a thread. `restored_step` is the step of the
-    checkpoint from which the run was resumed.
+    def check_folder(self, folder: Path) -> None:
+        """Raises CheckpointError if checkpoints cannot be written below `folder`."""
+
+    def stage(self) -> None:
+        """Copies the state of the ranks. Nothing is trained meanwhile. Raises CheckpointError if it cannot."""
+
+    def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool, rows_saved: Callable[[], None]) -> None:
+        """Writes the copies and `snapshot` at `path`: the whole directory or nothing. With `hf`, also the weights as
+        vLLM and transformers load them.
+
+        Calls `rows_saved` when the rows of the snapshot's groups are not needed any more.
+        """
+
+
+class Checkpoints:
+    """Saves checkpoints of `run` below `folder` and deletes old ones.
+
+    `restored_step` is the step of the checkpoint from which the run was resumed.
     """
 
     def __init__(
@@ -39,66 +60,126 @@ class Checkpoints:
         config: CheckpointSection,
         *,
         folder: Path,
-        write: Callable[[Path, RunSnapshot], None],
+        run: SavedRun,
         metrics: LearnerMetrics,
         restored_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._folder = folder
-        self._write = write
+        self._run = run
         self._metrics = metrics
         self._clock = clock
         self._saved = restored_step  # the step of the newest checkpoint; step 0 needs none
+        self._saved_hf = True  # whether the newest checkpoint has `hf/`
+        self._begun, self._begun_s = restored_step, clock()  # the step and the time at which the last save began
+        self._postponed = False
+        self._running: asyncio.Task[None] | None = None
+        self.rows_needed: frozenset[str] = frozenset()
+        """The keys of the groups whose rows the running save still reads. Their rows must not be cleared."""
         self.unsaved: CheckpointError | None = None
         """The error that prevented the save of the final weights; None when there was no such error."""
 
+    async def check(self) -> None:
+        """Raises CheckpointError if checkpoints cannot be written. Called before the first step, so that the run does
+        not train steps that it cannot save."""
+        await asyncio.to_thread(self._run.check_folder, self._folder)
+
     def due(self, step: int) -> bool:
-        """Returns whether a checkpoint is due after `step` trained steps."""
-        every = self._config.every_steps
-        return every > 0 and step % every == 0
+        """Returns whether a save must begin at `step` trained steps.
 
-    async def save(self, snapshot: RunSnapshot) -> None:
-        """Saves the run as it is at `snapshot`, then deletes old checkpoints. Does nothing if its step is saved.
-
-        Raises CheckpointError when it cannot be written, and RowsLost when rows of a ready group are lost.
+        While a save runs, logs that the one that is due is postponed. It is then due as soon as that save has ended.
         """
-        step = snapshot.version.step
-        if step == self._saved:
+        if step == self._begun:
+            return False
+        steps, minutes = self._config.every_steps, self._config.every_minutes
+        by_steps = steps > 0 and step % steps == 0
+        by_time = minutes > 0 and self._clock() - self._begun_s >= 60 * minutes
+        if not (by_steps or by_time or self._postponed):
+            return False
+        if self._running is None or self._running.done():
+            return True
+        if not self._postponed:
+            self._postponed = True
+            self._metrics.checkpoint_postponed()
+            logger.warning(
+                "the checkpoint of step %d is postponed, because that of step %d is still being written after %.0f s. "
+                "Training goes on. If this happens often, raise checkpoint.every_steps or use a faster disk",
+                step,
+                self._begun,
+                self._clock() - self._begun_s,
+            )
+        return False
+
+    async def begin(self, snapshot: RunSnapshot, *, last_step: bool) -> None:
+        """Copies the state of the run as it is at `snapshot`, and starts to write it. Training must wait meanwhile.
+
+        `last_step` says that no step will follow. A failure is logged: the next checkpoint may succeed.
+        """
+        await self._begin(snapshot, hf=self._config.hf or last_step, at_end=False)
+
+    async def settle(self) -> None:
+        """Waits until no save runs."""
+        if self._running is not None:
+            await asyncio.wait([self._running])
+
+    async def save_last(self, snapshot: RunSnapshot) -> None:
+        """Saves the run at its end, after the running save has ended. Does nothing if the step is saved with `hf/`.
+
+        A failure is stored in `unsaved`. The caller raises it after all other records of the run are written.
+        """
+        await self.settle()
+        if snapshot.version.step == self._saved and self._saved_hf:
             return
-        started_s = self._clock()
+        await self._begin(snapshot, hf=True, at_end=True)
+        await self.settle()
+
+    async def _begin(self, snapshot: RunSnapshot, *, hf: bool, at_end: bool) -> None:
+        step, started_s = snapshot.version.step, self._clock()
+        self._begun, self._begun_s, self._postponed = step, started_s, False
         try:
-            await asyncio.to_thread(self._write, folder_of(self._folder, step), snapshot)
-        except Exception:
-            self._metrics.checkpoint_failed()
+            await asyncio.to_thread(self._run.stage)
+        except CheckpointError as error:  # any other error is one of ranks that cannot train either
+            self._failed(step, error, at_end=at_end)
+            return
+        self._metrics.checkpoint_staged(self._clock() - started_s)
+        self.rows_needed = frozenset(group.ticket.key for group in snapshot.buffer.open if group.meta is not None)
+        writing = self._write(snapshot, hf=hf, started_s=started_s, at_end=at_end)
+        self._running = asyncio.create_task(writing, name=f"save step {step}")
+
+    async def _write(self, snapshot: RunSnapshot, *, hf: bool, started_s: float, at_end: bool) -> None:
+        """Writes what was staged. Raises nothing, because training does not need the checkpoint."""
+        step = snapshot.version.step
+        path = folder_of(self._folder, step)
+        try:
+            await asyncio.to_thread(self._run.write, path, snapshot, hf=hf, rows_saved=self._release_rows)
+        except Exception as error:
             await asyncio.to_thread(self._drop_unfinished, step)
-            raise
-        self._saved = step
+            self._failed(step, error, at_end=at_end)
+            return
+        finally:
+            self._release_rows()
+        self._saved, self._saved_hf = step, hf
         self._metrics.checkpoint_saved(step=step, duration_s=self._clock() - started_s, unix_time_s=time.time())
         await asyncio.to_thread(self._drop_old)
 
-    async def save_or_go_on(self, snapshot: RunSnapshot) -> None:
-        """Saves like `save`, but logs a failure instead of raising it: the next checkpoint may succeed."""
-        try:
-            await self.save(snapshot)
-        except (CheckpointError, RowsLost) as error:
-            logger.error(
-                "the checkpoint of step %d was not written: %s\nThe run goes on. If the weights cannot be written at "
-                "its end either, they are lost: free space on the disk of %s",
-                snapshot.version.step,
-                error,
-                self._folder,
-            )
+    def _release_rows(self) -> None:
+        self.rows_needed = frozenset()
 
-    async def save_last(self, snapshot: RunSnapshot) -> None:
-        """Saves like `save` at the end of the run, but stores a failure in `unsaved` instead of raising it.
-
-        The caller raises it after all other records of the run are written.
-        """
-        try:
-            await self.save(snapshot)
-        except CheckpointError as error:
-            self.unsaved = error
+    def _failed(self, step: int, error: Exception, *, at_end: bool) -> None:
+        self._metrics.checkpoint_failed()
+        known = isinstance(error, AsyncRLError | OSError)
+        if at_end:
+            self.unsaved = error if isinstance(error, CheckpointError) else CheckpointError(f"{error!r}")
+            return
+        logger.error(
+            "the checkpoint of step %d was not written: %s\nThe run goes on. If the weights cannot be written at its "
+            "end either, they are lost: free space on the disk of %s",
+            step,
+            error,
+            self._folder,
+            exc_info=None if known else error,
+        )
 
     def _drop_unfinished(self, step: int) -> None:
         """Deletes the files of the failed save of `step`, which may have filled the disk."""

@@ -21,16 +21,19 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.learner_calls import LearnerCalls
+from asyncrl.coordinator.learner_calls import Acked, LearnerCalls
 from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
 from asyncrl.errors import NonFiniteError, ParityError, RowsLost, StallError
+from asyncrl.learner.audit_records import Ended
+from asyncrl.learner.audit_rows import ROW_COLUMNS, trained_step
 from asyncrl.learner.batch import Decode, check_staleness, sample_ids, step_meta
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
+from asyncrl.learner.kept_steps import KeptSteps, kept_columns
 from asyncrl.learner.progress import check_progress
 from asyncrl.learner.publication import Publisher
 from asyncrl.learner.recording import EndedStep, StepRecorder
@@ -60,7 +63,7 @@ class LearnerLoop:
     `incarnation` is the number that the learner got from the coordinator when it attached. All of its calls carry it.
     `states` counts the seconds of the learner's process by state; its state is `starting` until `run` is called.
     `started_s` is the start of the run on the monotonic clock `clock`. `before` is the last record of a run that is
-    resumed.
+    resumed. `kept` keeps all weights and batches, for `audit.keep_weights: all`.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class LearnerLoop:
         decode: Decode,
         started_s: float,
         before: StepRecord | None = None,
+        kept: KeptSteps | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -93,6 +97,8 @@ class LearnerLoop:
         self._clock = clock
         self._states = states
         self._stages = Stages(config=config, policy=policy, critic=critic, states=states, clock=clock)
+        self._log = log
+        self._kept = kept
         self._recorder = StepRecorder(
             log=log,
             metrics=metrics,
@@ -104,11 +110,16 @@ class LearnerLoop:
         )
         self._nonfinite_in_a_row = 0
         self._due: RunSnapshot | None = None  # of the step whose checkpoint is due
+        self._uncleared: list[str] = []  # rows of trained steps, which a running save still reads
         self.phase = "publishing the first weights"
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
-        """Trains until `learner.total_steps`, the last prompt or `stop`, and returns the totals of the run."""
+        """Trains until `learner.total_steps`, the last prompt or `stop`, and returns the totals of the run.
+
+        Raises CheckpointError before the first step if the run's checkpoints cannot be written.
+        """
         self._states.enter("other")
+        await self._checkpoints.check()
         learner = self._config.learner
         samples = learner.groups_per_step * learner.group_size
         await asyncio.to_thread(self._policy.prepare_step, samples, learner.group_size)
@@ -116,6 +127,8 @@ class LearnerLoop:
         await self._coordinator.call(LearnerCalls.pause, self._incarnation)
         first = version = (await self._coordinator.call(Coordinator.status)).version
         await self._publish(version)
+        if self._kept is not None:
+            await asyncio.to_thread(self._kept.keep_weights, self._policy, version)
         if self._recorder.before is None:
             await self._evaluate(version, stop)
         else:  # the run was resumed, and has evaluated its first version
@@ -136,7 +149,7 @@ class LearnerLoop:
                     await self._coordinator.call(LearnerCalls.give_back, lease.incarnation, lease.step)
                 raise
             if self._due is not None:
-                await self._while_saving(self._checkpoints.save_or_go_on(self._due), version)
+                await self._save(self._due)
                 self._due = None
         self.phase = "closing"
         self._states.enter("other")
@@ -146,9 +159,14 @@ class LearnerLoop:
                 await self._publish(version)
             await self._evaluate(version, stop)
         await self._publisher.settle()
+        ledger = await self._coordinator.call(LearnerCalls.ledger_entry, self._incarnation)
+        self._log.append_audit(Ended(version, ledger))
         if version != first:  # a run that trained no step has no new weights to save
             snapshot = await self._coordinator.call(LearnerCalls.snapshot, self._incarnation)
+            await asyncio.to_thread(self._log.sync_audit)
             await self._while_saving(self._checkpoints.save_last(snapshot), version)
+        await self._clear_rows()
+        await self._coordinator.call(LearnerCalls.clear_dropped, self._incarnation)
         rows = await self._rows_outstanding(until_none=not stop.is_set())
         return self._recorder.run_totals(await self._coordinator.call(Coordinator.status), rows_outstanding=rows)
 
@@ -168,7 +186,10 @@ class LearnerLoop:
                 return answer
             if answer is LeaseWait.FINISHED:
                 return None
-            check_progress(await self._coordinator.call(Coordinator.status), waits=answer, config=self._config)
+            status = await self._coordinator.call(Coordinator.status)
+            check_progress(status, waits=answer, config=self._config)
+            if self._checkpoints.due(status.version.step):
+                await self._save(await self._coordinator.call(LearnerCalls.snapshot, self._incarnation))
         return None
 
     async def _step(self, lease: Lease) -> Version:
@@ -186,7 +207,8 @@ class LearnerLoop:
         # NaN log-probs skip the step. They do not show whether the engine's and the learner's weights agree.
         if not report.skipped:
             self._check_parity(report, step=lease.step)
-        status = await (self._skip(lease) if report.skipped else self._ack(lease))
+        acked = None if report.skipped else await self._ack(lease)
+        status = await self._skip(lease) if acked is None else acked.status
         ended = EndedStep(
             lease=lease,
             samples=samples,
@@ -196,12 +218,14 @@ class LearnerLoop:
             published=self._publisher.published,
             duration_s=self._clock() - started_s,
         )
-        if report.skipped:
+        if acked is None:
             self._recorder.skipped(ended)
         else:
             self._recorder.trained(ended)
-            await self._write_samples(lease, meta)  # reads rows, so it comes before `finish_step`, which clears them
-        await asyncio.to_thread(self._policy.finish_step, meta)
+            # These two read rows, so they come before the rows are cleared.
+            await self._write_samples(lease, meta)
+            await self._write_audit(ended, meta, acked)
+        await self._clear_rows(meta.sample_ids)
         await self._rows_outstanding()
         self._check_nonfinite([report, critic_report], lease)
         return status.version
@@ -219,6 +243,17 @@ class LearnerLoop:
         samples = [name for g in lease.groups if g.meta.key in keys for name in sample_ids(g)]
         await asyncio.to_thread(self._policy.discard_samples, samples, TRAIN_PARTITION)
         return Version(lease.incarnation, lease.step)
+
+    async def _clear_rows(self, ended: Sequence[str] = ()) -> None:
+        """Clears the rows `ended` of a step that has ended, and those of earlier steps that a save needed until now.
+
+        Rows that the running save still reads are cleared by a later call.
+        """
+        needed = self._checkpoints.rows_needed
+        rows = [*self._uncleared, *ended]
+        self._uncleared = [row for row in rows if group_of(row) in needed]
+        cleared = [row for row in rows if group_of(row) not in needed]
+        await asyncio.to_thread(self._policy.discard_samples, cleared, TRAIN_PARTITION)
 
     async def _rows_outstanding(self, *, until_none: bool = False) -> int:
         """Returns the number of rows in the data plane.
@@ -254,13 +289,42 @@ class LearnerLoop:
         except Exception as error:
             logger.warning("the samples of step %d were not logged: %s: %s", lease.step, type(error).__name__, error)
 
+    async def _write_audit(self, ended: EndedStep, meta: KVBatchMeta, acked: Acked) -> None:
+        """Writes the record of a trained step for the audit, before a checkpoint of this step is begun.
+
+        Rows that cannot be read are logged and not raised, as in `_write_samples`. The audit then finds that the record
+        of this step is missing.
+        """
+        columns: Sequence[str] = ROW_COLUMNS
+        if self._kept is not None:
+            columns = kept_columns(with_logprobs=self._stages.writes_logprobs)
+        try:
+            rows = await asyncio.to_thread(
+                self._policy.read_from_dataplane, meta.subset(range(meta.size)), select_fields=columns
+            )
+        except Exception as error:
+            logger.error(
+                "step %d has no record for the audit, because its rows cannot be read: %s: %s",
+                ended.lease.step,
+                type(error).__name__,
+                error,
+            )
+            return
+        record = trained_step(ended.lease, samples=ended.samples, report=ended.report, rows=rows, ledger=acked.ledger)
+        if self._kept is not None:
+            await asyncio.to_thread(self._kept.keep_batch, ended.lease, rows)
+            # The ranks have one copy of their weights to write from, which a running save still reads.
+            await self._checkpoints.settle()
+            await asyncio.to_thread(self._kept.keep_weights, self._policy, record.made)
+        self._log.append_audit(record)
+
     def _logged_logprobs(self) -> list[str]:
         """Returns the log-prob columns that sample records contain; only columns that this run computes."""
         if not self._config.learner.logprobs_logged:
             return []
         return ["generation_logprobs", *(["prev_logprobs"] if self._stages.writes_logprobs else [])]
 
-    async def _ack(self, lease: Lease) -> RunStatus:
+    async def _ack(self, lease: Lease) -> Acked:
         """Acknowledges a trained step, which increments the version. Publishes the version if the gate allows it."""
         due = self._checkpoints.due(lease.step + 1)
         acked = await self._coordinator.call(LearnerCalls.ack, lease.incarnation, lease.step, snapshot=due)
@@ -272,7 +336,7 @@ class LearnerLoop:
             replicas=status.replicas,
         ):
             await self._publish(status.version)
-        return status
+        return acked
 
     async def _skip(self, lease: Lease) -> RunStatus:
         """Ends the lease of a step that changed no weights. The version stays, and other prompts replace the groups."""
@@ -317,10 +381,19 @@ class LearnerLoop:
                 "rewards and samples of these groups"
             )
 
-    # --- weights and evaluation ---------------------------------------------------------------------------------
+    # --- checkpoints, weights and evaluation --------------------------------------------------------------------
+
+    async def _save(self, snapshot: RunSnapshot) -> None:
+        """Begins a save. Returns when the state is copied, and training can go on.
+
+        The records for the audit are on the disk first. A checkpoint whose steps have no record could not be audited.
+        """
+        await asyncio.to_thread(self._log.sync_audit)
+        last_step = snapshot.version.step >= self._config.learner.total_steps
+        await self._while_saving(self._checkpoints.begin(snapshot, last_step=last_step), snapshot.version)
 
     async def _while_saving(self, saving: Awaitable[None], version: Version) -> None:
-        """Awaits `saving` with the phase and the state that show that a checkpoint is being written."""
+        """Awaits `saving` with the phase and the state that show that training waits for a checkpoint."""
         before, self.phase = self.phase, f"saving the weights of {version.words}"
         with self._states.within("checkpoint"):
             await saving

@@ -9,7 +9,7 @@ leased again. The ledger counts the lost groups.
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import Lease
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.replicas import ReplicaReport
+from asyncrl.coordinator.replicas import mean_states
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.learner.batch import Decode, StepSamples, counts_by_staleness, sample_record
@@ -25,7 +25,6 @@ from asyncrl.learner.critic import critic_numbers
 from asyncrl.learner.failures import groups_by_reason
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.learner.run_log import RunLog
-from asyncrl.metrics.catalogue import BUFFER_STATES
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.ranks.report import StepReport
 from asyncrl.weights.parity import parity_tolerance_nats
@@ -152,7 +151,7 @@ class StepRecorder:
             generated_tokens=status.account.issued.tokens,
             learner_state_s=_added(self.state_seconds(), before.learner_state_s if before else {}),
             generator_state_s=_added(mean_states(status.reports.values()), before.generator_state_s if before else {}),
-            buffer_groups=groups_by_state(status),
+            buffer_groups=status.groups_by_state,
             ledger_groups={fate.value: amount.groups for fate, amount in status.account.fates.items()},
             published_version=_step_of(step.published),
             oldest_replica_version=min(
@@ -266,17 +265,6 @@ def _length_ratio(status: RunStatus) -> float | None:
     if not (trained.samples and finished_samples and issued.tokens):
         return None
     return (trained.tokens / trained.samples) / (issued.tokens / finished_samples)
-
-
-def groups_by_state(status: RunStatus) -> dict[str, int]:
-    """Returns the number of groups that hold a slot in the buffer, by state."""
-    return {state: getattr(status.counts, state) for state in BUFFER_STATES}
-
-
-def mean_states(reports: Collection[ReplicaReport]) -> dict[str, float]:
-    """Returns the seconds by state, averaged over all replicas that have reported at least once."""
-    states = {state for report in reports for state in report.state_seconds}
-    return {state: sum(r.state_seconds.get(state, 0.0) for r in reports) / len(reports) for state in sorted(states)}
 
 
 def _finite(value: float) -> float | None:

@@ -221,6 +221,7 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     the last step. The busy ratios are measured over the same time: the learner's is the share of time in which it
     neither waited for groups nor was in the state `other`, the generators' is the share of the state `generating`.
     `parity_max_nats` is the largest difference of log-probs over all probes and all trained on-policy tokens.
+    `ess_ratio_mean` and `ess_ratio_lowest` are those of `ess_of_steps`.
     """
 
     steps: int
@@ -235,6 +236,8 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     staleness_limit: int
     max_group_staleness: int
     max_token_staleness: int
+    ess_ratio_mean: float | None
+    ess_ratio_lowest: float | None
     generator_busy_ratio: float
     learner_busy_ratio: float
     trained_tokens: int
@@ -250,6 +253,7 @@ def build_summary(
     window = edge_window(len(steps))
     parity_max_nats = largest([totals.parity_max_nats, *(record.parity_nats for record in steps)])
     learner_shares = state_shares(steps, "learner_state_s")
+    ess_mean, ess_lowest = ess_of_steps(steps)
     return Summary(
         **msgspec.structs.asdict(totals) | {"parity_max_nats": parity_max_nats},
         steps=len(steps),
@@ -264,12 +268,23 @@ def build_summary(
         staleness_limit=staleness_limit,
         max_group_staleness=max(max(record.group_staleness, default=0) for record in steps),
         max_token_staleness=max(max(record.token_staleness, default=0) for record in steps),
+        ess_ratio_mean=ess_mean,
+        ess_ratio_lowest=ess_lowest,
         generator_busy_ratio=state_shares(steps, "generator_state_s").get("generating", 0.0),
         learner_busy_ratio=sum(
             share for state, share in learner_shares.items() if state not in ("waiting_for_groups", "other")
         ),
         trained_tokens=sum(record.trained_tokens for record in steps),
     )
+
+
+def ess_of_steps(records: Sequence[StepRecord]) -> tuple[float | None, float | None]:
+    """Returns the mean and the lowest effective sample size (`ess_ratio`) of the trained steps; None if none has one.
+
+    docs/tuning-staleness.md has limits for these two numbers.
+    """
+    sizes = _present([record.ess_ratio for record in records if record.trained])
+    return mean(sizes), min(sizes, default=None)
 
 
 def edge_window(steps: int) -> int:

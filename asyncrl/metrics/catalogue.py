@@ -172,7 +172,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         gauge(
             LEARNER,
             "asyncrl_checkpoint_interval_versions",
-            "`checkpoint.every_steps`; 0 when only the end of the run is saved.",
+            "`checkpoint.every_steps`; 0 when checkpoints are not saved by steps.",
         ),
         gauge(
             LEARNER,
@@ -395,7 +395,12 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         histogram(
             LEARNER,
             "asyncrl_checkpoint_duration_seconds",
-            "Time to write a checkpoint. The learner does not train meanwhile.",
+            "Time of a checkpoint from the moment that it is of until it is complete. The learner trains meanwhile.",
+        ),
+        histogram(
+            LEARNER,
+            "asyncrl_checkpoint_wait_seconds",
+            "Time that training waited for a checkpoint, while the ranks copied weights and optimizer in memory.",
         ),
         gauge(
             LEARNER,
@@ -407,7 +412,12 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "asyncrl_checkpoint_policy_version",
             "Number of steps behind the weights of the newest checkpoint; 0 before the first.",
         ),
-        counter(LEARNER, "asyncrl_checkpoints_total", "Checkpoints by outcome.", {"outcome": ("saved", "failed")}),
+        counter(
+            LEARNER,
+            "asyncrl_checkpoints_total",
+            "Checkpoints by outcome. `postponed`: was due while the last one was being written.",
+            {"outcome": ("saved", "failed", "postponed")},
+        ),
     ),
 }
 

@@ -79,7 +79,7 @@ NO_GRADIENT = Panel(
 )
 EFFECTIVE = Panel(
     HARMS,
-    "Effective samples",
+    "Effective sample size",
     "Effective sample size as a share of the tokens: by the untruncated importance weights, and by the strength with "
     "which the objective pushes each token. If it falls, lower staleness.max_versions.",
     "percentunit",
@@ -203,7 +203,7 @@ NUMBERS: tuple[Number, ...] = (
         "ratio",
         "Effective sample size of the untruncated importance weights divided by the number of tokens.",
         "staleness",
-        Line(Chart("Effective sample size", "share of tokens", (0, 1)), "effective samples"),
+        Line(Chart("Effective sample size", "share of tokens", (0, 1)), "effective sample size"),
         (EFFECTIVE, "importance weights"),
     ),
     Number(

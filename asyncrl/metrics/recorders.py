@@ -168,6 +168,14 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.set("asyncrl_checkpoint_policy_version", step)
         self._instruments.set("asyncrl_checkpoint_last_success_timestamp_seconds", unix_time_s)
 
+    def checkpoint_staged(self, wait_s: float) -> None:
+        """Records the time that training waited for the copies of a checkpoint."""
+        self._instruments.observe("asyncrl_checkpoint_wait_seconds", wait_s)
+
+    def checkpoint_postponed(self) -> None:
+        """Records a checkpoint that was due while the last one was being written."""
+        self._instruments.add("asyncrl_checkpoints_total", 1, outcome="postponed")
+
     def checkpoint_failed(self) -> None:
         """Records a checkpoint that could not be written."""
         self._instruments.add("asyncrl_checkpoints_total", 1, outcome="failed")

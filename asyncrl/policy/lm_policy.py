@@ -61,6 +61,13 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
         ranks stay usable."""
         self._ranks.call(PolicyWorker.save_hf, path.absolute())
 
+    def write_hf(self, weights_path: Path, path: Path) -> None:
+        """Writes the directory of `save_hf` with the weights that `write_checkpoint` wrote to `weights_path`.
+
+        It blocks, but another thread may make any other call meanwhile. Raises CheckpointError if it cannot be written.
+        """
+        self._ranks.save_beside(PolicyWorker.write_hf, weights_path.absolute(), path.absolute())
+
     def trained_step(self) -> int | None:
         """Returns the version of the weights by the ranks' own account: see `RankWorker.trained_step`. A call that
         trains is finished first."""

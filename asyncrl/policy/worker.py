@@ -22,7 +22,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CollectiveError, WeightError
-from asyncrl.policy.export import save_hf
+from asyncrl.policy.export import convert_to_hf, save_hf
 from asyncrl.policy.flops import forward_cost, peak_flops_per_s
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import loss_of
@@ -54,6 +54,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._broadcasts = Broadcasts(rank)
         self._shared = SharedWeights(world_size=world_size, device=self._device)
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        self._specs = parameter_specs(self._model, dtype=self._engine_dtype)
         self._first_weights: torch.nn.Module | None = None
         if needs_reference(build_loss(config)) or reward_kl(advantage_of(config.algorithm)) is not None:
             self._reference()  # loaded at the start, so that a lack of memory shows at once
@@ -158,7 +159,7 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:
         """Returns every parameter in the order of `gather_weights`, in the engine's precision. Not a collective."""
-        return parameter_specs(self._model, dtype=self._engine_dtype)
+        return self._specs
 
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, full CPU tensor in the engine's precision). Every rank must exhaust the iterator before it
@@ -175,6 +176,19 @@ class PolicyWorker(RankWorker[LossFunction]):
             dtype=self._engine_dtype,
             group=self._checkpoints,
         )
+
+    def write_hf(self, weights_path: Path, path: Path) -> None:
+        """Writes the directory of `save_hf` with the weights of the checkpoint at `weights_path`, on rank 0. It may run
+        in a second thread, like `write_checkpoint`."""
+        if self.rank == 0:
+            convert_to_hf(
+                self._model,
+                self._specs,
+                weights_path=weights_path,
+                tokenizer_path=self._model_path,
+                path=path,
+                dtype=self._engine_dtype,
+            )
 
     # -- sending weights -----------------------------------------------------------------------------------------
 

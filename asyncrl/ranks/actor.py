@@ -22,6 +22,8 @@ from asyncrl.ranks.worker import RankWorker
 LOOPBACK = "127.0.0.1"
 BESIDE = "beside"
 """Ray concurrency group for calls that run in a second thread, in parallel with the rank's steps."""
+SAVING = "saving"
+"""Ray concurrency group for writing checkpoints. It has its own thread, so that a slow disk delays no other call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,8 @@ The policy and the critic share this code, which does not depend on the model. A
 refused before any rank is called, or by all ranks together. In both cases the ranks stay usable.
 """
 
+import shutil
+import uuid
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import torch
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction, input_type_of
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import CheckpointError
 from asyncrl.ranks.group import RankGroup, WorkerT
 from asyncrl.ranks.named_rows import DataPlane, NamedRows, name_fields
 from asyncrl.ranks.plan import BatchingPlan, check_columns, required_columns
@@ -158,6 +161,36 @@ class RankDriver(Generic[WorkerT]):
         ignore_arguments("save_checkpoint", args, kwargs)
         optimizer, tokenizer = (None if path is None else _absolute(path) for path in (optimizer_path, tokenizer_path))
         self._ranks.call(self._worker.save_checkpoint, _absolute(weights_path), optimizer, tokenizer)
+
+    def check_folder(self, folder: Path) -> None:
+        """Raises CheckpointError unless this process and all ranks can write to `folder` and see each other's files
+        there."""
+        probe = _absolute(folder) / f"probe-{uuid.uuid4().hex}"
+        try:
+            probe.mkdir(parents=True)
+            self._ranks.call(self._worker.write_probe, probe)
+            found = {path.name for path in probe.iterdir()}
+            if missing := sorted({str(rank) for rank in range(self._ranks.size)} - found):
+                raise CheckpointError(
+                    f"this process does not see the files that ranks {', '.join(missing)} wrote there"
+                )
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(
+                f"checkpoints cannot be written to {folder}: {error}. Set run.dir to a folder that the learner's "
+                "process and all ranks share and may write to"
+            ) from error
+        finally:
+            shutil.rmtree(probe, ignore_errors=True)
+
+    def stage_checkpoint(self) -> None:
+        """Copies weights and optimizer on the ranks, for `write_checkpoint`. Call it between two steps. Raises
+        CheckpointError if the last copies are still being written, or if there is no memory for them."""
+        self._ranks.call(self._worker.stage_checkpoint)
+
+    def write_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path) -> None:
+        """Writes what `stage_checkpoint` copied, with the result of `save_checkpoint`. It blocks, but another thread
+        may make any other call meanwhile. Raises CheckpointError if it cannot be written; no rank ends."""
+        self._ranks.save_beside(self._worker.write_checkpoint, _absolute(weights_path), _absolute(optimizer_path))
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
         """Loads the weights that `save_checkpoint` wrote, from any number of ranks. With `optimizer_path`, also loads

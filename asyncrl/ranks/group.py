@@ -16,8 +16,16 @@ from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.calls import first_line, room
 from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.errors import REFUSALS, ActorGone, AsyncRLError, CallTimeout, PlacementError, RunError
-from asyncrl.ranks.actor import BESIDE, LOOPBACK, RankActor, Shared
+from asyncrl.errors import (
+    REFUSALS,
+    ActorGone,
+    AsyncRLError,
+    CallTimeout,
+    CheckpointError,
+    PlacementError,
+    RunError,
+)
+from asyncrl.ranks.actor import BESIDE, LOOPBACK, SAVING, RankActor, Shared
 from asyncrl.ranks.worker import RankWorker
 
 WorkerT = TypeVar("WorkerT", bound=RankWorker[Any])
@@ -96,7 +104,7 @@ class RankGroup(Generic[WorkerT]):
         if not learner.gpus:
             # otherwise torch's CUDA build would make its default device mesh of GPUs that the ranks did not request
             env["CUDA_VISIBLE_DEVICES"] = ""
-        actor = ray.remote(concurrency_groups={BESIDE: 1})(RankActor)  # type: ignore[call-overload]
+        actor = ray.remote(concurrency_groups={BESIDE: 1, SAVING: 1})(RankActor)  # type: ignore[call-overload]
         self._ranks = [
             actor.options(
                 num_cpus=learner.cpus,
@@ -173,6 +181,34 @@ class RankGroup(Generic[WorkerT]):
             rank.on_rank.options(concurrency_group=BESIDE).remote(function, *args, **options) for rank in self._alive()
         ]
         return self._wait(calls, what=function.__name__, knob="weights.load_timeout_s")
+
+    def save_beside(self, method: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
+        """Calls a worker's method that writes files, on every rank in a thread beside the rank's steps. Returns the
+        results in rank order.
+
+        A failure ends no rank, because training does not need the files. Raises CheckpointError if a rank fails or
+        dies, or if a rank takes longer than `checkpoint.timeout_s`.
+        """
+        name, section, timeout_s = method.__name__, self._worker.section, self._config.checkpoint.timeout_s
+        calls = [
+            rank.attempt.options(concurrency_group=SAVING).remote(name, *args, **options) for rank in self._alive()
+        ]
+        answers: list[concurrent.futures.Future[R]] = [call.future() for call in calls]
+        first_failure = concurrent.futures.FIRST_EXCEPTION
+        _, late = concurrent.futures.wait(answers, timeout=timeout_s, return_when=first_failure)
+        if _failures(answers):
+            # The ranks fail together, but a rank whose peer has died may wait for the peer until its collective ends.
+            concurrent.futures.wait(answers, timeout=FIRST_CAUSE_GRACE_S)
+        if failures := _failures(answers):
+            cause = _first_cause(failures, what=name, section=section)
+            raise cause if isinstance(cause, CheckpointError) else CheckpointError(str(cause)) from cause
+        if late:
+            unfinished = [rank for rank, answer in enumerate(answers) if answer in late]
+            raise CheckpointError(
+                f"{section} ranks {unfinished} did not finish {name} within checkpoint.timeout_s={timeout_s} s; look "
+                "at the disk of the run's directory, or raise the limit"
+            )
+        return [answer.result() for answer in answers]
 
     def shutdown(self) -> bool:
         """Ends every rank. Idempotent. A rank that is already dead does not cause an error. Returns True if all ranks

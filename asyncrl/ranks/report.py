@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from asyncrl.algorithms.diagnostics import MetricSums, adds_up, merge_metrics
+from asyncrl.ranks.digest import combined
 
 Number = TypeVar("Number", int, float)
 
@@ -57,6 +58,10 @@ class StepReport:
     """FLOPs of the passes (in eval mode only forward), as `asyncrl.policy.flops` counts them. None if it cannot."""
     peak_flops_per_s: float | None = None
     """Peak rate of the ranks' devices together, in the precision of the passes. None if it is not known."""
+    weights_before: int = 0
+    """Digest of the weights at the start of the step (`asyncrl.ranks.digest`)."""
+    weights_after: int = 0
+    """Digest of the weights after the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +106,8 @@ class RankRecord:
     All ranks have the same plans and learning rate, and outcomes for the same updates, which are those with a trained
     token. `staleness` counts the rank's own trained tokens by staleness. `nonfinite_tokens` were left out of training.
     `passed_tokens` went through the rank's model, and `real_tokens` of them were not padding. `seconds` are by stage.
-    `model_flops` and `peak_flops_per_s` are as in `StepReport`, for this rank.
+    `model_flops` and `peak_flops_per_s` are as in `StepReport`, for this rank. `weights_before` and `weights_after` are
+    the rank's parts of the digests.
     """
 
     plans: tuple[UpdatePlan, ...]
@@ -115,6 +121,8 @@ class RankRecord:
     passed_tokens: int = 0
     model_flops: int | None = None
     peak_flops_per_s: float | None = None
+    weights_before: int = 0
+    weights_after: int = 0
 
 
 def global_plan(plans: Sequence[UpdatePlan]) -> UpdatePlan:
@@ -167,6 +175,8 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
         seconds=dict(ranks[0].seconds),
         model_flops=_total([rank.model_flops for rank in ranks]),
         peak_flops_per_s=_total([rank.peak_flops_per_s for rank in ranks]),
+        weights_before=combined(rank.weights_before for rank in ranks),
+        weights_after=combined(rank.weights_after for rank in ranks),
     )
 
 

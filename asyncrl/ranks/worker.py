@@ -5,7 +5,8 @@ wraps; it does not use Ray. A subclass defines the model, the result of a micro-
 
 Invariants:
 
-- Every method except `close` is a collective: all ranks must call it in the same order.
+- Every method except `close` is a collective: all ranks must call it in the same order. `write_checkpoint` may run in
+  a second thread.
 - The result of a step is equal for any number of ranks and any micro-batch size, to float tolerance.
 - Either all ranks apply an update, or none does.
 - If one rank refuses a call before it changes anything, all ranks refuse it, and all stay usable.
@@ -36,8 +37,9 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CallRefused, LossFailed, Offloaded
 from asyncrl.ranks.accelerator import forget_accelerator, make_accelerator
 from asyncrl.ranks.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
-from asyncrl.ranks.checkpoint import ShardedState, save_tokenizer
+from asyncrl.ranks.checkpoint import ShardedState, on_all_ranks, save_tokenizer
 from asyncrl.ranks.collectives import Collectives
+from asyncrl.ranks.digest import model_digest
 from asyncrl.ranks.gather import move_model, move_optimizer
 from asyncrl.ranks.loss_pass import LossT, MicroBatchOutcome, UpdateContext
 from asyncrl.ranks.plan import BatchingPlan, PlannedUpdate, check_columns, planned_updates, required_columns
@@ -71,8 +73,10 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         # set after accelerate is initialised, because accelerate sets the number of threads on CPUs
         torch.set_num_threads(learner.threads)
         super().__init__(rank=rank, world_size=world_size, timeout=timeout)
-        # DCP aborts the process if its group has other traffic. Writing a checkpoint may take longer than a collective
+        # DCP aborts the process if its group has other traffic. Loading a checkpoint may take longer than a collective
         self._checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.run.stall_timeout_s))
+        # for a thread that writes beside the steps
+        saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s))
         # master weights are float32 for every engine precision: bfloat16 loses updates below 2⁻⁸ of a weight
         model = self._loaded(model_path)
         self._vocabulary = len(model.get_input_embeddings().weight)
@@ -86,7 +90,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             weight_decay=learner.optimizer.weight_decay,
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
-        self._state = ShardedState(self._model, self._optimizer.optimizer, group=self._checkpoints)
+        self._state = ShardedState(self._model, self._optimizer.optimizer, group=self._checkpoints, saving=saving)
         self._calls = 0  # number of `train` calls, which the learning-rate schedule counts
         self._updates = 0  # number of updates that the optimizer has applied
         self._trained_step: int | None = None
@@ -161,10 +165,12 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             data, nonfinite_tokens = self._prepared(data, loss_fn, step=step, updates=updates, eval_mode=eval_mode)
             cuts = plan.updates(data, rows_per_update=rows_per_update)
         planned = planned_updates(cuts, gather=self.gather)
+        before = self.weights_digest()
         with stopwatch(seconds, "log_probs"):
             loss_fn = self._step_loss(loss_fn, planned)
         rate = self._set_learning_rate(self._calls)
         outcomes = self._run_updates(planned, loss_fn=loss_fn, step=step, eval_mode=eval_mode, seconds=seconds)
+        after = before if eval_mode else self.weights_digest()
         run = [i for i, update in enumerate(planned) if update.plan.tokens > 0]
         real_tokens, passed_tokens = tokens_passed(
             [part for i in run for part in planned[i].parts], packed=self._packed
@@ -183,12 +189,18 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             passed_tokens=passed_tokens,
             model_flops=self._model_flops(row_lengths(own), backward=not eval_mode),
             peak_flops_per_s=self._peak_flops_per_s(),
+            weights_before=before,
+            weights_after=after,
         )
 
     def trained_step(self) -> int | None:
         """Returns the version of the weights by this rank's own account: 1 more than the `step` of the last `train`
         call that applied an update. None if there was none since the start or the last load. Not a collective."""
         return self._trained_step
+
+    def weights_digest(self) -> int:
+        """Returns this rank's part of the digest of the weights (`asyncrl.ranks.digest`). Not a collective."""
+        return model_digest(self._model, rank=self.rank)
 
     def _set_learning_rate(self, step: int) -> float:
         rate = learning_rate(self._config.learner.optimizer, step=step, total_steps=self._config.learner.total_steps)
@@ -334,9 +346,24 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         """Writes the state from which training can continue on any number of ranks: the weights, and the optimizer and
         the tokenizer if they have a path. Each goes to its own directory, which all ranks must share. Raises
         CheckpointError if it cannot be written."""
-        self._state.save(train_calls=self._calls, weights_path=weights_path, optimizer_path=optimizer_path)
+        self._state.stage(train_calls=self._calls, optimizer=optimizer_path is not None)
+        self.write_checkpoint(weights_path, optimizer_path)
         if tokenizer_path is not None:
             save_tokenizer(self._model_path, tokenizer_path, group=self._checkpoints)
+
+    def write_probe(self, folder: Path) -> None:
+        """Writes a file with the rank's number in `folder`. Raises CheckpointError, on all ranks, if a rank cannot."""
+        on_all_ranks(lambda: (folder / str(self.rank)).write_bytes(b"asyncrl"), group=self._checkpoints)
+
+    def stage_checkpoint(self) -> None:
+        """Copies this rank's part of the weights and of the optimizer, for `write_checkpoint`. Raises CheckpointError
+        if the last copies are still being written, or if there is no memory for them."""
+        self._state.stage(train_calls=self._calls, optimizer=True)
+
+    def write_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
+        """Writes what `stage_checkpoint` copied, with the result and the errors of `save_checkpoint`. It may run in a
+        second thread beside other calls; among themselves, its calls must have the same order on all ranks."""
+        self._state.write(weights_path=weights_path, optimizer_path=optimizer_path)
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
         """Loads the weights of `save_checkpoint`. With `optimizer_path`, also loads the optimizer, its position in the

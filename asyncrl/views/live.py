@@ -111,7 +111,7 @@ def plain_line(view: LiveView) -> str:
     if view.oldest_token_versions is not None:
         parts.append(f"staleness {view.oldest_token_versions} of {view.staleness_limit}")
     if view.ess_ratio is not None:
-        parts.append(f"effective samples {view.ess_ratio * 100:.0f} %")
+        parts.append(f"effective sample size {view.ess_ratio * 100:.0f} %")
     parts.append(_speed(view))
     if view.eta_s is not None:
         parts.append(f"{duration(view.eta_s)} left")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from asyncrl.buffer.staleness import limits_of
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.learner.recording import groups_by_state
 from asyncrl.learner.records import EvalRecord, StepRecord, mean, state_shares
 from asyncrl.views.headline import headline
 from asyncrl.views.live import LiveView, starting_view
@@ -66,7 +65,7 @@ def live_view(
         return view
     return replace(  # the buffer knows these better than the last record
         view,
-        buffer_groups=groups_by_state(status),
+        buffer_groups=status.groups_by_state,
         published_version=None if status.published is None else status.published.step,
         replica_versions={each.replica: each.version.step for each in status.replicas if each.version is not None},
         activity=f"learner {activity(status)}, last progress {duration(status.quiet_s)} ago",

@@ -2,26 +2,33 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 import msgspec
 
 from asyncrl.buffer.ledger import Fate
 from asyncrl.common.roles import Role, RunState
-from asyncrl.coordinator.replicas import ReplicaReport
+from asyncrl.coordinator.replicas import ReplicaReport, mean_states
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.failures import in_words
-from asyncrl.learner.recording import mean_states
-from asyncrl.learner.records import StepRecord
+from asyncrl.learner.records import StepRecord, ess_of_steps
 from asyncrl.views.headline import Bottleneck, Headline, bottleneck, failed_share, headline
 from asyncrl.views.run_facts import Setting, facts_of_steps, with_status
 
 
-def status_lines(status: RunStatus, *, steps: Sequence[StepRecord] = (), setting: Setting | None = None) -> list[str]:
-    """Returns the status as lines of plain text. `steps` are the run's records; with them, one line is the headline of
-    the run since its start."""
+def status_lines(
+    status: RunStatus, *, now: datetime, steps: Sequence[StepRecord] = (), setting: Setting | None = None
+) -> list[str]:
+    """Returns the status as lines of plain text.
+
+    `now` is the time of the status. `steps` are the run's records; with them, one line is the headline of the run since
+    its start.
+    """
     counts, account = status.counts, status.account
     lines = [
-        f"run {status.run}: {status.state.value}" + (f" ({status.message})" if status.message else ""),
+        f"run {status.run}: {status.state.value}"
+        + (f" ({status.message})" if status.message else "")
+        + f", as of {now.astimezone(UTC):%H:%M:%S} UTC",
         f"{status.version.words} of {status.total_steps}, "
         f"weights published: {status.published.words if status.published else 'none'}, "
         f"staleness limit {status.max_staleness_versions} versions",
@@ -47,23 +54,35 @@ def status_lines(status: RunStatus, *, steps: Sequence[StepRecord] = (), setting
         + (" (all accounted for)" if account.closed else " (NOT all accounted for: a bug of asyncrl)")
     )
     lines += _failures(status)
-    if (found := since_start(status, steps, setting=setting).headline) is not None:
+    since = since_start(status, steps, setting=setting)
+    if (found := since.headline) is not None:
         lines.append(f"{'warning' if found.warns else 'since the start'}: {found.sentence}")
+    if since.ess_ratio_mean is not None:
+        lines.append(
+            f"effective sample size of the steps: mean {since.ess_ratio_mean:.3f}, lowest {since.ess_ratio_lowest:.3f}"
+        )
     lines += [
         f"deployment {deployment.id}: pid {deployment.pid} on {deployment.host}" for deployment in status.deployments
     ]
     return lines + [f"metrics of {name}: http://{target}/metrics" for name, target in sorted(status.targets.items())]
 
 
-def status_json(status: RunStatus, *, steps: Sequence[StepRecord] = (), setting: Setting | None = None) -> bytes:
-    """Returns the buffer's status as JSON. The key `since_start` has what limits the run, from its records too."""
+def status_json(
+    status: RunStatus, *, now: datetime, steps: Sequence[StepRecord] = (), setting: Setting | None = None
+) -> bytes:
+    """Returns the buffer's status as JSON.
+
+    The key `since_start` has what limits the run, from its records too. The key `as_of` has the time of the status,
+    ISO 8601.
+    """
     since = since_start(status, steps, setting=setting)
-    return msgspec.json.encode(msgspec.to_builtins(status) | {"since_start": since})
+    return msgspec.json.encode(msgspec.to_builtins(status) | {"as_of": now, "since_start": since})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinceStart:
-    """Shares of time by state since the start of the run, its bottleneck and its headline. None means not known.
+    """Shares of time by state since the start of the run, its bottleneck, its headline, and the mean and the lowest
+    effective sample size of its steps. None means not known.
 
     The time in which the processes started (state `starting`) does not count, as in the headline.
     """
@@ -72,6 +91,8 @@ class SinceStart:
     generator_shares: Mapping[str, float] | None
     bottleneck: Bottleneck | None
     headline: Headline | None
+    ess_ratio_mean: float | None
+    ess_ratio_lowest: float | None
 
 
 def since_start(status: RunStatus, steps: Sequence[StepRecord], *, setting: Setting | None = None) -> SinceStart:
@@ -81,11 +102,14 @@ def since_start(status: RunStatus, steps: Sequence[StepRecord], *, setting: Sett
     )
     learner = shares_of(status.learner_state_seconds)
     generators = shares_of(mean_states(status.reports.values()))
+    ess_mean, ess_lowest = ess_of_steps(steps)
     return SinceStart(
         learner_shares=learner,
         generator_shares=generators,
         bottleneck=bottleneck(learner, generators, room=facts.room) if learner and generators else None,
         headline=headline(replace(facts, learner_shares=learner, generator_shares=generators)),
+        ess_ratio_mean=ess_mean,
+        ess_ratio_lowest=ess_lowest,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.common.roles import Role
+from asyncrl.common.roles import Role, RunState
 from asyncrl.config.load import load_config
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import RunEnded, RunError
@@ -16,11 +16,18 @@ from asyncrl.views.live import LiveView
 from asyncrl.views.live_from_records import live_view
 from asyncrl.views.run_facts import setting_at
 
+NO_ANSWER = "the buffer does not answer"
+ENDING = "the run is ending"
 
-def watch(run_dir: Path, *, ask: Callable[[], RunStatus | None]) -> Iterator[LiveView]:
+
+def watch(
+    run_dir: Path, *, ask: Callable[[], RunStatus | None], absence: Callable[[], str] = lambda: NO_ANSWER
+) -> Iterator[LiveView]:
     """Yields the present view of the run at each `next`.
 
     `ask` returns the buffer's status, or None if the buffer does not answer; the view then has the records only.
+    `absence` then returns the phase that is shown, unless the run has trained its last step or has reported that it
+    ends: the phase is then `ENDING`.
 
     Raises RunError if the directory cannot be read, or if the buffer is that of another run. Raises RunEnded if another
     run has taken the directory.
@@ -29,6 +36,7 @@ def watch(run_dir: Path, *, ask: Callable[[], RunStatus | None]) -> Iterator[Liv
     started_s = datetime.fromisoformat(info.started).timestamp()
     steps = GrowingLines(run_dir / "steps.jsonl", StepRecord)
     evals = GrowingLines(run_dir / "evals.jsonl", EvalRecord)
+    last: RunStatus | None = None
     while True:
         if _info(run_dir).nonce != info.nonce:
             raise RunEnded(f"run {info.name} has ended, and another run of this name has started")
@@ -38,11 +46,16 @@ def watch(run_dir: Path, *, ask: Callable[[], RunStatus | None]) -> Iterator[Liv
                 f"the run {status.run} on this cluster is not the run of {run_dir}: give the directory of the run that "
                 "goes on, or the address of the cluster of this one"
             )
+        last, records = status or last, steps.read()
+        trained = records[-1].version_after if records else 0
+        ends = trained >= config.learner.total_steps or (
+            last is not None and last.state not in (RunState.STARTING, RunState.RUNNING)
+        )
         yield live_view(
             config,
-            phase=presence(status),
+            phase=presence(status) if status is not None else ENDING if ends else absence(),
             elapsed_s=max(0.0, time.time() - started_s),
-            steps=steps.read(),
+            steps=records,
             evals=evals.read(),
             setting=setting,
             status=status,
@@ -58,14 +71,8 @@ def steps_of(run_dir: Path, status: RunStatus) -> Sequence[StepRecord]:
     return read_lines(run_dir / "steps.jsonl", StepRecord) if here else []
 
 
-def presence(status: RunStatus | None) -> str:
-    """Returns the state of the run and its processes as text.
-
-    >>> presence(None)
-    'the buffer does not answer'
-    """
-    if status is None:
-        return "the buffer does not answer"
+def presence(status: RunStatus) -> str:
+    """Returns the state of the run and its processes as text."""
     count, silent = len(status.replicas), [view.replica for view in status.replicas if not view.live]
     parts = [status.state.value]
     if not any(deployment.role is Role.LEARNER for deployment in status.deployments):

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from buffer_scenes import Scene, finished
 
+from asyncrl.buffer import groups
 from asyncrl.buffer.ledger import Amount, Event, Fate
 from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal
 from asyncrl.common.version import Version
@@ -421,3 +422,33 @@ def test_what_the_buffer_keeps_does_not_grow_with_the_run() -> None:
     sizes = [len(kept.open), len(kept.reserved), len(kept.ready), len(kept.unleased_by_deadline)]
     assert sizes == [0, 0, 0, 0]
     assert (kept.booked_bytes, kept._last_attempts, kept.ready.by_deadline()) == (0, {}, {})
+
+
+@pytest.mark.fault("F40")
+def test_only_attempts_that_ended_without_a_commit_have_rows_that_no_group_needs() -> None:
+    scene = Scene(eta=1, per_step=2)
+    expired, ready, lost = scene.reserve(3)
+    scene.clock.now_s += 11.0
+    scene.buffer.renew("a", held=[ready.key, lost.key])
+    scene.buffer.expire()
+    scene.commit(ready, lost)
+    scene.buffer.rows_lost([lost.key])
+    (reserved,) = scene.reserve(1)
+    assert reserved.key == "0.1"
+    keys = [expired.key, ready.key, lost.key, reserved.key, "99.0", "0.7", "of a user"]
+    assert scene.buffer.never_committed(keys) == (expired.key, lost.key)
+    scene.commit(reserved)
+    scene.train()
+    assert scene.buffer.never_committed(keys) == (expired.key, lost.key), "the learner clears what it has trained"
+
+
+def test_only_the_newest_ended_groups_with_a_retry_or_a_failure_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "LAST_ATTEMPTS", 2)
+    scene = Scene(max_data_failures=100)
+    tickets = [scene.reserve(1)[0] for _ in range(1)]
+    for _ in range(4):
+        scene.buffer.fail(tickets[-1].key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
+        tickets += scene.reserve(1)
+    assert list(scene.buffer.snapshot().last_attempts) == [2, 3]
+    assert scene.buffer.commit(finished(tickets[3])) is CommitOutcome.LATE
+    assert scene.buffer.commit(finished(tickets[0])) is not CommitOutcome.ACCEPTED

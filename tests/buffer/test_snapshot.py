@@ -107,3 +107,22 @@ def test_a_snapshot_of_another_format_is_refused() -> None:
     snapshot = msgspec.structs.replace(Scene().buffer.snapshot(), schema=2)
     with pytest.raises(msgspec.ValidationError, match="schema"):
         msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=BufferSnapshot)
+
+
+def test_the_audit_gets_every_ended_group_once_also_over_a_restart() -> None:
+    scene = Scene(eta=2, per_step=1)
+    scene.commit(*scene.reserve(1))
+    scene.train()
+    trained = scene.buffer.ledger_entry(of_ack=True)
+    assert [(ended.group, ended.fate, ended.tokens) for ended in trained.ended] == [(0, Fate.TRAINED, 3)]
+    assert (trained.prompts, trained.open) == (1, ())
+    one, other, _ = scene.reserve(3)
+    failure = Failure(failure_class=FailureClass.DATA, reason="x")
+    scene.buffer.fail(one.key, incarnation=1, failure=failure)
+    after = restored(scene)
+    after.buffer.fail(after.reserve(1)[0].key, incarnation=2, failure=failure)
+    for of_ack in (False, True):
+        entry = after.buffer.ledger_entry(of_ack=of_ack)
+        assert [(ended.group, ended.fate) for ended in entry.ended] == [(1, Fate.FAILED), (other.group, Fate.FAILED)]
+        assert (entry.prompts, entry.open) == (4, (3,)), "a prompt that waits for another attempt is open"
+    assert after.buffer.ledger_entry(of_ack=True).ended == ()

@@ -1,6 +1,7 @@
 """The output of the commands about runs: report, status, and the last lines of a run."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import ray
 from made_up_run import TOTALS, make_status, make_step, status_of
 from typer.testing import CliRunner
 
@@ -182,8 +184,20 @@ def test_status_says_what_limits_the_run_and_json_says_the_same(
     assert found["learner_shares"]["waiting_for_groups"] == 0.75
     assert found["generator_shares"]["generating"] == 1.0
     assert f"since the start: {found['bottleneck']['sentence']}" in lines
-    assert lines[0] == "run quick: running"
+    assert re.fullmatch(r"run quick: running, as of \d\d:\d\d:\d\d UTC", lines[0])
     assert f"metrics of learner: http://{live.targets['learner']}/metrics" in lines
+
+
+@pytest.mark.parametrize("joined_before", [False, True])
+def test_status_leaves_the_cluster_that_it_joined_and_no_other(
+    joined_before: bool, live: RunStatus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    joined, left = [joined_before], list[str]()
+    monkeypatch.setattr(ray, "is_initialized", lambda: joined[0])
+    monkeypatch.setattr(ray, "shutdown", lambda: left.append(capsys.readouterr().out))
+    monkeypatch.setattr(cluster, "join", lambda *_, **__: joined.__setitem__(0, True))
+    status(Path("quick"))
+    assert [text.startswith("run quick: running, ") for text in left] == ([] if joined_before else [True])
 
 
 @pytest.fixture

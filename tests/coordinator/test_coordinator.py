@@ -4,7 +4,7 @@ import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.coordinator import SWEEP_EVERY_S, Coordinator, _no_keys
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.replicas import ReplicaReport
 from asyncrl.coordinator.snapshot import Restored, RunSnapshot
@@ -48,6 +48,7 @@ def made(
     started_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
     tasks: int = 20,
+    stored_keys: Callable[[], Awaitable[Sequence[str]]] = _no_keys,
     **sections: Any,
 ) -> Coordinator:
     config = Config.model_validate(CONFIG | sections)
@@ -56,6 +57,7 @@ def made(
         config=config,
         tasks=questions,
         clear_rows=rows.clear,
+        stored_keys=stored_keys,
         started_s=started_s,
         clock=clock,
     )
@@ -312,6 +314,49 @@ async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tick
     assert [view.replica for view in status.replicas] == ["b", "survivor"]
 
 
+@pytest.mark.asyncio
+@pytest.mark.fault("F2")
+async def test_a_stall_of_the_buffers_process_expires_nothing_that_is_still_held() -> None:
+    now_s = 0.0
+    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    [held, lost] = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    await coordinator._tick()
+    now_s += coordinator._config.buffer.heartbeat_timeout_s + 1.0
+    await coordinator._tick()  # before the heartbeats that waited
+    assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 0
+    assert [view.replica for view in coordinator.status().replicas] == ["a"]
+    await coordinator.heartbeat("a", NOW, 0, [held.key], report_of("a"))
+    now_s += 3.0
+    await coordinator._tick()  # late again, because the machine is busy
+    assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 1, "no heartbeat names the second one"
+    assert (lost.key in coordinator._buffer._groups.reserved, held.key in coordinator._buffer._groups.reserved) == (
+        False,
+        True,
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F40")
+async def test_rows_that_a_dead_replica_stored_after_its_ticket_expired_are_cleared() -> None:
+    now_s, rows, asked = 0.0, ClearedRows(), [0]
+
+    async def stored_keys() -> list[str]:
+        asked[0] += 1
+        if asked[0] == 1:
+            raise TimeoutError("the index is late")
+        return [lost.key, kept.key]
+
+    coordinator = made(rows, clock=lambda: now_s, stored_keys=stored_keys)
+    [lost, kept] = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    for _ in range(int(2 * SWEEP_EVERY_S)):
+        now_s += 1.0
+        await coordinator.heartbeat("a", NOW, 0, [kept.key], report_of("a"))
+        await coordinator._tick()
+        await asyncio.gather(*coordinator._clearing)
+    assert rows.cleared == [[lost.key], [lost.key]], "once when the ticket expired, once because rows came later"
+    assert asked == [2], "a search that failed is repeated a minute later"
+
+
 async def performed(call: Callable[[], Any]) -> None:
     """Performs a call that may be a coroutine."""
     answer = call()
@@ -418,13 +463,16 @@ async def test_no_learner_takes_over_a_run_that_is_over(state: RunState) -> None
 
 
 @pytest.mark.asyncio
-async def test_rows_of_a_dropped_step_are_cleared_once() -> None:
+async def test_rows_of_a_dropped_step_are_cleared_once_and_not_before_the_learner_has_saved() -> None:
     rows = ClearedRows()
     coordinator = made(rows, data={"drop_last": True, "epochs": 1}, tasks=1)
     [ticket] = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket)])
     for _ in range(2):
         assert await coordinator.learner.lease(1, wait_s=0.0) is LeaseWait.FINISHED
+    assert not coordinator._clearing, "a save may still read them"
+    for _ in range(2):
+        coordinator.learner.clear_dropped(1)
     await asyncio.gather(*coordinator._clearing)
     assert rows.cleared == [[ticket.key]]
 

@@ -1,11 +1,14 @@
 """The coordinator's views of the replicas: slots, versions, refusals, silence and endpoints."""
 
+import pytest
 from buffer_scenes import Scene
 
 from asyncrl.buffer.records import Failure, Refusal, Ticket
 from asyncrl.common.version import Version
-from asyncrl.coordinator.replicas import Replicas, ReplicaView
+from asyncrl.coordinator import replicas as replicas_module
+from asyncrl.coordinator.replicas import ReplicaReport, Replicas, ReplicaView
 from asyncrl.errors import FailureClass
+from asyncrl.learner.recording import mean_states
 
 
 class Seen(Scene):
@@ -102,3 +105,33 @@ def test_a_replica_reports_each_version_that_it_has_loaded_once() -> None:
     assert replicas.heard("a", version=Version(1, 1), free_slots=2)
     replicas.forget("a")
     assert replicas.loaded("a") is None
+
+
+def report(samples: int) -> ReplicaReport:
+    return ReplicaReport(
+        actor="a", deployment="d", metrics_address="", state_seconds={"generating": float(samples)}, slots=2,
+        running_groups=0, samples=samples, completion_tokens=10 * samples, weight_updates=1,
+        parity_max_nats=samples / 8,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_replicas_that_are_gone_for_long_are_kept_as_one_sum(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas_module, "GONE_REPORTS", 2)
+    scene = Seen()
+    for number in range(6):
+        name = f"generator-{number}"
+        scene.replicas.reports[name] = report(number)
+        scene.replicas.heard(name, version=Version(1, 0), free_slots=2)
+        if silent:
+            scene.clock.now_s += 10.1
+            assert scene.replicas.forget_silent() == 1
+        else:
+            scene.replicas.forget(name)
+        assert scene.replicas.loaded(name) is None
+    reports = scene.replicas.reports
+    assert list(reports) == ["gone replicas", "generator-4", "generator-5"]
+    assert sum(each.samples for each in reports.values()) == 0 + 1 + 2 + 3 + 4 + 5
+    assert mean_states(reports.values()) == {"generating": 15 / 6}
+    gone = reports["gone replicas"]
+    assert (gone.replicas, gone.completion_tokens, gone.weight_updates, gone.parity_max_nats) == (4, 60, 4, 3 / 8)

@@ -140,6 +140,8 @@ class ClientContract:
         client.put_samples(IDS, partition, fields=first_stage())
         client.claim_meta(partition, "train", ["input_ids"], 4)
         client.put_samples(IDS, partition, fields=first_stage())
+        assert len(client.sample_ids(partition)) == 4
+        assert client.sample_ids("never registered") == []
         assert client.rows_outstanding()[partition] == 4
         assert client.check_consumption_status(partition, ["train"])
         assert client.claim_meta(partition, "train", ["input_ids"], 1, blocking=False).size == 0

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
+from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
@@ -54,11 +56,23 @@ def deployment_in(run: RunDir, config: Config) -> LearnerDeployment:
     )
 
 
-def checkpoints_in(
-    run: RunDir, write: Callable[[Path, RunSnapshot], None] = lambda path, snapshot: None
-) -> Checkpoints:
+class Saved:
+    """A run whose checkpoints `write` writes."""
+
+    def __init__(self, write: Callable[[Path], None]) -> None:
+        self._write = write
+
+    def check_folder(self, folder: Path) -> None: ...
+
+    def stage(self) -> None: ...
+
+    def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool, rows_saved: Callable[[], None]) -> None:
+        self._write(path)
+
+
+def checkpoints_in(run: RunDir, write: Callable[[Path], None] = lambda path: None) -> Checkpoints:
     run.checkpoints.mkdir()
-    return Checkpoints(CheckpointSection(), folder=run.checkpoints, write=write, metrics=LearnerMetrics())
+    return Checkpoints(CheckpointSection(), folder=run.checkpoints, run=Saved(write), metrics=LearnerMetrics())
 
 
 def snapshot_after(step: int) -> RunSnapshot:
@@ -113,6 +127,55 @@ async def test_a_failed_run_keeps_what_it_has_trained_if_its_ranks_still_can(
         await deployment._rescue_weights()
         assert saved == ["step-1"], "there is a checkpoint of this step"
     assert "could not be saved: rank 0 is gone" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_failed_run_first_waits_for_the_save_that_is_running(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    go_on, rescued = threading.Event(), list[Path]()
+
+    def slow(path: Path) -> None:
+        go_on.wait()
+        path.mkdir()
+        (path / COMPLETE).touch()
+
+    with RunDir.create(config) as run:
+        deployment = deployment_in(run, config)
+        deployment._checkpoints = checkpoints_in(run, slow)
+        deployment._save_hf = rescued.append
+        deployment._log.append_step(make_step(0))
+        await deployment._checkpoints.begin(snapshot_after(1), last_step=False)
+        rescue = asyncio.create_task(deployment._rescue_weights())
+        go_on.set()
+        await rescue
+        assert not rescued, "the checkpoint of this step was being written"
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F7")
+async def test_a_run_that_fails_with_its_running_save_ends_and_leaves_no_unfinished_checkpoint(tmp_path: Path) -> None:
+    """A rank died: the save ends with an error, and the ranks cannot save their weights either."""
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    died = threading.Event()
+
+    def dies(path: Path) -> None:
+        (unfinished(path) / "policy").mkdir(parents=True)
+        died.wait()
+        raise CheckpointError("learner rank 1 died in write_checkpoint")
+
+    def no_ranks() -> int:
+        raise RunError("the learner has no ranks")
+
+    with RunDir.create(config) as run:
+        deployment = deployment_in(run, config)
+        deployment._checkpoints = checkpoints_in(run, dies)
+        deployment._trained_step = no_ranks
+        deployment._log.append_step(make_step(0))
+        await deployment._checkpoints.begin(snapshot_after(1), last_step=False)
+        died.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await deployment._rescue_weights()
+        assert list(run.checkpoints.iterdir()) == []
 
 
 @pytest.mark.asyncio
@@ -258,7 +321,7 @@ async def test_a_step_of_closing_that_fails_does_not_keep_the_others_from_taking
     assert done == ["left", "ranks ended"]
 
 
-def full_disk(path: Path, snapshot: RunSnapshot) -> None:
+def full_disk(path: Path) -> None:
     raise CheckpointError("rank 0: OSError: No space left on device")
 
 

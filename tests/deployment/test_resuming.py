@@ -11,6 +11,7 @@ from made_up_run import make_step
 from asyncrl.checkpoints.directory import RunManifest, folder_of, write
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
+from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
@@ -45,6 +46,22 @@ def interrupted(folder: Path, *, steps: int, saved: int) -> RunDir:
 def info_of(run: RunDir) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((run.path / "run.json").read_bytes())
     return content
+
+
+@pytest.mark.fault("F7")
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_save_that_was_killed_leaves_no_folder_after_a_resume(finished: bool, tmp_path: Path) -> None:
+    """It was killed while it wrote, or just before it gave the finished folder its name."""
+    first = interrupted(tmp_path, steps=5, saved=3)
+    rows = unfinished(folder_of(first.checkpoints, 4)) / "rows"
+    rows.mkdir(parents=True)
+    (rows / "7.0.safetensors").touch()
+    if finished:
+        (rows.parent / COMPLETE).touch()
+    with RunDir.create(config_in(tmp_path)) as again:
+        assert again.resumed is not None
+        assert again.resumed.step == 3
+        assert [path.name for path in again.checkpoints.iterdir()] == ["step-3"]
 
 
 def test_weights_of_lost_steps_make_room_for_the_checkpoint_of_the_same_step(tmp_path: Path) -> None:

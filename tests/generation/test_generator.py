@@ -282,6 +282,34 @@ async def test_groups_whose_rows_could_not_be_stored_are_generated_again() -> No
 
 
 @pytest.mark.asyncio
+@pytest.mark.fault("F37")
+@pytest.mark.parametrize("cleared", [True, False])
+async def test_rows_of_a_put_whose_answer_was_lost_are_cleared(cleared: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async with started_pool() as (pool, _):
+        put, clear, failed = pool.rows.put, pool.rows.clear, set()
+
+        async def put_without_an_answer(rows_by_key: Mapping[str, BatchedDataDict]) -> None:
+            await put(rows_by_key)
+            if not failed:
+                failed.update(rows_by_key)
+                raise TimeoutError("storing 1 objects of rows took longer than 30 s")
+
+        async def clear_too_late(keys: Sequence[str]) -> None:
+            raise TimeoutError("clear took longer than 30 s")
+
+        pool.rows.put = put_without_an_answer  # type: ignore[method-assign]
+        if not cleared:
+            pool.rows.clear = clear_too_late  # type: ignore[method-assign]
+        for _ in range(3):
+            await pool.step()
+        pool.rows.clear = clear  # type: ignore[method-assign]
+        assert failed
+        assert (not failed & pool.rows.kept.keys()) is cleared
+        assert ("may be left" in caplog.text) is not cleared
+        assert pool.coordinator.status().account.closed
+
+
+@pytest.mark.asyncio
 async def test_a_failure_that_the_buffer_did_not_hear_of_expires() -> None:
     async with empty_pool() as pool:
         pool.scorer.fail = True

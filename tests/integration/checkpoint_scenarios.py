@@ -6,7 +6,9 @@ First every group of ranks saves checkpoints. Then every group loads the checkpo
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,13 @@ from rank_scenarios import moments_of, shard_of
 from rounding import SMOOTH_OPTIMIZER
 from tiny_groups import make_batch, make_config
 from torch.distributed import FileStore
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.fsdp import fully_shard
 
 from asyncrl import complete_directory
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.policy.worker import PolicyWorker
-from asyncrl.ranks import checkpoint
-from asyncrl.ranks.checkpoint import ShardedState
+from asyncrl.ranks.checkpoint import HostCopies, ShardedState
 
 WORLDS = (1, 2, 4)
 UPDATE_ROWS = 4
@@ -37,6 +37,7 @@ def run_saver(rank: int, world_size: int, folder: Path) -> None:
     results = {"policy": _save_policy(rank, world_size, folder)}
     with group_of(rank, world_size, folder / f"toy-store-{world_size}") as group:
         results["toy"] = _save_toy(folder / f"toy-{world_size}", group=group)
+        results["beside"] = _save_beside(folder / f"beside-{world_size}", group=group)
         if world_size == 2:
             results["faults"] = _faults(folder / "faults", group=group)
     _write(folder / f"saved-{world_size}-{rank}.pkl", results)
@@ -73,7 +74,10 @@ def _save_policy(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     path = folder / f"policy-{world_size}"
     before = _train(policy, rank, world_size, steps=2)
     policy.save_checkpoint(path / "weights", path / "optimizer", path / "tokenizer")
+    policy.save_hf(path / "gathered")
     found = {"before": before, "after": _train(policy, rank, world_size, steps=2)}
+    policy.write_hf(path / "weights", path / "converted")
+    dist.barrier()
     policy.load_checkpoint(path / "weights")
     found["weights_only"] = {
         "weights": {name: tensor.numpy() for name, tensor in policy.gather_weights()},
@@ -141,7 +145,7 @@ class Sharded:
         torch.manual_seed(seed)
         self.model = fully_shard(Toy(**shape).to(dtype or torch.float32))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.checkpoint = ShardedState(self.model, self.optimizer, group=group)
+        self.checkpoint = ShardedState(self.model, self.optimizer, group=group, saving=dist.new_group(backend="gloo"))
 
     def step(self, times: int = 1) -> "Sharded":
         for _ in range(times):
@@ -151,7 +155,8 @@ class Sharded:
         return self
 
     def save(self, path: Path) -> None:
-        self.checkpoint.save(train_calls=7, weights_path=path / "weights", optimizer_path=path / "optimizer")
+        self.checkpoint.stage(train_calls=7, optimizer=True)
+        self.checkpoint.write(weights_path=path / "weights", optimizer_path=path / "optimizer")
 
     def load(self, path: Path, *, optimizer: Path | None = None) -> int | None:
         return self.checkpoint.load(weights_path=path / "weights", optimizer_path=(optimizer or path) / "optimizer")
@@ -195,6 +200,39 @@ def _load_toy(path: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
                 "tied": toy.model.head.weight is toy.model.embed.weight,
                 "after": toy.step(2).state(),
             }
+    return found
+
+
+def _save_beside(path: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Trains two steps while a write is held up by a full stop before its first file."""
+    toy = Sharded(group=group, seed=3).step(2)
+    toy.checkpoint.stage(train_calls=7, optimizer=True)
+    found: dict[str, Any] = {"staged": toy.state()}
+    go_on, write = threading.Event(), HostCopies.write
+
+    def held_up(copies: HostCopies, folder: Path, *, shard: int) -> None:
+        go_on.wait()
+        write(copies, folder, shard=shard)
+
+    with mock.patch.object(HostCopies, "write", held_up), ThreadPoolExecutor(1) as saving:
+        begun = saving.submit(toy.checkpoint.write, weights_path=path / "weights", optimizer_path=path / "optimizer")
+        dist.barrier()
+        found["trained"] = toy.step(2).state()
+        found["refused"] = _raised(lambda: toy.checkpoint.stage(train_calls=7, optimizer=True))
+        found["before"] = (path / "weights").exists()
+        dist.barrier()
+        go_on.set()
+        begun.result()
+    loaded = Sharded(group=group, seed=9)
+    loaded.load(path)
+    found["loaded"] = loaded.state()
+    held = {name: copy.data_ptr() for name, copy in toy.checkpoint._weight_copies._copies.items()}
+    toy.save(path)
+    found["reused"] = held == {name: copy.data_ptr() for name, copy in toy.checkpoint._weight_copies._copies.items()}
+    loaded.load(path)
+    found["second"] = loaded.state()
+    copies = (toy.checkpoint._weight_copies, toy.checkpoint._moment_copies)
+    found["nbytes"] = [each.nbytes for each in copies]
     return found
 
 
@@ -269,17 +307,16 @@ def _faults(folder: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
     def out_of_disk(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    class FullOnRank1(HuggingFaceStorageWriter):
-        def write_data(self, *args: Any) -> Any:
-            return out_of_disk() if rank == 1 else super().write_data(*args)
+    write, rename = HostCopies.write, Path.rename
 
-    rename = Path.rename
+    def full_on_rank_1(copies: HostCopies, folder: Path, *, shard: int) -> None:
+        out_of_disk() if rank == 1 else write(copies, folder, shard=shard)
 
     def all_but_the_new_weights(path: Path, target: Path) -> Path:
         return out_of_disk() if path.name == "weights.tmp" else rename(path, target)
 
     interrupted("before the marker", complete_directory, "finish", out_of_disk)
-    interrupted("disk full on rank 1", checkpoint, "HuggingFaceStorageWriter", FullOnRank1)
+    interrupted("disk full on rank 1", HostCopies, "write", full_on_rank_1)
     interrupted("between the renames", Path, "rename", all_but_the_new_weights)
 
     path, errors = saved("one in the other"), []
@@ -289,8 +326,9 @@ def _faults(folder: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
         ("optimizer/weights", "optimizer"),
         ("weights", "optimizer/../weights"),
     ):
-        save = partial(second.checkpoint.save, train_calls=7)
-        errors.append(_raised(partial(save, weights_path=path / weights, optimizer_path=path / optimizer)))
+        second.checkpoint.stage(train_calls=7, optimizer=True)
+        write_to = partial(second.checkpoint.write, weights_path=path / weights, optimizer_path=path / optimizer)
+        errors.append(_raised(write_to))
     toy = Sharded(group=group, seed=5)
     toy.load(path)
     found["one in the other"] = {"errors": errors, "left": toy.state()}

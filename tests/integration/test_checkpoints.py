@@ -12,8 +12,10 @@ import torch
 from checkpoint_scenarios import LEARNER, WORLDS, run_loader, run_saver
 from rounding import GRADIENT, LOSS, UNIT, assert_reordered, assert_within, weight_spread
 from tiny_groups import make_model
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.policy import export
+from asyncrl.ranks.gather import parameter_specs
 from asyncrl.ranks.report import train_result
 
 pytestmark = pytest.mark.integration
@@ -92,7 +94,7 @@ def test_the_tokenizer_is_saved_beside_them(folder: Path) -> None:
 def test_each_rank_writes_its_own_shard_and_nothing_is_pickled(folder: Path) -> None:
     files = {str(path.relative_to(folder / "policy-4")) for path in (folder / "policy-4").rglob("*") if path.is_file()}
     shards = {f"state/shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2, 3, 4)}
-    saved = {name for name in files if not name.startswith("tokenizer/")}
+    saved = {name for name in files if name.startswith(("weights/", "optimizer/"))}
     assert saved == {
         f"{part}/{name}" for part in ("weights", "optimizer") for name in {*shards, "COMPLETE"}
     } | {"optimizer/training.json"}  # fmt: skip
@@ -121,6 +123,69 @@ def test_uneven_tied_and_stepless_state_is_the_same_on_any_number_of_ranks(
         assert found["train_calls"] == 7
         np.testing.assert_array_equal(found["drawn"], saved[rank % saved_by]["drawn"])
     assert ("norm exp_avg" in saved[0]["saved"]) == (steps > 0)
+
+
+@pytest.mark.parametrize("saved_by", WORLDS)
+def test_weights_for_other_programs_are_the_same_from_a_checkpoint_as_from_the_ranks(
+    folder: Path, saved_by: int
+) -> None:
+    """The ranks have trained two more steps when they convert the checkpoint."""
+    gathered, converted = (
+        {path.name: path.read_bytes() for path in (folder / f"policy-{saved_by}" / kind).iterdir()}
+        for kind in ("gathered", "converted")
+    )
+    assert gathered.pop("COMPLETE") != converted.pop("COMPLETE"), "each directory has an id"
+    assert converted == gathered
+
+
+@pytest.mark.parametrize("file_bytes", [2**30, 2**15])
+@pytest.mark.parametrize("saved_by", WORLDS)
+def test_weights_for_other_programs_are_rounded_to_the_engine_s_precision_and_may_be_in_several_files(
+    folder: Path, saved_by: int, file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "FILE_BYTES", file_bytes)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    specs = parameter_specs(model, dtype=torch.bfloat16)
+    export.convert_to_hf(
+        model,
+        specs,
+        weights_path=folder / f"policy-{saved_by}/weights",
+        tokenizer_path=str(folder / "model"),
+        path=tmp_path / "hf",
+        dtype=torch.bfloat16,
+    )
+    files = list((tmp_path / "hf").glob("*.safetensors"))
+    sizes = [spec.nbytes for spec in specs if spec.name != "lm_head.weight"]  # it is tied to the embedding
+    assert (len(files) == 1) == (sum(sizes) <= file_bytes)
+    largest = max(file.stat().st_size for file in files)
+    assert largest < max(file_bytes, *sizes) + 2**13, "beside the weights, a file has only a header"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").state_dict()
+    weights = results(folder, "saved", saved_by)[0]["policy"]["before"]["weights"]
+    assert loaded.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(loaded[name], torch.from_numpy(weight).to(torch.bfloat16)), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").pad_token == "t0"
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_a_save_beside_training_has_the_state_of_its_own_step(folder: Path, ranks: int) -> None:
+    for found in (each["beside"] for each in results(folder, "saved", ranks)):
+        assert not np.array_equal(found["trained"]["norm"], found["staged"]["norm"]), "training must have gone on"
+        assert not found["before"]
+        assert_same(found["loaded"], found["staged"])
+        assert found["refused"] == (
+            "CheckpointError",
+            "the previous checkpoint is still being written; save again when it is complete",
+        )
+        assert_same(found["second"], found["trained"])
+        assert found["reused"], "the second save must use the memory of the first"
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_a_tensor_that_all_ranks_hold_is_copied_and_written_by_one(folder: Path, ranks: int) -> None:
+    """15 + 2 numbers are sharded and `scale` is not. The moments are twice the parameters and two step counters."""
+    copied = [each["beside"]["nbytes"] for each in results(folder, "saved", ranks)]
+    assert [sum(part) for part in zip(*copied, strict=True)] == [4 * (15 + 2 + 1), 4 * (2 * (15 + 2) + 2)]
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_the_readmes_head_listens_on_this_machine_alone_is_joined_and_ends_when_
 
 
 PAGE = {
-    "a step": (0, r"^loss -?\d.*, effective samples [01]\.\d+$"),
+    "a step": (0, r"^loss -?\d.*, effective sample size [01]\.\d+$"),
     "GRPO": (1, r"^step 2: reward [01]\.\d+, losses -?\d+\.\d+, -?\d+\.\d+$"),
 }
 """The examples of the page: where each is, and what its output must contain."""

@@ -4,7 +4,9 @@ driver, and a failure ends the call on all ranks."""
 import os
 import pickle
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,21 @@ from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.returns import TokenAdvantages
 from asyncrl.algorithms.token_estimators import OUTCOME, resolve_estimators, whitened_advantages
+from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.clients import TRAIN_PARTITION, open_client
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.row_store import ensure_row_store
-from asyncrl.errors import CallRefused, MissingColumns, PlacementError, RowsLost, RunError, StalenessViolation
+from asyncrl.errors import (
+    CallRefused,
+    CheckpointError,
+    MissingColumns,
+    PlacementError,
+    RowsLost,
+    RunError,
+    StalenessViolation,
+)
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.value.estimators import GAE
@@ -332,6 +343,70 @@ def test_two_ranks_name_lost_rows_go_on_and_end_together(model_path: str, tmp_pa
         policy.train_from_meta(named(), LOSS)
     policy.shutdown()
     assert policy.shutdown(), "a second shutdown must succeed too"
+
+
+def hold_disk(worker: Any, answers: str) -> None:
+    """Makes the next write of the weights wait until the file `answers` exists."""
+    copies = worker._state._weight_copies
+    write = copies.write
+
+    def waits(*arguments: Any, **options: Any) -> None:
+        deadline_s = time.monotonic() + 300.0
+        while not os.path.exists(answers) and time.monotonic() < deadline_s:
+            time.sleep(0.01)  # a disk that is slow, in the rank's thread for saving
+        write(*arguments, **options)
+
+    copies.write = waits
+
+
+def die_while_writing(worker: Any) -> None:
+    if worker.rank == 1:
+        worker._state._weight_copies.write = lambda *_, **__: os._exit(1)
+
+
+def test_ranks_train_while_they_write_a_checkpoint_which_has_the_state_of_its_own_step(
+    model_path: str, tmp_path: Path
+) -> None:
+    policy = started(config(ranks=2), model_path)
+    put_rows(policy.dp_client)
+    learn(policy, make_batch(), named())
+    saved, answers = policy.on_ranks(weights)[0], tmp_path / "answers"
+    policy.stage_checkpoint()
+    policy.on_ranks(hold_disk, str(answers))
+    paths = tmp_path / "weights", tmp_path / "optimizer"
+    with ThreadPoolExecutor() as threads:
+        writing = threads.submit(policy.write_checkpoint, *paths)
+        learn(policy, make_batch(), named())
+        assert not same(saved, policy.on_ranks(weights)[0])
+        with pytest.raises(CheckpointError, match="the previous checkpoint is still being written"):
+            policy.stage_checkpoint()
+        assert not any((path / COMPLETE).exists() for path in paths)
+        answers.touch()
+        writing.result()
+    exported = tmp_path / "hf"
+    policy.write_hf(paths[0], exported)
+    policy.load_checkpoint(*paths)
+    assert same(saved, policy.on_ranks(weights)[0])
+    policy.save_hf(tmp_path / "live")
+    name = "model.safetensors"
+    assert (exported / name).read_bytes() == (tmp_path / "live" / name).read_bytes()
+    policy.shutdown()
+
+
+@pytest.mark.fault("F34")
+def test_a_rank_that_dies_while_it_writes_ends_the_save_at_once_and_leaves_no_checkpoint(
+    model_path: str, tmp_path: Path
+) -> None:
+    policy = Policy(config(ranks=2), model_path=model_path)
+    policy.start()
+    policy.stage_checkpoint()
+    policy.on_ranks(die_while_writing)
+    with pytest.raises(CheckpointError, match="learner rank 1 died in write_checkpoint"):
+        policy.write_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    assert not list(tmp_path.rglob(COMPLETE))
+    with pytest.raises(RunError, match="learner rank 1 died in trained_step"):
+        policy.trained_step()
+    policy.shutdown()
 
 
 @pytest.mark.fault("F34")

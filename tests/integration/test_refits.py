@@ -43,6 +43,7 @@ from asyncrl.errors import (
 from asyncrl.generation.interfaces import verify_right_padding
 from asyncrl.generation.shared_memory import segments_of
 from asyncrl.policy.lm_policy import Policy
+from asyncrl.ranks.gather import parameter_specs
 
 pytestmark = pytest.mark.integration
 
@@ -138,6 +139,7 @@ def pid(worker: Any) -> int:
 def change_precision(worker: Any, dtype: torch.dtype) -> None:
     """Makes the rank offer weights with a dtype that the engines' model does not have."""
     worker._engine_dtype = dtype
+    worker._specs = parameter_specs(worker._model, dtype=dtype)
 
 
 def open_memory_files(worker: Any) -> int:

@@ -12,6 +12,8 @@ import pytest
 from conftest import QUICKSTART, Command, Run, small_overrides
 from kills import EVERYTHING, kill
 
+from asyncrl.complete_directory import COMPLETE
+
 pytestmark = pytest.mark.integration
 
 STEPS = 14
@@ -78,6 +80,9 @@ def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_t
     command.process.send_signal(signal.SIGINT)
     assert command.wait(400) == 0, command.output()[-4000:]
     assert json.loads((run / "run.json").read_bytes())["state"] in ("stopped", "finished")
+    folders = {path.name for path in (run / "checkpoints").iterdir()}
+    assert f"step-{len(records(run, 'steps'))}" in folders, "the end of the run waits for the save of its last step"
+    assert all((run / "checkpoints" / name / COMPLETE).exists() for name in folders), folders
 
     again = start(run_command, model_path, run)
     assert again.wait(600) == 0, again.output()[-4000:]
@@ -93,3 +98,8 @@ def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_t
     assert [evaluation["version"] for evaluation in records(run, "evals")] == [0, STEPS]
     lost = [step["step"] for step in records(run, "lost-steps")]
     assert resumptions(run)[0]["step"] in lost, "the first kill came after the step that follows the checkpoint"
+
+    audit = run_command("audit", str(run), **IMPORTS)
+    assert audit.wait(200) == 0, audit.output()
+    checks = [line for line in audit.output().splitlines() if "passed" in line]
+    assert len(checks) == 4, audit.output()

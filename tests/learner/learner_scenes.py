@@ -30,7 +30,8 @@ from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of, samples_of
 from asyncrl.errors import ActorGone, FailureClass
 from asyncrl.generation.interfaces import Completion
-from asyncrl.generation.rollout import sample_rows
+from asyncrl.generation.rollout import sample_rows, version_spans
+from asyncrl.learner.audit_records import Record
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.loop import LearnerLoop
@@ -69,6 +70,8 @@ class KeptLog:
         self.steps: list[StepRecord] = []
         self.evals: list[EvalRecord] = []
         self.samples: dict[int, Sequence[SampleRecord]] = {}
+        self.audit: list[Record] = []
+        self.synced = 0  # number of audit records that are on the disk
 
     def append_step(self, record: StepRecord) -> None:
         self.steps.append(record)
@@ -78,6 +81,12 @@ class KeptLog:
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         self.samples[step] = samples
+
+    def append_audit(self, record: Record) -> None:
+        self.audit.append(record)
+
+    def sync_audit(self) -> None:
+        self.synced = len(self.audit)
 
 
 class BufferRows:
@@ -92,16 +101,24 @@ class BufferRows:
 
 class LocalClient(CoordinatorClient):
     """A client in the process of the coordinator. A lease never waits: a call without an answer runs `waiting`
-    instead."""
+    instead. Each lease call first runs `before_lease`."""
 
-    def __init__(self, coordinator: Coordinator, *, waiting: Callable[[float], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        waiting: Callable[[float], Awaitable[None]],
+        before_lease: Callable[[], Awaitable[None]],
+    ) -> None:
         super().__init__(self._perform)
         self._coordinator = coordinator
         self.waiting = waiting
+        self._before_lease = before_lease
 
     async def _perform(self, call: Call) -> Any:
         if call.method != "lease":
             return await perform(self._coordinator, call)
+        await self._before_lease()
         answer = await perform(self._coordinator, replace(call, options={"wait_s": 0.0}))
         if not isinstance(answer, Lease) and answer is not LeaseWait.FINISHED:
             await self.waiting(call.options["wait_s"])
@@ -155,8 +172,10 @@ class FakeTrainer:
         self.gbs: list[int | None] = []
         self.fields: list[set[str]] = []
         self.saved: list[str] = []
+        self.hf: list[bool] = []
         self.save_answers: list[Exception | None] = []
-        self.save_s = 0.0
+        self.stage_answers: list[Exception | None] = []
+        self.save_s = self.stage_s = 0.0
 
     @property
     def kept(self) -> set[str]:
@@ -200,21 +219,27 @@ class FakeTrainer:
             raise answer
         return {"report": answer if isinstance(answer, StepReport) else answer(meta)}
 
-    def save(self, path: Path, snapshot: RunSnapshot) -> None:
+    def check_folder(self, folder: Path) -> None: ...
+
+    def stage(self) -> None:
+        self._clock.now_s += self.stage_s
+        if self.stage_answers and (error := self.stage_answers.pop(0)) is not None:
+            raise error
+
+    def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool, rows_saved: Callable[[], None]) -> None:
         """Writes a checkpoint that has only its last file."""
         assert path.name == f"step-{snapshot.version.step}"
+        rows_saved()
         self._clock.now_s += self.save_s
         if self.save_answers and (error := self.save_answers.pop(0)) is not None:
             raise error
         self.saved.append(path.name)
-        path.mkdir(parents=True)
+        self.hf.append(hf)
+        path.mkdir(parents=True, exist_ok=True)
         (path / COMPLETE).touch()
 
     def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
         self.client.clear_samples(sample_ids, partition_id)
-
-    def finish_step(self, meta: KVBatchMeta) -> None:
-        self.discard_samples(meta.sample_ids, meta.partition_id)
 
     def rows_outstanding(self) -> dict[str, int]:
         return self.client.rows_outstanding()
@@ -326,9 +351,10 @@ class Scene:
             started_s=0.0,
             clock=self.clock,
         )
-        self.client = LocalClient(self.coordinator, waiting=self.generate)
+        self.client = LocalClient(self.coordinator, waiting=self.generate, before_lease=self.between_steps)
         self.publisher = FakePublisher(self.deliver)
         self.stop = asyncio.Event()
+        self.slow_saves = False
         self.heldout = HeldoutEvaluation(
             config=self.config,
             tasks=HELDOUT,
@@ -343,7 +369,7 @@ class Scene:
         self.checkpoints = Checkpoints(
             self.config.checkpoint,
             folder=Path(self.folder.name),
-            write=self.trainer.save,
+            run=self.trainer,
             metrics=self.metrics,
             clock=self.clock,
         )
@@ -370,6 +396,11 @@ class Scene:
     async def status(self) -> RunStatus:
         return self.coordinator.status()
 
+    async def between_steps(self) -> None:
+        """Waits for the running save, so that a save ends before the next step unless it is slow."""
+        if not self.slow_saves:
+            await self.checkpoints.settle()
+
     # The replica.
 
     async def deliver(self, version: Version, *, replica: str = "a") -> None:
@@ -388,8 +419,8 @@ class Scene:
         """Commits one group for each ticket that the buffer grants."""
         await self.publisher.settle()
         for ticket in await self._tickets():
-            self.trainer.client.put_samples(ids_of([ticket.key]), TRAIN_PARTITION, fields=_rows(ticket))
-            assert await self.coordinator.commit([_meta(ticket)]) == [CommitOutcome.ACCEPTED]
+            self.trainer.client.put_samples(ids_of([ticket.key]), TRAIN_PARTITION, fields=rows_of(ticket))
+            assert await self.coordinator.commit([meta_of(ticket)]) == [CommitOutcome.ACCEPTED]
 
     async def fail(self, wait_s: float) -> None:
         """Reports a failure for each ticket that the buffer grants."""
@@ -422,7 +453,7 @@ class Scene:
         await self.coordinator.heartbeat(replica, self.loaded, 2 * GROUPS_PER_STEP, (), report)
 
 
-def _rows(ticket: Ticket) -> BatchedDataDict:
+def rows_of(ticket: Ticket) -> BatchedDataDict:
     """Returns the rows of a ticket's group. The prompt has 3 tokens; sample i has i + 1 completion tokens: 10, 11, …"""
     version = Version(ticket.version.incarnation, ticket.version.step)
     completions = [
@@ -435,7 +466,7 @@ def _rows(ticket: Ticket) -> BatchedDataDict:
     return sample_rows([1, 2, 3], completions)
 
 
-def _meta(ticket: Ticket) -> GroupMeta:
+def meta_of(ticket: Ticket) -> GroupMeta:
     return GroupMeta(
         group=ticket.group,
         attempt=ticket.attempt,
@@ -449,4 +480,5 @@ def _meta(ticket: Ticket) -> GroupMeta:
         oldest=ticket.version.step,
         newest=ticket.version.step,
         mid_sequence_updates=1,
+        version_spans=tuple(version_spans([ticket.version] * tokens) for tokens in range(1, GROUP_SIZE + 1)),
     )

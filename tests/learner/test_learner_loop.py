@@ -18,6 +18,7 @@ from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ActorGone, NonFiniteError, ParityError, RowsLost, RunError, StallError
 from asyncrl.generation.rollout import GENERATED_FIELDS
+from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.ranks.report import StepReport
 
@@ -451,15 +452,18 @@ async def test_samples_that_cannot_be_read_are_not_logged_and_the_run_goes_on(
     scene = Scene()
     read, asked = scene.trainer.read_from_dataplane, [0]
 
-    def read_all_but_the_second(meta: KVBatchMeta, *, select_fields: Any) -> Any:
+    def read_all_but_those_of_step_1(meta: KVBatchMeta, *, select_fields: Any) -> Any:
         asked[0] += 1
-        if asked[0] == 2:
+        if asked[0] in (3, 4):
             raise error
         return read(meta, select_fields=select_fields)
 
-    scene.trainer.read_from_dataplane = read_all_but_the_second  # type: ignore[method-assign]
+    scene.trainer.read_from_dataplane = read_all_but_those_of_step_1  # type: ignore[method-assign]
     await scene.run()
+    assert asked[0] == 6, "each step reads its samples, and its rows for the audit"
     assert sorted(scene.log.samples) == [0, 2]
+    assert [record.step for record in scene.log.audit if isinstance(record, TrainedStep)] == [0, 2]
     assert [record.step for record in scene.log.steps] == [0, 1, 2]
     assert not scene.trainer.kept, "the rows of the step are cleared"
     assert f"the samples of step 1 were not logged: {type(error).__name__}: " in caplog.text
+    assert f"step 1 has no record for the audit, because its rows cannot be read: {type(error).__name__}" in caplog.text

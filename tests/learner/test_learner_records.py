@@ -16,6 +16,7 @@ from asyncrl.learner.records import (
     Summary,
     build_summary,
     edge_window,
+    ess_of_steps,
     read_lines,
     state_shares,
 )
@@ -51,7 +52,17 @@ def test_the_summary_has_exactly_the_promised_keys() -> None:
         "groups_failed", "heldout_prompts", "heldout_failed",
         "ledger_closed", "rows_outstanding", "weight_updates", "mid_sequence_updates", "parity_max_nats",
         "generator_busy_ratio", "learner_busy_ratio", "generated_tokens", "trained_tokens",
+        "ess_ratio_mean", "ess_ratio_lowest",
     }  # fmt: skip
+
+
+def test_the_effective_sample_size_of_a_run_is_that_of_its_trained_steps() -> None:
+    sizes = (1.0, 0.5, None, float("nan"), 0.25)
+    records = [*(step(n, ess_ratio=size) for n, size in enumerate(sizes)), step(5, ess_ratio=0.01, trained=False)]
+    assert ess_of_steps(records) == (1.75 / 3, 0.25)
+    assert ess_of_steps(records[2:4]) == (None, None)
+    summary = build_summary(records, [], TOTALS, staleness_limit=2)
+    assert (summary.ess_ratio_mean, summary.ess_ratio_lowest) == ess_of_steps(records)
 
 
 def test_the_summary_of_a_run_by_hand() -> None:

@@ -15,11 +15,13 @@ from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import FailedTicket, Failure
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
-from asyncrl.coordinator.replicas import ReplicaReport
+from asyncrl.coordinator.replicas import ReplicaReport, mean_states
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass
-from asyncrl.learner.recording import EndedStep, StepRecorder, mean_states
+from asyncrl.learner.audit_records import Began, Machine
+from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import StepRecord, build_summary
+from asyncrl.learner.run_log import RunLog
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.views.live import LiveView
@@ -212,7 +214,17 @@ async def test_a_skipped_step_is_recorded_without_anything_trained() -> None:
 @pytest.mark.fault("F21")
 async def test_skipped_steps_are_counted_by_the_report_and_are_no_steps_of_the_summary(tmp_path: Path) -> None:
     run = RunDir.create(Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}}))
-    scene = Scene(log=run)
+    machine = Machine(processor="", ranks=1, threads=1, packages={})
+    audit = run.begin_audit(Began(lineage=run.lineage, settings={}, machine=machine))
+    scene = Scene(
+        log=RunLog(
+            append_step=run.append_step,
+            append_eval=run.append_eval,
+            write_samples=run.write_samples,
+            append_audit=audit.append,
+            sync_audit=audit.sync,
+        )
+    )
     scene.trainer.answers = [skipped(), trained(), skipped(), trained(), trained()]
     totals = await scene.run()
     records = read_run(run.path)

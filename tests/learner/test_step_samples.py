@@ -188,8 +188,8 @@ def test_a_step_names_its_rows_with_their_lengths_and_limits_in_the_lease_s_orde
 async def test_a_run_whose_every_sample_is_masked_goes_on_and_accounts_for_every_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = learner_scenes._meta
-    monkeypatch.setattr(learner_scenes, "_meta", lambda t: msgspec.structs.replace(made(t), rewards=(1.0, 1.0)))
+    made = learner_scenes.meta_of
+    monkeypatch.setattr(learner_scenes, "meta_of", lambda t: msgspec.structs.replace(made(t), rewards=(1.0, 1.0)))
     scene = Scene(algorithm={"zero_variance": "mask"})
     seen: list[float] = []
 
@@ -211,8 +211,8 @@ async def test_a_run_whose_every_sample_is_masked_goes_on_and_accounts_for_every
 
 @pytest.mark.asyncio
 async def test_overlong_samples_are_counted_whatever_becomes_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = learner_scenes._meta
-    monkeypatch.setattr(learner_scenes, "_meta", lambda t: msgspec.structs.replace(made(t), truncated=(False, True)))
+    made = learner_scenes.meta_of
+    monkeypatch.setattr(learner_scenes, "meta_of", lambda t: msgspec.structs.replace(made(t), truncated=(False, True)))
     scene = Scene()
     await scene.run()
     read = scene.metrics.registry.get_sample_value

@@ -34,6 +34,8 @@ def learner() -> LearnerMetrics:
     metrics.rows_outstanding(3)
     metrics.heldout(0.41)
     metrics.checkpoint_saved(step=10, duration_s=4.0, unix_time_s=1.7e9)
+    metrics.checkpoint_staged(0.5)
+    metrics.checkpoint_postponed()
     metrics.checkpoint_failed()
     metrics.parity(3e-6)
     metrics.versions(learner=12, published=11)

@@ -53,6 +53,9 @@ class NotedRanks:
         self.calls.append((method.__name__, [args], {}))
         return [()] * self.size
 
+    def save_beside(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.call(method, *args)
+
     def launch(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         return self.call(method, *args)
 

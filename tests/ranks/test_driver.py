@@ -1,19 +1,19 @@
 """The driver's side of `PolicyInterface` and `ValueInterface`: cuts, refusals and calls, on ranks that record them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from noted_ranks import DYNAMIC, LOSS, PACKED, on, settings, stored, tq_on
+from noted_ranks import DYNAMIC, LOSS, PACKED, NotedRanks, on, settings, stored, tq_on
 from tiny_groups import make_batch
 
 from asyncrl.algorithms.value_loss import ClippedValueLoss
 from asyncrl.common.version import Version
 from asyncrl.data import BatchedDataDict
-from asyncrl.errors import MissingColumns, RunError
+from asyncrl.errors import CheckpointError, MissingColumns, RunError
 from asyncrl.policy.lm_policy import Policy
 from asyncrl.value.lm_value import Value
 
@@ -154,11 +154,15 @@ def test_lifecycle_calls_reach_every_rank_and_paths_are_the_callers() -> None:
         driver.finish_training()
         driver.save_checkpoint("a/weights", optimizer_path="a/optimizer", tokenizer_path=Path("a/tokenizer"))
         driver.save_checkpoint(Path("weights"))
+        driver.stage_checkpoint()
+        driver.write_checkpoint("a/weights", Path("a/optimizer"))
         assert [(name, args) for name, args, _ in noted.calls] == [
             ("prepare_for_training", [()]),
             ("finish_training", [()]),
             ("save_checkpoint", [(here / "a/weights", here / "a/optimizer", here / "a/tokenizer")]),
             ("save_checkpoint", [(here / "weights", None, None)]),
+            ("stage_checkpoint", [()]),
+            ("write_checkpoint", [(here / "a/weights", here / "a/optimizer")]),
         ]
         assert driver.shutdown()
     noted = on(policy, ranks=2)
@@ -169,6 +173,44 @@ def test_lifecycle_calls_reach_every_rank_and_paths_are_the_callers() -> None:
     noted = on(critic, ranks=2)
     critic.prepare_for_inference()
     assert [name for name, *_ in noted.calls] == ["prepare_for_training"]
+
+
+class ProbedRanks(NotedRanks):
+    """Ranks of which only `writers` write their file into a folder that is checked."""
+
+    def __init__(self, size: int, *, writers: Sequence[int]) -> None:
+        super().__init__(size)
+        self._writers = writers
+
+    def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        for rank in self._writers:
+            (args[0] / str(rank)).touch()
+        return super().call(method, *args)
+
+
+def test_a_folder_that_all_ranks_share_may_have_checkpoints_and_keeps_no_probe(tmp_path: Path) -> None:
+    policy = Policy(settings(), model_path="nowhere")
+    policy._group = noted = ProbedRanks(2, writers=(0, 1))  # type: ignore[assignment]
+    policy.check_folder(tmp_path / "checkpoints")
+    assert [name for name, *_ in noted.calls] == ["write_probe"]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_folder_that_a_rank_does_not_share_is_refused_with_the_rank(tmp_path: Path) -> None:
+    policy = Policy(settings(), model_path="nowhere")
+    policy._group = ProbedRanks(3, writers=(0, 2))  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match=r"(?s)cannot be written to .*the files that ranks 1 wrote.*Set run.dir"):
+        policy.check_folder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_a_rank_is_called(tmp_path: Path) -> None:
+    policy = Policy(settings(), model_path="nowhere")
+    noted = on(policy, ranks=2)
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*NotADirectory|Not a directory"):
+        policy.check_folder(tmp_path / "checkpoints")
+    assert noted.calls == []
 
 
 def test_the_first_call_starts_the_ranks_and_no_call_starts_them_again(monkeypatch: pytest.MonkeyPatch) -> None:

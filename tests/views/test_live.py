@@ -135,7 +135,7 @@ def test_the_panel_fits_its_terminal(width: int) -> None:
 
 def test_a_plain_line_has_the_numbers_of_the_step() -> None:
     assert plain_line(view()) == (
-        "step 80/200, reward 0.625, staleness 1 of 2, effective samples 97 %, 213 samples/s, 1.13k tokens/s, "
+        "step 80/200, reward 0.625, staleness 1 of 2, effective sample size 97 %, 213 samples/s, 1.13k tokens/s, "
         "1 min 2 s left"
     )
 

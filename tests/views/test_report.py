@@ -96,6 +96,14 @@ def test_the_totals_of_an_ended_run_are_those_of_its_summary(finish: bool, tmp_p
     assert ("as of the end of the run." in words) is finish
 
 
+def test_the_totals_have_the_mean_and_the_lowest_effective_sample_size(tmp_path: Path) -> None:
+    steps = [make_step(step, ess_ratio=size) for step, size in enumerate((1.0, 0.75, 0.5))]
+    words = " ".join(Page(report_html(read_run(write_run(tmp_path, steps)))).text.split())
+    assert "effective sample size, mean of the steps 0.750 effective sample size, lowest step 0.500 " in words
+    unmeasured = [make_step(step, ess_ratio=None) for step in range(3)]
+    assert "effective sample size, " not in report_html(read_run(write_run(tmp_path / "none", unmeasured)))
+
+
 def test_only_a_run_that_looks_at_a_reference_shows_the_distance_to_it(tmp_path: Path) -> None:
     for name, diagnostics in (("plain", {}), ("reference", {"kl_to_reference_nats": 0.25})):
         steps = [make_step(step, diagnostics=diagnostics) for step in range(5)]

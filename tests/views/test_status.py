@@ -1,5 +1,6 @@
 """`asyncrl status`: every line names its subject, and the learner is shown as training only when it trains."""
 
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import msgspec
@@ -12,7 +13,23 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import FailureClass
-from asyncrl.views.status import since_start, status_json, status_lines
+from asyncrl.views import status as views
+from asyncrl.views.status import since_start
+
+NOW = datetime(2026, 11, 23, 8, 7, 31, tzinfo=timezone(timedelta(hours=2)))
+
+
+def status_lines(status: RunStatus, **known: Any) -> list[str]:
+    return views.status_lines(status, now=NOW, **known)
+
+
+def status_json(status: RunStatus, **known: Any) -> bytes:
+    return views.status_json(status, now=NOW, **known)
+
+
+def test_a_status_says_when_it_was_read() -> None:
+    assert status_lines(make_status())[0].endswith(", as of 06:07:31 UTC")
+    assert msgspec.json.decode(status_json(make_status()))["as_of"] == NOW.isoformat()
 
 
 def learner(status: RunStatus) -> str:
@@ -77,6 +94,8 @@ def test_of_no_time_there_are_no_shares_and_no_sentence(seconds: dict[str, float
         "generator_shares": {"generating": 0.9, "idle": 0.1},
         "bottleneck": None,
         "headline": None,
+        "ess_ratio_mean": None,
+        "ess_ratio_lowest": None,
     }
 
 
@@ -92,6 +111,8 @@ def test_json_has_all_that_the_buffer_knows_and_what_limits_the_run() -> None:
         "generator_shares": {"generating": 0.9, "idle": 0.1},
         "bottleneck": {"bound": "generators", "sentence": sentence},
         "headline": {"concern": "bottleneck", "sentence": sentence},
+        "ess_ratio_mean": None,
+        "ess_ratio_lowest": None,
     }
 
 
@@ -127,6 +148,14 @@ def test_shares_of_the_generators_are_over_all_replicas() -> None:
     assert since_start(status, STEPS).generator_shares == pytest.approx(
         {"generating": 0.45, "idle": 0.05, "blocked_on_staleness": 0.5}
     )
+
+
+def test_the_effective_sample_size_is_shown_if_the_records_have_it() -> None:
+    steps = [make_step(step, ess_ratio=size) for step, size in enumerate((1.0, 0.75, 0.5))]
+    assert "effective sample size of the steps: mean 0.750, lowest 0.500" in status_lines(make_status(), steps=steps)
+    assert not any("effective" in line for line in status_lines(make_status()))
+    since = since_start(make_status(), steps)
+    assert (since.ess_ratio_mean, since.ess_ratio_lowest) == (0.75, 0.5)
 
 
 def test_the_time_in_which_processes_start_counts_in_no_line_of_the_status() -> None:

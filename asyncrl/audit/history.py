@@ -1,0 +1,117 @@
+"""The history of a run, from the audit's records of all incarnations.
+
+The *surviving* steps made the weights of the newest incarnation. Other steps were lost when the run was resumed from an
+earlier checkpoint: their versions are dead (`asyncrl.common.lineage`), and their prompts were trained again.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.audit.outcome import Counterexample, NotPossible
+from asyncrl.buffer.ledger import LedgerEntry
+from asyncrl.common.lineage import Lineage
+from asyncrl.common.version import Version
+from asyncrl.deployment.resuming import LINEAGE
+from asyncrl.errors import RunError
+from asyncrl.learner.audit_records import AUDIT, Began, Ended, PublishedVersion, TrainedStep, read_records
+
+_NAME = re.compile(r"steps-(\d+)\.msgpack")
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The records of the run in `directory`.
+
+    `steps` are the surviving ones in the order of the records, `lost` the other ones. `began` has the start of each
+    incarnation that wrote records. `end` is the end of the run; None if the run lives, was killed, or was resumed.
+    `damage` says which record cannot be read.
+    """
+
+    directory: Path
+    lineage: Lineage
+    began: dict[int, Began]
+    steps: tuple[TrainedStep, ...]
+    lost: tuple[TrainedStep, ...]
+    published: tuple[PublishedVersion, ...]
+    end: Ended | None
+    damage: str | None
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The shared settings of the newest incarnation that wrote records."""
+        return self.began[max(self.began)].settings
+
+    def entries(self) -> Iterator[tuple[str, LedgerEntry]]:
+        """Yields the ledger's entries along the surviving history, each with its moment in words."""
+        for step in self.steps:
+            yield f"after step {step.step}", step.ledger
+        if self.end is not None:
+            yield "at the end of the run", self.end.ledger
+
+    def require_steps(self) -> None:
+        """Raises NotPossible if there is no surviving step, and Counterexample if records are damaged."""
+        if self.damage is not None:
+            raise Counterexample(self.damage)
+        if not self.steps:
+            raise NotPossible("no step was trained yet")
+
+    def weights(self) -> dict[Version, int]:
+        """Returns the digest of each version's weights, also of lost ones. Raises Counterexample if two steps disagree
+        about a version."""
+        found: dict[Version, int] = {}
+        for step in (*self.lost, *self.steps):
+            for version, digest in ((Version(step.incarnation, step.step), step.before), (step.made, step.after)):
+                if found.setdefault(version, digest) != digest:
+                    raise Counterexample(
+                        f"version {version} has two digests, {found[version]:016x} and {digest:016x}: a step did not "
+                        "start from the weights that the step before it made"
+                    )
+        return found
+
+    def digests(self) -> dict[int, int]:
+        """Returns the digest of the weights after each number of surviving steps."""
+        return {step.step: step.before for step in self.steps} | {step.step + 1: step.after for step in self.steps}
+
+
+def read_history(directory: Path) -> History:
+    """Reads the records of a run, which may live. Raises RunError if it has none."""
+    files = {
+        int(match[1]): path
+        for path in directory.glob(f"{AUDIT}/*")
+        if (match := _NAME.fullmatch(path.name)) is not None
+    }
+    read = {incarnation: read_records(files[incarnation]) for incarnation in sorted(files)}
+    began = {incarnation: found.began for incarnation, found in read.items() if found.began is not None}
+    damages = [found.damage for found in read.values() if found.damage is not None]
+    if not began and not damages:
+        raise RunError(
+            f"{directory} has no records for the audit in {AUDIT}/: the run has not prepared its model yet, or it was "
+            "trained by a version of asyncrl without the audit"
+        )
+    lineage = max((_known(directory), *(found.lineage for found in began.values())), key=lambda each: each.incarnation)
+    records = [record for found in read.values() for record in found.records]
+    steps = [record for record in records if isinstance(record, TrainedStep)]
+    last = read[max(read)].records
+    end = last[-1] if last and max(read) == lineage.incarnation else None
+    return History(
+        directory=directory,
+        lineage=lineage,
+        began=began,
+        steps=tuple(step for step in steps if lineage.has(step.made)),
+        lost=tuple(step for step in steps if not lineage.has(step.made)),
+        published=tuple(record for record in records if isinstance(record, PublishedVersion)),
+        end=end if isinstance(end, Ended) else None,
+        damage=damages[0] if damages else None,
+    )
+
+
+def _known(directory: Path) -> Lineage:
+    """Returns the lineage that the run's start recorded. A new incarnation may not have written a record yet."""
+    try:
+        return msgspec.json.decode((directory / LINEAGE).read_bytes(), type=Lineage)
+    except (OSError, msgspec.MsgspecError):
+        return Lineage()

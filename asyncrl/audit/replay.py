@@ -1,0 +1,252 @@
+"""Check 5 of the audit: computes the steps of a run again, from the weights and batches that it kept.
+
+The policy's ranks do it, started as for a run. They train each surviving step again, from the first one on, through the
+stages of the learner's loop. Every number must be the recorded one, bit by bit. Then they load the weights of each
+version and score the tokens that were sampled with it.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import ray
+import torch
+
+from asyncrl.audit.history import History
+from asyncrl.audit.outcome import Counterexample, NotPossible
+from asyncrl.buffer.records import Lease
+from asyncrl.common.version import Version
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.codec import PAD_VALUES
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.deployment.cluster import start_local
+from asyncrl.deployment.provenance import processor, provenance
+from asyncrl.learner.audit_records import TrainedStep
+from asyncrl.learner.audit_rows import ROW_COLUMNS, row_checksums
+from asyncrl.learner.batch import StepSamples, step_meta
+from asyncrl.learner.kept_steps import ADDED_COLUMNS, PREV_LOGPROBS, KeptSteps
+from asyncrl.learner.stages import Stages
+from asyncrl.metrics.catalogue import LEARNER_STATES
+from asyncrl.metrics.states import StateClock
+from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.digest import combined
+from asyncrl.ranks.worker import SCORED_COLUMNS
+from asyncrl.weights.parity import parity_tolerance_nats
+
+FINE_NATS = 1e-5
+"""Differences above this are counted. vLLM's float32 kernels on CPUs differ from torch's by up to about 1.2e-5 nats for
+single tokens of the quickstart, so a limit for every token has to be higher."""
+_DECISIVE = ("learner.", "algorithm.", "model.", "generator.temperature", "data_plane.")
+"""Settings, or sections, on which the bits of a step depend. A replay needs them to be equal in all incarnations."""
+_PACKAGES = ("torch", "transformers", "accelerate", "numpy")
+"""Packages on whose version the bits of a step depend."""
+
+
+def steps_replay(history: History) -> str:
+    """Check 5: the kept batches are those that were trained; each step computed again gives the recorded loss, gradient
+    norm and weights, and the kept advantages and log-probs, bit by bit; and every trained token has its sampling
+    log-prob under the kept weights of its version, within the run's own limit for the parity of on-policy tokens."""
+    history.require_steps()
+    kept = KeptSteps(history.directory)
+    if not kept.versions():
+        raise NotPossible(
+            "the run kept no weights: set audit.keep_weights: all in the config of a run with a small model"
+        )
+    batches = [_batch(kept, step) for step in history.steps]
+    config = load_config([history.directory / "config.yaml"])
+    _check_same_conditions(history, config)
+    with _policy(config) as policy:
+        _replay(policy, config, history.steps, batches)
+        differences = _rescore(policy, kept, history.steps, batches, config=config)
+    return (
+        f"{len(batches)} steps computed again have the recorded loss, gradient norm and weights bit by bit; "
+        f"{len(differences)} tokens were scored again under the weights of their versions, with differences of at most "
+        f"{max(differences):.2g} nats ({sum(each > FINE_NATS for each in differences)} above {FINE_NATS:g})"
+    )
+
+
+def _check_same_conditions(history: History, config: Config) -> None:
+    """Raises NotPossible if this machine or a restart of the run may give other bits."""
+    here, packages = processor(), provenance()
+    first, *later = (history.began[incarnation] for incarnation in sorted({s.incarnation for s in history.steps}))
+    for began in (first, *later):
+        machine = began.machine
+        if machine.processor != here:
+            raise NotPossible(f"the steps were trained on {machine.processor}, and this machine is a {here}")
+        if (machine.ranks, machine.threads) != (config.learner.ranks, config.learner.threads):
+            raise NotPossible(
+                f"the steps were trained by {machine.ranks} ranks with {machine.threads} threads, but config.yaml has "
+                f"{config.learner.ranks} ranks with {config.learner.threads} threads now"
+            )
+        for name in _PACKAGES:
+            if machine.packages.get(name) != packages.get(name):
+                raise NotPossible(
+                    f"the steps were trained with {name} {machine.packages.get(name)}, and {packages.get(name)} is "
+                    "installed here"
+                )
+        for key in sorted(first.settings.keys() | began.settings.keys()):
+            values = first.settings.get(key), began.settings.get(key)
+            if values[0] != values[1] and key.startswith(_DECISIVE):
+                raise NotPossible(f"{key} was changed from {values[0]!r} to {values[1]!r} when the run was resumed")
+
+
+def _batch(kept: KeptSteps, step: TrainedStep) -> tuple[Lease, BatchedDataDict]:
+    """Returns the kept batch of a step. Raises Counterexample if it is not what the record says."""
+    try:
+        found = kept.batch(Version(step.incarnation, step.step))
+    except Exception as error:
+        raise Counterexample(f"the kept batch of step {step.step} cannot be read: {error}") from error
+    if found is None:
+        raise NotPossible(f"the batch of step {step.step} was not kept")
+    lease, rows = found
+    recorded = [(group.group, group.attempt, sample.reward) for group in step.groups for sample in group.samples]
+    own = [(group.meta.group, group.meta.attempt, reward) for group in lease.groups for reward in group.meta.rewards]
+    if not len(recorded) == len(own) == rows.size:
+        raise Counterexample(
+            f"step {step.step} trained {len(recorded)} samples, but the kept batch has {len(own)} with {rows.size} rows"
+        )
+    for (group, attempt, reward), (own_group, own_attempt, own_reward) in zip(recorded, own, strict=True):
+        if (group, attempt, reward) != (own_group, own_attempt, own_reward):
+            raise Counterexample(
+                f"step {step.step} trained group {group}.{attempt} with the reward {reward}, but the kept batch has "
+                f"group {own_group}.{own_attempt} with {own_reward}"
+            )
+    names = [f"sample {place} of group {group.group}" for group in step.groups for place in range(len(group.samples))]
+    checksums = [sample.row for group in step.groups for sample in group.samples]
+    for name, recorded_row, row in zip(names, checksums, row_checksums(rows), strict=True):
+        if recorded_row != row:
+            raise Counterexample(
+                f"{name} in the kept batch of step {step.step} has other tokens, log-probs or versions than those that "
+                "were trained"
+            )
+    return lease, rows
+
+
+@contextmanager
+def _policy(config: Config) -> Iterator[TQPolicy]:
+    """Starts the policy's ranks on a Ray of their own."""
+    policy = TQPolicy(config, model_path=config.model.path, dp_cfg=config.data_plane)
+    start_local(config, generators=0)
+    try:
+        policy.start()
+        learner = config.learner
+        policy.prepare_step(learner.groups_per_step * learner.group_size, learner.group_size)
+        yield policy
+    finally:
+        policy.shutdown()
+        ray.shutdown()
+
+
+def _replay(
+    policy: TQPolicy, config: Config, steps: Sequence[TrainedStep], batches: Sequence[tuple[Lease, BatchedDataDict]]
+) -> None:
+    """Trains the steps again, and compares every result. Raises Counterexample at the first difference."""
+    start = combined(policy.on_ranks(PolicyWorker.weights_digest))
+    if start != steps[0].before:
+        raise NotPossible(
+            f"the run began with weights of the digest {steps[0].before:016x}, but the model at model.path = "
+            f"{config.model.path} has {start:016x} now"
+        )
+    states = StateClock(states=LEARNER_STATES, initial="other", started_s=time.monotonic())
+    stages = Stages(config=config, policy=policy, critic=None, states=states, clock=time.monotonic)
+    for step, (lease, rows) in zip(steps, batches, strict=True):
+        meta, samples = step_meta(lease), stages.judge(lease.groups)
+        _check_samples(step, samples)
+        policy.dp_client.put_samples(
+            meta.sample_ids, TRAIN_PARTITION, fields=BatchedDataDict({name: rows[name] for name in ROW_COLUMNS})
+        )
+        report, _ = asyncio.run(stages.train(meta, samples, step=lease.step))
+        results: Mapping[str, tuple[Any, Any]] = {
+            "the weights before it": (step.before, report.weights_before),
+            "the loss": (step.loss, report.loss),
+            "the gradient norm": (step.grad_norm, report.grad_norm),
+            "the weights after it": (step.after, report.weights_after),
+        }
+        _check_columns(step, policy, meta, rows)
+        for name, (recorded, found) in results.items():
+            if recorded != found:
+                raise Counterexample(f"step {step.step} computed again has {name} {found}, but recorded was {recorded}")
+        policy.finish_step(meta)
+
+
+def _check_samples(step: TrainedStep, samples: StepSamples) -> None:
+    masks = [sample.trained for group in step.groups for sample in group.samples]
+    if masks != (samples.mask_B > 0).tolist():
+        raise Counterexample(f"step {step.step} masks other samples when its filters are applied again")
+
+
+def _check_columns(step: TrainedStep, policy: TQPolicy, meta: KVBatchMeta, rows: BatchedDataDict) -> None:
+    """Compares the columns that the learner added with the kept ones."""
+    names = [name for name in (*ADDED_COLUMNS, PREV_LOGPROBS) if name in rows]
+    found = policy.read_from_dataplane(meta.subset(range(meta.size)), select_fields=names)
+    for name in names:
+        if not torch.equal(found[name], rows[name]):
+            raise Counterexample(f"step {step.step} computed again has other {name} than the kept batch")
+
+
+class _Span(NamedTuple):
+    """Consecutive tokens of one version in a row: the sample in words, the row, and the places of the tokens."""
+
+    sample: str
+    row: BatchedDataDict
+    start: int
+    stop: int
+
+
+def _rescore(
+    policy: TQPolicy,
+    kept: KeptSteps,
+    steps: Sequence[TrainedStep],
+    batches: Sequence[tuple[Lease, BatchedDataDict]],
+    *,
+    config: Config,
+) -> list[float]:
+    """Scores every trained token under the kept weights of its version. Returns the differences from the sampling
+    log-probs, nats. Raises Counterexample for one above the run's tolerance."""
+    limit = parity_tolerance_nats(config)
+    spans: dict[Version, list[_Span]] = defaultdict(list)
+    for step, (_, rows) in zip(steps, batches, strict=True):
+        for version, span in _spans(step, rows):
+            spans[version].append(span)
+    if missing := sorted(spans.keys() - set(kept.versions())):
+        raise NotPossible(f"the weights of version {missing[0]} were not kept")
+    found: list[float] = []
+    for version in sorted(spans):
+        policy.load_checkpoint(kept.weights_path(version))
+        own = [span.row for span in spans[version]]
+        own += [own[0]] * (-len(own) % config.learner.ranks)  # every rank gets the same number of rows
+        logprobs_BS = policy.get_logprobs(BatchedDataDict.from_batches(own, pad_value_dict=dict(PAD_VALUES)))[
+            "logprobs"
+        ]
+        for place, (sample, row, start, stop) in enumerate(spans[version]):
+            differences = (logprobs_BS[place, start:stop] - row["generation_logprobs"][0, start:stop]).abs().tolist()
+            if not all(each <= limit for each in differences):  # also refuses NaN
+                raise Counterexample(
+                    f"{sample} has tokens of version {version} whose sampling log-probs differ by up to "
+                    f"{max(differences):.3g} nats from those under the weights of this version; the limit is {limit:g} "
+                    "(weights.parity_tolerance_nats)"
+                )
+            found += differences
+    return found
+
+
+def _spans(step: TrainedStep, rows: BatchedDataDict) -> Iterator[tuple[Version, _Span]]:
+    """Yields the spans of the trained samples of a step."""
+    scored = BatchedDataDict({name: rows[name] for name in (*SCORED_COLUMNS, "generation_logprobs")})
+    samples = [(group.group, place, sample) for group in step.groups for place, sample in enumerate(group.samples)]
+    for row, (group, place, sample) in enumerate(samples):
+        at = int(rows["input_lengths"][row]) - sample.tokens
+        for span in sample.spans if sample.trained else ():
+            name = f"sample {place} of group {group}, which step {step.step} trained,"
+            yield (
+                Version(span.incarnation, span.step),
+                _Span(name, scored.slice(row, row + 1), at, at + span.tokens),
+            )
+            at += span.tokens

@@ -1,0 +1,161 @@
+"""The records for `asyncrl audit`: what each step trained, in the file `audit/steps-<incarnation>.msgpack` of the run.
+
+The learner writes a file for each incarnation and never changes a record. A record of a step takes 40 to 50 bytes for
+each sample. A record is written after the ack of its step and before the checkpoint of that step is begun. So after a
+restart from a checkpoint of step k, the records of all steps before k exist.
+
+A record is one frame: the length of its payload (4 bytes), the xxh3-64 of the payload (8 bytes), and the payload in
+MessagePack. A killed writer can leave an incomplete last frame; readers ignore it.
+"""
+
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from asyncrl.buffer.ledger import LedgerEntry
+from asyncrl.buffer.records import VersionSpan
+from asyncrl.common.lineage import Lineage
+from asyncrl.common.version import Version
+from asyncrl.weights.manifest import Manifest
+
+AUDIT = "audit"
+"""Folder of the records in a run's directory."""
+_HEAD = struct.Struct("<IQ")
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bits of a step depend on, besides its input: the processor, and the ranks and their threads."""
+
+    processor: str
+    ranks: int
+    threads: int
+    packages: dict[str, str]
+
+
+class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
+    """The start of an incarnation, the last one of `lineage`. `settings` are the run's shared settings by dotted
+    key."""
+
+    lineage: Lineage
+    settings: dict[str, object]
+    machine: Machine
+
+
+class TrainedSample(msgspec.Struct, frozen=True, array_like=True):
+    """A sample of a step. `trained` is False if a filter masked it. `row` is the xxh3-64 of its tokens, log-probs,
+    versions and mask (`asyncrl.learner.audit_rows`)."""
+
+    tokens: int
+    spans: tuple[VersionSpan, ...]
+    reward: float
+    trained: bool
+    row: int
+
+
+class TrainedGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A group of a step. `incarnation` is that of its reserve. `deadline` and `max_staleness_versions` are those of its
+    ticket."""
+
+    group: int
+    attempt: int
+    incarnation: int
+    deadline: int
+    max_staleness_versions: int
+    samples: tuple[TrainedSample, ...]
+
+
+class TrainedStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """A step that was acked. It made version `step` + 1 of its incarnation.
+
+    `before` and `after` are the digests of the weights, as the ranks measured them at the start and at the end of the
+    step (`asyncrl.ranks.digest`). `token_staleness` is the ranks' count of trained tokens by age: entry s counts the
+    tokens that are s versions old. `ledger` is of the moment of the ack.
+    """
+
+    incarnation: int
+    step: int
+    before: int
+    after: int
+    loss: float
+    grad_norm: float
+    token_staleness: tuple[int, ...]
+    groups: tuple[TrainedGroup, ...]
+    ledger: LedgerEntry
+
+    @property
+    def made(self) -> Version:
+        """The version that the step made."""
+        return Version(self.incarnation, self.step + 1)
+
+
+class PublishedVersion(msgspec.Struct, frozen=True, array_like=True, tag="published"):
+    """A published version. `digest` is that of its manifest: of names, shapes, dtypes and the checksums of the
+    bytes."""
+
+    version: Version
+    digest: str
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+    """The end of a run, with the ledger of this moment. It does not count if the run was resumed afterwards."""
+
+    version: Version
+    ledger: LedgerEntry
+
+
+Record = TrainedStep | PublishedVersion | Ended
+_began = msgspec.msgpack.Decoder(Began)
+_record = msgspec.msgpack.Decoder(Record)
+
+
+def records_path(run: Path, incarnation: int) -> Path:
+    """Returns the file of an incarnation's records."""
+    return run / AUDIT / f"steps-{incarnation}.msgpack"
+
+
+def framed(record: Began | Record) -> bytes:
+    """Returns the bytes of a record in its file."""
+    payload = msgspec.msgpack.encode(record)
+    return _HEAD.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
+
+
+class ReadRecords(NamedTuple):
+    """The records of one incarnation. `began` is None if the file has no whole record. `damage` says where a frame does
+    not match its checksum, or is not a record; then the records after it are not read."""
+
+    began: Began | None
+    records: list[Record]
+    damage: str | None
+
+
+def read_records(path: Path) -> ReadRecords:
+    """Returns the records in a file. Ignores an incomplete last frame."""
+    data = path.read_bytes()
+    began: Began | None = None
+    records: list[Record] = []
+    place, number = 0, 1
+    while place + _HEAD.size <= len(data):
+        length, checksum = _HEAD.unpack_from(data, place)
+        payload = data[place + _HEAD.size : place + _HEAD.size + length]
+        if len(payload) < length:
+            break
+        if xxhash.xxh3_64_intdigest(payload) != checksum:
+            return ReadRecords(began, records, f"record {number} of {path} does not match its checksum")
+        try:
+            if began is None:
+                began = _began.decode(payload)
+            else:
+                records.append(_record.decode(payload))
+        except msgspec.MsgspecError as error:
+            return ReadRecords(began, records, f"record {number} of {path} cannot be read ({error})")
+        place += _HEAD.size + length
+        number += 1
+    return ReadRecords(began, records, None)
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """Returns the xxh3-128 of the layout of a version and the checksums of its bytes, in hex."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((manifest.tensors, manifest.buckets)))

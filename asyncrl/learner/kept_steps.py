@@ -1,0 +1,74 @@
+"""Keeps the weights of every version and the batch of every step, for the fifth check of `asyncrl audit`.
+
+    audit/weights/<version>/             the float32 weights, as the ranks save them in a checkpoint
+    audit/batches/<version>.msgpack      the lease of the step that trained this version
+    audit/batches/<version>.safetensors  its rows in the order of the lease, with the columns that the learner added
+
+It takes the size of the model for every step. So it is for small models, and off by default (`audit.keep_weights`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from safetensors.torch import load, save
+
+from asyncrl.atomic_write import write_atomically
+from asyncrl.buffer.records import Lease
+from asyncrl.common.version import Version
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.learner.audit_records import AUDIT
+from asyncrl.learner.audit_rows import ROW_COLUMNS
+from asyncrl.policy.lm_policy import Policy
+
+ADDED_COLUMNS = ("advantages", "sample_mask")
+"""Columns that the learner adds to the rows of every step."""
+PREV_LOGPROBS = "prev_logprobs"
+"""Column that the ranks add if the objective reads it."""
+
+
+class KeptSteps:
+    """The kept weights and batches in a run's directory."""
+
+    def __init__(self, run: Path) -> None:
+        self._weights = run / AUDIT / "weights"
+        self._batches = run / AUDIT / "batches"
+
+    def weights_path(self, version: Version) -> Path:
+        """Returns the folder with the weights of a version."""
+        return self._weights / str(version)
+
+    def versions(self) -> list[Version]:
+        """Returns the versions whose weights are kept, in order."""
+        found = self._weights.glob("*/COMPLETE") if self._weights.exists() else ()
+        return sorted(Version.parse(path.parent.name) for path in found)
+
+    def keep_weights(self, policy: Policy, version: Version) -> None:
+        """Writes the present weights of the ranks as those of `version`."""
+        policy.save_checkpoint(self.weights_path(version))
+
+    def keep_batch(self, lease: Lease, rows: BatchedDataDict) -> None:
+        """Writes the lease and the rows of a step."""
+        self._batches.mkdir(parents=True, exist_ok=True)
+        lease_path, rows_path = self._paths(Version(lease.incarnation, lease.step))
+        write_atomically(rows_path, save({name: column.contiguous() for name, column in rows.items()}))
+        write_atomically(lease_path, msgspec.msgpack.encode(lease))
+
+    def batch(self, version: Version) -> tuple[Lease, BatchedDataDict] | None:
+        """Returns the lease and the rows of the step that trained `version`; None if they were not kept.
+
+        Raises OSError, MsgspecError or SafetensorError if they cannot be read.
+        """
+        lease_path, rows_path = self._paths(version)
+        if not (lease_path.exists() and rows_path.exists()):
+            return None
+        lease = msgspec.msgpack.decode(lease_path.read_bytes(), type=Lease)
+        return lease, BatchedDataDict(load(rows_path.read_bytes()))
+
+    def _paths(self, version: Version) -> tuple[Path, Path]:
+        return self._batches / f"{version}.msgpack", self._batches / f"{version}.safetensors"
+
+
+def kept_columns(*, with_logprobs: bool) -> Sequence[str]:
+    """Returns the columns of a kept batch."""
+    return [*ROW_COLUMNS, *ADDED_COLUMNS, *([PREV_LOGPROBS] if with_logprobs else [])]

@@ -1,0 +1,86 @@
+"""The digest of a sharded model's weights: 64 bits that do not depend on the number of ranks.
+
+The digest is a sum over the rows of all tensors, modulo 2⁶⁴. The summand of a row is the xxh3 hash of its bytes, with a
+seed for the name of the tensor and the number of the row. FSDP2 cuts tensors between rows (dimension 0), so the ranks
+add up the digests of their own rows, and no weight is gathered. The digest finds errors. It does not resist an attacker
+who makes weights for a given digest.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from asyncrl.ranks.gather import reshard
+
+_MODULUS = 2**64
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Odd constants of the generator splitmix64 (Steele, Lea and Flood 2014)."""
+
+
+@torch.no_grad()
+def model_digest(model: torch.nn.Module, *, rank: int) -> int:
+    """Returns this rank's part of the digest. `combined` adds up the parts of all ranks.
+
+    A tied tensor counts once, under its first name. A replicated shard counts on the first rank that holds it.
+    """
+    reshard(model)
+    first = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    return combined(_part(name, tensor, rank=rank) for name, tensor in first.values())
+
+
+def combined(parts: Iterable[int]) -> int:
+    """Returns the digest of the parts of all ranks, or of all tensors."""
+    return sum(parts) % _MODULUS
+
+
+def tensor_digest(name: str, rows: torch.Tensor, *, start: int = 0) -> int:
+    """Returns the part of consecutive rows of the tensor `name`. `start` is the number of the first one.
+
+    >>> whole = torch.arange(6.0).reshape(3, 2)
+    >>> parts = tensor_digest("w", whole[:1]), tensor_digest("w", whole[1:], start=1)
+    >>> combined(parts) == tensor_digest("w", whole)
+    True
+    """
+    seed = xxhash.xxh3_64_intdigest(name.encode()) + start
+    values = rows.detach().cpu().contiguous()
+    if values.ndim < 2:
+        return _vector_digest(values, seed=seed)
+    data = values.reshape(-1).view(torch.uint8).numpy().data
+    width = values[0].nbytes if len(values) else 0
+    return combined(
+        xxhash.xxh3_64_intdigest(data[i * width : (i + 1) * width], (seed + i) % _MODULUS) for i in range(len(values))
+    )
+
+
+def _vector_digest(values: torch.Tensor, *, seed: int) -> int:
+    """Returns the part of a vector, whose rows are single elements: too many for one call each.
+
+    The summand of an element is a mix of its bits and its place (the finalizer of splitmix64).
+    """
+    kind = {2: np.uint16, 4: np.uint32, 8: np.uint64}[values.element_size()]
+    bits = values.reshape(-1).view(torch.uint8).numpy().view(kind).astype(np.uint64)
+    mixed = bits ^ (np.arange(len(bits), dtype=np.uint64) + np.uint64(seed % _MODULUS)) * np.uint64(_FACTORS[0])
+    for factor in _FACTORS:
+        mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(factor)
+    return int(mixed.sum(dtype=np.uint64))
+
+
+def _part(name: str, tensor: torch.Tensor, *, rank: int) -> int:
+    if not isinstance(tensor, DTensor):
+        return tensor_digest(name, tensor) if rank == 0 else 0
+    start = 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank holds no part of a model that it trains"
+    for place, own, ranks in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):
+        if place == Replicate():
+            if own > 0:
+                return 0
+        elif place == Shard(0):
+            # FSDP2 cuts like torch.chunk: only the last shards are shorter or empty
+            start = own * -(-tensor.shape[0] // ranks)
+        else:
+            raise NotImplementedError(f"{name} is placed as {place}; only shards of dimension 0 have a digest")
+    return tensor_digest(name, tensor.to_local(), start=start)

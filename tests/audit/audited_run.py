@@ -1,0 +1,228 @@
+"""Records small runs for the audit, by the real loop, coordinator, checkpoints and run directory. The model is a fake:
+one tensor, to which a step adds the step's number and the sum of its tokens."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from learner_scenes import FakeTrainer, Scene, ids_of, meta_of, rows_of, skipped, trained
+from safetensors.torch import load_file, save_file
+
+from asyncrl.algorithms.interfaces import LossFunction
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure
+from asyncrl.checkpoints.run import RunParts, read_snapshot
+from asyncrl.common.roles import Role
+from asyncrl.common.version import Version
+from asyncrl.complete_directory import COMPLETE
+from asyncrl.config.load import shared_config
+from asyncrl.coordinator.registry import Deployment
+from asyncrl.coordinator.snapshot import Restored
+from asyncrl.data_plane.clients import TRAIN_PARTITION
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.data_plane.sample_ids import group_of
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.errors import FailureClass
+from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, framed, read_records, records_path
+from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.kept_steps import KeptSteps
+from asyncrl.learner.loop import LearnerLoop
+from asyncrl.learner.records import StepRecord, read_lines
+from asyncrl.learner.run_log import RunLog
+from asyncrl.ranks.batching import staleness_counts
+from asyncrl.ranks.digest import tensor_digest
+
+FAILED_GROUP = 5
+"""A group whose reward fails in every run."""
+STATE = Path("state") / "shard-00001-model-00001-of-00001.safetensors"
+
+
+class Killed(Exception):
+    """Ends a run at a step, as if the process had been killed then: nothing is saved and no state is recorded."""
+
+
+class AuditedTrainer(FakeTrainer):
+    """A trainer with weights: it reports their digests and the ages of its tokens, and saves and loads them."""
+
+    def __init__(self, scene: "AuditedRun") -> None:
+        super().__init__(scene.clock)
+        self.weights = torch.arange(12, dtype=torch.float32).reshape(4, 3)
+        self.killed_at: int | None = None
+        self.skips_at: int | None = None
+        self.dp_client = self.client
+
+    @property
+    def digest(self) -> int:
+        return tensor_digest("w", self.weights)
+
+    def train_from_meta(
+        self, meta: KVBatchMeta, loss_fn: LossFunction, eval_mode: bool = False, *, gbs: int | None = None
+    ) -> dict[str, Any]:
+        step = meta.extra_info["step"]
+        self.asked.append((step, list(dict.fromkeys(map(group_of, meta.sample_ids)))))
+        self._clock.now_s += 1.0
+        if step == self.killed_at:
+            raise Killed
+        if step == self.skips_at:
+            self.skips_at = None
+            return {"report": skipped()}
+        columns = ["input_ids", "weight_versions", "token_mask", "sample_mask"]
+        rows = self.client.get_data(meta, columns)
+        before, ages = self.digest, staleness_counts(rows, step=step)
+        self.weights = self.weights + step + rows["input_ids"].sum()
+        counts = tuple(ages.get(age, 0) for age in range(max(ages) + 1))
+        report = trained(
+            loss=step / 7, token_staleness=counts, trained_tokens=sum(counts), on_policy_tokens=counts[0],
+            weights_before=before, weights_after=self.digest,
+        )  # fmt: skip
+        return {"report": report}
+
+    # The parts of a policy that a checkpoint uses.
+
+    def stage_checkpoint(self) -> None:
+        self.staged = self.weights.clone()
+
+    def write_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
+        (weights_path / STATE).parent.mkdir(parents=True)
+        save_file({"w": self.staged}, weights_path / STATE)
+        (weights_path / COMPLETE).touch()
+
+    def save_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
+        self.stage_checkpoint()
+        self.write_checkpoint(weights_path, optimizer_path)
+
+    def write_hf(self, weights_path: Path, path: Path) -> None:
+        path.mkdir()
+
+    def load_checkpoint(self, weights_path: Path, optimizer_path: Path) -> None:
+        self.weights = load_file(weights_path / STATE)["w"]
+
+
+class AuditedRun(Scene):
+    """One start of the run `audited` in `folder`: a new one, or one that is resumed."""
+
+    def __init__(self, folder: Path, *, max_staleness: int = 1, keep_weights: bool = False) -> None:
+        run = {"dir": str(folder), "name": "audited"}
+        learner = {"total_steps": 6, "groups_logged": 0}
+        super().__init__(
+            run=run,
+            learner=learner,
+            checkpoint={"every_steps": 2, "keep": 9},
+            eval={"prompts": 0},
+            staleness={"max_versions": max_staleness},
+            audit={"keep_weights": "all" if keep_weights else "none"},
+        )
+        self.trainer: AuditedTrainer = AuditedTrainer(self)
+        self.run_dir = RunDir.create(self.config)
+        packages = {"torch": "2"}
+        self.contents: dict[Version, str] = {}
+        self.publish_weights = self.publisher.publish
+        self.publisher.publish = self.publish  # type: ignore[method-assign]
+        self.parts = RunParts(
+            config=self.config, policy=self.trainer, critic=None, lineage=self.run_dir.lineage, packages=packages
+        )
+        machine = Machine(processor="abacus", ranks=1, threads=1, packages=packages)
+        settings = dict(shared_config(self.config))
+        self.audit_file = self.run_dir.begin_audit(
+            Began(lineage=self.run_dir.lineage, settings=settings, machine=machine)
+        )
+
+    async def start(self) -> None:
+        """Attaches the learner, and restores the checkpoint of a run that is resumed."""
+        learner = Deployment(id="learner", role=Role.LEARNER, host="here", pid=1)
+        resumed, restored, before = self.run_dir.resumed, None, None
+        if resumed is not None:
+            restored = Restored(snapshot=read_snapshot(resumed.path), lineage=self.run_dir.lineage)
+            before = read_lines(self.run_dir.path / "steps.jsonl", StepRecord)[-1]
+        lineage = await self.coordinator.attach(learner, shared=shared_config(self.config), restored=restored)
+        assert lineage == self.run_dir.lineage
+        if resumed is not None:
+            self.parts.load(resumed.path)
+        log = RunLog(
+            append_step=self.run_dir.append_step,
+            append_eval=self.run_dir.append_eval,
+            write_samples=self.run_dir.write_samples,
+            append_audit=self.audit_file.append,
+            sync_audit=self.audit_file.sync,
+        )
+        self.checkpoints = Checkpoints(
+            self.config.checkpoint,
+            folder=self.run_dir.checkpoints,
+            run=self.parts,
+            metrics=self.metrics,
+            restored_step=resumed.step if resumed else 0,
+            clock=self.clock,
+        )
+        self.loop = LearnerLoop(
+            config=self.config,
+            incarnation=lineage.incarnation,
+            policy=self.trainer,
+            publisher=self.publisher,
+            coordinator=self.client,
+            heldout=self.heldout,
+            checkpoints=self.checkpoints,
+            log=log,
+            metrics=self.metrics,
+            states=self.states,
+            decode=lambda ids, special: "",
+            started_s=0.0,
+            before=before,
+            kept=KeptSteps(self.run_dir.path) if self.config.audit.keep_weights == "all" else None,
+            clock=self.clock,
+        )
+
+    async def publish(self, version: Version) -> None:
+        """Notes the digest of the weights that a publication begins with."""
+        self.contents[version] = f"{self.trainer.digest:x}"
+        await self.publish_weights(version)
+
+    async def deliver(self, version: Version, *, replica: str = "a") -> None:
+        self.audit_file.append(PublishedVersion(version, self.contents[version]))
+        await super().deliver(version, replica=replica)
+
+    async def generate(self, wait_s: float) -> None:
+        """Like a scene's, but the reward of `FAILED_GROUP` fails."""
+        await self.publisher.settle()
+        for ticket in await self._tickets():
+            if ticket.group == FAILED_GROUP:
+                failure = Failure(failure_class=FailureClass.DATA, reason="reward_raised", message="a bug")
+                failed = FailedTicket(key=ticket.key, incarnation=ticket.version.incarnation, failure=failure)
+                await self.coordinator.fail([failed])
+                continue
+            self.trainer.client.put_samples(ids_of([ticket.key]), TRAIN_PARTITION, fields=rows_of(ticket))
+            assert await self.coordinator.commit([meta_of(ticket)]) == [CommitOutcome.ACCEPTED]
+
+
+async def record(
+    folder: Path,
+    *,
+    killed_at: int | None = None,
+    skips_at: int | None = None,
+    max_staleness: int = 1,
+    keep_weights: bool = False,
+) -> Path:
+    """Runs or resumes the run in `folder`, until its last step or until `killed_at`. Returns its directory."""
+    run = AuditedRun(folder, max_staleness=max_staleness, keep_weights=keep_weights)
+    run.trainer.killed_at, run.trainer.skips_at = killed_at, skips_at
+    await run.start()
+    with contextlib.suppress(Killed), run.run_dir:
+        await run.run()
+        run.run_dir.stopped("done")  # a finished run would not be resumed
+    run.folder.cleanup()
+    return run.run_dir.path
+
+
+async def record_killed_run(folder: Path, *, keep_weights: bool = False) -> Path:
+    """Records a run of six steps that is killed at step 3 and resumed from step 2. It skips one step."""
+    await record(folder, killed_at=3, skips_at=1, keep_weights=keep_weights)
+    return await record(folder, keep_weights=keep_weights)
+
+
+def changed(directory: Path, incarnation: int, change: Callable[[list[Any]], None]) -> None:
+    """Writes the records of an incarnation again after `change` has changed their list."""
+    path = records_path(directory, incarnation)
+    read = read_records(path)
+    assert read.began is not None
+    change(read.records)
+    path.write_bytes(b"".join(framed(each) for each in [read.began, *read.records]))

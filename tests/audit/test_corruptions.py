@@ -1,0 +1,210 @@
+"""Each planted corruption is found, by the check that should find it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import xxhash
+from audited_run import STATE, changed, record, record_killed_run
+
+from asyncrl.audit.audit import audit
+from asyncrl.audit.outcome import Verdict
+from asyncrl.buffer.ledger import Amount, Fate
+from asyncrl.buffer.records import VersionSpan
+from asyncrl.checkpoints.directory import MANIFEST, FileEntry, RunManifest
+from asyncrl.common.version import Version
+from asyncrl.learner.audit_records import TrainedGroup, TrainedStep
+from asyncrl.learner.kept_steps import KeptSteps
+
+
+def step_of(records: list[Any], number: int) -> int:
+    """Returns the place of a step's record."""
+    return next(i for i, each in enumerate(records) if isinstance(each, TrainedStep) and each.step == number)
+
+
+def edit_group(change: Callable[[TrainedGroup], TrainedGroup]) -> Callable[[Path], None]:
+    """Returns a corruption of the first group of step 4."""
+
+    def edit(records: list[Any]) -> None:
+        place = step_of(records, 4)
+        first, *others = records[place].groups
+        records[place] = msgspec.structs.replace(records[place], groups=(change(first), *others))
+
+    return lambda directory: changed(directory, 2, edit)
+
+
+def edit_sample(**fields: Any) -> Callable[[Path], None]:
+    def edit(group: TrainedGroup) -> TrainedGroup:
+        *others, last = group.samples
+        return msgspec.structs.replace(group, samples=(*others, msgspec.structs.replace(last, **fields)))
+
+    return edit_group(edit)
+
+
+def age_sample(directory: Path) -> None:
+    """The ranks trained two tokens of version 1.1 at step 4, and the buffer let them."""
+    edit_sample(spans=(VersionSpan(1, 1, 2),))(directory)
+
+    def edit(records: list[Any]) -> None:
+        place = step_of(records, 4)
+        [six] = records[place].token_staleness
+        records[place] = msgspec.structs.replace(records[place], token_staleness=(six - 2, 0, 0, 2))
+
+    changed(directory, 2, edit)
+
+
+def publish_otherwise(directory: Path) -> None:
+    """Version 2.2 was published with another content than 1.2, from which it began."""
+
+    def edit(records: list[Any]) -> None:
+        assert records[0].version == Version(2, 2)
+        records[0] = msgspec.structs.replace(records[0], digest="0")
+
+    changed(directory, 2, edit)
+
+
+def repeat_sample(directory: Path) -> None:
+    edit_group(lambda group: msgspec.structs.replace(group, samples=(*group.samples, group.samples[-1])))(directory)
+
+
+def repeat_group(directory: Path) -> None:
+    """Step 4 trains a group of step 3 again, in place of its own first one."""
+
+    def edit(records: list[Any]) -> None:
+        before, place = records[step_of(records, 3)], step_of(records, 4)
+        groups = (before.groups[0], *records[place].groups[1:])
+        records[place] = msgspec.structs.replace(records[place], groups=groups)
+
+    changed(directory, 2, edit)
+
+
+def drop_group(directory: Path) -> None:
+    """Neither the learner nor the buffer recorded the group."""
+
+    def edit(records: list[Any]) -> None:
+        place = step_of(records, 4)
+        step = records[place]
+        gone, *groups = step.groups
+        ended = tuple(each for each in step.ledger.ended if each.group != gone.group)
+        ledger = msgspec.structs.replace(step.ledger, ended=ended)
+        records[place] = msgspec.structs.replace(step, groups=tuple(groups), ledger=ledger)
+
+    changed(directory, 2, edit)
+
+
+def swap_steps(directory: Path) -> None:
+    def edit(records: list[Any]) -> None:
+        one, other = step_of(records, 3), step_of(records, 4)
+        records[one], records[other] = records[other], records[one]
+
+    changed(directory, 2, edit)
+
+
+def edit_ledger(directory: Path) -> None:
+    """One token more was issued and trained."""
+
+    def edit(records: list[Any]) -> None:
+        place = step_of(records, 4)
+        ledger, more = records[place].ledger, Amount(0, 0, 1)
+        fates = ledger.fates | {Fate.TRAINED: ledger.fates[Fate.TRAINED] + more}
+        ledger = msgspec.structs.replace(ledger, fates=fates, issued=ledger.issued + more)
+        records[place] = msgspec.structs.replace(records[place], ledger=ledger)
+
+    changed(directory, 2, edit)
+
+
+def swap_checkpoints(directory: Path) -> None:
+    one, other = directory / "checkpoints" / "step-2", directory / "checkpoints" / "step-4"
+    aside = one.rename(one.with_name("aside"))
+    other.rename(one)
+    aside.rename(other)
+
+
+def flip_last_byte(name: str, *, manifest: bool) -> Callable[[Path], None]:
+    """Returns a corruption of a file in the checkpoint of step 4. With `manifest`, the checkpoint's manifest agrees."""
+
+    def flip(directory: Path) -> None:
+        checkpoint = directory / "checkpoints" / "step-4"
+        path = min(checkpoint.glob(name))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        if manifest:
+            old = msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=RunManifest)
+            entry = FileEntry(nbytes=len(data), xxh3=xxhash.xxh3_128_hexdigest(data))
+            files = old.files | {str(path.relative_to(checkpoint)): entry}
+            new = msgspec.json.encode(msgspec.structs.replace(old, files=files))
+            (checkpoint / MANIFEST).write_bytes(msgspec.json.format(new, indent=2))
+
+    return flip
+
+
+WEIGHTS = f"policy/weights/{STATE}"
+
+
+def edit_batch(column: str, change: Callable[[torch.Tensor], None]) -> Callable[[Path], None]:
+    """Returns a corruption of the kept batch of step 4."""
+
+    def edit(directory: Path) -> None:
+        kept = KeptSteps(directory)
+        batch = kept.batch(Version(2, 4))
+        assert batch is not None
+        lease, rows = batch
+        change(rows[column])
+        kept.keep_batch(lease, rows)
+
+    return edit
+
+
+def flip_kept_weight(directory: Path) -> None:
+    path = KeptSteps(directory).weights_path(Version(2, 4)) / STATE
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+OTHER_ROW = "in the kept batch of step 4 has other tokens, log-probs or versions"
+CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "a version that is too old": (
+        age_sample, "3", "version 1.1, which was 3 versions old",
+    ),
+    "a version that is dead": (edit_sample(spans=(VersionSpan(1, 3, 2),)), "3", "version 1.3, which is dead"),
+    "a version that is one off": (edit_sample(spans=(VersionSpan(2, 3, 2),)), "3", "but the ranks trained"),
+    "a reward": (edit_sample(reward=0.75), "2", "has reward_mean"),
+    "a weight byte": (flip_last_byte(WEIGHTS, manifest=False), "4", "the manifest says"),
+    "other weights": (flip_last_byte(WEIGHTS, manifest=True), "4", "has weights with the digest"),
+    "a token": (edit_batch("input_ids", lambda ids: ids[-1, 3].add_(1)), "5", OTHER_ROW),
+    "a log-prob": (edit_batch("generation_logprobs", lambda found: found[-1, 3].sub_(1e-6)), "5", OTHER_ROW),
+    "a kept weight byte": (flip_kept_weight, "4", "audit/weights/2.4 has the digest"),
+    "a published byte": (publish_otherwise, "4", "versions 1.2 and 2.2 have equal weights, but were published"),
+    "a repeated sample": (repeat_sample, "1", "3 samples of group"),
+    "a repeated group": (repeat_group, "1", "has two fates: trained by step 3, and trained by step 4"),
+    "a dropped group": (drop_group, "1", "has no fate"),
+    "a swapped checkpoint": (swap_checkpoints, "4", "is a checkpoint of version 2.4, not of step 2"),
+    "a reordered step": (swap_steps, "4", "the record of step 4 stands where step 3 is expected"),
+    "an edited ledger": (edit_ledger, "2", "the groups that ended so add up to"),
+}  # fmt: skip
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", CORRUPTIONS)
+async def test_a_corruption_is_found_by_its_check(name: str, tmp_path: Path) -> None:
+    directory = await record_killed_run(tmp_path, keep_weights=True)
+    corrupt, check, words = CORRUPTIONS[name]
+    corrupt(directory)
+    found = {outcome.name[0]: outcome for outcome in audit(directory)}
+    assert found[check].verdict is Verdict.FAILED, "\n".join(map(str, found.values()))
+    assert words in found[check].detail
+
+
+@pytest.mark.asyncio
+async def test_another_row_in_a_checkpoint_than_was_trained_is_found(tmp_path: Path) -> None:
+    directory = await record(tmp_path, max_staleness=2)
+    assert Verdict.FAILED not in {outcome.verdict for outcome in audit(directory)}
+    flip_last_byte("rows/*.safetensors", manifest=True)(directory)
+    weights = next(outcome for outcome in audit(directory) if outcome.name == "4 weights")
+    assert weights.verdict is Verdict.FAILED
+    assert "has other rows of group" in weights.detail

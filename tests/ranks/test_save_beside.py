@@ -1,0 +1,69 @@
+"""A save beside training on ranks that fail: the caller gets one error, and no rank is ended."""
+
+from typing import Any
+
+import pytest
+import ray
+from test_first_cause import BROKEN, Call
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import CheckpointError
+from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks import group as group_module
+from asyncrl.ranks.actor import SAVING
+from asyncrl.ranks.group import RankGroup
+
+
+class Rank:
+    """Replaces one rank's actor. Its calls of `attempt` have a result that is known in advance."""
+
+    def __init__(self, outcome: Any) -> None:
+        self._outcome = outcome
+        self.attempt = self
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def options(self, *, concurrency_group: str) -> "Rank":
+        assert concurrency_group == SAVING
+        return self
+
+    def remote(self, *call: Any) -> Call:
+        self.calls.append(call)
+        return Call(self._outcome)
+
+
+def save(*outcomes: Any, timeout_s: float = 60.0) -> list[Rank]:
+    """Writes on ranks with these outcomes. Returns the ranks that the group has afterwards."""
+    config = Config.model_validate({"checkpoint": {"timeout_s": timeout_s}})
+    group = RankGroup(PolicyWorker, config, model_path="nowhere")
+    ranks = group._ranks = [Rank(outcome) for outcome in outcomes]
+    try:
+        group.save_beside(PolicyWorker.write_checkpoint, "weights", "optimizer")
+    finally:
+        assert group._ranks == ranks, "a save must end no rank"
+        assert all(rank.calls == [("write_checkpoint", "weights", "optimizer")] for rank in ranks)
+    return ranks
+
+
+def test_every_rank_writes_in_its_thread_for_saving() -> None:
+    assert len(save("done", "done")) == 2
+
+
+def test_a_rank_that_cannot_write_is_the_cause_and_not_the_connections_that_broke() -> None:
+    with pytest.raises(CheckpointError, match="no space left"):
+        save(BROKEN, CheckpointError("no space left"))
+
+
+def test_a_rank_that_dies_while_it_writes_fails_only_the_save() -> None:
+    with pytest.raises(CheckpointError, match="learner rank 1 died in write_checkpoint"):
+        save(BROKEN, ray.exceptions.RayActorError())
+
+
+def test_a_rank_that_waits_for_a_dead_one_does_not_hold_up_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "FIRST_CAUSE_GRACE_S", 0.01)
+    with pytest.raises(CheckpointError, match="learner rank 1 died in write_checkpoint"):
+        save(None, ray.exceptions.RayActorError(), timeout_s=3600.0)
+
+
+def test_a_disk_that_does_not_answer_fails_the_save_after_its_limit() -> None:
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] did not finish write_checkpoint within checkpoint.timeou"):
+        save("done", None, timeout_s=0.01)
