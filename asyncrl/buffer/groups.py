@@ -14,6 +14,7 @@ from asyncrl.buffer.records import DuePrompt, GroupMeta, Ticket
 from asyncrl.buffer.slots import Front, ReadyQueue, Slot, amount_of
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.buffer.staleness import Limits
+from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 
@@ -50,6 +51,8 @@ class Groups:
         self.booked_bytes = 0
         self.exhausted = False
         self.ended: list[EndedGroup] = []  # groups that reached a final fate since the last ack; the owner empties it
+        self._snapshot_step: int | None = None  # the learner's step at the newest snapshot
+        self._retained: dict[str, tuple[Slot, int]] = {}  # by key, with the step that ended the group
 
     @property
     def slots(self) -> int:
@@ -64,6 +67,9 @@ class Groups:
         """Returns the earliest prompt at the front, else a new prompt; None if there is neither."""
         if due := self.front.pop():
             return due
+        return self._new_prompt()
+
+    def _new_prompt(self) -> DuePrompt | None:
         task = None if self.exhausted else self._next_prompt()
         if task is None:
             self.exhausted = True
@@ -129,8 +135,14 @@ class Groups:
             self.fail(slot)
             return False
         self._leave_reserved(slot)
-        self._to_front(slot.ticket, issued=True)
+        self.front.push(self._again(slot.ticket, issued=True))
         return True
+
+    def interrupt(self, slot: Slot) -> None:
+        """Ends an attempt at a reserved group that has a token of a dead version. The prompt goes to the front, and the
+        attempt does not count."""
+        self._leave_reserved(slot)
+        self.front.push(self._again(slot.ticket, issued=True, interrupted=True))
 
     def fail(self, slot: Slot) -> None:
         """Ends a reserved group that will never be committed. Another prompt may take its slot."""
@@ -147,7 +159,7 @@ class Groups:
             self._count_unleased(slot.ticket.deadline, -1)
             self._free(slot)
             self._settle(Fate.ROWS_LOST, slot)
-            self._to_front(slot.ticket, issued=False)
+            self.front.push(self._again(slot.ticket, issued=False))
 
     def drop_ready(self) -> tuple[str, ...]:
         """Drops all ready groups, because no step will train them. Returns their keys."""
@@ -172,13 +184,31 @@ class Groups:
             self._count_unleased(slot.ticket.deadline, 1)
             self.ready.push(slot)
 
-    def end_leased(self, fate: Fate) -> tuple[str, ...]:
-        """Ends the leased groups with `fate` (trained or skipped) and frees their slots. Returns their keys."""
+    def end_leased(self, fate: Fate, *, step: int) -> tuple[str, ...]:
+        """Ends the leased groups of `step` with `fate` (trained or skipped) and frees their slots.
+
+        Returns the keys whose rows may be cleared. The other groups are retained until `release`: their tokens are not
+        newer than the newest snapshot, so a learner that goes back to it trains them again, and the checkpoint of the
+        snapshot may still be reading their rows.
+        """
         leased, self.leased = self.leased, []
+        over: list[str] = []
         for slot in leased:
             self._free(slot)
             self._end(slot, fate)
-        return tuple(slot.ticket.key for slot in leased)
+            assert slot.meta is not None, f"group {slot.ticket.key} was leased before its commit"
+            if self._snapshot_step is not None and slot.meta.newest <= self._snapshot_step:
+                self._retained[slot.ticket.key] = slot, step
+            else:
+                over.append(slot.ticket.key)
+        return tuple(over)
+
+    def release(self, *, before: int) -> tuple[str, ...]:
+        """Forgets the retained groups of the steps before `before`. Returns their keys; their rows may be cleared."""
+        over = tuple(key for key, (_, step) in self._retained.items() if step < before)
+        for key in over:
+            del self._retained[key]
+        return over
 
     def last_attempt(self, group: int) -> tuple[int, bool] | None:
         """Returns (last issued attempt at a group, whether it was committed); None if there is no such group."""
@@ -189,6 +219,11 @@ class Groups:
         if due := self.front.get(group):
             return due.attempt - 1, False
         return self._last_attempts.get(group, (0, True))
+
+    def attempts(self, group: int) -> int:
+        """Returns the number of attempts that were issued at a group."""
+        last = self.last_attempt(group)
+        return 0 if last is None else last[0] + 1
 
     def is_never_committed(self, group: int, attempt: int) -> bool:
         """Returns whether this attempt was issued and has ended without a commit that counts.
@@ -225,7 +260,9 @@ class Groups:
         )
 
     def snapshot(self, *, version: Version, failures: FailureState) -> BufferSnapshot:
-        """Returns the present state, with these parts of it that belong to the buffer."""
+        """Returns the present state, with these parts of it that belong to the buffer. From now on, groups that a
+        learner would need that goes back to it are retained."""
+        self._snapshot_step = version.step
         return BufferSnapshot(
             version=version,
             next_group=self._next_group,
@@ -238,32 +275,81 @@ class Groups:
             ended=tuple(self.ended),
         )
 
-    def restore(self, snapshot: BufferSnapshot, *, now_s: float) -> None:
+    def living(self, *, lineage: Lineage, loaded: Mapping[str, Version]) -> dict[int, Slot]:
+        """Returns the groups of which no token is of a dead version of `lineage`, by group: reserved, ready, leased and
+        retained ones.
+
+        `loaded` has the last version that each replica reported. The tokens of a reserved group are not known, but a
+        replica with a dead version has generated some with it.
+        """
+        committed = [*self.ready.slots(), *self.leased, *(slot for slot, _ in self._retained.values())]
+        living = {
+            slot.ticket.group: slot
+            for slot in committed
+            if slot.meta is not None and all(map(lineage.has, slot.meta.versions))
+        }
+        for slot in self.reserved.values():
+            ticket = slot.ticket
+            if lineage.has(ticket.version) and lineage.has(loaded.get(ticket.replica, ticket.version)):
+                living[ticket.group] = slot
+        return living
+
+    def restore(self, snapshot: BufferSnapshot, *, earlier: "Groups", living: Mapping[int, Slot], now_s: float) -> None:
         """Continues from a snapshot. There are no groups yet.
 
-        A reserved group goes to the front for another attempt, because the replica that held its ticket is gone. So
-        does a ready group without room in the buffer, or in the steps before its deadline: the limits may be smaller
-        than those of the snapshot.
+        `earlier` are the groups of a buffer that went on after the snapshot, and `living` are those of them that can
+        still be trained. Both are empty if the earlier buffer is gone.
+
+        A group that was ready at the snapshot is ready again. Any other group that is in `living` stays as it is. The
+        remaining prompts go to the front. So does a group without room in the buffer, or in the steps before its
+        deadline: the limits may be smaller than those of the snapshot. No attempt that was issued after the snapshot is
+        issued again, because its replica may still commit it.
         """
+        self._snapshot_step = step = snapshot.version.step
         self._next_group, self.exhausted = snapshot.next_group, snapshot.exhausted
         self._last_attempts = dict(snapshot.last_attempts)
         self.ended = list(snapshot.ended)
-        for prompt in snapshot.waiting:
-            self.front.push(prompt)
-        for group in sorted(snapshot.open, key=lambda each: (each.ticket.deadline, each.ticket.group)):
+        slots: list[Slot] = []
+        due = list(snapshot.waiting)
+        for group in snapshot.open:
             ticket, meta = group.ticket, group.meta
             if meta is None:
-                self._to_front(ticket, issued=True, interrupted=True)
+                due.append(self._again(ticket, issued=True, interrupted=True))
                 continue
             slot = Slot(ticket, group.reserved_step, now_s, now_s, meta.row_bytes, meta, group.ready_step)
-            if self._has_room(slot, step=snapshot.version.step):
-                self.open[ticket.group] = slot
-                self._count_unleased(ticket.deadline, 1)
-                self.booked_bytes += slot.booked_bytes
-                self.ready.push(slot)
+            if earlier.attempts(ticket.group) <= ticket.attempt + 1:
+                slots.append(slot)
+            else:  # its rows were lost after the snapshot, and another attempt was issued
+                self._settle(Fate.RETURNED_ON_RESUME, slot)
+                due.append(self._again(ticket, issued=False, interrupted=True))
+        while self._next_group < earlier._next_group and (prompt := self._new_prompt()) is not None:
+            due.append(prompt)
+        for prompt in due:
+            if (kept := living.get(prompt.group)) is not None:
+                if not prompt.issued:
+                    self._ledger.issue(samples=self._limits.group_size)
+                self._ledger.generated(self._amount([kept]).tokens)
+                slots.append(kept)
+            else:
+                self.front.push(prompt.not_before(earlier.attempts(prompt.group)))
+        for slot in sorted(slots, key=lambda each: (each.ticket.deadline, each.ticket.group)):
+            if self._has_room(slot, step=step):
+                self._place(slot, step=step)
             else:
                 self._settle(Fate.RETURNED_ON_RESUME, slot)
-                self._to_front(ticket, issued=False, interrupted=True)
+                self.front.push(self._again(slot.ticket, issued=False, interrupted=True))
+        self.reserved = dict(sorted(self.reserved.items(), key=lambda each: each[1].heard_at_s))
+
+    def _place(self, slot: Slot, *, step: int) -> None:
+        """Puts a restored group into its slot. The learner is at `step`, which may be an earlier one than before."""
+        slot.reserved_step, slot.ready_step = min(slot.reserved_step, step), min(slot.ready_step, step)
+        self.open[slot.ticket.group] = slot
+        self._count_unleased(slot.ticket.deadline, 1)
+        self.booked_bytes += slot.booked_bytes
+        if slot.meta is None:
+            self.reserved[slot.ticket.key] = slot
+        else:
+            self.ready.push(slot)
 
     def _has_room(self, slot: Slot, *, step: int) -> bool:
         """Returns True if a restored group fits into the buffer, and into the steps up to its deadline.
@@ -304,18 +390,17 @@ class Groups:
         self._ledger.settle(fate, amount)
         self.ended.append(EndedGroup(slot.ticket.group, slot.ticket.attempt, fate, amount.samples, amount.tokens))
 
-    def _to_front(self, ticket: Ticket, *, issued: bool, interrupted: bool = False) -> None:
-        self.front.push(
-            DuePrompt(
-                group=ticket.group,
-                attempt=ticket.attempt + 1,
-                task=ticket.task,
-                seed=ticket.seed,
-                issued=issued,
-                interruptions=ticket.interruptions + interrupted,
-            )
-        )
+    def _again(self, ticket: Ticket, *, issued: bool, interrupted: bool = False) -> DuePrompt:
+        """Returns the prompt of a ticket that has ended, for its next attempt."""
         self._ledger.count(Event.RETRY)
+        return DuePrompt(
+            group=ticket.group,
+            attempt=ticket.attempt + 1,
+            task=ticket.task,
+            seed=ticket.seed,
+            issued=issued,
+            interruptions=ticket.interruptions + interrupted,
+        )
 
     def _amount(self, slots: Collection[Slot]) -> Amount:
         return amount_of(slots, group_size=self._limits.group_size)

@@ -74,6 +74,12 @@ class DuePrompt(msgspec.Struct, frozen=True, kw_only=True):
     issued: bool
     interruptions: int = 0
 
+    def not_before(self, attempt: int) -> "DuePrompt":
+        """Returns the prompt for attempt number `attempt`, or for its own if that is later. Attempts that are left out
+        count as interrupted."""
+        skipped = max(0, attempt - self.attempt)
+        return msgspec.structs.replace(self, attempt=self.attempt + skipped, interruptions=self.interruptions + skipped)
+
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a reserve: the tickets, and the reason why there are not more (None: all requested were issued)."""
@@ -119,6 +125,11 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def generated_tokens(self) -> int:
         return sum(self.completion_tokens)
+
+    @property
+    def versions(self) -> set[Version]:
+        """The versions of the weights that generated the group's tokens."""
+        return {Version(span.incarnation, span.step) for spans in self.version_spans for span in spans}
 
 
 class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,8 @@ The state machine has no threads and no sockets, and the clock is an argument. `
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 
 import msgspec
 
@@ -89,7 +90,8 @@ class ReplayBuffer:
         self.failures = FailureLog(max_streak=limits.max_data_failures)
         self.paused = False
         self.dropped: list[str] = []
-        self._groups = Groups(limits=limits, next_prompt=next_prompt, ledger=self.ledger, seed=seed)
+        self._new_groups = partial(Groups, limits=limits, next_prompt=next_prompt, ledger=self.ledger, seed=seed)
+        self._groups = self._new_groups()
         self._lease: Lease | None = None
         self._last_end: tuple[Fate, int, tuple[str, ...]] | None = None
         self._lease_wait: LeaseWait | None = None
@@ -135,6 +137,10 @@ class ReplayBuffer:
             outcome = self._why_refused(meta)
             self.ledger.count(_REFUSED_COMMITS[outcome])
             return outcome
+        if not all(map(self._lineage.has, meta.versions)):
+            self._groups.interrupt(slot)
+            self.ledger.count(Event.COMMIT_OLD_INCARNATION)
+            return CommitOutcome.OLD_INCARNATION
         self._check(meta, slot.ticket)
         self._groups.commit(slot, meta, step=self._step)
         self.failures.succeeded()
@@ -175,6 +181,11 @@ class ReplayBuffer:
             key for key, found in tickets if found and self._groups.is_never_committed(int(found[1]), int(found[2]))
         )
 
+    def without_slot(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `keys` that are keys of groups, but of none that is reserved, ready or leased."""
+        held = {slot.ticket.key for slot in self._groups.open.values()}
+        return tuple(key for key in keys if _KEY.fullmatch(key) and key not in held)
+
     # For the learner.
 
     def lease(self) -> Lease | LeaseWait:
@@ -193,16 +204,24 @@ class ReplayBuffer:
     def ack(self, incarnation: int, step: int) -> tuple[str, ...]:
         """Ends the lease of a step that was trained. The learner's version increases by one.
 
-        Returns the keys of the groups; their rows may be cleared. A repeated call returns the same keys.
+        Returns the keys of the groups whose rows may be cleared. The other groups are retained until `release`, for a
+        learner that goes back to the newest snapshot. A repeated call returns the same keys.
         """
         return self._end_lease(incarnation, step, fate=Fate.TRAINED)
 
     def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
         """Ends the lease of a step that was skipped. The version stays, and other prompts replace its groups.
 
-        Returns the keys of the groups; their rows may be cleared.
+        Returns the keys of the groups whose rows may be cleared, as `ack` does.
         """
         return self._end_lease(incarnation, step, fate=Fate.SKIPPED)
+
+    def release(self, *, before: int) -> tuple[str, ...]:
+        """Forgets the retained groups of the steps before `before`, because no learner goes back to one of these steps.
+
+        Returns their keys; their rows may be cleared.
+        """
+        return self._groups.release(before=before)
 
     def give_back(self, incarnation: int, step: int) -> bool:
         """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""
@@ -244,17 +263,25 @@ class ReplayBuffer:
         """Returns the present state. A leased group counts as ready, because its step has not been trained."""
         return self._groups.snapshot(version=self.version, failures=self.failures.state())
 
-    def restore(self, snapshot: BufferSnapshot, *, lineage: Lineage) -> None:
-        """Continues from a snapshot as the live incarnation of `lineage`, which began at `snapshot.version`. Call it
-        before any other call.
+    def restore(self, snapshot: BufferSnapshot, *, lineage: Lineage, loaded: Mapping[str, Version] = {}) -> None:
+        """Continues from a snapshot as the live incarnation of `lineage`, which began at `snapshot.version`.
 
-        The source of the prompts must continue after the first `snapshot.next_group` prompts. The rows of the ready
-        groups must be restored as well; `rows_lost` names those that are not there.
+        The source of the prompts must continue after the first `snapshot.next_group` prompts. The rows of the groups
+        that were ready must be restored as well; `rows_lost` names those that are not there.
+
+        If this buffer has groups, its learner has died and another one goes back to the snapshot. The groups that only
+        ancestors of `lineage` made stay, also those that a lost step trained and that are retained. Replicas go on with
+        their tickets. `loaded` has the last version that each replica reported. The ledger is that of the snapshot and
+        of the groups that stay.
         """
+        earlier, self._groups = self._groups, self._new_groups()
         self._lineage, self._step = lineage, snapshot.version.step
+        self._lease = self._last_end = self._lease_wait = None
+        self.dropped = []
         self.ledger.restore(snapshot.ledger)
         self.failures.restore(snapshot.failures)
-        self._groups.restore(snapshot, now_s=self._clock())
+        living = earlier.living(lineage=lineage, loaded=loaded)
+        self._groups.restore(snapshot, earlier=earlier, living=living, now_s=self._clock())
 
     # For supervisors and views of the run.
 
@@ -398,7 +425,7 @@ class ReplayBuffer:
                 return last[2]
             return ()
         self._lease = None
-        keys = self._groups.end_leased(fate)
+        keys = self._groups.end_leased(fate, step=step)
         self._step += fate is Fate.TRAINED
         self._last_end = (fate, step, keys)
         return keys

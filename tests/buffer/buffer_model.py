@@ -66,6 +66,10 @@ class BufferModel:
         self.lease: Lease | None = None
         self.fates = dict.fromkeys(Fate, 0)
         self.interruptions: Counter[int] = Counter()
+        self.versions: dict[str, set[Version]] = {}  # of the tokens of each ticket so far
+        self.retained: dict[str, int] = {}  # with the step that ended the group
+        self.cleared: set[str] = set()  # keys whose rows are gone
+        self.snapshot_step = -1
 
     def new_buffer(self) -> ReplayBuffer:
         return ReplayBuffer(
@@ -100,6 +104,10 @@ class BufferModel:
 
     def reserve(self, replica: str, count: int, *, reply_lost: bool = False) -> None:
         r, per_step = self.loaded[replica].step, self.limits.groups_per_step
+        if not self.lineage.has(self.loaded[replica]):
+            answer = self.buffer.reserve(replica, version=self.loaded[replica], count=count)
+            assert (answer.tickets, answer.refusal) == ((), Refusal.OLD_INCARNATION)
+            return
         before, fronts = self.slots(), sorted(self.waiting)
         answer = self.buffer.reserve(replica, version=self.loaded[replica], count=count)
         for n, ticket in enumerate(answer.tickets):
@@ -112,6 +120,7 @@ class BufferModel:
             assert ticket.seed == ticket.group * self.limits.group_size
             assert ticket.key not in self.tickets
             self.tickets[ticket.key] = ticket
+            self.versions[ticket.key] = {ticket.version}
             self.state[ticket.key] = "reserved"
             self.booked_bytes[ticket.key] = self.limits.worst_group_bytes
             self.heard_at_s[ticket.key] = self.clock.now_s
@@ -132,7 +141,11 @@ class BufferModel:
         self.known[replica].clear()
 
     def load(self, replica: str) -> None:
+        """Loads the published version. The rollouts of the replica go on with it."""
         self.loaded[replica] = self.published
+        for key in self.having("reserved"):
+            if self.tickets[key].replica == replica:
+                self.versions[key].add(self.published)
 
     def commit(self, pick: int) -> None:
         """Commits one reserved group; `pick` selects which."""
@@ -145,8 +158,14 @@ class BufferModel:
             self.commit_one(sorted(self.tickets)[pick % len(self.tickets)], row_bytes=10)
 
     def commit_one(self, key: str, *, row_bytes: int) -> None:
-        outcome = self.buffer.commit(finished(self.tickets[key], newest=self.v, row_bytes=row_bytes))
-        if self.state[key] == "reserved":
+        ticket = self.tickets[key]
+        outcome = self.buffer.commit(finished(ticket, versions=self.versions[key], row_bytes=row_bytes))
+        if self.state[key] == "reserved" and not all(map(self.lineage.has, self.versions[key])):
+            assert outcome is CommitOutcome.OLD_INCARNATION
+            self.over(key)
+            self.waiting.add(ticket.group)
+            self.interruptions[ticket.group] += 1
+        elif self.state[key] == "reserved":
             assert outcome is CommitOutcome.ACCEPTED
             self.state[key] = "ready"
             self.booked_bytes[key] = row_bytes
@@ -223,8 +242,13 @@ class BufferModel:
         if self.lease is None:
             return
         keys = tuple(leased.meta.key for leased in self.lease.groups)
+        retained = {key for key in keys if max(v.step for v in self.versions[key]) <= self.snapshot_step}
+        over = tuple(key for key in keys if key not in retained)
         answer = getattr(self.buffer, end)(self.incarnation, self.lease.step)
-        assert answer == (True if end == "give_back" else keys)
+        assert answer == (True if end == "give_back" else over)
+        if end != "give_back":
+            self.retained |= dict.fromkeys(retained, self.v)
+            self.cleared.update(over)
         for key in keys:
             if end == "give_back":
                 self.state[key] = "ready"
@@ -253,6 +277,18 @@ class BufferModel:
         """Takes a snapshot of the buffer, as bytes, and a copy of the model's state."""
         kept = {name: getattr(self, name) for name in IN_A_CHECKPOINT}
         self.saved = msgspec.msgpack.encode(self.buffer.snapshot()), copy.deepcopy(kept)
+        self.snapshot_step = self.v
+
+    def end_checkpoint(self) -> None:
+        """The last checkpoint is complete, so the rows that only an earlier one needed are cleared."""
+        if self.saved is None:
+            return
+        saved_v = self.saved[1]["v"]
+        over = {key for key, step in self.retained.items() if step < saved_v}
+        assert set(self.buffer.release(before=saved_v)) == over
+        self.cleared |= over
+        for key in over:
+            del self.retained[key]
 
     def restore(self) -> None:
         """Everything dies, and the run continues from the last checkpoint with another buffer."""
@@ -264,6 +300,7 @@ class BufferModel:
         self.incarnation += 1
         self.lineage = self.lineage.child(snapshot.version)
         self.prompts.taken = snapshot.next_group
+        self.retained, self.cleared, self.snapshot_step = {}, set(), self.v
         self.buffer = self.new_buffer()
         self.buffer.restore(snapshot, lineage=self.lineage)
         for key in self.having("reserved"):
@@ -276,6 +313,63 @@ class BufferModel:
         self.published = Version(self.incarnation, self.v)
         self.loaded = dict.fromkeys("abc", self.published)
         self.known = {"a": set(), "b": set(), "c": set()}
+
+    def roll_back(self) -> None:
+        """The learner dies, and another one restores the last checkpoint. The buffer and the replicas go on."""
+        if self.saved is None:
+            return
+        encoded, kept = self.saved
+        snapshot = msgspec.msgpack.decode(encoded, type=BufferSnapshot)
+        self.incarnation += 1
+        self.lineage = self.lineage.child(snapshot.version)
+        living = [*self.having("reserved", "ready", "leased"), *self.retained]
+        living = [key for key in living if all(map(self.lineage.has, self.versions[key]))]
+        before = {name: getattr(self, name) for name in IN_A_CHECKPOINT}
+        self.prompts.taken = snapshot.next_group
+        self.buffer.restore(snapshot, lineage=self.lineage, loaded=self.loaded)
+        vars(self).update(copy.deepcopy(kept))
+        self.go_on(before, living)
+        self.lease, self.retained, self.snapshot_step = None, {}, self.v
+        self.publish()
+
+    def go_on(self, before: dict[str, Any], living: list[str]) -> None:
+        """Brings the model from the checkpoint's state to that after `roll_back`. `before` is the state before it."""
+        now, then = attempts_of(before["tickets"]), attempts_of(self.tickets)
+        reserved = {self.tickets[key].group for key in self.having("reserved")}
+        ready = {self.tickets[key].group: key for key in self.having("ready", "leased")}
+        superseded = {group for group, key in ready.items() if now[group] > self.tickets[key].attempt + 1}
+        unended = (now.keys() - then.keys()) | self.waiting | reserved | ready.keys()
+        committed = {key for key in self.committed if self.tickets[key].group not in unended}
+        bytes_of = before["booked_bytes"] | {key: self.booked_bytes[key] for key in ready.values()}
+        self.tickets, self.booked_bytes = before["tickets"], bytes_of
+        places = {self.tickets[key].group: key for key in living if self.tickets[key].group in unended}
+        places |= {group: key for group, key in ready.items() if group not in superseded}
+        self.state, self.waiting = dict.fromkeys(self.tickets, "over"), unended - places.keys()
+        for group in self.waiting:
+            self.interruptions[group] += now[group] - then[group] + (group in reserved | superseded)
+        for key in sorted(places.values(), key=lambda key: (self.tickets[key].deadline, self.tickets[key].group)):
+            group = self.tickets[key].group
+            restored = key == ready.get(group)
+            if not restored:
+                self.interruptions[group] = before["interruptions"][group]
+            if not self.has_room(key):
+                self.waiting.add(group)
+                self.interruptions[group] += 1
+            elif not restored and before["state"][key] == "reserved":
+                self.state[key] = "reserved"
+            else:
+                assert restored or key not in self.cleared, "the rows of a group that stays must exist"
+                self.state[key] = "ready"
+                committed.add(key)
+        self.committed = committed
+
+    def has_room(self, key: str) -> bool:
+        booked = sum(self.booked_bytes[each] for each in self.having("reserved", "ready"))
+        steps = self.tickets[key].deadline - self.v + 1
+        return (
+            self.slots() < min(self.limits.capacity_groups, steps * self.limits.groups_per_step)
+            and booked + self.booked_bytes[key] <= self.limits.capacity_bytes
+        )
 
     def publish(self) -> None:
         self.published = Version(self.incarnation, self.v)
@@ -295,7 +389,8 @@ class BufferModel:
     def is_refused_while_paused(self, replica: str) -> None:
         self.buffer.paused = True
         answer = self.buffer.reserve(replica, version=self.loaded[replica], count=3)
-        assert (answer.tickets, answer.refusal) == ((), Refusal.PAUSED)
+        why = Refusal.PAUSED if self.lineage.has(self.loaded[replica]) else Refusal.OLD_INCARNATION
+        assert (answer.tickets, answer.refusal) == ((), why)
         self.buffer.paused = False
 
     # Checks after every call, written from the definitions of the rules.
@@ -364,3 +459,8 @@ class BufferModel:
             ticket = held.pop()
             assert buffer.commit(finished(ticket, newest=self.v)) is CommitOutcome.ACCEPTED
         raise AssertionError("no step after 60 commits")
+
+
+def attempts_of(tickets: dict[str, Ticket]) -> Counter[int]:
+    """Returns the number of attempts that were issued at each group."""
+    return Counter(ticket.group for ticket in tickets.values())

@@ -1,6 +1,8 @@
 """Helpers of the buffer's tests: a manual clock, a source of numbered prompts, and short ways to a buffer's states."""
 
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Ticket
+from collections.abc import Collection
+
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Ticket, VersionSpan
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
 from asyncrl.common.version import Version
@@ -49,8 +51,18 @@ def limits(*, eta: int = 1, per_step: int = 2, group_size: int = 2, **changes: f
     return Limits(**(values | changes))  # type: ignore[arg-type]
 
 
-def finished(ticket: Ticket, *, group_size: int = 2, newest: int | None = None, row_bytes: int = 10) -> GroupMeta:
-    """Returns the metadata of a group that was generated without a failure. Sample i has i + 1 tokens."""
+def finished(
+    ticket: Ticket,
+    *,
+    group_size: int = 2,
+    newest: int | None = None,
+    row_bytes: int = 10,
+    versions: Collection[Version] = (),
+) -> GroupMeta:
+    """Returns the metadata of a group that was generated without a failure, by the version of its ticket and then by
+    `versions`. Sample i has i + 1 tokens."""
+    versions = sorted({ticket.version, *versions})
+    newest = max(version.step for version in versions) if newest is None else newest
     return GroupMeta(
         group=ticket.group,
         attempt=ticket.attempt,
@@ -62,7 +74,8 @@ def finished(ticket: Ticket, *, group_size: int = 2, newest: int | None = None, 
         rewards=(1.0,) * group_size,
         truncated=(False,) * group_size,
         oldest=ticket.version.step,
-        newest=ticket.version.step if newest is None else newest,
+        newest=newest,
+        version_spans=(tuple(VersionSpan(version.incarnation, version.step, 1) for version in versions),) * group_size,
     )
 
 

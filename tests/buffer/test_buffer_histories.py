@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 COMMON = ["reserve"] * 5 + ["commit"] * 5 + ["train"] * 5 + ["publish_and_all_load"] * 3 + ["lease", "lease", "ack"]
 RARE = [
     "heartbeat", "commit_anything", "fail", "time_passes", "crash", "leave", "load", "reserve_without_reply", "skip",
-    "give_back", "end_another_step", "succeed", "publish_and_one_loads", "checkpoint", "restore", "lose_rows",
-    "is_refused_while_paused",
+    "give_back", "end_another_step", "succeed", "publish_and_one_loads", "checkpoint", "end_checkpoint", "restore",
+    "roll_back", "lose_rows", "is_refused_while_paused",
 ]  # fmt: skip
 
 CALLS_A_RULE = 10
@@ -69,7 +69,7 @@ class BufferHistories(RuleBasedStateMachine):
                     model.load(each)
             case "time_passes":
                 model.time_passes(6.0)
-            case "succeed" | "checkpoint" | "restore":
+            case "succeed" | "checkpoint" | "end_checkpoint" | "restore" | "roll_back":
                 getattr(model, name)()
             case "lease":
                 model.start_step()
