@@ -25,7 +25,6 @@ from rich.console import Console
 from asyncrl.cli.before_start import prepare
 from asyncrl.cli.live_run import join_admitted, shown_run
 from asyncrl.cli.options import checked_config, print_warnings
-from asyncrl.common.roles import Role
 from asyncrl.config.load import Layer
 from asyncrl.config.schema import Config
 from asyncrl.deployment.closing import ended_at_once
@@ -132,7 +131,7 @@ def _enter_ray(config: Config) -> None:
         )
     if config.ray.address is not None:
         with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop
-            pool.submit(join_admitted, config.ray.address, config, role=Role.LEARNER).result()
+            pool.submit(join_admitted, config.ray.address, config).result()
 
 
 @contextlib.contextmanager

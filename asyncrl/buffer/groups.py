@@ -51,7 +51,8 @@ class Groups:
         self.booked_bytes = 0
         self.exhausted = False
         self.ended: list[EndedGroup] = []  # groups that reached a final fate since the last ack; the owner empties it
-        self._snapshot_step: int | None = None  # the learner's step at the newest snapshot
+        self._complete: int | None = None  # the step of the newest complete checkpoint
+        self._snapshot: int | None = None  # the step of the newest snapshot
         self._retained: dict[str, tuple[Slot, int]] = {}  # by key, with the step that ended the group
 
     @property
@@ -187,28 +188,37 @@ class Groups:
     def end_leased(self, fate: Fate, *, step: int) -> tuple[str, ...]:
         """Ends the leased groups of `step` with `fate` (trained or skipped) and frees their slots.
 
-        Returns the keys whose rows may be cleared. The other groups are retained until `release`: their tokens are not
-        newer than the newest snapshot, so a learner that goes back to it trains them again, and the checkpoint of the
-        snapshot may still be reading their rows.
+        Returns the keys whose rows may be cleared. The other groups are retained until `release`: a learner that goes
+        back to a checkpoint trains them again, and the checkpoint that is being written may read their rows.
         """
         leased, self.leased = self.leased, []
         over: list[str] = []
         for slot in leased:
             self._free(slot)
             self._end(slot, fate)
-            assert slot.meta is not None, f"group {slot.ticket.key} was leased before its commit"
-            if self._snapshot_step is not None and slot.meta.newest <= self._snapshot_step:
+            if self._is_needed(slot, step):
                 self._retained[slot.ticket.key] = slot, step
             else:
                 over.append(slot.ticket.key)
         return tuple(over)
 
-    def release(self, *, before: int) -> tuple[str, ...]:
-        """Forgets the retained groups of the steps before `before`. Returns their keys; their rows may be cleared."""
-        over = tuple(key for key, (_, step) in self._retained.items() if step < before)
+    def release(self, *, complete: int | None) -> tuple[str, ...]:
+        """Forgets retained groups that are not needed, now that the newest complete checkpoint is that of step
+        `complete`; with None, all. Returns their keys; their rows may be cleared."""
+        self._complete = complete
+        if complete is None:
+            self._snapshot = None
+        over = tuple(key for key, (slot, step) in self._retained.items() if not self._is_needed(slot, step))
         for key in over:
             del self._retained[key]
         return over
+
+    def _is_needed(self, slot: Slot, step: int) -> bool:
+        """Returns whether a learner that goes back to a checkpoint can train a group again that `step` ended: it was
+        not trained at the checkpoint, and no token is newer."""
+        assert slot.meta is not None, f"group {slot.ticket.key} was leased before its commit"
+        newest = slot.meta.newest
+        return any(at is not None and newest <= at <= step for at in (self._complete, self._snapshot))
 
     def last_attempt(self, group: int) -> tuple[int, bool] | None:
         """Returns (last issued attempt at a group, whether it was committed); None if there is no such group."""
@@ -262,7 +272,7 @@ class Groups:
     def snapshot(self, *, version: Version, failures: FailureState) -> BufferSnapshot:
         """Returns the present state, with these parts of it that belong to the buffer. From now on, groups that a
         learner would need that goes back to it are retained."""
-        self._snapshot_step = version.step
+        self._snapshot = version.step
         return BufferSnapshot(
             version=version,
             next_group=self._next_group,
@@ -305,7 +315,7 @@ class Groups:
         deadline: the limits may be smaller than those of the snapshot. No attempt that was issued after the snapshot is
         issued again, because its replica may still commit it.
         """
-        self._snapshot_step = step = snapshot.version.step
+        self._complete = self._snapshot = step = snapshot.version.step
         self._next_group, self.exhausted = snapshot.next_group, snapshot.exhausted
         self._last_attempts = dict(snapshot.last_attempts)
         self.ended = list(snapshot.ended)

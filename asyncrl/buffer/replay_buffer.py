@@ -205,7 +205,7 @@ class ReplayBuffer:
         """Ends the lease of a step that was trained. The learner's version increases by one.
 
         Returns the keys of the groups whose rows may be cleared. The other groups are retained until `release`, for a
-        learner that goes back to the newest snapshot. A repeated call returns the same keys.
+        learner that goes back to a checkpoint. A repeated call returns the same keys.
         """
         return self._end_lease(incarnation, step, fate=Fate.TRAINED)
 
@@ -216,12 +216,10 @@ class ReplayBuffer:
         """
         return self._end_lease(incarnation, step, fate=Fate.SKIPPED)
 
-    def release(self, *, before: int) -> tuple[str, ...]:
-        """Forgets the retained groups of the steps before `before`, because no learner goes back to one of these steps.
-
-        Returns their keys; their rows may be cleared.
-        """
-        return self._groups.release(before=before)
+    def release(self, *, complete: int | None) -> tuple[str, ...]:
+        """Forgets retained groups that are not needed, now that the newest complete checkpoint is that of step
+        `complete`; with None, all, because the run ends. Returns their keys; their rows may be cleared."""
+        return self._groups.release(complete=complete)
 
     def give_back(self, incarnation: int, step: int) -> bool:
         """Ends a lease without training. Its groups become ready again. Returns False if there is no such lease."""

@@ -1,6 +1,5 @@
 """Writes and restores the checkpoint of a whole run: policy, critic, buffer and rows, in one directory."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,11 +42,11 @@ class RunParts:
         if self.critic is not None:
             self.critic.stage_checkpoint()
 
-    def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool, rows_saved: Callable[[], None]) -> None:
+    def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool) -> None:
         """Writes the checkpoint at `path`: `snapshot` and what the last `stage` copied at the same moment. With `hf`,
         also the weights as vLLM and transformers load them.
 
-        The ranks may train meanwhile. The rows of the snapshot's ready groups must stay until `rows_saved` is called.
+        The ranks may train meanwhile. The rows of the snapshot's ready groups must stay until the call ends.
         Raises CheckpointError if a part cannot be written, and RowsLost if rows of a ready group are lost. Then there
         is no new checkpoint.
         """
@@ -59,11 +58,9 @@ class RunParts:
         )
 
         def fill(folder: Path) -> None:
-            # The rows come first: until they are saved, they take room of later groups.
             ready = [group.ticket.key for group in snapshot.buffer.open if group.meta is not None]
             size = self.config.learner.group_size
             save_rows(self.policy.dp_client, ready, folder / ROWS, group_size=size)
-            rows_saved()
             (folder / BUFFER).write_bytes(msgspec.msgpack.encode(snapshot))
             self.policy.write_checkpoint(*_parts(folder / POLICY))
             if self.critic is not None:

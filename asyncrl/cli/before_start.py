@@ -15,16 +15,15 @@ import typer
 
 from asyncrl.algorithms.baselines import OwnEstimator, resolve_advantage
 from asyncrl.algorithms.presets import advantage_of, is_own_loss
-from asyncrl.checkpoints.directory import CHECKPOINTS
 from asyncrl.cli.options import checked_config, print_warnings, run_checks
 from asyncrl.cli.presence import model_directory, similar_folder
 from asyncrl.cli.restarts import restarts
 from asyncrl.cli.terminal import outlive_terminal
 from asyncrl.common.roles import Role
-from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import FIRST_ROWS, Task
+from asyncrl.deployment.known_runs import has_checkpoint
 from asyncrl.deployment.ray_token import use_ray_token
 from asyncrl.errors import ConfigError, InfraError, RunError
 
@@ -74,7 +73,7 @@ def check_restart(config: Config) -> None:
             f"the run is not restarted: run.max_restarts = {config.run.max_restarts} within an hour. Mend the cause of "
             "the failure; then the same command resumes the run from its newest checkpoint"
         )
-    if not any((config.run.dir / config.run.name / CHECKPOINTS).glob(f"step-*/{COMPLETE}")):
+    if not has_checkpoint(config):
         raise RunError("the run is not restarted, because it ended before its first checkpoint")
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.live_run import Runner, join_admitted, live_run
 from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Fresh, Overrides, again, ray_address
+from asyncrl.cli.restarts import restarts
 from asyncrl.common.roles import Role
 
 
@@ -18,16 +19,18 @@ def learner(
     """Start the learner of a run on a running Ray cluster. Generators may have started already, or may join later.
 
     A run has one learner. Only the learner writes to the run's directory. It ends cleanly on SIGTERM, on Ctrl-C, or
-    when the terminal is closed.
+    when the terminal is closed. If it is killed, it starts again by itself and continues from its newest checkpoint.
+    The generators stay, and what they have made with surviving weights is kept.
     """
     config, prompts = prepared(files, overrides, roles=[Role.LEARNER], allow_public=allow_public)
     where = ray_address(config, address)
-    join_admitted(where, config, role=Role.LEARNER)
+    join_admitted(where, config, fresh=fresh and not restarts())
 
     def runner() -> Runner:
         from asyncrl.deployment.compose import run_learner
 
-        return partial(run_learner, config, address=where, prompts=prompts)
+        supervised = restarts() < config.run.max_restarts
+        return partial(run_learner, config, address=where, prompts=prompts, supervised=supervised)
 
     command = again("learner", files, overrides, address=address, allow_public=allow_public)
     live_run(config, role="learner", runner=runner, again=command, fresh=fresh)

@@ -15,6 +15,7 @@ from asyncrl.cli.terminal import show_cursor
 from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
 from asyncrl.deployment.closing import asked_to_end, ended_at_once
+from asyncrl.deployment.known_runs import as_it_is, has_checkpoint
 from asyncrl.deployment.launch import log_to, run_until_done
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
@@ -29,15 +30,20 @@ Runner = Callable[..., Awaitable[Summary | None]]
 """A function of `deployment.compose` that runs the deployments until the run is done or its event is set."""
 
 
-def join_admitted(address: str, config: Config, *, role: Role) -> None:
-    """Joins the cluster at `address`. Raises the error with which the run there refuses a deployment of this role.
+def join_admitted(address: str, config: Config, *, fresh: bool = False) -> None:
+    """Joins the cluster at `address`. Raises the error with which the run there refuses this process as its learner.
 
-    The commands call it before the directory of an earlier run is moved aside.
+    The commands call it before the directory of an earlier run is moved aside. `fresh` says that the learner will
+    restore no checkpoint. If this directory's learner was killed, waits until the run counts it as gone.
     """
     from asyncrl.deployment.cluster import check_admission, join
 
     join(address, namespace=config.run.name)
-    asyncio.run(check_admission(config, role=role))
+    earlier = as_it_is(config.run.dir / config.run.name)
+    killed = earlier is not None and earlier.state == "died"
+    patience_s = config.buffer.heartbeat_timeout_s + config.buffer.call_timeout_s if killed else 0.0
+    restores = has_checkpoint(config) and not fresh
+    asyncio.run(check_admission(config, role=Role.LEARNER, restores=restores, patience_s=patience_s))
 
 
 def live_run(

@@ -5,7 +5,7 @@ from functools import partial
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.live_run import Runner, join_admitted, live_run
 from asyncrl.cli.options import AllowPublic, ConfigFiles, Fresh, Overrides, again
-from asyncrl.common.roles import Role
+from asyncrl.cli.restarts import restarts
 
 
 def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = False, fresh: Fresh = False) -> None:
@@ -17,7 +17,7 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
     """
     config, prompts = prepared(files, overrides, allow_public=allow_public)
     if config.ray.address is not None:
-        join_admitted(config.ray.address, config, role=Role.LEARNER)
+        join_admitted(config.ray.address, config, fresh=fresh and not restarts())
 
     def runner() -> Runner:
         from asyncrl.deployment.compose import run_both

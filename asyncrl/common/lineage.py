@@ -38,6 +38,10 @@ class Lineage(msgspec.Struct, frozen=True):
             incarnation, last_step = branch.incarnation, branch.step
         return incarnation == version.incarnation and (last_step is None or version.step <= last_step)
 
+    def continues(self, other: "Lineage") -> bool:
+        """Returns whether this is the lineage of the same run as `other`, with at least one later incarnation."""
+        return len(self.branches) > len(other.branches) and self.branches[: len(other.branches)] == other.branches
+
     def child(self, at: Version) -> "Lineage":
         """Returns the lineage in which the next incarnation begins with the weights of `at`, which may be dead until
         then.

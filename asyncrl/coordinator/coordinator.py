@@ -18,7 +18,6 @@ from asyncrl.buffer.records import (
     CommitOutcome,
     FailedTicket,
     GroupMeta,
-    Refusal,
     Reservation,
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer
@@ -165,11 +164,12 @@ class Coordinator:
         """Returns the present state of the groups and the prompts, for a checkpoint."""
         return RunSnapshot(buffer=self._buffer.snapshot(), prompts=self._prompts.state())
 
-    def check(self, deployment: Deployment, *, shared: Mapping[str, object], restored: Restored | None = None) -> None:
-        """Raises an error if the deployment may not attach, and changes nothing.
+    def check(self, deployment: Deployment, *, shared: Mapping[str, object], restores: bool = False) -> None:
+        """Raises an error if the deployment may not attach, and changes nothing. `restores` says whether a learner
+        restores a checkpoint of the run.
 
         Raises the errors of `Registry.check`. Raises LearnerNotRestored for a learner that would continue a run which
-        has ended, or whose trained weights it did not restore: it would train other weights under their numbers.
+        has ended, or whose trained weights it does not restore: it would train other weights under their numbers.
         """
         self.registry.check(deployment, shared=shared)
         if deployment.role is not Role.LEARNER or deployment == self.registry.learner:
@@ -179,9 +179,7 @@ class Coordinator:
         if state in _OVER:
             why = f": {self.registry.message}" if self.registry.message else ""
             raise LearnerNotRestored(f"run {name!r} is {state}{why}; {again}")
-        if restored is not None and self._untouched:
-            return
-        if step:
+        if step and not restores:
             raise LearnerNotRestored(
                 f"run {name!r} has trained {step} steps, and their weights ended with its learner; this learner would "
                 f"begin again with the weights of model.path; {again}. Set model.path to saved weights, e.g. in the "
@@ -194,22 +192,57 @@ class Coordinator:
         """Admits a deployment. Returns the run's lineage. Raises the errors of `check`.
 
         A learner that replaces another one gets a new incarnation: the live one of the lineage. All of a learner's
-        calls carry its incarnation. Those of a replaced learner raise Fenced. The buffer continues from what a learner
-        `restored`. The learner puts the rows of the ready groups into the data plane before its first lease.
+        calls carry its incarnation. Those of a replaced learner raise Fenced.
+
+        The buffer continues from what a learner `restored`, also if it is ahead of it. What the generators have made
+        with surviving weights stays. The learner puts the rows of the groups that were ready at its checkpoint into the
+        data plane before its first lease. Raises LearnerNotRestored for a checkpoint of another run.
         """
-        self.check(deployment, shared=shared, restored=restored)
+        self.check(deployment, shared=shared, restores=restored is not None)
         replaced, repeated = self.registry.learner, deployment == self.registry.learner
         if restored is not None and not repeated:
+            self._check_same_run(restored)
             self._prompts.restore(restored.snapshot.prompts)
         self.registry.attach(deployment, shared=shared)
         if restored is not None and not repeated:
-            self._buffer.restore(restored.snapshot.buffer, lineage=restored.lineage)
+            self._restore(restored)
             await self._waiting.changed()
         elif deployment.role is Role.LEARNER and replaced is not None and not repeated:
             incarnation = self._buffer.succeed()
             logger.warning("learner %s replaces %s as incarnation %d", deployment.id, replaced.id, incarnation)
             await self._waiting.changed()
         return self._buffer.lineage
+
+    def _check_same_run(self, restored: Restored) -> None:
+        """Raises LearnerNotRestored if the lineage of a restored checkpoint does not continue that of this run."""
+        if self._untouched or restored.lineage.continues(self._buffer.lineage):
+            return
+        raise LearnerNotRestored(
+            f"run {self._config.run.name!r} has trained {self._buffer.version.words}, but the checkpoint is of another "
+            "run with this name; set run.dir to the directory of the first learner, or end the run with `asyncrl down "
+            f"{self._config.run.name}`, then start it again"
+        )
+
+    def _restore(self, restored: Restored) -> None:
+        """Brings the buffer to the state of a checkpoint. If groups were issued since, keeps those that only surviving
+        weights made, and the generators go on with their tickets."""
+        lived_on, left = not self._untouched, self._buffer.version
+        generated = self._buffer.account.issued.tokens
+        self._buffer.restore(
+            restored.snapshot.buffer, lineage=restored.lineage, loaded=self._replicas.loaded_versions()
+        )
+        if not lived_on:
+            return
+        self.registry.set_state(RunState.STARTING)
+        kept = self._buffer.account.issued.tokens
+        logger.warning(
+            "the learner goes back from %s to %s: %d tokens that were generated since stay, and %d are generated again",
+            left,
+            restored.snapshot.version,
+            kept - restored.snapshot.buffer.ledger.issued.tokens,
+            max(0, generated - kept),
+        )
+        self._in_background(self._sweep(self._buffer.without_slot), name="sweep rows")
 
     # --- generators ---------------------------------------------------------------------------------------------
 
@@ -249,7 +282,7 @@ class Coordinator:
         started_s = self._clock()
         reservation = await self._waiting.answer(
             ask,
-            final=lambda answer: bool(answer.tickets) or answer.refusal is Refusal.OLD_INCARNATION,
+            final=lambda answer: bool(answer.tickets),
             wait_s=wait_s,
             role=Role.GENERATOR,
         )
@@ -306,17 +339,18 @@ class Coordinator:
         await self._expire()
         if now_s - self._swept_s >= SWEEP_EVERY_S:
             self._swept_s = now_s
-            self._in_background(self._sweep(), name="sweep rows")
+            self._in_background(self._sweep(self._buffer.never_committed), name="sweep rows")
 
-    async def _sweep(self) -> None:
-        """Clears rows of attempts that ended without a commit. Their replica died after it had stored them."""
+    async def _sweep(self, needless: Callable[[Sequence[str]], Sequence[str]]) -> None:
+        """Clears the rows of groups that belong to nothing. A replica died after it had stored them, or a learner
+        before it cleared them. `needless` returns their keys among those of all rows."""
         try:
-            left = self._buffer.never_committed(await self._stored_keys())
+            left = needless(await self._stored_keys())
         except Exception as error:
             logger.warning("rows without a group were not looked for: %s", error)
             return
         if left:
-            logger.warning("clearing the rows of attempts that ended without a commit: %s", ", ".join(left))
+            logger.warning("clearing the rows of groups that belong to nothing: %s", ", ".join(left))
             await self._cleared(left)
 
     async def _expire(self) -> None:

@@ -25,13 +25,14 @@ _NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
 
 
 class Acked(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to an ack: the state of the run, the ledger's entry of this step, and the snapshot for a checkpoint if
-    it was wanted.
+    """The answer to an ack: the state of the run, the ledger's entry of this step, the keys of the step's groups whose
+    rows may be cleared, and the snapshot for a checkpoint if it was wanted.
 
     Entry and snapshot are of the same moment, right after the step. The state may be newer."""
 
     status: RunStatus
     ledger: LedgerEntry
+    over: tuple[str, ...]
     snapshot: RunSnapshot | None
 
 
@@ -83,12 +84,12 @@ class LearnerCalls:
         The snapshot is taken before any other call is answered, so it is of the moment after this step.
         """
         self._check(incarnation)
-        self._buffer.ack(incarnation, step)
+        over = self._buffer.ack(incarnation, step)
         ledger = self._buffer.ledger_entry(of_ack=True)
         taken = self._snapshot() if snapshot else None
         self._registry.progressed()
         await self._waiting.changed()
-        return Acked(status=self._status(), ledger=ledger, snapshot=taken)
+        return Acked(status=self._status(), ledger=ledger, over=over, snapshot=taken)
 
     def ledger_entry(self, incarnation: int) -> LedgerEntry:
         """Returns the ledger's entry of the present moment, for the end of the audit's records."""
@@ -101,7 +102,7 @@ class LearnerCalls:
         return self._snapshot()
 
     async def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
-        """Ends a lease whose step changed no weights. Returns the keys of its groups."""
+        """Ends a lease whose step changed no weights. Returns the keys of its groups whose rows may be cleared."""
         self._check(incarnation)
         keys = self._buffer.skip(incarnation, step)
         await self._waiting.changed()
@@ -123,6 +124,13 @@ class LearnerCalls:
         lost = self._buffer.rows_lost(keys)
         await self._waiting.changed()
         return lost
+
+    def release(self, incarnation: int, complete: int | None) -> tuple[str, ...]:
+        """Releases the groups that were retained for a learner that goes back to a checkpoint, as far as the checkpoint
+        of step `complete` does not need them; with None, all, because the run ends. Returns their keys; their rows may
+        be cleared."""
+        self._check(incarnation)
+        return self._buffer.release(complete=complete)
 
     def clear_dropped(self, incarnation: int) -> None:
         """Clears the rows of the groups that a lease call dropped. A save that runs may still read them, so the learner

@@ -121,6 +121,10 @@ class Replicas:
         """Returns the last version that the replica reported as loaded; None if it reported none."""
         return self._loaded.get(name)
 
+    def loaded_versions(self) -> Mapping[str, Version]:
+        """Returns the last version that each replica reported as loaded."""
+        return self._loaded
+
     def reserved(self, name: str, *, version: Version, asked: int, answer: Reservation) -> None:
         """Records the answer to a reserve. Before its first heartbeat, a replica counts as having `asked` free
         slots."""

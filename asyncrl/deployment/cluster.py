@@ -44,7 +44,7 @@ from asyncrl.deployment.ray_access import (
     warn_of_open_cluster,
 )
 from asyncrl.deployment.ray_token import require_token
-from asyncrl.errors import Fenced, PlacementError, RunEnded, RunError
+from asyncrl.errors import Fenced, PlacementError, RunEnded, RunError, RunLocked
 from asyncrl.weights.store import WeightClient, WeightStore
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ END_S = 30.0
 """Time that the deployments of a run have to leave after `asyncrl down`, seconds."""
 Started = TypeVar("Started")
 
+LOCKED_POLL_S = 0.5
+"""Time between two questions whether the run's earlier learner counts as gone, seconds."""
 STARTS = 3
 """Number of attempts to start a local Ray cluster."""
 WORKER_NICENESS = 0
@@ -244,17 +246,28 @@ def new_deployment(role: Role) -> Deployment:
     return Deployment(id=name, role=role, host=socket.gethostname(), pid=os.getpid())
 
 
-async def check_admission(config: Config, *, role: Role) -> None:
-    """Raises the error of `enter_run` if the run exists and would refuse this deployment.
+async def check_admission(config: Config, *, role: Role, restores: bool = False, patience_s: float = 0.0) -> None:
+    """Raises the error of `enter_run` if the run exists and would refuse this deployment. `restores` says whether it is
+    a learner that restores a checkpoint of the run.
 
-    The commands call it first, so that nothing is started for a deployment that the run refuses.
+    The commands call it first, so that nothing is started for a deployment that the run refuses. While the run still
+    has a learner, waits up to `patience_s` seconds: one that was killed counts as gone only after
+    `buffer.heartbeat_timeout_s`.
     """
     try:
         handle: Any = ray.get_actor(COORDINATOR, namespace=config.run.name)
     except ValueError:
         return
     coordinator = await _coordinator(handle, config)
-    await coordinator.call(Coordinator.check, new_deployment(role), shared=shared_config(config))
+    deployment, deadline_s = new_deployment(role), time.monotonic() + patience_s
+    while True:
+        try:
+            await coordinator.call(Coordinator.check, deployment, shared=shared_config(config), restores=restores)
+            return
+        except RunLocked:
+            if time.monotonic() >= deadline_s:
+                raise
+        await asyncio.sleep(LOCKED_POLL_S)
 
 
 async def enter_run(

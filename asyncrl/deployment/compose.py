@@ -29,15 +29,22 @@ async def run_generators(config: Config, stop: asyncio.Event, *, prompts: Prompt
 
 
 async def run_learner(
-    config: Config, stop: asyncio.Event, *, address: str, run_dir: RunDir, screen: Screen, prompts: Prompts | None
+    config: Config,
+    stop: asyncio.Event,
+    *,
+    address: str,
+    run_dir: RunDir,
+    screen: Screen,
+    prompts: Prompts | None,
+    supervised: bool = False,
 ) -> Summary | None:
     """Runs the learner deployment on the cluster at `address`, which this process has joined. Returns the run's
-    summary."""
+    summary. `supervised` says whether the learner is started again after an error that a restart may fix."""
     run_dir.started_ray(address)
     async with Inputs(config, loaded=prompts, report=screen.report) as inputs:
         screen.starting(config, "making prompts")
         await inputs.prompts
-        return await _learner(config, inputs, run_dir=run_dir, screen=screen).run(stop)
+        return await _learner(config, inputs, run_dir=run_dir, screen=screen, supervised=supervised).run(stop)
 
 
 async def run_both(
@@ -94,9 +101,16 @@ async def _run_both(
         return await learner
 
 
-def _learner(config: Config, inputs: Inputs, *, run_dir: RunDir, screen: Screen) -> "LearnerDeployment":
+def _learner(
+    config: Config, inputs: Inputs, *, run_dir: RunDir, screen: Screen, supervised: bool = False
+) -> "LearnerDeployment":
     from asyncrl.deployment.learner import LearnerDeployment  # imports torch, which takes seconds
 
     return LearnerDeployment(
-        config, run_dir=run_dir, model_path=inputs.learner_model, prompts=inputs.prompts, screen=screen
+        config,
+        run_dir=run_dir,
+        model_path=inputs.learner_model,
+        prompts=inputs.prompts,
+        screen=screen,
+        supervised=supervised,
     )

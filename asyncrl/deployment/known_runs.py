@@ -20,6 +20,7 @@ import psutil
 from asyncrl.checkpoints.directory import CHECKPOINTS
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.learner.records import RunInfo, StepRecord, read_lines
 from asyncrl.views.quantities import moment
@@ -81,6 +82,11 @@ def ended_run(directory: Path) -> str | None:
     report = directory / "report.html"
     see = f": see {report}" if report.exists() else ""
     return f"run {directory.name} {info.state} {moment(info.finished)} ({info.exit_reason}){see}"
+
+
+def has_checkpoint(config: Config) -> bool:
+    """Returns whether the directory of the run has a complete checkpoint. Its contents are not checked."""
+    return any((config.run.dir / config.run.name / CHECKPOINTS).glob(f"step-*/{COMPLETE}"))
 
 
 def as_it_is(directory: Path) -> RunInfo | None:

@@ -22,13 +22,14 @@ from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, 
 from asyncrl.deployment.closing import Stopped, running, unless_one_fails, unless_stopped
 from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment
 from asyncrl.deployment.inputs import Prompts, fitting_prompts
+from asyncrl.deployment.known_runs import has_checkpoint
 from asyncrl.deployment.learner_display import LearnerDisplay
 from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.deployment.provenance import processor, provenance
 from asyncrl.deployment.run_dir import STOPPED_EARLY, AuditFile, RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.deployment.targets import Targets
-from asyncrl.errors import CheckpointError, RunError
+from asyncrl.errors import AsyncRLError, CheckpointError, RunError
 from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, manifest_digest
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.failure_watch import FailureWatch
@@ -59,7 +60,10 @@ LEAVE_S = 3.0
 
 
 class LearnerDeployment:
-    """`run` trains the run and returns its summary, or None if the run was stopped before its first step."""
+    """`run` trains the run and returns its summary, or None if the run was stopped before its first step.
+
+    `supervised` says whether it is started again after an error that a restart may fix. The generators then stay.
+    """
 
     def __init__(
         self,
@@ -69,8 +73,10 @@ class LearnerDeployment:
         model_path: Awaitable[str],
         prompts: Awaitable[Prompts],
         screen: Screen,
+        supervised: bool = False,
     ) -> None:
         self._config = config
+        self._supervised = supervised
         self._run_dir = run_dir
         self._model_path = model_path
         self._prompts = prompts
@@ -87,6 +93,8 @@ class LearnerDeployment:
         self._trained_step: Callable[[], int | None] = lambda: None
         self._failure = ""
         """The error that ended the run; empty if it ended in order."""
+        self._starts_again = False
+        """Whether this deployment is started again after `_failure`, from a checkpoint."""
         self._ended_s = screen.started_s
         """Time at which the list of targets became empty, on the monotonic clock."""
 
@@ -101,6 +109,8 @@ class LearnerDeployment:
                 return None
             except BaseException as error:
                 self._failure = f"{type(error).__name__}: {error}"
+                mended = self._supervised and isinstance(error, AsyncRLError) and error.restart_mends
+                self._starts_again = mended and has_checkpoint(self._config)
                 await self._rescue_weights()  # now, because the ranks that hold the weights end with their stack
                 raise
 
@@ -349,6 +359,8 @@ class LearnerDeployment:
     async def _leave(self, handles: RunHandles) -> None:
         with contextlib.suppress(Exception):
             state = RunState.FAILED if self._failure else RunState.FINISHED
+            if self._starts_again:
+                state = RunState.STARTING
             await handles.coordinator.call(LearnerCalls.set_state, handles.lineage.incarnation, state, self._failure)
         await leave_run(handles, namespace=self._config.run.name)
 

@@ -41,12 +41,9 @@ class SavedRun(Protocol):
     def stage(self) -> None:
         """Copies the state of the ranks. Nothing is trained meanwhile. Raises CheckpointError if it cannot."""
 
-    def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool, rows_saved: Callable[[], None]) -> None:
+    def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool) -> None:
         """Writes the copies and `snapshot` at `path`: the whole directory or nothing. With `hf`, also the weights as
-        vLLM and transformers load them.
-
-        Calls `rows_saved` when the rows of the snapshot's groups are not needed any more.
-        """
+        vLLM and transformers load them."""
 
 
 class Checkpoints:
@@ -70,13 +67,14 @@ class Checkpoints:
         self._run = run
         self._metrics = metrics
         self._clock = clock
-        self._saved = restored_step  # the step of the newest checkpoint; step 0 needs none
+        self.saved = restored_step
+        """The step of the newest checkpoint. Step 0 needs none."""
+        self.saves_ended = 0
+        """Number of saves that have succeeded or failed."""
         self._saved_hf = True  # whether the newest checkpoint has `hf/`
         self._begun, self._begun_s = restored_step, clock()  # the step and the time at which the last save began
         self._postponed = False
         self._running: asyncio.Task[None] | None = None
-        self.rows_needed: frozenset[str] = frozenset()
-        """The keys of the groups whose rows the running save still reads. Their rows must not be cleared."""
         self.unsaved: CheckpointError | None = None
         """The error that prevented the save of the final weights; None when there was no such error."""
 
@@ -129,7 +127,7 @@ class Checkpoints:
         A failure is stored in `unsaved`. The caller raises it after all other records of the run are written.
         """
         await self.settle()
-        if snapshot.version.step == self._saved and self._saved_hf:
+        if snapshot.version.step == self.saved and self._saved_hf:
             return
         await self._begin(snapshot, hf=True, at_end=True)
         await self.settle()
@@ -140,10 +138,10 @@ class Checkpoints:
         try:
             await asyncio.to_thread(self._run.stage)
         except CheckpointError as error:  # any other error is one of ranks that cannot train either
+            self.saves_ended += 1
             self._failed(step, error, at_end=at_end)
             return
         self._metrics.checkpoint_staged(self._clock() - started_s)
-        self.rows_needed = frozenset(group.ticket.key for group in snapshot.buffer.open if group.meta is not None)
         writing = self._write(snapshot, hf=hf, started_s=started_s, at_end=at_end)
         self._running = asyncio.create_task(writing, name=f"save step {step}")
 
@@ -152,19 +150,16 @@ class Checkpoints:
         step = snapshot.version.step
         path = folder_of(self._folder, step)
         try:
-            await asyncio.to_thread(self._run.write, path, snapshot, hf=hf, rows_saved=self._release_rows)
+            await asyncio.to_thread(self._run.write, path, snapshot, hf=hf)
         except Exception as error:
             await asyncio.to_thread(self._drop_unfinished, step)
             self._failed(step, error, at_end=at_end)
             return
         finally:
-            self._release_rows()
-        self._saved, self._saved_hf = step, hf
+            self.saves_ended += 1
+        self.saved, self._saved_hf = step, hf
         self._metrics.checkpoint_saved(step=step, duration_s=self._clock() - started_s, unix_time_s=time.time())
         await asyncio.to_thread(self._drop_old)
-
-    def _release_rows(self) -> None:
-        self.rows_needed = frozenset()
 
     def _failed(self, step: int, error: Exception, *, at_end: bool) -> None:
         self._metrics.checkpoint_failed()

@@ -26,7 +26,7 @@ from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.data_plane.sample_ids import group_of
+from asyncrl.data_plane.sample_ids import group_of, samples_of
 from asyncrl.errors import NonFiniteError, ParityError, RowsLost, StallError
 from asyncrl.learner.audit_records import Ended
 from asyncrl.learner.audit_rows import ROW_COLUMNS, trained_step
@@ -110,7 +110,7 @@ class LearnerLoop:
         )
         self._nonfinite_in_a_row = 0
         self._due: RunSnapshot | None = None  # of the step whose checkpoint is due
-        self._uncleared: list[str] = []  # rows of trained steps, which a running save still reads
+        self._released = 0  # number of ended saves after which retained rows were released
         self.phase = "publishing the first weights"
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
@@ -165,7 +165,8 @@ class LearnerLoop:
             snapshot = await self._coordinator.call(LearnerCalls.snapshot, self._incarnation)
             await asyncio.to_thread(self._log.sync_audit)
             await self._while_saving(self._checkpoints.save_last(snapshot), version)
-        await self._clear_rows()
+        retained = await self._coordinator.call(LearnerCalls.release, self._incarnation, None)
+        await self._clear_rows(retained)
         await self._coordinator.call(LearnerCalls.clear_dropped, self._incarnation)
         rows = await self._rows_outstanding(until_none=not stop.is_set())
         return self._recorder.run_totals(await self._coordinator.call(Coordinator.status), rows_outstanding=rows)
@@ -207,8 +208,11 @@ class LearnerLoop:
         # NaN log-probs skip the step. They do not show whether the engine's and the learner's weights agree.
         if not report.skipped:
             self._check_parity(report, step=lease.step)
-        acked = None if report.skipped else await self._ack(lease)
-        status = await self._skip(lease) if acked is None else acked.status
+        if report.skipped:
+            acked, (status, over) = None, await self._skip(lease)
+        else:
+            acked = await self._ack(lease)
+            status, over = acked.status, acked.over
         ended = EndedStep(
             lease=lease,
             samples=samples,
@@ -225,7 +229,7 @@ class LearnerLoop:
             # These two read rows, so they come before the rows are cleared.
             await self._write_samples(lease, meta)
             await self._write_audit(ended, meta, acked)
-        await self._clear_rows(meta.sample_ids)
+        await self._clear_rows(over)
         await self._rows_outstanding()
         self._check_nonfinite([report, critic_report], lease)
         return status.version
@@ -244,16 +248,16 @@ class LearnerLoop:
         await asyncio.to_thread(self._policy.discard_samples, samples, TRAIN_PARTITION)
         return Version(lease.incarnation, lease.step)
 
-    async def _clear_rows(self, ended: Sequence[str] = ()) -> None:
-        """Clears the rows `ended` of a step that has ended, and those of earlier steps that a save needed until now.
-
-        Rows that the running save still reads are cleared by a later call.
-        """
-        needed = self._checkpoints.rows_needed
-        rows = [*self._uncleared, *ended]
-        self._uncleared = [row for row in rows if group_of(row) in needed]
-        cleared = [row for row in rows if group_of(row) not in needed]
-        await asyncio.to_thread(self._policy.discard_samples, cleared, TRAIN_PARTITION)
+    async def _clear_rows(self, keys: Sequence[str]) -> None:
+        """Clears the rows of groups that will not be trained any more. If a save has ended since the last call, also
+        those that were retained for an earlier checkpoint."""
+        if self._checkpoints.saves_ended != self._released:
+            self._released = self._checkpoints.saves_ended
+            complete = self._checkpoints.saved
+            keys = [*keys, *await self._coordinator.call(LearnerCalls.release, self._incarnation, complete)]
+        size = self._config.learner.group_size
+        rows = [row for key in keys for row in samples_of(key, count=size)]
+        await asyncio.to_thread(self._policy.discard_samples, rows, TRAIN_PARTITION)
 
     async def _rows_outstanding(self, *, until_none: bool = False) -> int:
         """Returns the number of rows in the data plane.
@@ -338,16 +342,19 @@ class LearnerLoop:
             await self._publish(status.version)
         return acked
 
-    async def _skip(self, lease: Lease) -> RunStatus:
-        """Ends the lease of a step that changed no weights. The version stays, and other prompts replace the groups."""
+    async def _skip(self, lease: Lease) -> tuple[RunStatus, tuple[str, ...]]:
+        """Ends the lease of a step that changed no weights. The version stays, and other prompts replace the groups.
+
+        Returns the state of the run, and the keys of the groups whose rows may be cleared.
+        """
         logger.error(
             "step %d was skipped because a loss or a gradient is not finite: no weights were changed; its groups are "
             "discarded: %s",
             lease.step,
             _names(lease),
         )
-        await self._coordinator.call(LearnerCalls.skip, lease.incarnation, lease.step)
-        return await self._coordinator.call(Coordinator.status)
+        over = await self._coordinator.call(LearnerCalls.skip, lease.incarnation, lease.step)
+        return await self._coordinator.call(Coordinator.status), over
 
     def _check_parity(self, report: StepReport, *, step: int) -> None:
         """Compares the learner's and the engine's log-probs of on-policy tokens, which must agree.

@@ -104,11 +104,12 @@ class Instruments:
     def raise_to(self, name: str, total: float, **labels: str) -> None:
         """Increases a counter to a total that was counted elsewhere.
 
-        A total below the last one means that the count restarted at 0; the counter then grows by the whole total.
+        A total below the last one means that the learner went back to a checkpoint. The counter then stays, and grows
+        with the total from there.
         """
         values = self._label_values(name, labels)
         last = self._last_totals.get((name, values), 0.0)
-        self.add(name, total - last if total >= last else total, **labels)
+        self.add(name, max(0.0, total - last), **labels)
         self._last_totals[name, values] = total
 
     def set(self, name: str, value: float, **labels: str) -> None:

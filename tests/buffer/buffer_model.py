@@ -50,7 +50,8 @@ class BufferModel:
         self.prompts, self.drop_last = NumberedPrompts(prompts), drop_last
         self.buffer = self.new_buffer()
         self.lineage = Lineage()
-        self.saved: tuple[bytes, dict[str, Any]] | None = None
+        self.taken: tuple[bytes, dict[str, Any]] | None = None  # the newest snapshot
+        self.saved: tuple[bytes, dict[str, Any]] | None = None  # the newest complete checkpoint
         self.incarnation = 1
         self.v = 0
         self.published = Version(1, 0)
@@ -69,7 +70,6 @@ class BufferModel:
         self.versions: dict[str, set[Version]] = {}  # of the tokens of each ticket so far
         self.retained: dict[str, int] = {}  # with the step that ended the group
         self.cleared: set[str] = set()  # keys whose rows are gone
-        self.snapshot_step = -1
 
     def new_buffer(self) -> ReplayBuffer:
         return ReplayBuffer(
@@ -242,7 +242,7 @@ class BufferModel:
         if self.lease is None:
             return
         keys = tuple(leased.meta.key for leased in self.lease.groups)
-        retained = {key for key in keys if max(v.step for v in self.versions[key]) <= self.snapshot_step}
+        retained = {key for key in keys if self.is_needed(key, self.v)}
         over = tuple(key for key in keys if key not in retained)
         answer = getattr(self.buffer, end)(self.incarnation, self.lease.step)
         assert answer == (True if end == "give_back" else over)
@@ -276,16 +276,21 @@ class BufferModel:
     def checkpoint(self) -> None:
         """Takes a snapshot of the buffer, as bytes, and a copy of the model's state."""
         kept = {name: getattr(self, name) for name in IN_A_CHECKPOINT}
-        self.saved = msgspec.msgpack.encode(self.buffer.snapshot()), copy.deepcopy(kept)
-        self.snapshot_step = self.v
+        self.taken = msgspec.msgpack.encode(self.buffer.snapshot()), copy.deepcopy(kept)
 
-    def end_checkpoint(self) -> None:
-        """The last checkpoint is complete, so the rows that only an earlier one needed are cleared."""
+    def is_needed(self, key: str, ended: int) -> bool:
+        """Whether a learner that goes back to the complete checkpoint or to the newest one can train the group."""
+        newest = max(version.step for version in self.versions[key])
+        return any(saved is not None and newest <= saved[1]["v"] <= ended for saved in (self.saved, self.taken))
+
+    def end_checkpoint(self, *, fails: bool) -> None:
+        """The save of the newest snapshot ends. The rows that only an earlier one needed are cleared."""
+        if not fails:
+            self.saved = self.taken
         if self.saved is None:
             return
-        saved_v = self.saved[1]["v"]
-        over = {key for key, step in self.retained.items() if step < saved_v}
-        assert set(self.buffer.release(before=saved_v)) == over
+        over = {key for key, step in self.retained.items() if not self.is_needed(key, step)}
+        assert set(self.buffer.release(complete=self.saved[1]["v"])) == over
         self.cleared |= over
         for key in over:
             del self.retained[key]
@@ -300,7 +305,7 @@ class BufferModel:
         self.incarnation += 1
         self.lineage = self.lineage.child(snapshot.version)
         self.prompts.taken = snapshot.next_group
-        self.retained, self.cleared, self.snapshot_step = {}, set(), self.v
+        self.retained, self.cleared, self.taken = {}, set(), self.saved
         self.buffer = self.new_buffer()
         self.buffer.restore(snapshot, lineage=self.lineage)
         for key in self.having("reserved"):
@@ -329,7 +334,7 @@ class BufferModel:
         self.buffer.restore(snapshot, lineage=self.lineage, loaded=self.loaded)
         vars(self).update(copy.deepcopy(kept))
         self.go_on(before, living)
-        self.lease, self.retained, self.snapshot_step = None, {}, self.v
+        self.lease, self.retained, self.taken = None, {}, self.saved
         self.publish()
 
     def go_on(self, before: dict[str, Any], living: list[str]) -> None:

@@ -69,7 +69,9 @@ class BufferHistories(RuleBasedStateMachine):
                     model.load(each)
             case "time_passes":
                 model.time_passes(6.0)
-            case "succeed" | "checkpoint" | "end_checkpoint" | "restore" | "roll_back":
+            case "end_checkpoint":
+                model.end_checkpoint(fails=pick % 3 == 0)
+            case "succeed" | "checkpoint" | "restore" | "roll_back":
                 getattr(model, name)()
             case "lease":
                 model.start_step()

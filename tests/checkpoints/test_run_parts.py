@@ -74,20 +74,17 @@ def snapshot(run: RunParts) -> RunSnapshot:
 
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("hf", [False, True])
-def test_rows_are_read_first_and_the_parts_are_written_after_they_were_copied(
-    tmp_path: Path, critic: bool, hf: bool
-) -> None:
+def test_the_parts_are_written_after_they_were_copied(tmp_path: Path, critic: bool, hf: bool) -> None:
     calls: list[str] = []
     run = parts(calls, critic=critic)
     taken = snapshot(run)
     run.check_folder(tmp_path)
     run.stage()
-    run.write(tmp_path / "step-0", taken, hf=hf, rows_saved=lambda: calls.append("rows"))
+    run.write(tmp_path / "step-0", taken, hf=hf)
     models = ["policy", "critic"] if critic else ["policy"]
     assert calls == [
         *(f"check {name}" for name in models),
         *(f"stage {name}" for name in models),
-        "rows",
         *(f"write {name}" for name in models),
         *(["convert policy"] if hf else []),
     ]
@@ -109,5 +106,5 @@ def test_a_part_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> N
 
     run.policy.write_checkpoint = full  # type: ignore[method-assign, assignment]
     with pytest.raises(CheckpointError, match="no space left"):
-        run.write(tmp_path / "step-0", snapshot(run), hf=False, rows_saved=lambda: None)
+        run.write(tmp_path / "step-0", snapshot(run), hf=False)
     assert not (tmp_path / "step-0").exists()

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -477,9 +477,9 @@ async def test_rows_of_a_dropped_step_are_cleared_once_and_not_before_the_learne
     assert rows.cleared == [[ticket.key]]
 
 
-async def trained_once(coordinator: Coordinator) -> RunSnapshot:
-    """Trains a step of a run that has one more group in flight. Returns the snapshot of its ack."""
-    await coordinator.attach(FIRST, shared=SHARED)
+async def trained_once(coordinator: Coordinator, *, shared: Mapping[str, object] = SHARED) -> RunSnapshot:
+    """Trains the first step of a run. Returns the snapshot of its ack."""
+    await coordinator.attach(FIRST, shared=shared)
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     await coordinator.commit([finished(ticket) for ticket in tickets])
     await coordinator.learner.lease(1, wait_s=0.0)
@@ -505,14 +505,54 @@ async def test_a_learner_that_restored_a_checkpoint_continues_with_the_next_prom
 
 
 @pytest.mark.asyncio
-async def test_a_checkpoint_is_not_restored_over_a_run_that_goes_on() -> None:
+@pytest.mark.fault("F6")
+async def test_a_learner_goes_back_to_its_checkpoint_and_the_generators_go_on() -> None:
+    now_s, rows = 0.0, ClearedRows()
+
+    async def stored() -> list[str]:
+        return ["0.0", "1.0", "2.0", "3.0", "4.0"]
+
+    limit = {"staleness": {"max_versions": 1}}
+    shared = shared_config(Config.model_validate(CONFIG | limit))
+    coordinator = made(rows, clock=lambda: now_s, stored_keys=stored, **limit)
+    snapshot = await trained_once(coordinator, shared=shared)
+    trained, also_trained, stays, continued = (await coordinator.reserve("a", Version(1, 1), 4, wait_s=0.0)).tickets
+    await coordinator.commit([finished(trained), finished(also_trained)])
+    await coordinator.learner.lease(1, wait_s=0.0)
+    assert (await coordinator.learner.ack(1, 1)).over == (), "their rows stay for a learner that goes back"
+    now_s = SILENT_S
+    restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
+    lineage = await coordinator.attach(SECOND, shared=shared, restored=restored)
+    assert (lineage.incarnation, coordinator.status().version) == (2, Version(2, 1))
+    assert coordinator.status().state is RunState.STARTING, "generators do not take the restart for a stall"
+    with pytest.raises(Fenced):
+        await coordinator.learner.ack(1, 2)
+    lost = finished(continued, versions=[Version(1, 2)])
+    assert await coordinator.commit([finished(stays), lost]) == [CommitOutcome.ACCEPTED, CommitOutcome.OLD_INCARNATION]
+    lease = await coordinator.learner.lease(2, wait_s=0.0)
+    assert isinstance(lease, Lease)
+    assert [group.meta.key for group in lease.groups] == [trained.key, also_trained.key]
+    assert coordinator.status().counts.waiting == 1, "the prompt of the group with a token of a lost step"
+    assert coordinator.status().account.closed
+    await asyncio.gather(*coordinator._clearing)
+    assert rows.cleared == [["0.0", "1.0"]], "the first learner did not clear them before it died"
+
+
+@pytest.mark.asyncio
+async def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing() -> None:
     now_s = 0.0
     coordinator = made(ClearedRows(), clock=lambda: now_s)
     snapshot = await trained_once(coordinator)
     now_s = SILENT_S
-    restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
-    with pytest.raises(LearnerNotRestored):
-        await coordinator.attach(SECOND, shared=SHARED, restored=restored)
+    await coordinator.attach(SECOND, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage((NOW,))))
+    now_s = 2 * SILENT_S
+    before = coordinator.snapshot()
+    for branches in ((), (Version(1, 1), Version(2, 1)), (NOW,)):
+        with pytest.raises(LearnerNotRestored, match="of another run with this name"):
+            await coordinator.attach(
+                FIRST, shared=SHARED, restored=Restored(snapshot=snapshot, lineage=Lineage(branches))
+            )
+    assert coordinator.snapshot() == before
 
 
 @pytest.mark.asyncio

@@ -1,6 +1,8 @@
 """A deployment that the run refuses gets the error before anything is started for it."""
 
 import asyncio
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +22,18 @@ from asyncrl.errors import ActorGone, RunLocked, RunMismatch
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def a_run_is_there(config: Config, monkeypatch: pytest.MonkeyPatch) -> Registry:
+def a_run_is_there(
+    config: Config, monkeypatch: pytest.MonkeyPatch, *, clock: Callable[[], float] = lambda: 0.0
+) -> Registry:
     """Puts a run into the fake cluster, and returns the members of the run."""
-    members = Registry(shared=shared_config(config), timeout_s=10.0, clock=lambda: 0.0)
+    members = Registry(shared=shared_config(config), timeout_s=10.0, clock=clock)
 
     async def ready() -> None:
         """Stands for Ray's answer that the actor is placed."""
 
     async def perform(call: Call) -> None:
         assert (call.door, call.method) == ("Coordinator", "check")
-        members.check(*call.arguments, **call.options)
+        members.check(*call.arguments, shared=call.options["shared"])
 
     def get_actor(name: str, *, namespace: str) -> Any:
         if (name, namespace) != ("buffer", config.run.name):
@@ -62,6 +66,21 @@ async def test_a_run_that_is_there_is_asked_and_one_that_is_not_takes_everybody(
         await cluster.check_admission(config, role=Role.LEARNER)
 
 
+@pytest.mark.asyncio
+@pytest.mark.fault("F6")
+async def test_a_learner_waits_until_the_one_that_was_killed_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, now = Config(), itertools.count(0.0, 3.0)
+    members = a_run_is_there(config, monkeypatch, clock=lambda: next(now))
+    monkeypatch.setattr(cluster, "LOCKED_POLL_S", 0.0)
+    killed = Deployment(id="l", role=Role.LEARNER, host="h", pid=7)
+    members.attach(killed, shared=shared_config(config))
+    with pytest.raises(RunLocked):
+        await cluster.check_admission(config, role=Role.LEARNER, restores=True)
+    members.keep(killed.id)
+    await cluster.check_admission(config, role=Role.LEARNER, restores=True, patience_s=60.0)
+    assert members.live() == []
+
+
 @pytest.mark.parametrize(("command", "role"), [("generator", "generator"), ("learner", "learner"), ("up", "learner")])
 def test_what_is_refused_has_started_nothing_and_says_one_line(
     command: str, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -69,7 +88,7 @@ def test_what_is_refused_has_started_nothing_and_says_one_line(
     def started(*_: object, **__: object) -> None:
         raise AssertionError("something was started")
 
-    async def refused(config: Config, *, role: Role) -> None:
+    async def refused(config: Config, *, role: Role, **_: object) -> None:
         raise RunMismatch(f"not this {role}")
 
     # The command sets this variable in this process. monkeypatch removes it after the test.

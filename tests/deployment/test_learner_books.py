@@ -66,7 +66,7 @@ class Saved:
 
     def stage(self) -> None: ...
 
-    def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool, rows_saved: Callable[[], None]) -> None:
+    def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool) -> None:
         self._write(path)
 
 

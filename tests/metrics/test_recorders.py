@@ -174,11 +174,11 @@ def test_every_timeout_of_the_configuration_is_shown_by_its_key() -> None:
     assert all(isinstance(seconds, float) and seconds > 0 for seconds in shown.values())
 
 
-def test_totals_are_raised_to_and_a_smaller_total_is_a_new_start() -> None:
+def test_totals_are_raised_to_and_a_learner_that_goes_back_lowers_none() -> None:
     recorded = BufferMetrics()
-    for total in (3, 3, 7, 2):
+    for total in (3, 3, 7, 2, 6):
         recorded.events({"retry": total})
-    assert value(recorded, "asyncrl_buffer_events_total", event="retry") == 7 + 2
+    assert value(recorded, "asyncrl_buffer_events_total", event="retry") == 7 + 4
 
 
 @pytest.mark.parametrize(
