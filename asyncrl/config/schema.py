@@ -62,8 +62,8 @@ class RunSection(Section):
     shutdown_grace_s: PositiveFloat = 20.0
     """Seconds that a deployment may take to end cleanly after SIGTERM."""
     max_restarts: Annotated[NonNegativeInt, PER_DEPLOYMENT] = 3
-    """Number of times within an hour that `asyncrl up` starts again by itself after a process of the run has died.
-    Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""
+    """Number of times within an hour that `asyncrl up` or `asyncrl learner` starts again by itself after a process of
+    the run has died. Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""
 
 
 class TinyModelSection(Section):

@@ -141,14 +141,21 @@ def steps_of(tmp_path: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-@pytest.mark.fault("F2")
-def test_generators_join_are_killed_and_leave_and_no_group_is_lost(
+def resumed_at(run: Path) -> int | None:
+    """Returns the step from which the run was resumed; None if it was not."""
+    resumed = json.loads((run / "run.json").read_bytes()).get("resumed", [])
+    return resumed[-1]["step"] if resumed else None
+
+
+@pytest.mark.fault("F2", "F6")
+def test_generators_and_the_learner_are_killed_and_no_group_is_lost(
     run_command: Run, head: Head, ray_head: str, engines: Engines, model_path: str, tmp_path: Path
 ) -> None:
     name = tmp_path.name
     overrides = [
         "learner.groups_logged=4",  # all groups of a step
         "generator.max_starts_per_s=1",  # a replica always has tickets to start, so it is never idle
+        "checkpoint.every_steps=2",
     ]
     first = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
     first.wait_for(lambda: status(ray_head, name), timeout_s=READY_S, what="a run without a learner")
@@ -201,6 +208,14 @@ def test_generators_join_are_killed_and_leave_and_no_group_is_lost(
     learner.wait_for(lambda: steps_of(tmp_path) > reached + 5, timeout_s=360, what="steps with what is left")
     events = status(ray_head, name)["account"]["events"]
 
+    run, left = tmp_path / name, engines()
+    os.kill(json.loads((run / "run.json").read_bytes())["pid"], signal.SIGKILL)
+    learner.wait_for(lambda: resumed_at(run) is not None, timeout_s=240, what="a learner that starts again")
+    learner.wait_for(
+        lambda: steps_of(tmp_path) > (resumed_at(run) or 0) + 3, timeout_s=360, what="steps of the second learner"
+    )
+    assert engines() == left, "the generators must outlive the learner"
+
     first.terminate()
     assert first.wait(240) == 0, first.output()[-3000:]
     assert learner.process.poll() is None, learner.output()[-3000:]
@@ -212,7 +227,6 @@ def test_generators_join_are_killed_and_leave_and_no_group_is_lost(
     assert events["replica_lost"] >= 1
     assert events["retry"] >= events["ticket_expired"]
     assert not [event for event in events if event.startswith("commit_") and events[event]], "a commit was refused"
-    run = tmp_path / name
     summary = json.loads((run / "summary.json").read_bytes())
     assert summary["ledger_closed"] is True
     assert summary["groups_discarded"] == 0
@@ -223,6 +237,8 @@ def test_generators_join_are_killed_and_leave_and_no_group_is_lost(
     trained = [group for _, group in steps_and_groups]
     assert len(trained) == len(set(trained)) == 4 * summary["steps"]
     assert set(range(4 * (killed_at + 3))) <= set(trained)
+    audit = run_command("audit", str(run))
+    assert audit.wait(200) == 0, audit.output()
 
 
 def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left(

@@ -1,0 +1,111 @@
+"""A learner restores a checkpoint while the buffer and the replicas go on: what stays, and what is generated again."""
+
+import msgspec
+import pytest
+from buffer_scenes import Scene, finished
+
+from asyncrl.buffer.records import CommitOutcome, Lease, Refusal
+from asyncrl.buffer.snapshot import BufferSnapshot
+from asyncrl.common.lineage import Lineage
+from asyncrl.common.version import Version
+
+pytestmark = pytest.mark.fault("F6")
+
+
+def checkpoint(scene: Scene) -> BufferSnapshot:
+    """Takes a snapshot that is complete at once."""
+    snapshot = msgspec.msgpack.decode(msgspec.msgpack.encode(scene.buffer.snapshot()), type=BufferSnapshot)
+    scene.buffer.release(complete=snapshot.version.step)
+    return snapshot
+
+
+def go_back(scene: Scene, snapshot: BufferSnapshot, *, loaded: Version) -> None:
+    """Another learner restores `snapshot`. Replica a has loaded `loaded`."""
+    lineage = scene.buffer.lineage.child(snapshot.version)
+    scene.prompts.taken = snapshot.next_group
+    scene.buffer.restore(snapshot, lineage=lineage, loaded={"a": loaded})
+    assert scene.buffer.account.closed
+
+
+def test_groups_of_surviving_weights_that_a_lost_step_trained_are_trained_again_without_generation() -> None:
+    scene = Scene(eta=2, per_step=1)
+    snapshot = checkpoint(scene)
+    scene.commit(*scene.reserve(2))
+    first = scene.lease()
+    assert scene.buffer.ack(1, 0) == (), "the rows stay"
+    second = scene.lease()
+    go_back(scene, snapshot, loaded=Version(1, 0))
+    again = [scene.train().groups[0].meta.key for _ in range(2)]
+    assert again == [first.groups[0].meta.key, second.groups[0].meta.key]
+    assert scene.buffer.version == Version(2, 2)
+    assert scene.prompts.taken == 2, "no other prompt was issued"
+
+
+def test_rows_are_kept_only_while_a_checkpoint_needs_them() -> None:
+    scene = Scene(eta=1, per_step=1)
+    scene.commit(*scene.reserve(2))
+    assert scene.buffer.ack(1, scene.lease().step) == ("0.0",), "there is no checkpoint yet"
+    snapshot = checkpoint(scene)
+    assert scene.buffer.ack(1, scene.lease().step) == (), "ready at the checkpoint"
+    scene.commit(*scene.reserve(1, step=2))
+    assert scene.buffer.ack(1, scene.lease().step) == ("2.0",), "a newer token than the checkpoint"
+    assert scene.buffer.release(complete=snapshot.version.step) == ()
+    assert checkpoint_releases(scene) == ("1.0",)
+
+
+def checkpoint_releases(scene: Scene) -> tuple[str, ...]:
+    scene.buffer.snapshot()
+    return scene.buffer.release(complete=scene.buffer.version.step)
+
+
+def test_a_group_with_a_token_of_lost_weights_is_generated_again_and_the_attempt_does_not_count() -> None:
+    scene = Scene(eta=2, per_step=1, max_attempts=1)
+    snapshot = checkpoint(scene)
+    ready, reserved, trained = scene.reserve(3)
+    scene.commit(trained)
+    scene.train()
+    assert scene.buffer.commit(finished(ready, versions=[Version(1, 1)])) is CommitOutcome.ACCEPTED
+    go_back(scene, snapshot, loaded=Version(1, 0))
+    assert scene.buffer.commit(finished(reserved, versions=[Version(1, 1)])) is CommitOutcome.OLD_INCARNATION
+    assert scene.lease().groups[0].meta.key == trained.key
+    attempts = {ticket.group: ticket.attempt for ticket in scene.reserve(2)}
+    assert attempts == {ready.group: 1, reserved.group: 1}
+    for ticket in (ready, reserved):
+        assert scene.buffer.commit(finished(ticket)) is CommitOutcome.LATE
+
+
+@pytest.mark.parametrize("loaded", [0, 1])
+def test_a_ticket_stays_unless_its_replica_has_loaded_lost_weights(loaded: int) -> None:
+    scene = Scene(eta=2, per_step=1)
+    snapshot = checkpoint(scene)
+    trained, held = scene.reserve(2)
+    scene.commit(trained)
+    scene.train()
+    go_back(scene, snapshot, loaded=Version(1, loaded))
+    lost = loaded == 1
+    outcome = scene.buffer.commit(finished(held))
+    assert outcome is (CommitOutcome.LATE if lost else CommitOutcome.ACCEPTED)
+    reservation = scene.buffer.reserve("a", version=Version(1, loaded), count=1)
+    assert reservation.refusal is (Refusal.OLD_INCARNATION if lost else None)
+
+
+def test_all_groups_stay_within_the_limit_at_every_step_back() -> None:
+    """The buffer is as full as the limit allows, and nothing is generated again that surviving weights have made."""
+    scene = Scene(eta=2, per_step=2)
+    snapshot = checkpoint(scene)
+    scene.commit(*scene.reserve(6))
+    scene.train()
+    scene.train()
+    go_back(scene, snapshot, loaded=Version(1, 0))
+    counts = scene.buffer.counts()
+    assert (counts.ready, counts.waiting) == (6, 0)
+    assert scene.buffer.reserve("a", version=Version(2, 0), count=1).refusal is Refusal.STALENESS
+    for _ in range(3):
+        assert isinstance(scene.train(), Lease)
+
+
+def test_the_lineage_of_another_run_does_not_continue_this_one() -> None:
+    lineage = Lineage((Version(1, 2),))
+    assert lineage.child(Version(2, 3)).continues(lineage)
+    assert not lineage.continues(lineage)
+    assert not Lineage((Version(1, 1), Version(2, 3))).continues(lineage)
