@@ -516,6 +516,7 @@ async def test_a_learner_goes_back_to_its_checkpoint_and_the_generators_go_on() 
     shared = shared_config(Config.model_validate(CONFIG | limit))
     coordinator = made(rows, clock=lambda: now_s, stored_keys=stored, **limit)
     snapshot = await trained_once(coordinator, shared=shared)
+    coordinator.learner.set_state(1, RunState.RUNNING)
     trained, also_trained, stays, continued = (await coordinator.reserve("a", Version(1, 1), 4, wait_s=0.0)).tickets
     await coordinator.commit([finished(trained), finished(also_trained)])
     await coordinator.learner.lease(1, wait_s=0.0)

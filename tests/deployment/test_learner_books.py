@@ -19,11 +19,13 @@ from prometheus_client import CollectorRegistry
 
 from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.common.lineage import Lineage
+from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.failures import FailureReports
+from asyncrl.coordinator.learner_calls import LearnerCalls
 from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.data.prompts import PromptCursor
 from asyncrl.deployment import cluster, learner
@@ -33,7 +35,7 @@ from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
-from asyncrl.errors import CheckpointError, FailureClass, Fenced, RunError, StallError
+from asyncrl.errors import ActorGone, CheckpointError, FailureClass, Fenced, RunError, StallError
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.records import RunTotals, StepRecord
 from asyncrl.metrics import server as server_module
@@ -212,13 +214,16 @@ def deployment_without_ray(
     ended: Callable[[], None] = lambda: None,
     failures: tuple[FailureCount, ...] = (),
     steps: Sequence[StepRecord] = (),
+    states: list[object] | None = None,
 ) -> LearnerDeployment:
-    """A learner deployment with a fake coordinator, which lists two endpoints.
+    """A learner deployment with a fake coordinator, which lists two endpoints and adds the run's states to `states`.
 
     It has recorded `steps`, trains with `train`, and calls `ended` when its ranks end.
     """
 
-    async def call(method: object, *_: object, **__: object) -> object:
+    async def call(method: object, *arguments: object, **__: object) -> object:
+        if method is LearnerCalls.set_state and states is not None:
+            states.append(arguments[1])
         if method is Coordinator.status:
             return SimpleNamespace(targets={"learner": "127.0.0.1:1", "buffer": "127.0.0.1:2"})
         return failures if method is FailureReports.more_than else None
@@ -240,6 +245,42 @@ def deployment_without_ray(
     deployment._log.steps = list(steps)
     monkeypatch.setattr(deployment, "_train", train)
     return deployment
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F34")
+@pytest.mark.parametrize(
+    ("error", "supervised", "saved", "state"),
+    [
+        (ActorGone, True, True, RunState.STARTING),
+        (ActorGone, False, True, RunState.FAILED),
+        (ActorGone, True, False, RunState.FAILED),
+        (CheckpointError, True, True, RunState.FAILED),
+    ],
+)
+async def test_the_generators_stay_only_if_the_learner_is_started_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
+    supervised: bool,
+    saved: bool,
+    state: RunState,
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    states: list[object] = []
+
+    async def fail(*_: object) -> RunTotals:
+        raise error("a rank died")
+
+    with RunDir.create(config) as run:
+        if saved:
+            (run.checkpoints / "step-2").mkdir(parents=True)
+            (run.checkpoints / "step-2" / COMPLETE).touch()
+        deployment = deployment_without_ray(run, config, monkeypatch, train=fail, states=states)
+        deployment._supervised = supervised
+        with pytest.raises(error):
+            await deployment.run(asyncio.Event())
+    assert states == [state]
 
 
 @pytest.mark.asyncio
