@@ -32,6 +32,7 @@ from asyncrl.deployment.closing import ended_at_once
 from asyncrl.deployment.known_runs import newest_weights
 from asyncrl.deployment.launch import take_sigterm_back
 from asyncrl.deployment.ray_token import use_ray_token
+from asyncrl.deployment.resuming import no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
 from asyncrl.learner.records import EvalRecord, StepRecord, Summary
@@ -106,7 +107,8 @@ def run(
             calls.put(lambda: on_eval(record))
 
     console = Console(quiet=not progress)
-    showing = shown_run(checked, role="up", console=console, started_s=time.monotonic(), fresh=fresh)
+    choose = no_checkpoint if fresh else unfinished_run
+    showing = shown_run(checked, role="up", console=console, started_s=time.monotonic(), choose=choose)
     with _sigterm_interrupts(), showing as (run_dir, screen):
         from asyncrl.deployment.compose import run_both  # imports Ray
 

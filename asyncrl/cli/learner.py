@@ -4,7 +4,7 @@ from functools import partial
 
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.live_run import Runner, join_admitted, live_run
-from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Fresh, Overrides, again, ray_address
+from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Fresh, Overrides, again, choice, ray_address
 from asyncrl.common.roles import Role
 
 
@@ -30,4 +30,4 @@ def learner(
         return partial(run_learner, config, address=where, prompts=prompts)
 
     command = again("learner", files, overrides, address=address, allow_public=allow_public)
-    live_run(config, role="learner", runner=runner, again=command, fresh=fresh)
+    live_run(config, role="learner", runner=runner, again=command, choose=choice(fresh=fresh))
