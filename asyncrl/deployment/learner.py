@@ -119,6 +119,13 @@ class LearnerDeployment:
         entered.push_async_callback(self._leave, handles)
         entered.push_async_callback(asyncio.to_thread, self._log.close)
         metrics = described_metrics(config)
+        restarts = self._run_dir.restarts
+        metrics.incarnation(
+            handles.lineage.incarnation,
+            nonce=self._run_dir.nonce,
+            restarts=len(restarts),
+            resumed_unix_s=restarts[-1].unix_time_s if restarts else None,
+        )
         metrics.states_from(self._states.seconds)
         server = MetricsServer(
             metrics.registry,

@@ -141,6 +141,11 @@ class RunDir:
         return self._info.nonce
 
     @property
+    def restarts(self) -> Sequence[Resumption]:
+        """The restarts of the run in order, with that of this process."""
+        return self._info.resumed
+
+    @property
     def set_aside(self) -> Path:
         """The folder of the checkpoints that were set aside when this process resumed the run, if there were any."""
         return lost_folder(self.checkpoints, self.lineage)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,8 @@ def test_records_of_steps_that_are_lost_are_taken_out_and_kept_apart(tmp_path: P
         assert (after["state"], after["started"], after["nonce"]) == ("running", before["started"], before["nonce"])
         [restart] = after["resumed"]
         assert (restart["step"], restart["incarnation"]) == (3, 2)
+        [known] = again.restarts
+        assert abs(known.unix_time_s - time.time()) < 3600
 
 
 def test_an_incarnation_that_left_nothing_keeps_its_number(tmp_path: Path) -> None:
