@@ -7,6 +7,7 @@
     metrics/             targets.json for Prometheus
     samples/step-N.jsonl some groups of each step with all of their samples
     steps.jsonl  evals.jsonl  failures.json  summary.json  report.html
+    trackers.json        the runs of the experiment trackers (`asyncrl.metrics.trackers`)
     checkpoints/step-N/  from which the run can be resumed
     audit/               what each step trained, for `asyncrl audit` (`asyncrl.learner.audit_records`)
     lineage.json  lost-steps.jsonl  lost-evals.jsonl  samples/lost-<n>/  checkpoints/lost-<n>/

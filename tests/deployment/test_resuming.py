@@ -19,10 +19,12 @@ from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
+from asyncrl.deployment.learner_log import going_on
 from asyncrl.deployment.resuming import chosen_checkpoint, no_checkpoint, step_of, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import CheckpointDamaged, ConfigError, RunError, RunLocked
 from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
+from asyncrl.metrics.trackers import Going
 
 
 def config_in(folder: Path, **sections: Any) -> Config:
@@ -194,6 +196,20 @@ def test_a_run_goes_back_to_an_earlier_checkpoint_and_later_ones_are_set_aside_w
             elif folder in ("checkpoints", "samples"):
                 assert after[name] == content, name
         assert "summary.json" not in after, "it described steps that are lost"
+
+
+def test_trackers_begin_new_runs_only_if_the_run_went_back(tmp_path: Path) -> None:
+    saved_often(tmp_path)
+    with resume_at(tmp_path, None) as again:
+        assert going_on(again) == Going(step=6, incarnation=2, went_back=False)
+        again.stopped("asked to end by a signal")
+    with resume_at(tmp_path, 2) as again:
+        assert going_on(again) == Going(step=2, incarnation=3, went_back=True)
+        again.stopped("asked to end by a signal")
+    with resume_at(tmp_path, None) as again:
+        assert going_on(again) == Going(step=2, incarnation=4, went_back=False)
+    with RunDir.create(config_in(tmp_path), choose=no_checkpoint) as new:
+        assert going_on(new) is None
 
 
 def test_checkpoints_that_were_set_aside_are_not_found_again(tmp_path: Path) -> None:
