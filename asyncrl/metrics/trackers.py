@@ -40,8 +40,10 @@ Cell = str | int | float | None
 
 
 class Going(NamedTuple):
-    """How a resumed run goes on: after `step` steps, as incarnation `incarnation`. `went_back` is True if checkpoints of
-    later steps were set aside."""
+    """How a resumed run goes on: after `step` steps, as incarnation `incarnation`.
+
+    `went_back` is True if checkpoints of later steps were set aside.
+    """
 
     step: int
     incarnation: int
@@ -238,7 +240,7 @@ def _arguments(
     match name:
         case "tensorboard":
             # The numbers of step n are logged as those of version n + 1.
-            purge = {} if known is None or going is None else {"purge_step": going.step + 1}
+            purge: dict[str, int] = {} if known is None or going is None else {"purge_step": going.step + 1}
             return {"run_name": run, "logging_dir": folder / "tensorboard", **purge}
         case "mlflow":
             return {"experiment_name": project, "run_name": run, **({"run_id": known.id} if known else {})}
