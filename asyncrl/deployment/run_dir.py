@@ -44,14 +44,7 @@ from asyncrl.common.lineage import Lineage
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.provenance import provenance
-from asyncrl.deployment.resuming import (
-    SAMPLES,
-    Choice,
-    Resumed,
-    begin_incarnation,
-    lost_folder,
-    unfinished_run,
-)
+from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnation, lost_folder, unfinished_run
 from asyncrl.errors import ConfigError, RunLocked
 from asyncrl.learner.audit_records import AUDIT, Began, Record, framed, records_path
 from asyncrl.learner.records import EvalRecord, Resumption, RunInfo, SampleRecord, StepRecord, Summary
@@ -263,12 +256,7 @@ class RunDir:
         # These files were left by an earlier start that failed. They do not describe this run.
         if self.resumed is None:
             shutil.rmtree(self.path / AUDIT, ignore_errors=True)
-        for left in (
-            self.path / "report.html",
-            self.path / "summary.json",
-            self.failures_path,
-            self.targets_path,
-        ):
+        for left in (self.path / "report.html", self.path / "summary.json", self.failures_path, self.targets_path):
             left.unlink(missing_ok=True)
         comments = "".join(f"# {key}: {value}\n" for key, value in provenance().items())
         write_atomically(self.path / "config.yaml", (comments + dump_config(config)).encode())
