@@ -31,6 +31,7 @@ from asyncrl.deployment.closing import ended_at_once
 from asyncrl.deployment.known_runs import newest_weights
 from asyncrl.deployment.launch import take_sigterm_back
 from asyncrl.deployment.ray_token import use_ray_token
+from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import RunError
 from asyncrl.learner.records import EvalRecord, StepRecord, Summary
@@ -89,7 +90,8 @@ def run(
     if "ray" not in sys.modules:  # if it is, Ray ignores the variable that this sets, and turns tokens on by itself
         use_ray_token(own=checked.ray.address is None)
     prompts = prepare(checked)
-    _enter_ray(checked)
+    choose = no_checkpoint if fresh else unfinished_run
+    _enter_ray(checked, choose)
     steps: list[StepRecord] = []
     evals: list[EvalRecord] = []
     calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -105,7 +107,7 @@ def run(
             calls.put(lambda: on_eval(record))
 
     console = Console(quiet=not progress)
-    showing = shown_run(checked, role="up", console=console, started_s=time.monotonic(), fresh=fresh)
+    showing = shown_run(checked, role="up", console=console, started_s=time.monotonic(), choose=choose)
     with _sigterm_interrupts(), showing as (run_dir, screen):
         from asyncrl.deployment.compose import run_both  # imports Ray
 
@@ -120,7 +122,7 @@ def run(
     return RunResult(directory=run_dir.path, summary=summary, steps=steps, evals=evals, weights=weights)
 
 
-def _enter_ray(config: Config) -> None:
+def _enter_ray(config: Config, choose: Choice) -> None:
     """Joins the cluster at `ray.address`, if there is one. Raises RunError if this process already uses Ray."""
     import ray
 
@@ -131,7 +133,7 @@ def _enter_ray(config: Config) -> None:
         )
     if config.ray.address is not None:
         with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop
-            pool.submit(join_admitted, config.ray.address, config).result()
+            pool.submit(join_admitted, config.ray.address, config, choose=choose).result()
 
 
 @contextlib.contextmanager

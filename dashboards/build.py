@@ -15,11 +15,13 @@ import overview
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as models
-from panels import DATASOURCE, STEPS
+from panels import DATASOURCE, RUN, STEPS
 
 FOLDER = Path(__file__).parent
 BOARDS: dict[str, ModuleType] = {"overview": overview, "flow": flow, "learning": learning}
 TAG = "asyncrl"
+RESTART_FIELDS = {"useValueForTime": True, "titleFormat": "the run was resumed", "step": "10s"}
+"""The value of the query is the time of the mark, in Unix milliseconds."""
 RANGES, DEFAULT_RANGE = "1m,5m,15m,1h", "5m"
 
 
@@ -34,6 +36,7 @@ def board(module: ModuleType) -> str:
         .time("now-30m", "now")
         .tooltip(models.DashboardCursorSync.CROSSHAIR)
         .link(_to_the_others())
+        .annotation(_restarts())
         .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
         .with_variable(_values("run", "Run", "label_values(asyncrl_run_info, run)"))
         .with_variable(
@@ -49,7 +52,22 @@ def board(module: ModuleType) -> str:
         built = built.with_row(dashboard.Row(title).id(number := number + 1))
         for panel in panels:
             built = built.with_panel(panel.id(number := number + 1))
-    return json.dumps(built.build(), cls=JSONEncoder, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    content = json.loads(json.dumps(built.build(), cls=JSONEncoder))
+    # The SDK's annotations lack the fields of Prometheus.
+    content["annotations"]["list"][0] |= RESTART_FIELDS
+    return json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _restarts() -> dashboard.AnnotationQuery:
+    """Returns the marks of the run's restarts: vertical lines in all panels."""
+    return (
+        dashboard.AnnotationQuery()
+        .name("Restarts")
+        .datasource(DATASOURCE)
+        .enable(True)
+        .icon_color("purple")
+        .expr(f"max(asyncrl_run_resumed_timestamp_seconds{{{RUN}}}) * 1000 > 0")
+    )
 
 
 def _step_range() -> dashboard.IntervalVariable:

@@ -58,7 +58,6 @@ ROWS = {
             Query(now("asyncrl_staleness_limit_versions", RUN), "limit"),
             unit="suffix: versions",
             thresholds=[(None, HEALTHY)],
-            span=8,
         ),
         number(
             "Effective sample size",
@@ -83,6 +82,14 @@ ROWS = {
             "Groups lost",
             "Groups that ended without being trained, except groups that a filter removed. 0 in a healthy run.",
             Query(f'sum(asyncrl_ledger_groups_total{{fate!~"trained|filtered", {RUN}}})', "groups"),
+            unit="none",
+            thresholds=[(None, HEALTHY), (1, DOUBTFUL)],
+        ),
+        number(
+            "Restarts",
+            "How often the run was resumed since its first start. The dashboards mark each restart with a line. "
+            "run.max_restarts limits the restarts of `asyncrl up` within an hour.",
+            Query(now("asyncrl_run_restarts", RUN), "restarts"),
             unit="none",
             thresholds=[(None, HEALTHY), (1, DOUBTFUL)],
         ),

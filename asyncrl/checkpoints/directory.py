@@ -120,13 +120,23 @@ def newest(checkpoints: Path) -> tuple[Path, RunManifest] | None:
     return None
 
 
+def complete_steps(checkpoints: Path) -> list[int]:
+    """Returns the steps of the complete checkpoints, in order. Their files are not compared with their manifests."""
+    return sorted(step for step, path in _found(checkpoints).items() if (path / complete_directory.COMPLETE).exists())
+
+
 def _by_age(checkpoints: Path) -> Iterator[Path]:
     """Yields the directories of checkpoints, newest first."""
-    found: Mapping[int, Path] = {}
-    if checkpoints.is_dir():
-        found = {int(match[1]): path for path in checkpoints.iterdir() if (match := _NAME.fullmatch(path.name))}
+    found = _found(checkpoints)
     for step in sorted(found, reverse=True):
         yield found[step]
+
+
+def _found(checkpoints: Path) -> Mapping[int, Path]:
+    """Returns the directories of checkpoints by their step, also of incomplete ones."""
+    if not checkpoints.is_dir():
+        return {}
+    return {int(match[1]): path for path in checkpoints.iterdir() if (match := _NAME.fullmatch(path.name))}
 
 
 def _entry(path: Path) -> FileEntry:

@@ -21,6 +21,7 @@ from asyncrl.cli.restarts import restarts
 from asyncrl.cli.terminal import outlive_terminal
 from asyncrl.common.roles import Role
 from asyncrl.config.import_path import is_import_path
+from asyncrl.config.load import Layer
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import FIRST_ROWS, Task
 from asyncrl.deployment.known_runs import has_checkpoint
@@ -52,10 +53,10 @@ def look(config: Config) -> list[str]:
 
 
 def prepared(
-    files: list[Path], overrides: list[str], *, roles: Collection[Role] = tuple(Role), allow_public: bool
+    files: Sequence[Layer], overrides: list[str], *, roles: Collection[Role] = tuple(Role), allow_public: bool
 ) -> "tuple[Config, Prompts | None]":
-    """Returns the checked configuration and the result of `prepare`. The first action of a command that starts
-    deployments of `roles`."""
+    """Returns the checked configuration of the layers `files` and the result of `prepare`. The first action of a
+    command that starts deployments of `roles`."""
     outlive_terminal()
     config, warnings = checked_config(files, overrides, roles=roles, allow_public=allow_public)
     check_restart(config)

@@ -4,7 +4,7 @@ from functools import partial
 
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.live_run import Runner, join_admitted, live_run
-from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Fresh, Overrides, again, ray_address
+from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Fresh, Overrides, again, choice, ray_address
 from asyncrl.cli.restarts import restarts
 from asyncrl.common.roles import Role
 
@@ -24,7 +24,8 @@ def learner(
     """
     config, prompts = prepared(files, overrides, roles=[Role.LEARNER], allow_public=allow_public)
     where = ray_address(config, address)
-    join_admitted(where, config, fresh=fresh and not restarts())
+    choose = choice(fresh=fresh)
+    join_admitted(where, config, choose=choose)
 
     def runner() -> Runner:
         from asyncrl.deployment.compose import run_learner
@@ -33,4 +34,4 @@ def learner(
         return partial(run_learner, config, address=where, prompts=prompts, supervised=supervised)
 
     command = again("learner", files, overrides, address=address, allow_public=allow_public)
-    live_run(config, role="learner", runner=runner, again=command, fresh=fresh)
+    live_run(config, role="learner", runner=runner, again=command, choose=choose)

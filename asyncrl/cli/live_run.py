@@ -10,13 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.cli.options import LINE_EVERY_STEPS, clear_previous, print_outcome, print_previous, weights_named
-from asyncrl.cli.restarts import restarts
 from asyncrl.cli.terminal import show_cursor
 from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
 from asyncrl.deployment.closing import asked_to_end, ended_at_once
 from asyncrl.deployment.known_runs import as_it_is, has_checkpoint
 from asyncrl.deployment.launch import log_to, run_until_done
+from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.learner.records import Summary
@@ -30,11 +30,11 @@ Runner = Callable[..., Awaitable[Summary | None]]
 """A function of `deployment.compose` that runs the deployments until the run is done or its event is set."""
 
 
-def join_admitted(address: str, config: Config, *, fresh: bool = False) -> None:
+def join_admitted(address: str, config: Config, *, choose: Choice) -> None:
     """Joins the cluster at `address`. Raises the error with which the run there refuses this process as its learner.
 
-    The commands call it before the directory of an earlier run is moved aside. `fresh` says that the learner will
-    restore no checkpoint. If this directory's learner was killed, waits until the run counts it as gone.
+    The commands call it before the directory of an earlier run is moved aside. `choose` is that of `RunDir.create`. If
+    this directory's learner was killed, waits until the run counts it as gone.
     """
     from asyncrl.deployment.cluster import check_admission, join
 
@@ -42,7 +42,7 @@ def join_admitted(address: str, config: Config, *, fresh: bool = False) -> None:
     earlier = as_it_is(config.run.dir / config.run.name)
     killed = earlier is not None and earlier.state == "died"
     patience_s = config.buffer.heartbeat_timeout_s + config.buffer.call_timeout_s if killed else 0.0
-    restores = has_checkpoint(config) and not fresh
+    restores = choose is not no_checkpoint and has_checkpoint(config)
     asyncio.run(check_admission(config, role=Role.LEARNER, restores=restores, patience_s=patience_s))
 
 
@@ -53,15 +53,14 @@ def live_run(
     runner: Callable[[], Runner],
     importing: str | None = None,
     again: Sequence[str],
-    fresh: bool,
+    choose: Choice = unfinished_run,
 ) -> None:
     """Takes the run's directory, runs the result of `runner`, writes the report, and prints how the run ended.
 
     `runner` imports the function that runs the deployments. `importing` is the phase that is shown meanwhile. `again`
-    is the command that started the run, without `asyncrl`. An unfinished run is resumed, unless `fresh` is True.
+    is the command that starts the run again, without `asyncrl`. `choose` is that of `RunDir.create`.
     """
-    fresh = fresh and not restarts()
-    shown = shown_run(config, role=role, console=Console(), started_s=monotonic_at_process_start(), fresh=fresh)
+    shown = shown_run(config, role=role, console=Console(), started_s=monotonic_at_process_start(), choose=choose)
     with shown as (run_dir, screen):
 
         async def main(stop: asyncio.Event) -> Summary | None:
@@ -79,7 +78,7 @@ def live_run(
 
 @contextlib.contextmanager
 def shown_run(
-    config: Config, *, role: str, console: Console, started_s: float, fresh: bool
+    config: Config, *, role: str, console: Console, started_s: float, choose: Choice
 ) -> Iterator[tuple[RunDir, Screen]]:
     """Does what `reported_run` does, and shows the run on `console` within the block.
 
@@ -87,7 +86,7 @@ def shown_run(
     weights are. `started_s` is the start of the run on the monotonic clock.
     """
     clear_previous(config)
-    with reported_run(config, role=role, fresh=fresh) as run_dir, weights_named(run_dir.path):
+    with reported_run(config, role=role, choose=choose) as run_dir, weights_named(run_dir.path):
         print_previous(run_dir)
         with LiveDisplay(console, every_steps=LINE_EVERY_STEPS) as display:
             report = partial(console.print, markup=False, highlight=False)
@@ -95,15 +94,15 @@ def shown_run(
 
 
 @contextlib.contextmanager
-def reported_run(config: Config, *, role: str, fresh: bool = False) -> Iterator[RunDir]:
-    """Takes the run's directory for this process and logs to it. `fresh` is that of `RunDir.create`.
+def reported_run(config: Config, *, role: str, choose: Choice = unfinished_run) -> Iterator[RunDir]:
+    """Takes the run's directory for this process and logs to it. `choose` is that of `RunDir.create`.
 
     When the block ends in any way, run.json records how it ended, and the report is written. Raises RunLocked if
     another process holds the directory.
     """
     with (
         contextlib.ExitStack() as after,
-        RunDir.create(config, fresh=fresh) as run_dir,
+        RunDir.create(config, choose=choose) as run_dir,
         log_to(run_dir.log_path(role, 0)),
     ):
         after.callback(_write_report, run_dir.path)  # after the block, so that run.json records how the run ended

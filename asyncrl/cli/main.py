@@ -21,10 +21,11 @@ from typer.core import TyperCommand, TyperGroup
 from asyncrl.cli.restarts import RESTART_MENDS, supervise
 from asyncrl.errors import AsyncRLError, ConfigError
 
-SUPERVISED = ("up", "learner")
+SUPERVISED = ("up", "resume", "learner")
 """The commands that are started again after their process has died, or after an error that a restart may fix."""
 COMMANDS: dict[str, str] = {
     "up": "Run everything on this machine: Ray, generators, learner, live view.",
+    "resume": "Continue a run from its newest checkpoint, or from an earlier one.",
     "head": "Start a Ray cluster on this machine, for a run in several terminals.",
     "generator": "Add generators to a run on a Ray cluster.",
     "learner": "Start the learner of a run on a Ray cluster.",

@@ -12,6 +12,7 @@ import typer
 
 from asyncrl.algorithms.checks import check_algorithm
 from asyncrl.cli.presence import check_presence, user_modules
+from asyncrl.cli.restarts import restarts
 from asyncrl.common.roles import Role
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import Layer, config_origins, load_config
@@ -20,6 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError, ConfigError, DatasetError
 
 if TYPE_CHECKING:
+    from asyncrl.deployment.resuming import Choice
     from asyncrl.deployment.run_dir import RunDir
     from asyncrl.learner.records import Summary
 
@@ -83,6 +85,16 @@ RunningRun = Annotated[
 
 LINE_EVERY_STEPS = 10
 """Steps between two lines of progress, if the output is not a terminal."""
+
+
+def choice(*, fresh: bool) -> "Choice":
+    """Returns how the checkpoint of an ended run of the same name is chosen, with or without --fresh.
+
+    A restart after a process has died ignores --fresh, because the first start has begun the new run.
+    """
+    from asyncrl.deployment.resuming import no_checkpoint, unfinished_run
+
+    return no_checkpoint if fresh and not restarts() else unfinished_run
 
 
 def ray_address(config: Config, option: str | None) -> str:
@@ -175,8 +187,14 @@ def print_previous(run_dir: "RunDir") -> None:
     if (resumed := run_dir.resumed) is not None:
         typer.echo(
             f"resuming run {run_dir.path.name} from step {resumed.step}: the checkpoint {resumed.path} is "
-            f"{duration(max(0.0, time.time() - resumed.saved_at))} old (--fresh begins a new run)"
+            f"{duration(max(0.0, time.time() - resumed.saved_at))} old (asyncrl up --fresh begins a new run)"
         )
+        if run_dir.set_aside.is_dir():
+            names = ", ".join(sorted(path.name for path in run_dir.set_aside.iterdir()))
+            typer.echo(
+                f"the later checkpoints {names} are now in {run_dir.set_aside}; delete the folder if you do not need "
+                "them"
+            )
 
 
 def again(

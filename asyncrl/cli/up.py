@@ -1,11 +1,17 @@
 """`asyncrl up`: starts the whole system on this machine with one command."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from asyncrl.cli.before_start import prepared
 from asyncrl.cli.live_run import Runner, join_admitted, live_run
-from asyncrl.cli.options import AllowPublic, ConfigFiles, Fresh, Overrides, again
-from asyncrl.cli.restarts import restarts
+from asyncrl.cli.options import AllowPublic, ConfigFiles, Fresh, Overrides, again, choice
+from asyncrl.config.schema import Config
+from asyncrl.deployment.resuming import Choice
+
+if TYPE_CHECKING:
+    from asyncrl.deployment.inputs import Prompts
 
 
 def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = False, fresh: Fresh = False) -> None:
@@ -16,13 +22,19 @@ def up(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = Fal
     --help`.
     """
     config, prompts = prepared(files, overrides, allow_public=allow_public)
+    command = again("up", files, overrides, allow_public=allow_public)
+    run_here(config, prompts, again=command, choose=choice(fresh=fresh))
+
+
+def run_here(config: Config, prompts: "Prompts | None", *, again: Sequence[str], choose: Choice) -> None:
+    """Runs generators and learner on this machine. `config` and `prompts` are those of `prepared`, `again` and `choose`
+    those of `live_run`."""
     if config.ray.address is not None:
-        join_admitted(config.ray.address, config, fresh=fresh and not restarts())
+        join_admitted(config.ray.address, config, choose=choose)
 
     def runner() -> Runner:
         from asyncrl.deployment.compose import run_both
 
         return partial(run_both, config, prompts=prompts)
 
-    command = again("up", files, overrides, allow_public=allow_public)
-    live_run(config, role="up", runner=runner, importing="importing Ray", again=command, fresh=fresh)
+    live_run(config, role="up", runner=runner, importing="importing Ray", again=again, choose=choose)

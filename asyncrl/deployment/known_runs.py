@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from asyncrl.checkpoints.directory import CHECKPOINTS
+from asyncrl.checkpoints.directory import CHECKPOINTS, complete_steps
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -86,7 +86,7 @@ def ended_run(directory: Path) -> str | None:
 
 def has_checkpoint(config: Config) -> bool:
     """Returns whether the directory of the run has a complete checkpoint. Its contents are not checked."""
-    return any((config.run.dir / config.run.name / CHECKPOINTS).glob(f"step-*/{COMPLETE}"))
+    return bool(complete_steps(config.run.dir / config.run.name / CHECKPOINTS))
 
 
 def as_it_is(directory: Path) -> RunInfo | None:

@@ -19,7 +19,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data.prompts import Task
 from asyncrl.data.tokenizer import encode_prompt, load_tokenizer, shown_prompt, tokenizer_fingerprint
-from asyncrl.deployment.closing import Stopped, running, unless_one_fails, unless_stopped
+from asyncrl.deployment.closing import LEAVE_S, Stopped, running, short_grace, unless_one_fails, unless_stopped
 from asyncrl.deployment.cluster import RunHandles, enter_run, keep_attached, leave_run, new_deployment
 from asyncrl.deployment.inputs import Prompts, fitting_prompts
 from asyncrl.deployment.known_runs import has_checkpoint
@@ -55,8 +55,6 @@ logger = logging.getLogger(__name__)
 
 PROBE_TASKS = 4
 """Number of tasks whose prompts and answers are the sequences of the parity probe."""
-LEAVE_S = 3.0
-"""Part of `run.shutdown_grace_s` that stays reserved for the last actions of a run, after its waits have ended."""
 
 
 class LearnerDeployment:
@@ -129,6 +127,13 @@ class LearnerDeployment:
         entered.push_async_callback(self._leave, handles)
         entered.push_async_callback(asyncio.to_thread, self._log.close)
         metrics = described_metrics(config)
+        restarts = self._run_dir.restarts
+        metrics.incarnation(
+            self._run_dir.lineage.incarnation,
+            nonce=self._run_dir.nonce,
+            restarts=len(restarts),
+            resumed_unix_s=restarts[-1].unix_time_s if restarts else None,
+        )
         metrics.states_from(self._states.seconds)
         server = MetricsServer(
             metrics.registry,
@@ -371,8 +376,15 @@ class LearnerDeployment:
                 await asyncio.wait([told, grace], return_when=asyncio.FIRST_COMPLETED)
 
     async def _grace(self, stop: asyncio.Event) -> None:
-        """Waits until `stop` is set and only `LEAVE_S` seconds of `run.shutdown_grace_s` are left."""
+        """Waits until `stop` is set and only `LEAVE_S` seconds of `run.shutdown_grace_s` are left.
+
+        Warns when `stop` is set if the grace is too short for the rest of the run.
+        """
         await stop.wait()
+        if self._checkpoints is not None and self._log.steps:
+            step_s, save_s = self._log.steps[-1].duration_s, self._checkpoints.expected_end_s()
+            if warning := short_grace(self._config.run.shutdown_grace_s, step_s=step_s, save_s=save_s):
+                logger.warning("%s", warning)
         await asyncio.sleep(max(0.0, self._config.run.shutdown_grace_s - LEAVE_S))
 
 

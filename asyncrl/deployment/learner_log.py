@@ -15,7 +15,7 @@ from asyncrl.learner.records import (
     build_summary,
     read_lines,
 )
-from asyncrl.metrics.trackers import Trackers
+from asyncrl.metrics.trackers import Going, Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class LearnerLog:
             run=config.run.name,
             folder=run_dir.path,
             settings=tracked_settings(config),
+            going=going_on(run_dir),
         )
         self.close = self._trackers.close
 
@@ -80,6 +81,13 @@ class LearnerLog:
         except OSError as error:
             logger.error("summary.json was not written: %s", error)
         return summary
+
+
+def going_on(run_dir: RunDir) -> Going | None:
+    """Returns how a resumed run goes on, for its trackers; None for a new run."""
+    if run_dir.resumed is None:
+        return None
+    return Going(run_dir.resumed.step, run_dir.lineage.incarnation, went_back=run_dir.set_aside.is_dir())
 
 
 def tracked_settings(config: Config) -> dict[str, str | int | float]:

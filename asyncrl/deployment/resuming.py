@@ -1,29 +1,38 @@
-"""Continues a run in its directory, from its newest complete checkpoint.
+"""Continues a run in its directory, from its newest complete checkpoint or from an earlier one.
 
-The records of steps after the checkpoint are taken out, because their weights are lost and the steps will be trained
-again. They stay in `lost-steps.jsonl` and `lost-evals.jsonl`.
+The steps after the checkpoint are lost: they will be trained again. Their files are set aside, so that no reader takes
+them for those of the run. `<n>` is the incarnation that begins:
+
+    lost-steps.jsonl  lost-evals.jsonl    their records
+    samples/lost-<n>/step-N.jsonl         their samples
+    checkpoints/lost-<n>/step-N/          their checkpoints, also damaged ones
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from asyncrl.atomic_write import write_atomically
-from asyncrl.checkpoints.directory import CHECKPOINTS, RunManifest, newest
+from asyncrl.checkpoints.directory import CHECKPOINTS, RunManifest, complete_steps, folder_of, newest, verified
 from asyncrl.common.lineage import Lineage
 from asyncrl.complete_directory import COMPLETE, discard
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError, RunError
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord, read_lines
 
+SAMPLES = "samples"
+"""Folder of the samples in a run's directory."""
 LINEAGE = "lineage.json"
 """File of the run's incarnations in its directory."""
 FIXED = ("learner.groups_per_step", "learner.group_size", "run.seed", "data.shuffle")
 """Settings that a resumed run keeps. The prompts and the shapes of the model must be equal too, which is checked where
 they are read."""
+_STEP = re.compile(r"step-(\d+)")
+_FILES_OF_STEP = re.compile(r"step-(\d+)(\.replaced|\.jsonl)?")
 Record = TypeVar("Record", StepRecord, EvalRecord)
 
 
@@ -45,29 +54,60 @@ class Resumed(NamedTuple):
         return self.manifest.version.step
 
 
-def resumable(directory: Path, config: Config) -> Resumed | None:
-    """Returns the checkpoint from which the run in `directory` can be continued.
+Choice = Callable[[Path, Config], Resumed | None]
+"""Chooses the checkpoint from which the ended run in a directory continues. If it returns None, the directory is moved
+aside, and a new run begins."""
+
+
+def unfinished_run(directory: Path, config: Config) -> Resumed | None:
+    """Chooses the newest checkpoint of a run that has not finished. For `asyncrl up`.
 
     Returns None if the run has finished, or has no complete and undamaged checkpoint. Raises ConfigError, which names
     the key and both values, if `config` changes a setting that must stay.
     """
-    try:
-        info = msgspec.json.decode((directory / "run.json").read_bytes(), type=RunInfo)
-    except (OSError, msgspec.MsgspecError):
+    info = _info(directory)
+    if info is None or info.state == "finished" or (found := newest(directory / CHECKPOINTS)) is None:
         return None
-    if info.state == "finished" or (found := newest(directory / CHECKPOINTS)) is None:
-        return None
-    path, manifest = found
-    now = shared_config(config)
-    for key in FIXED:
-        if manifest.settings.get(key) != now.get(key):
-            raise ConfigError(
-                f"{key} = {now.get(key)!r}, but the run in {directory} was started with "
-                f"{manifest.settings.get(key)!r}, and a run keeps this value when it is resumed: use the old value, or "
-                "begin a new run with --fresh or another run.name",
-                key=key,
-            )
-    return Resumed(path, manifest, info)
+    return _checked(Resumed(*found, info), directory, config)
+
+
+def no_checkpoint(directory: Path, config: Config) -> None:
+    """Chooses no checkpoint, so that a new run begins. For `--fresh`."""
+
+
+def chosen_checkpoint(directory: Path, config: Config, *, step: int | None) -> Resumed:
+    """Chooses the checkpoint after `step` steps, or the newest one if `step` is None. The run may have finished. For
+    `asyncrl resume`.
+
+    Raises ConfigError if there is no such checkpoint, if it has all of `learner.total_steps`, or if `config` changes a
+    setting that must stay. Raises CheckpointDamaged if its files differ from its manifest, and RunError if `run.json`
+    cannot be read.
+    """
+    info = _info(directory)
+    if info is None:
+        raise RunError(
+            f"{directory / 'run.json'} cannot be read: it is damaged, or another version of asyncrl wrote it"
+        )
+    resumed = _checked(Resumed(*_found(directory, step), info), directory, config)
+    if resumed.step >= config.learner.total_steps:
+        raise ConfigError(
+            f"the checkpoint {resumed.path} is of step {resumed.step}, and learner.total_steps = "
+            f"{config.learner.total_steps}, so there is nothing to train: raise learner.total_steps, or name an "
+            f"earlier checkpoint with --at ({_choices(directory)})",
+            key="learner.total_steps",
+        )
+    return resumed
+
+
+def step_of(name: str) -> int:
+    """Returns the number of steps of the checkpoint called `name`. Raises ConfigError for another name.
+
+    >>> step_of("step-140")
+    140
+    """
+    if (match := _STEP.fullmatch(name)) is None:
+        raise ConfigError(f"--at {name}: this is not the name of a checkpoint; write step- and a number, e.g. step-140")
+    return int(match[1])
 
 
 def begin_incarnation(directory: Path, resumed: Resumed) -> Lineage:
@@ -77,16 +117,89 @@ def begin_incarnation(directory: Path, resumed: Resumed) -> Lineage:
     lineage = known.child(resumed.manifest.version)
     # First of all: whatever ends this process, the number of the incarnation is never used again.
     write_atomically(path, msgspec.json.encode(lineage))
-    _take_out(directory, "steps", StepRecord, lost=lambda record: record.step >= resumed.step)
-    _take_out(directory, "evals", EvalRecord, lost=lambda record: record.version > resumed.step)
-    for samples in (directory / "samples").glob("step-*.jsonl"):
-        if int(samples.stem.removeprefix("step-")) >= resumed.step:
-            samples.unlink()
-    for folder in (directory / CHECKPOINTS).glob("step-*"):
+    checkpoints = directory / CHECKPOINTS
+    for folder in checkpoints.glob("step-*"):
         # a save that was killed, or the weights that a failed run saved at its end
         if folder.is_dir() and (folder.suffix == ".tmp" or not (folder / COMPLETE).exists()):
             discard(folder)
+    # The checkpoints come before the records, and newer ones before older ones. If this process is killed in between,
+    # the records still cover all checkpoints that can be found, and the next start goes on from one of them.
+    _set_aside(checkpoints, lost_folder(checkpoints, lineage), lost=lambda step: step > resumed.step)
+    _set_aside(directory / SAMPLES, lost_folder(directory / SAMPLES, lineage), lost=lambda step: step >= resumed.step)
+    _take_out(directory, "steps", StepRecord, lost=lambda record: record.step >= resumed.step)
+    _take_out(directory, "evals", EvalRecord, lost=lambda record: record.version > resumed.step)
     return lineage
+
+
+def lost_folder(folder: Path, lineage: Lineage) -> Path:
+    """Returns where the entries of `folder` of steps that are lost are, since the live incarnation began."""
+    return folder / f"lost-{lineage.incarnation}"
+
+
+def _info(directory: Path) -> RunInfo | None:
+    """Returns run.json; None if it cannot be read."""
+    try:
+        return msgspec.json.decode((directory / "run.json").read_bytes(), type=RunInfo)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _found(directory: Path, step: int | None) -> tuple[Path, RunManifest]:
+    """Returns the checkpoint after `step` steps, or the newest undamaged one if `step` is None, with its manifest."""
+    checkpoints = directory / CHECKPOINTS
+    if step is None:
+        if (found := newest(checkpoints)) is None:
+            raise ConfigError(
+                f"{checkpoints} has no complete and undamaged checkpoint, so the run cannot be resumed: start it again "
+                "with asyncrl up"
+            )
+        return found
+    path = folder_of(checkpoints, step)
+    if step not in complete_steps(checkpoints):
+        raise ConfigError(
+            f"--at {path.name}: {checkpoints} has no complete checkpoint of this step; {_choices(directory)}"
+        )
+    try:
+        return path, verified(path)
+    except CheckpointError as error:
+        raise CheckpointDamaged(
+            f"--at {path.name}: the checkpoint cannot be used: {error}\nname another one with --at; "
+            f"{_choices(directory)}"
+        ) from error
+
+
+def _choices(directory: Path) -> str:
+    """Returns a sentence with the run's complete checkpoints."""
+    steps = complete_steps(directory / CHECKPOINTS)
+    return f"there are {', '.join(f'step-{step}' for step in steps)}" if steps else "there are none"
+
+
+def _checked(resumed: Resumed, directory: Path, config: Config) -> Resumed:
+    """Returns `resumed`. Raises ConfigError if `config` changes a setting that must stay."""
+    now = shared_config(config)
+    for key in FIXED:
+        if resumed.manifest.settings.get(key) != now.get(key):
+            raise ConfigError(
+                f"{key} = {now.get(key)!r}, but the run in {directory} was started with "
+                f"{resumed.manifest.settings.get(key)!r}, and a run keeps this value when it is resumed: use the old "
+                "value, or begin a new run with --fresh or another run.name",
+                key=key,
+            )
+    return resumed
+
+
+def _set_aside(folder: Path, aside: Path, *, lost: Callable[[int], bool]) -> None:
+    """Moves the entries of lost steps from `folder` to `aside`, that of the last step first."""
+    for _, path in sorted(_of_steps(folder, lost), reverse=True):
+        aside.mkdir(exist_ok=True)
+        path.rename(aside / path.name)
+
+
+def _of_steps(folder: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Path]]:
+    """Yields the entries of wanted steps in `folder`, each with its step."""
+    for path in folder.glob("step-*"):
+        if (match := _FILES_OF_STEP.fullmatch(path.name)) is not None and wanted(int(match[1])):
+            yield int(match[1]), path
 
 
 def _take_out(directory: Path, name: str, kind: type[Record], *, lost: Callable[[Record], bool]) -> None:

@@ -7,9 +7,11 @@
     metrics/             targets.json for Prometheus
     samples/step-N.jsonl some groups of each step with all of their samples
     steps.jsonl  evals.jsonl  failures.json  summary.json  report.html
+    trackers.json        the runs of the experiment trackers (`asyncrl.metrics.trackers`)
     checkpoints/step-N/  from which the run can be resumed
     audit/               what each step trained, for `asyncrl audit` (`asyncrl.learner.audit_records`)
-    lineage.json  lost-steps.jsonl  lost-evals.jsonl    of a run that was resumed: see `resuming.py`
+    lineage.json  lost-steps.jsonl  lost-evals.jsonl  samples/lost-<n>/  checkpoints/lost-<n>/
+                         of a run that was resumed: see `resuming.py`
 
 Only the learner writes here while it holds `lock` (flock). The exception is `logs/reward.log`, to which replicas on the
 learner's machine write. The kernel releases the lock when the process dies, so a dead holder needs no cleanup. The
@@ -42,7 +44,7 @@ from asyncrl.common.lineage import Lineage
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.provenance import provenance
-from asyncrl.deployment.resuming import Resumed, begin_incarnation, resumable
+from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnation, lost_folder, unfinished_run
 from asyncrl.errors import ConfigError, RunLocked
 from asyncrl.learner.audit_records import AUDIT, Began, Record, framed, records_path
 from asyncrl.learner.records import EvalRecord, Resumption, RunInfo, SampleRecord, StepRecord, Summary
@@ -60,7 +62,7 @@ OF_EVERY_START = {
     "lock",
     "logs",
     "metrics",
-    "samples",
+    SAMPLES,
     "failures.json",
     "report.html",
     AUDIT,
@@ -96,11 +98,12 @@ class RunDir:
         """Is called with each evaluation record after it was written."""
 
     @classmethod
-    def create(cls, config: Config, *, fresh: bool = False) -> "RunDir":
-        """Takes the directory of `config.run` for this process. Resumes an unfinished run there that has a checkpoint,
-        unless `fresh` is True.
+    def create(cls, config: Config, *, choose: Choice = unfinished_run) -> "RunDir":
+        """Takes the directory of `config.run` for this process. If it has the records of a run, `choose` chooses the
+        checkpoint from which that run continues.
 
-        Raises RunLocked if another process holds the directory, and ConfigError if it cannot be created.
+        Raises RunLocked if another process holds the directory, ConfigError if it cannot be created, and the errors of
+        `choose`.
         """
         path = config.run.dir / config.run.name
         info = RunInfo(
@@ -112,8 +115,7 @@ class RunDir:
             nonce=secrets.token_hex(8),
         )
         try:
-            checkpoint = partial(resumable, path, config)
-            run = cls(path, taken=_take(path, info, checkpoint=None if fresh else checkpoint), info=info)
+            run = cls(path, taken=_take(path, info, checkpoint=partial(choose, path, config)), info=info)
             try:
                 if run.resumed is not None:
                     run._continue(run.resumed)
@@ -131,6 +133,16 @@ class RunDir:
     @property
     def nonce(self) -> str:
         return self._info.nonce
+
+    @property
+    def restarts(self) -> Sequence[Resumption]:
+        """The restarts of the run in order, with that of this process."""
+        return self._info.resumed
+
+    @property
+    def set_aside(self) -> Path:
+        """The folder of the checkpoints that were set aside when this process resumed the run, if there were any."""
+        return lost_folder(self.checkpoints, self.lineage)
 
     @property
     def closed(self) -> bool:
@@ -186,7 +198,7 @@ class RunDir:
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         """Appends samples to `samples/step-N.jsonl`; writes no file if there are none."""
         if samples:
-            self._append(self.path / "samples" / f"step-{step}.jsonl", _lines(samples))
+            self._append(self.path / SAMPLES / f"step-{step}.jsonl", _lines(samples))
 
     def write_failures(self, failures: Sequence[FailureCount]) -> None:
         """Writes `failures.json`: the number of failed rollouts by class and reason, with the first failure of each."""
@@ -239,12 +251,12 @@ class RunDir:
 
         run.json is written last, because it marks the directory as a run that a later run must not overwrite.
         """
-        for folder in ("logs", "metrics", "samples"):
+        for folder in ("logs", "metrics", SAMPLES):
             (self.path / folder).mkdir(exist_ok=True)
         # These files were left by an earlier start that failed. They do not describe this run.
         if self.resumed is None:
             shutil.rmtree(self.path / AUDIT, ignore_errors=True)
-        for left in (self.path / "report.html", self.failures_path, self.targets_path):
+        for left in (self.path / "report.html", self.path / "summary.json", self.failures_path, self.targets_path):
             left.unlink(missing_ok=True)
         comments = "".join(f"# {key}: {value}\n" for key, value in provenance().items())
         write_atomically(self.path / "config.yaml", (comments + dump_config(config)).encode())
@@ -326,9 +338,9 @@ class _Taken(NamedTuple):
     resumed: Resumed | None
 
 
-def _take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None] | None) -> _Taken:
+def _take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None]) -> _Taken:
     """Locks `path`. If an ended run has records there and is not resumed, first moves its directory aside. `checkpoint`
-    returns the checkpoint from which the run there can be resumed; None if it shall not be.
+    returns the checkpoint from which the run there is resumed; None if it is not.
 
     Raises RunLocked if the run in `path` is alive.
     """
@@ -355,7 +367,7 @@ def _take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None]
             lock.close()
             continue
         records = (path / "run.json").exists() and _has_records(path)
-        resumed = checkpoint() if records and checkpoint is not None else None
+        resumed = checkpoint() if records else None
         if records and resumed is None:
             previous = path.rename(_free_name(path))
             lock.close()
@@ -367,7 +379,7 @@ def _take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None]
 
 
 def _has_records(path: Path) -> bool:
-    return any(entry.name not in OF_EVERY_START for entry in path.iterdir()) or any((path / "samples").glob("*"))
+    return any(entry.name not in OF_EVERY_START for entry in path.iterdir()) or any((path / SAMPLES).glob("*"))
 
 
 def _free_name(path: Path) -> Path:

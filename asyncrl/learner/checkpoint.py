@@ -75,6 +75,7 @@ class Checkpoints:
         self._begun, self._begun_s = restored_step, clock()  # the step and the time at which the last save began
         self._postponed = False
         self._running: asyncio.Task[None] | None = None
+        self._last_save_s: float | None = None
         self.unsaved: CheckpointError | None = None
         """The error that prevented the save of the final weights; None when there was no such error."""
 
@@ -115,6 +116,15 @@ class Checkpoints:
         `last_step` says that no step will follow. A failure is logged: the next checkpoint may succeed.
         """
         await self._begin(snapshot, hf=self._config.hf or last_step, at_end=False)
+
+    def expected_end_s(self) -> float | None:
+        """Returns the seconds that the saves at the end of the run need if each takes as long as the last one; None
+        before the first save of this process. The end waits for a running save, and then saves the last step."""
+        if (save_s := self._last_save_s) is None:
+            return None
+        if self._running is None or self._running.done():
+            return save_s
+        return save_s + max(0.0, save_s - (self._clock() - self._begun_s))
 
     async def settle(self) -> None:
         """Waits until no save runs."""
@@ -158,7 +168,8 @@ class Checkpoints:
         finally:
             self.saves_ended += 1
         self.saved, self._saved_hf = step, hf
-        self._metrics.checkpoint_saved(step=step, duration_s=self._clock() - started_s, unix_time_s=time.time())
+        self._last_save_s = self._clock() - started_s
+        self._metrics.checkpoint_saved(step=step, duration_s=self._last_save_s, unix_time_s=time.time())
         await asyncio.to_thread(self._drop_old)
 
     def _failed(self, step: int, error: Exception, *, at_end: bool) -> None:

@@ -12,6 +12,7 @@ cannot express them. A killed writer can leave a last line without its newline; 
 
 import math
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
@@ -27,6 +28,11 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
     at: str
     step: int
     incarnation: int
+
+    @property
+    def unix_time_s(self) -> float:
+        """The time of the restart."""
+        return datetime.fromisoformat(self.at).timestamp()
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):

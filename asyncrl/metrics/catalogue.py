@@ -136,6 +136,21 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             own_unit="unix seconds",
         ),
         gauge(
+            LEARNER,
+            "asyncrl_run_incarnation",
+            "Number of the run's incarnation: 1, and one more after each restart. `nonce` distinguishes this run from "
+            "other runs of the same name.",
+            {"nonce": None},
+            own_unit="",
+        ),
+        gauge(LEARNER, "asyncrl_run_restarts", "How often the run was resumed since its first start.", own_unit=""),
+        gauge(
+            LEARNER,
+            "asyncrl_run_resumed_timestamp_seconds",
+            "Unix time of the last restart of the run; NaN if there was none.",
+            own_unit="unix seconds",
+        ),
+        gauge(
             BUFFER,
             "asyncrl_replicas",
             "Replicas that are registered at the buffer, by state. `waiting`: it has weights but no group. "

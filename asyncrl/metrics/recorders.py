@@ -116,6 +116,15 @@ class LearnerMetrics(ProcessMetrics):
         for key in DEADLINES:
             self._instruments.set("asyncrl_deadline_seconds", settings[key], deadline=key)
 
+    def incarnation(self, number: int, *, nonce: str, restarts: int, resumed_unix_s: float | None) -> None:
+        """Records the number of the run's incarnation, and how often and when the run was resumed; once, at the
+        start."""
+        self._instruments.set("asyncrl_run_incarnation", number, nonce=nonce)
+        self._instruments.set("asyncrl_run_restarts", restarts)
+        self._instruments.set(
+            "asyncrl_run_resumed_timestamp_seconds", math.nan if resumed_unix_s is None else resumed_unix_s
+        )
+
     def step(self, *, outcome: str, duration_s: float, tokens: int) -> None:
         """Records the end of a step. `outcome` is `trained` or `skipped`, `tokens` the number of trained tokens."""
         self._instruments.add("asyncrl_learner_steps_total", 1, outcome=outcome)

@@ -4,37 +4,87 @@ A tracker only gets copies of records in the run directory, so a failing tracker
 thread. A tracker that fails is reported once and gets no more numbers. At the end of the run, the trackers get
 `CLOSE_S` seconds to send the rest. The thread is a daemon, because Python waits at exit for all other threads, also for
 a tracker that hangs.
+
+`trackers.json` in the run's directory has the run of each tracker and the last step that it got. A learner that resumes
+the run continues the same runs of the trackers, and each step appears once:
+
+- TensorBoard hides the steps that are trained again, and shows the new ones (`purge_step`).
+- The other trackers cannot take numbers back. They keep those that they have, and get the steps after them.
+- If the run went back to an earlier checkpoint than its newest, they get a new run, whose name has the incarnation.
 """
 
 import logging
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
+
+from asyncrl.atomic_write import write_atomically
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
+TRACKERS = "trackers.json"
+"""File of the runs of the trackers, in the run's directory."""
+PURGES = "tensorboard"
+"""The tracker that can hide the numbers of lost steps."""
 
 Settings = Mapping[str, str | int | float]
 Cell = str | int | float | None
 
 
+class Going(NamedTuple):
+    """How a resumed run goes on: after `step` steps, as incarnation `incarnation`.
+
+    `went_back` is True if checkpoints of later steps were set aside.
+    """
+
+    step: int
+    incarnation: int
+    went_back: bool
+
+
+class TrackerRun(msgspec.Struct, frozen=True, kw_only=True):
+    """The run of one tracker: its id there, its name, and the last step that it got."""
+
+    id: str
+    name: str
+    sent: int = -1
+
+
 class Trackers:
     """Sends numbers to the trackers called `names`, as the run `run` of the experiment `project`.
 
-    `settings` is the run's configuration by dotted key. Trackers that write files write them below `folder`.
+    `settings` is the run's configuration by dotted key. `folder` is the run's directory: trackers that write files
+    write them there. `going` is None for a new run.
 
     >>> trackers = Trackers([], project="asyncrl", run="quickstart", folder=Path("runs/quickstart"), settings={})
     >>> trackers.log(1, {"reward/mean": 0.5, "staleness/parity_nats": None})
     >>> trackers.close()
     """
 
-    def __init__(self, names: Sequence[str], *, project: str, run: str, folder: Path, settings: Settings) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        project: str,
+        run: str,
+        folder: Path,
+        settings: Settings,
+        going: Going | None = None,
+    ) -> None:
         self._names = tuple(names)
+        self._folder = folder
+        self._going = going
+        self._runs = _known_runs(folder) if going is not None else {}
+        self._has = {name: known.sent for name, known in self._runs.items() if name != PURGES}
+        """The last step that each tracker had from earlier incarnations, and that it cannot take back."""
         self._live: dict[str, Any] = {}
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         """The work of the thread, in order; None ends the thread."""
@@ -52,12 +102,12 @@ class Trackers:
         if not self._names:
             return
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-        self._work.put(lambda: self._each(lambda _, tracker: tracker.log(known, step=step)))
+        self._work.put(lambda: self._log(step, known))
 
     def log_samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         """Queues a table with rollouts of one step. Does not block."""
         if self._names and rows:
-            self._work.put(lambda: self._each(partial(_log_table, step=step, columns=columns, rows=rows)))
+            self._work.put(lambda: self._each(partial(_log_table, step=step, columns=columns, rows=rows), step=step))
 
     def close(self) -> None:
         """Ends the trackers, and waits at most `CLOSE_S` seconds until they have sent everything."""
@@ -86,15 +136,42 @@ class Trackers:
             # accelerate's trackers ask PartialState whether this is the main process. With `cpu=True` it does not
             # initialise a GPU.
             PartialState(cpu=True)
-            tracker: Any = LOGGER_TYPE_TO_CLASS[name](**_arguments(name, project=project, run=run, folder=folder))
+            known, named = self._continued(name, run=run)
+            arguments = _arguments(name, project=project, run=named, folder=folder, known=known, going=self._going)
+            tracker: Any = LOGGER_TYPE_TO_CLASS[name](**arguments)
             tracker.start()
-            tracker.store_init_configuration(dict(settings))
+            # MLflow refuses other values of its parameters, and TensorBoard would show a second set of them.
+            if known is None or name not in ("mlflow", "tensorboard"):
+                tracker.store_init_configuration(dict(settings))
             self._live[name] = tracker
+            self._runs[name] = known or TrackerRun(id=_id_of(name, tracker, arguments), name=named)
         except Exception as error:
             _report(f"the tracker {name} did not start, and the run continues without it", error)
 
-    def _each(self, act: Callable[[str, Any], None]) -> None:
+    def _continued(self, name: str, *, run: str) -> tuple[TrackerRun | None, str]:
+        """Returns the tracker's run that goes on, or None if a new one begins, and its name."""
+        known, going = self._runs.get(name), self._going
+        if known is not None and going is not None and going.went_back and name != PURGES:
+            del self._has[name]
+            return None, f"{run}-{going.incarnation}"
+        return known, run if known is None else known.name
+
+    def _log(self, step: int, known: Mapping[str, float]) -> None:
+        self._each(lambda _, tracker: tracker.log(known, step=step), step=step)
+        self._runs = {
+            name: msgspec.structs.replace(run, sent=max(run.sent, step)) if name in self._live else run
+            for name, run in self._runs.items()
+        }
+        try:
+            write_atomically(self._folder / TRACKERS, msgspec.json.encode(self._runs))
+        except OSError as error:
+            logger.info("%s was not written: %s", self._folder / TRACKERS, error)
+
+    def _each(self, act: Callable[[str, Any], None], *, step: int | None = None) -> None:
+        """Calls `act` for each tracker. With `step`, leaves out those that have the numbers of this step."""
         for name, tracker in list(self._live.items()):
+            if step is not None and step <= self._has.get(name, -1):
+                continue
             try:
                 act(name, tracker)
             except Exception as error:
@@ -145,14 +222,37 @@ def _report(what: str, error: Exception) -> None:
     logger.info("%s", what, exc_info=error)
 
 
-def _arguments(name: str, *, project: str, run: str, folder: Path) -> dict[str, Any]:
-    """Returns the arguments of accelerate's tracker class. The classes have different names for project and run."""
+def _known_runs(folder: Path) -> dict[str, TrackerRun]:
+    """Returns the runs in `trackers.json` by tracker; none if it cannot be read."""
+    try:
+        return msgspec.json.decode((folder / TRACKERS).read_bytes(), type=dict[str, TrackerRun])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def _arguments(
+    name: str, *, project: str, run: str, folder: Path, known: TrackerRun | None, going: Going | None
+) -> dict[str, Any]:
+    """Returns the arguments of accelerate's tracker class. The classes have different names for project and run.
+
+    `known` is the run that goes on; None for a new one.
+    """
     match name:
         case "tensorboard":
-            return {"run_name": run, "logging_dir": folder / "tensorboard"}
+            # The numbers of step n are logged as those of version n + 1.
+            purge: dict[str, int] = {} if known is None or going is None else {"purge_step": going.step + 1}
+            return {"run_name": run, "logging_dir": folder / "tensorboard", **purge}
         case "mlflow":
-            return {"experiment_name": project, "run_name": run}
+            return {"experiment_name": project, "run_name": run, **({"run_id": known.id} if known else {})}
         case "wandb":
-            return {"run_name": project, "name": run, "dir": str(folder)}
-        case _:  # trackio; the configuration admits no other name
-            return {"run_name": project, "name": run}
+            of_run = {"id": known.id if known else secrets.token_hex(8), "resume": "allow"}
+            return {"run_name": project, "name": run, "dir": str(folder), **of_run}
+        case _:  # trackio; the configuration admits no other name. It finds a run by its name.
+            return {"run_name": project, "name": run, "resume": "must" if known else "never"}
+
+
+def _id_of(name: str, tracker: Any, arguments: Mapping[str, Any]) -> str:
+    """Returns the id of the run that a tracker has begun."""
+    return (
+        str(tracker.active_run.info.run_id) if name == "mlflow" else str(arguments.get("id", arguments.get("name", "")))
+    )

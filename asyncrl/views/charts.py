@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from markupsafe import Markup
 
@@ -43,6 +43,13 @@ class Series:
     style: Literal["line", "faint", "dots"] = "line"
 
 
+class Mark(NamedTuple):
+    """A vertical line at a place on the x axis. `label` is its title under the pointer."""
+
+    at: float
+    label: str
+
+
 @dataclass(frozen=True, slots=True)
 class _Scale:
     """Maps data to SVG units on one axis. A `log` scale takes only values above 0."""
@@ -69,11 +76,13 @@ def line_chart(
     log: bool = False,
     limit: tuple[str, float] | None = None,
     x_name: str = STEP,
+    marks: Sequence[Mark] = (),
 ) -> Markup:
     """Returns a chart with lines over steps, or over the quantity `x_name`.
 
-    The y axis covers all values of `include`. `limit` is the label and value of a horizontal line. A `log` axis cannot
-    show 0, so 0 is drawn at the bottom, a power of ten below the smallest other value.
+    The y axis covers all values of `include`. `limit` is the label and value of a horizontal line. `marks` beyond the x
+    axis are not drawn. A `log` axis cannot show 0, so 0 is drawn at the bottom, a power of ten below the smallest other
+    value.
     """
     drawn = [_drawable(one.ys, log=log) for one in series]
     values = [y for ys in drawn for y in ys if y is not None]
@@ -94,6 +103,7 @@ def line_chart(
         x_ticks=_x_ticks(x, x_name=x_name),
         x_name=x_name,
         level=None if limit is None else (limit[0], y(limit[1])),
+        marks=_marks(marks, x),
         lines=[
             _line(one, [(x(at), y(value) if value is not None else None) for at, value in zip(xs, ys, strict=True)])
             for one, ys in faint_first
@@ -104,9 +114,16 @@ def line_chart(
 
 
 def share_chart(
-    title: str, xs: Sequence[float], shares: Sequence[Mapping[str, float]], *, colors: Mapping[str, str], unit: str
+    title: str,
+    xs: Sequence[float],
+    shares: Sequence[Mapping[str, float]],
+    *,
+    colors: Mapping[str, str],
+    unit: str,
+    marks: Sequence[Mark] = (),
 ) -> Markup:
-    """Returns a chart with stacked shares over steps. `shares` has one mapping from state to share per x.
+    """Returns a chart with stacked shares over steps. `shares` has one mapping from state to share per x. `marks` are
+    those of `line_chart`.
 
     States whose share is always 0 are left out.
     """
@@ -132,6 +149,7 @@ def share_chart(
         title,
         unit,
         areas=areas,
+        marks=_marks(marks, x),
         y_ticks=_share_ticks(y),
         x_ticks=_x_ticks(x, x_name=STEP),
         x_name=STEP,
@@ -215,6 +233,11 @@ def _y_axis(values: Sequence[float], *, log: bool) -> tuple[float, float, list[f
     return ticks[0], ticks[-1], ticks
 
 
+def _marks(marks: Sequence[Mark], x: _Scale) -> list[tuple[float, str]]:
+    """Returns the place and the label of each mark that is on the axis."""
+    return [(x(mark.at), mark.label) for mark in marks if x.low <= mark.at <= x.high]
+
+
 def _x_scale(xs: Sequence[float]) -> _Scale:
     return _Scale(xs[0], xs[-1] if xs[-1] > xs[0] else xs[0] + 1, LEFT, WIDTH - RIGHT)
 
@@ -271,7 +294,7 @@ def _four_digits(value: float | None) -> float | None:
 def _figure(title: str, unit: str, **parts: Any) -> Markup:
     """Returns the chart with these parts of `chart.html.j2`. A chart that is `empty` only shows this text."""
     frame = {"left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
-    lists = dict.fromkeys(("areas", "bars", "lines", "legend"), ())
+    lists = dict.fromkeys(("areas", "bars", "lines", "legend", "marks"), ())
     others = dict.fromkeys(("empty", "level", "border", "numbers"))
     values = {"title": title, "unit": unit, "width": WIDTH, "height": HEIGHT, **frame, **lists, **others, **parts}
     return Markup(TEMPLATES.get_template("chart.html.j2").render(values))

@@ -34,7 +34,7 @@ from asyncrl.learner.records import (
 )
 from asyncrl.views import charts
 from asyncrl.views.headline import Headline, headline
-from asyncrl.views.report_panels import flow, learning
+from asyncrl.views.report_panels import flow, learning, restart_marks
 from asyncrl.views.report_staleness import limit_to_draw, staleness
 from asyncrl.views.run_facts import Setting, facts_of_steps, setting_at
 from asyncrl.views.templates import TEMPLATES
@@ -119,12 +119,13 @@ def write_report(path: Path, *, output: Path | None = None, info: RunInfo | None
 def report_html(run: RunRecords) -> str:
     """Returns the report as HTML. `report.html.j2` has its words and tables."""
     drawn_limit = limit_to_draw(run.steps, limit=run.config.staleness.max_versions)
+    marks = restart_marks(run.info.resumed)
     return TEMPLATES.get_template("report.html.j2").render(
         run=run,
         summary=run.summary or _summary_so_far(run),
-        learning=learning(run.steps, run.evals) if run.steps else [],
-        flow=flow(run.steps) if run.steps else [],
-        staleness=staleness(run.steps, limit=drawn_limit) if run.steps else [],
+        learning=learning(run.steps, run.evals, marks=marks) if run.steps else [],
+        flow=flow(run.steps, marks=marks) if run.steps else [],
+        staleness=staleness(run.steps, limit=drawn_limit, marks=marks) if run.steps else [],
         drawn_limit=drawn_limit,
         shortened=_shortened,
         margins=f"{charts.LEFT} {charts.RIGHT} {charts.TOP} {charts.BOTTOM}",

@@ -4,12 +4,13 @@ Long runs are drawn as means over bins, because a chart is too narrow to show mo
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from asyncrl.learner.records import EvalRecord, StepRecord, mean, state_shares
+from asyncrl.learner.records import EvalRecord, Resumption, StepRecord, mean, state_shares
 from asyncrl.metrics import state_colors
 from asyncrl.metrics.numbers import charts
 from asyncrl.metrics.state_colors import Color
-from asyncrl.views.charts import Series, line_chart, share_chart
+from asyncrl.views.charts import Mark, Series, line_chart, share_chart
 
 CURVE_POINTS = 300
 SHARE_POINTS = 60
@@ -18,14 +19,15 @@ Steps = Sequence[StepRecord]
 Values = list[float | None]
 
 
-def learning(steps: Steps, evals: Sequence[EvalRecord]) -> Sequence[str]:
-    """Returns the charts of rewards, lengths and training: does the run learn?
+def learning(steps: Steps, evals: Sequence[EvalRecord], *, marks: Sequence[Mark] = ()) -> Sequence[str]:
+    """Returns the charts of rewards, lengths and training: does the run learn? `marks` are drawn in all of them.
 
     `asyncrl.metrics.numbers` declares its charts, except the first. A chart of diagnostics is left out if no step has
     them.
     """
     bins = bins_of(steps, CURVE_POINTS)
     xs = last_steps(bins)
+    draw = partial(line_chart, marks=marks)
 
     def means(name: str) -> Values:
         return [mean([record.number(name) for record in chunk]) for chunk in bins]
@@ -37,7 +39,7 @@ def learning(steps: Steps, evals: Sequence[EvalRecord]) -> Sequence[str]:
     ]
     if evals:
         reward_lines.append(Series(name="held out", ys=_at_versions(evals, xs), color="amber", style="dots"))
-    figures = [line_chart("Reward", xs, reward_lines)]
+    figures = [draw("Reward", xs, reward_lines)]
     recorded = {*StepRecord.__struct_fields__, *(name for record in steps for name in record.diagnostics)}
     for chart, lines in charts().items():
         series = [
@@ -46,19 +48,21 @@ def learning(steps: Steps, evals: Sequence[EvalRecord]) -> Sequence[str]:
             if number.name in recorded
         ]
         if series:
-            figures.append(line_chart(chart.title, xs, series, unit=chart.unit, include=chart.include))
+            figures.append(draw(chart.title, xs, series, unit=chart.unit, include=chart.include))
     return figures
 
 
-def flow(steps: Steps) -> Sequence[str]:
-    """Returns the charts of time and speed: which side waits for the other, and how fast is the run?"""
+def flow(steps: Steps, *, marks: Sequence[Mark] = ()) -> Sequence[str]:
+    """Returns the charts of time and speed: which side waits for the other, and how fast is the run? `marks` are drawn
+    in all of them."""
     windows = windows_of(steps, SHARE_POINTS)
     xs = last_steps(windows)
+    draw = partial(line_chart, marks=marks)
 
     def states(title: str, field: str, colors: Mapping[str, Color]) -> str:
         shares = [state_shares(window, field) for window in windows]
         css = {state: color.report for state, color in colors.items()}
-        return share_chart(title, xs, shares, colors=css, unit="share of time")
+        return share_chart(title, xs, shares, colors=css, unit="share of time", marks=marks)
 
     def rate(name: str, color: str, read: Callable[[Steps], float]) -> Series:
         def per_s(window: Steps) -> float | None:
@@ -85,11 +89,24 @@ def flow(steps: Steps) -> Sequence[str]:
     return [
         states("Learner", "learner_state_s", state_colors.LEARNER),
         states("Generators", "generator_state_s", state_colors.GENERATOR),
-        line_chart("Samples", xs, speed("samples"), unit="per second", include=(0,)),
-        line_chart("Tokens", xs, speed("tokens"), unit="per second", include=(0,)),
-        line_chart("Groups in the buffer", xs, buffered, unit="right after a step", include=(0,)),
-        line_chart("Step", xs, duration, unit="seconds", include=(0,)),
+        draw("Samples", xs, speed("samples"), unit="per second", include=(0,)),
+        draw("Tokens", xs, speed("tokens"), unit="per second", include=(0,)),
+        draw("Groups in the buffer", xs, buffered, unit="right after a step", include=(0,)),
+        draw("Step", xs, duration, unit="seconds", include=(0,)),
     ]
+
+
+def restart_marks(restarts: Sequence[Resumption]) -> list[Mark]:
+    """Returns a mark at the first step of each incarnation, in the order of the steps.
+
+    An incarnation from whose steps the run later went back is left out. If several began at one step, the last one is
+    marked, because the others left no step.
+    """
+    marks: list[Mark] = []
+    for restart in restarts:
+        marks = [mark for mark in marks if mark.at < restart.step]
+        marks.append(Mark(restart.step, f"incarnation {restart.incarnation} began at step {restart.step}"))
+    return marks
 
 
 def curve(name: str, color: str, chunks: Sequence[Steps], read: Callable[[Steps], float | None]) -> Series:

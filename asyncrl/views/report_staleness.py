@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from asyncrl.learner.records import StepRecord, largest, mean
-from asyncrl.views.charts import AGE_COLORS, Series, line_chart, share_chart, version_bars
+from asyncrl.views.charts import AGE_COLORS, Mark, Series, line_chart, share_chart, version_bars
 from asyncrl.views.report_panels import CURVE_POINTS, SHARE_POINTS, Steps, bins_of, curve, last_steps
 
 DRIFT = "abs_log_rho_nats_staleness_"
@@ -28,18 +28,19 @@ def limit_to_draw(steps: Steps, *, limit: int) -> int | None:
     return limit if limit <= max(FAR_VERSIONS, 2 * _oldest(steps)) else None
 
 
-def staleness(steps: Steps, *, limit: int | None) -> Sequence[str]:
-    """Returns the charts of the staleness of trained data and of weights. `limit` is the limit to draw."""
+def staleness(steps: Steps, *, limit: int | None, marks: Sequence[Mark] = ()) -> Sequence[str]:
+    """Returns the charts of the staleness of trained data and of weights. `limit` is the limit to draw. `marks` are
+    drawn in the charts over steps."""
     trained = [
         ("groups, by their oldest token", "blue", added([record.group_staleness for record in steps])),
         ("tokens", "teal", added([record.token_staleness for record in steps])),
     ]
     return [
         version_bars("Age when trained", trained, limit=limit),
-        _token_ages(steps, oldest=max(_oldest(steps), limit or 0)),
+        _token_ages(steps, oldest=max(_oldest(steps), limit or 0), marks=marks),
         _ages_over_time(steps, limit=limit),
-        *_drift(steps),
-        *_weights(steps),
+        *_drift(steps, marks),
+        *_weights(steps, marks),
     ]
 
 
@@ -67,7 +68,7 @@ def _ages_over_time(steps: Steps, *, limit: int | None) -> str:
     )
 
 
-def _weights(steps: Steps) -> list[str]:
+def _weights(steps: Steps, marks: Sequence[Mark]) -> list[str]:
     """Returns charts with the lag of published and loaded weights, and with the differences of log-probs."""
     bins = bins_of(steps, CURVE_POINTS)
     xs = last_steps(bins)
@@ -81,19 +82,19 @@ def _weights(steps: Steps) -> list[str]:
     ]
     parity = curve("worst token", "blue", bins, lambda chunk: largest([record.parity_nats for record in chunk]))
     return [
-        line_chart("Lag behind the learner", xs, lags, unit="versions", include=(0,)),
-        line_chart("Log-prob parity", xs, [parity], unit="nats; 0 is drawn at the bottom", log=True),
+        line_chart("Lag behind the learner", xs, lags, unit="versions", include=(0,), marks=marks),
+        line_chart("Log-prob parity", xs, [parity], unit="nats; 0 is drawn at the bottom", log=True, marks=marks),
     ]
 
 
-def _token_ages(steps: Steps, *, oldest: int) -> str:
+def _token_ages(steps: Steps, *, oldest: int, marks: Sequence[Mark]) -> str:
     """Returns a chart with the share of each age among the tokens of each step, up to the age `oldest`."""
     bins = bins_of(steps, SHARE_POINTS)
     ages = [added([record.token_staleness for record in chunk]) for chunk in bins]
     bands = age_bands(oldest, most=len(AGE_COLORS))
     shares = [{name: _share(histogram, first, last) for name, first, last in bands} for histogram in ages]
     colors = dict(zip([name for name, _, _ in bands], _age_colors(len(bands)), strict=True))
-    return share_chart("Age by step", last_steps(bins), shares, colors=colors, unit="share of tokens")
+    return share_chart("Age by step", last_steps(bins), shares, colors=colors, unit="share of tokens", marks=marks)
 
 
 def _age_colors(count: int) -> list[str]:
@@ -126,7 +127,7 @@ def _share(histogram: Mapping[int, int], first: int, last: int) -> float:
     return sum(count for age, count in histogram.items() if first <= age <= last) / total if total else 0.0
 
 
-def _drift(steps: Steps) -> list[str]:
+def _drift(steps: Steps, marks: Sequence[Mark]) -> list[str]:
     """Returns a chart with the distance of the policy from the policy that sampled, by age; none if not measured."""
     names = {name for record in steps for name in record.diagnostics if name.startswith(DRIFT)}
     if not names:
@@ -140,7 +141,7 @@ def _drift(steps: Steps) -> list[str]:
     colored = zip(ordered, _age_colors(len(ordered)), strict=True)
     series = [curve(_drift_label(name), color, bins, mean_of(name)) for name, color in colored]
     unit = "mean |log ratio| to the sampler, nats"
-    return [line_chart("Drift by age", last_steps(bins), series, unit=unit, include=(0,))]
+    return [line_chart("Drift by age", last_steps(bins), series, unit=unit, include=(0,), marks=marks)]
 
 
 def _drift_label(name: str) -> str:

@@ -54,6 +54,14 @@ def variable_questions() -> list[Question]:
     ]
 
 
+def annotation_questions() -> list[Question]:
+    return [
+        Question(f"{name} / {annotation['name']}", annotation["expr"])
+        for name, board in BOARDS.items()
+        for annotation in board["annotations"]["list"]
+    ]
+
+
 def rule_questions() -> list[Question]:
     return [Question(rule["alert"], rule["expr"]) for rule in alerts()]
 

@@ -12,6 +12,7 @@ from queries import (
     BOARDS,
     REPOSITORY,
     alerts,
+    annotation_questions,
     knobs_in,
     panel_questions,
     panels,
@@ -24,7 +25,7 @@ from queries import (
 
 from asyncrl.metrics.catalogue import CATALOGUE, Feed, Kind, Metric, Role
 
-QUESTIONS = [*panel_questions(), *variable_questions(), *rule_questions()]
+QUESTIONS = [*panel_questions(), *annotation_questions(), *variable_questions(), *rule_questions()]
 DISCOVERED = {"run", "role", "replica", "instance"}
 OTHERS = ("vllm:", "ray_")
 BUILT_IN = {"up", "ALERTS"}
@@ -81,7 +82,7 @@ def test_what_is_kept_apart_by_a_label_has_it() -> None:
 
 
 def test_every_panel_looks_at_one_run() -> None:
-    for question in panel_questions():
+    for question in [*panel_questions(), *annotation_questions()]:
         for selector in selectors(parsed(question.expr)):
             filters = {matcher.name for matcher in selector.matchers.matchers}
             assert "run" in filters, question
@@ -157,6 +158,13 @@ def test_a_dashboard_is_described_and_filtered_and_its_data_source_is_a_variable
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, panel["title"]
         assert all(target["datasource"] == panel["datasource"] for target in panel["targets"]), panel["title"]
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_a_restart_is_marked_at_its_time_in_milliseconds(board: dict[str, Any]) -> None:
+    (restarts,) = board["annotations"]["list"]
+    assert (restarts["name"], restarts["enable"], restarts["useValueForTime"]) == ("Restarts", True, True)
+    assert restarts["expr"] == 'max(asyncrl_run_resumed_timestamp_seconds{run="$run"}) * 1000 > 0'
 
 
 def test_uids_are_those_that_links_from_outside_use() -> None:

@@ -20,6 +20,8 @@ from asyncrl.common.roles import Role
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import config_origins, load_config
 from asyncrl.config.metrics_host import check_metrics_host
+from asyncrl.deployment.run_dir import pretty
+from asyncrl.learner.records import RunInfo
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def spoken(service: dict[str, Any], folder: Path) -> Iterator[list[str]]:
         (folder / name).chmod(0o755)
     environment = {name: str(value) for name, value in service["environment"].items()} | {"RAY_AUTH_TOKEN": "t"}
     done = subprocess.run(
-        [word.replace("$$", "$") for word in service["command"]],
+        [word.replace("$$", "$").replace('"/runs/', f'"{folder}/runs/') for word in service["command"]],
         env=environment | {"PATH": f"{folder}:{os.environ['PATH']}"},
         capture_output=True, text=True, timeout=20, check=True,
     )  # fmt: skip
@@ -128,6 +130,30 @@ def test_a_pool_is_a_node_with_its_label_and_a_driver_whose_configuration_can_ru
     # The mounted folders are those of the run, the model and the task.
     mounted = {volume.split(":")[1] for volume in services[name]["volumes"]}
     assert {str(config.run.dir), str(Path(config.model.path).parent), "/tasks"} == mounted
+
+
+@pytest.mark.parametrize(
+    ("state", "downs"), [(None, 0), ("running", 1), ("failed", 0), ("stopped", 0), ("finished", 0)]
+)
+def test_a_container_that_is_started_again_gives_the_command_that_resumes_and_first_ends_a_run_that_was_killed(
+    state: str | None, downs: int, services: dict[str, Any], tmp_path: Path
+) -> None:
+    """The buffer of a learner that was killed refuses another learner. The states are those of run.json."""
+    if state is not None:
+        info = RunInfo(name="quickstart", state=state, pid=1, host="h", started="", nonce="")  # type: ignore[arg-type]
+        (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+        (tmp_path / "runs" / "quickstart" / "run.json").write_bytes(pretty(info))
+    _, *before, driver = spoken(services["learner"], tmp_path)
+    assert before == [["asyncrl", "down", f"{tmp_path}/runs/quickstart", "--address", "ray-head:6379"]] * downs
+    assert driver[:2] == ["asyncrl", "learner"]
+    assert "--fresh" not in driver
+
+
+def test_only_the_pools_are_started_again_and_not_for_ever(services: dict[str, Any]) -> None:
+    restarts = {name: service["restart"] for name, service in services.items() if "restart" in service}
+    pools = ("learner", "generator", "learner-gpu", "generator-gpu")
+    assert restarts == dict.fromkeys(pools, "on-failure:3") | dict.fromkeys(("prometheus", "grafana"), "unless-stopped")
+    assert "runs:/runs" in services["learner"]["volumes"], "the checkpoints must outlive the container"
 
 
 OWN_TASK = {

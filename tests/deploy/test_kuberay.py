@@ -16,7 +16,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from asyncrl.cli.main import app
+from asyncrl.cli.main import SUPERVISED, app
 from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
 from asyncrl.config.metrics_host import check_metrics_host
@@ -179,6 +179,22 @@ def test_the_job_is_a_command_that_asyncrl_takes(base: list[dict[str, Any]]) -> 
     assert words[0] == "asyncrl"
     result = CliRunner().invoke(app, [*words[1:], "--help"])
     assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_job_that_is_applied_again_resumes_the_run_on_the_volume(
+    overlay: str, base: list[dict[str, Any]], deploy: Path, repository: Path
+) -> None:
+    command = shlex.split(one("RayJob", base)["spec"]["entrypoint"])
+    assert command[1] in SUPERVISED
+    assert "--fresh" not in command
+    config = run_config(overlay, deploy, repository)
+    assert config.run.max_restarts > 0
+    for name, group in groups(one("RayCluster", base)).items():
+        pod = group["template"]["spec"]
+        (volume,) = [v["name"] for v in pod["volumes"] if v.get("persistentVolumeClaim")]
+        mounts = {m["mountPath"] for c in pod["containers"] for m in c["volumeMounts"] if m["name"] == volume}
+        assert any(config.run.dir.is_relative_to(mount) for mount in mounts), name
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import doctest
 import os
 import re
 import signal
@@ -13,7 +14,15 @@ from made_up_run import make_step
 
 from asyncrl.config.schema import Config
 from asyncrl.deployment import closing
-from asyncrl.deployment.closing import Stopped, asked_to_end, ended_at_once, give_up, unless_one_fails, unless_stopped
+from asyncrl.deployment.closing import (
+    Stopped,
+    asked_to_end,
+    ended_at_once,
+    give_up,
+    short_grace,
+    unless_one_fails,
+    unless_stopped,
+)
 from asyncrl.deployment.launch import INTERRUPTED, run_until_done
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import RunInfo
@@ -177,3 +186,11 @@ async def test_work_is_cancelled_when_a_task_beside_it_fails_and_the_other_tasks
     assert not goes_on.done()
     goes_on.cancel()
     assert await unless_one_fails([], asyncio.sleep(0, "result")) == "result"
+
+
+def test_doctest() -> None:
+    assert doctest.testmod(closing).failed == 0
+
+
+def test_a_run_that_has_saved_nothing_yet_says_that_the_time_is_not_known() -> None:
+    assert "12 s for its step, an unknown time for its checkpoint" in (short_grace(20, step_s=12.0, save_s=None) or "")

@@ -30,7 +30,7 @@ from asyncrl.coordinator.snapshot import RunSnapshot
 from asyncrl.data.prompts import PromptCursor
 from asyncrl.deployment import cluster, learner
 from asyncrl.deployment import targets as targets_module
-from asyncrl.deployment.closing import Stopped
+from asyncrl.deployment.closing import LEAVE_S, Stopped
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.learner import LearnerDeployment
 from asyncrl.deployment.run_dir import RunDir
@@ -517,9 +517,7 @@ async def test_a_run_that_ends_serves_until_who_discovers_over_http_has_the_empt
 async def test_a_run_that_was_asked_to_end_waits_within_its_grace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = Config.model_validate(
-        {"run": {"name": "quick", "dir": str(tmp_path), "shutdown_grace_s": learner.LEAVE_S}}
-    )
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path), "shutdown_grace_s": LEAVE_S}})
     stop = asyncio.Event()
 
     async def train(*_: object) -> RunTotals:
@@ -534,6 +532,31 @@ async def test_a_run_that_was_asked_to_end_waits_within_its_grace(
         deployment = deployment_without_ray(run, config, monkeypatch, train=train)
         async with asyncio.timeout(DEADLINE_S):
             await deployment.run(stop)
+
+
+@pytest.mark.parametrize(("save_s", "warns"), [(4.0, False), (30.0, True), (None, False)])
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_a_grace_that_is_too_short_for_step_save_and_closing_is_named_when_the_run_is_asked_to_end(
+    save_s: float | None, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path), "shutdown_grace_s": LEAVE_S + 5}})
+    stop = asyncio.Event()
+
+    async def train(*_: object) -> RunTotals:
+        stop.set()
+        await asyncio.sleep(0)
+        return TOTALS
+
+    with RunDir.create(config) as run:
+        step = make_step(0, duration_s=1.0)
+        deployment = deployment_without_ray(run, config, monkeypatch, train=train, steps=[step])
+        monkeypatch.setattr(deployment, "_checkpoints", SimpleNamespace(expected_end_s=lambda: save_s, unsaved=None))
+        async with asyncio.timeout(DEADLINE_S):
+            await deployment.run(stop)
+    said = "the run needs about 41 s to end: 1 s for its step, 30 s for its checkpoint and 10 s to close, but"
+    assert (said in caplog.text) is warns
+    assert ("run.shutdown_grace_s = 15 s" in caplog.text) is warns
 
 
 @pytest.mark.asyncio

@@ -1,6 +1,10 @@
-"""A run that did not finish continues in its directory, from its newest complete checkpoint."""
+"""A run that did not finish continues in its directory, from its newest complete checkpoint or from an earlier one."""
 
+import contextlib
 import json
+import os
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +13,18 @@ import pytest
 from made_up_run import make_step
 
 from asyncrl.checkpoints.directory import RunManifest, folder_of, write
+from asyncrl.cli.options import print_previous
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
+from asyncrl.deployment.learner_log import going_on
+from asyncrl.deployment.resuming import chosen_checkpoint, no_checkpoint, step_of, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CheckpointDamaged, ConfigError, RunError, RunLocked
 from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
+from asyncrl.metrics.trackers import Going
 
 
 def config_in(folder: Path, **sections: Any) -> Config:
@@ -86,13 +94,15 @@ def test_records_of_steps_that_are_lost_are_taken_out_and_kept_apart(tmp_path: P
         assert [record.step for record in read_lines(again.path / "steps.jsonl", StepRecord)] == [0, 1, 2]
         assert [record.step for record in read_lines(again.path / "lost-steps.jsonl", StepRecord)] == [3, 4]
         assert [record.version for record in read_lines(again.path / "evals.jsonl", EvalRecord)] == [0]
-        assert sorted(path.name for path in (again.path / "samples").iterdir()) == [
+        assert sorted(path.name for path in (again.path / "samples").glob("step-*")) == [
             "step-0.jsonl", "step-1.jsonl", "step-2.jsonl",
         ]  # fmt: skip
         after = info_of(again)
         assert (after["state"], after["started"], after["nonce"]) == ("running", before["started"], before["nonce"])
         [restart] = after["resumed"]
         assert (restart["step"], restart["incarnation"]) == (3, 2)
+        [known] = again.restarts
+        assert abs(known.unix_time_s - time.time()) < 3600
 
 
 def test_an_incarnation_that_left_nothing_keeps_its_number(tmp_path: Path) -> None:
@@ -116,7 +126,7 @@ def test_a_run_is_moved_aside_if_it_is_finished_or_has_no_checkpoint_or_a_new_on
         (first.path / "run.json").write_text(json.dumps(content))
     elif why == "no checkpoint":
         (folder_of(first.checkpoints, 3) / "COMPLETE").unlink()
-    with RunDir.create(config_in(tmp_path), fresh=why == "fresh") as again:
+    with RunDir.create(config_in(tmp_path), choose=no_checkpoint if why == "fresh" else unfinished_run) as again:
         assert again.resumed is None
         assert again.previous == tmp_path / "quick.1"
         assert not (again.path / "steps.jsonl").exists()
@@ -134,3 +144,197 @@ def test_a_setting_that_must_stay_is_refused_with_both_values_and_changes_nothin
     assert after == before
     with RunDir.create(config_in(tmp_path, learner={"total_steps": 9})) as again:
         assert again.resumed is not None
+
+
+def saved_often(folder: Path, *, state: str = "stopped") -> RunDir:
+    """Makes the directory of a run that ended after 6 steps, with checkpoints of the steps 2, 4 and 6."""
+    with RunDir.create(config_in(folder)) as run:
+        for step in range(6):
+            run.append_step(make_step(step))
+            (run.path / "samples" / f"step-{step}.jsonl").write_text(f"{step}")
+        for version in (0, 6):
+            run.append_eval(EvalRecord(version=version, wall_s=1, prompts=8, reward_mean=0.5))
+        for step in (2, 4, 6):
+            save(run, step)
+        (run.path / "summary.json").write_text("{}")
+        if state == "stopped":
+            run.stopped("asked to end by a signal")
+    assert info_of(run)["state"] == state
+    return run
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def resume_at(folder: Path, step: int | None, *, total_steps: int = 9) -> RunDir:
+    config = config_in(folder, learner={"total_steps": total_steps, "optimizer": {"warmup_steps": 0}})
+    return RunDir.create(config, choose=partial(chosen_checkpoint, step=step))
+
+
+@pytest.mark.parametrize("state", ["stopped", "finished"])
+def test_a_run_goes_back_to_an_earlier_checkpoint_and_later_ones_are_set_aside_whole(
+    state: str, tmp_path: Path
+) -> None:
+    first = saved_often(tmp_path, state=state)
+    before = content_of(first.path)
+    with resume_at(tmp_path, 2) as again:
+        assert again.resumed is not None
+        assert (again.path, again.previous, again.resumed.step) == (first.path, None, 2)
+        assert again.lineage == Lineage((Version(1, 2),))
+        assert [record.step for record in read_lines(again.path / "steps.jsonl", StepRecord)] == [0, 1]
+        assert [record.step for record in read_lines(again.path / "lost-steps.jsonl", StepRecord)] == [2, 3, 4, 5]
+        assert [record.version for record in read_lines(again.path / "lost-evals.jsonl", EvalRecord)] == [6]
+        assert sorted(path.name for path in again.checkpoints.iterdir()) == ["lost-2", "step-2"]
+        assert again.set_aside == again.checkpoints / "lost-2"
+        after = content_of(again.path)
+        for name, content in before.items():
+            folder, _, rest = name.partition("/")
+            step = int("".join(filter(str.isdecimal, rest.partition("/")[0])) or 0)
+            if (folder, step > 2) == ("checkpoints", True) or (folder, step >= 2) == ("samples", True):
+                assert after[f"{folder}/lost-2/{rest}"] == content, name
+            elif folder in ("checkpoints", "samples"):
+                assert after[name] == content, name
+        assert "summary.json" not in after, "it described steps that are lost"
+
+
+def test_trackers_begin_new_runs_only_if_the_run_went_back(tmp_path: Path) -> None:
+    saved_often(tmp_path)
+    with resume_at(tmp_path, None) as again:
+        assert going_on(again) == Going(step=6, incarnation=2, went_back=False)
+        again.stopped("asked to end by a signal")
+    with resume_at(tmp_path, 2) as again:
+        assert going_on(again) == Going(step=2, incarnation=3, went_back=True)
+        again.stopped("asked to end by a signal")
+    with resume_at(tmp_path, None) as again:
+        assert going_on(again) == Going(step=2, incarnation=4, went_back=False)
+    with RunDir.create(config_in(tmp_path), choose=no_checkpoint) as new:
+        assert going_on(new) is None
+
+
+def test_checkpoints_that_were_set_aside_are_not_found_again(tmp_path: Path) -> None:
+    """Also not by a run that goes back twice."""
+    saved_often(tmp_path)
+    with resume_at(tmp_path, 4) as again:
+        again.append_step(make_step(4))
+        again.append_step(make_step(5))
+        save(again, 6, incarnation=2)
+        again.stopped("asked to end by a signal")
+    with resume_at(tmp_path, 2) as again:
+        assert sorted(path.name for path in again.checkpoints.rglob("step-*")) == [
+            "step-2",
+            "step-4",
+            "step-6",
+            "step-6",
+        ]
+        again.stopped("asked to end by a signal")
+    with resume_at(tmp_path, None) as again:
+        assert again.resumed is not None
+        assert again.resumed.step == 2
+        assert again.lineage == Lineage((Version(1, 4), Version(1, 2), Version(1, 2)))
+        lost = [record.step for record in read_lines(again.path / "lost-steps.jsonl", StepRecord)]
+        assert lost == [4, 5, 2, 3, 4, 5]
+
+
+def test_a_start_that_is_killed_while_it_sets_files_aside_leaves_records_that_cover_every_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = saved_often(tmp_path)
+    rename = Path.rename
+    for moves in range(8):
+        left = moves
+
+        def killed(path: Path, target: Path) -> Path:
+            nonlocal left
+            if "lost-" in str(target):
+                if left == 0:
+                    raise KeyboardInterrupt
+                left -= 1
+            return rename(path, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "rename", killed)
+            with contextlib.suppress(KeyboardInterrupt):
+                resume_at(tmp_path, 2).close(state="stopped", reason="")
+        steps = sorted(int(path.name.removeprefix("step-")) for path in first.checkpoints.glob("step-*"))
+        assert steps == [2, 4, 6][: len(steps)]
+        assert len(read_lines(first.path / "steps.jsonl", StepRecord)) >= max(steps)
+    with RunDir.create(config_in(tmp_path)) as again:
+        assert again.resumed is not None
+        assert again.resumed.step == 2
+        assert [record.step for record in read_lines(again.path / "steps.jsonl", StepRecord)] == [0, 1]
+
+
+def test_a_damaged_newer_checkpoint_is_set_aside_when_the_one_before_it_is_used(tmp_path: Path) -> None:
+    first = saved_often(tmp_path)
+    damage(first, 6)
+    with RunDir.create(config_in(tmp_path)) as again:
+        assert again.resumed is not None
+        assert again.resumed.step == 4
+        assert [path.name for path in again.set_aside.iterdir()] == ["step-6"]
+
+
+def damage(run: RunDir, step: int) -> None:
+    """Makes the checkpoint differ from its manifest, without changing a size."""
+    path = folder_of(run.checkpoints, step) / "manifest.json"
+    path.write_bytes(b"x" * path.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    ("step", "total_steps", "error", "words"),
+    [
+        (3, 9, ConfigError, r"--at step-3: .* no complete checkpoint of this step; there are step-2, step-4, step-6"),
+        (4, 9, CheckpointDamaged, r"--at step-4: .*cannot be read[^$]*there are step-2, step-4, step-6"),
+        (6, 6, ConfigError, r"of step 6, and learner\.total_steps = 6, so there is nothing to train: raise .*--at"),
+        (None, 5, ConfigError, r"of step 6, and learner\.total_steps = 5"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_continued_is_refused_and_nothing_changes(
+    step: int | None, total_steps: int, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    first = saved_often(tmp_path)
+    damage(first, 4)
+    before = content_of(first.path)
+    with pytest.raises(error, match=words):
+        resume_at(tmp_path, step, total_steps=total_steps)
+    assert content_of(first.path) == before
+
+
+def test_a_run_without_a_checkpoint_or_with_another_format_is_not_begun_anew(tmp_path: Path) -> None:
+    first = saved_often(tmp_path)
+    for step in (2, 4, 6):
+        (folder_of(first.checkpoints, step) / COMPLETE).unlink()
+    with pytest.raises(ConfigError, match=r"has no complete and undamaged checkpoint.*asyncrl up"):
+        resume_at(tmp_path, None)
+    with pytest.raises(ConfigError, match=r"--at step-2: .*there are none"):
+        resume_at(tmp_path, 2)
+    (first.path / "run.json").write_text('{"format": 99}')
+    with pytest.raises(RunError, match=r"run\.json cannot be read"):
+        resume_at(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["quick"]
+
+
+def test_a_run_that_is_running_is_refused_with_its_holder(tmp_path: Path) -> None:
+    saved_often(tmp_path)
+    with RunDir.create(config_in(tmp_path)) as running:
+        before = content_of(running.path)
+        with pytest.raises(RunLocked, match=rf"is in use by pid {os.getpid()} on .* since"):
+            resume_at(tmp_path, 2)
+        assert content_of(running.path) == before
+
+
+@pytest.mark.parametrize("name", ["140", "step-", "step-x", "step-3/hf", "lost-2"])
+def test_another_word_than_the_name_of_a_checkpoint_is_refused_with_an_example(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--at {name}: .*e\.g\. step-140"):
+        step_of(name)
+
+
+def test_the_first_lines_name_the_checkpoint_and_where_later_ones_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved_often(tmp_path)
+    with resume_at(tmp_path, 2) as run:
+        print_previous(run)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"resuming run quick from step 2: the checkpoint {run.checkpoints / 'step-2'} is ")
+    assert second.startswith(f"the later checkpoints step-4, step-6 are now in {run.checkpoints / 'lost-2'}; delete")

@@ -159,7 +159,7 @@ def runner():
     from asyncrl.deployment.compose import run_both
     return partial(run_both, config, prompts=None)
 
-live_run(config, role="up", runner=runner, importing="importing Ray", again=["up"], fresh=False)
+live_run(config, role="up", runner=runner, importing="importing Ray", again=["up"])
 """
 
 

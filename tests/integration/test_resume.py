@@ -22,6 +22,7 @@ SYNCHRONOUS = [
     "generator.max_concurrent_groups=4",
     f"learner.total_steps={STEPS}",
     "checkpoint.every_steps=2",
+    "checkpoint.keep=9",
     "run.max_restarts=9",
     "environment.reward=dense_reward:by_checksum",
 ]
@@ -54,7 +55,8 @@ def trained(run: Path) -> list[tuple[float, float, float]]:
 def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_trains(
     run_command: Run, model_path: str, tmp_path: Path
 ) -> None:
-    """With staleness.max_versions = 0, losses and weights are equal, bit by bit."""
+    """With staleness.max_versions = 0, losses and weights are equal, bit by bit. At last, the run goes back to an
+    earlier checkpoint than its newest."""
     whole = start(run_command, model_path, tmp_path / "whole")
     assert whole.wait(600) == 0, whole.output()[-4000:]
 
@@ -84,9 +86,14 @@ def test_a_run_that_is_killed_again_and_again_trains_what_an_uninterrupted_run_t
     assert f"step-{len(records(run, 'steps'))}" in folders, "the end of the run waits for the save of its last step"
     assert all((run / "checkpoints" / name / COMPLETE).exists() for name in folders), folders
 
-    again = start(run_command, model_path, run)
+    *_, earlier, newest = sorted(int(name.removeprefix("step-")) for name in folders)
+    assert len(trained(run)) == newest
+    again = run_command("resume", str(run), "--at", f"step-{earlier}", **IMPORTS)
     assert again.wait(600) == 0, again.output()[-4000:]
-    assert "resuming run killed from step" in again.output()
+    assert f"resuming run killed from step {earlier}:" in again.output()
+    aside = run / "checkpoints" / f"lost-{len(resumptions(run)) + 1}"
+    assert [path.name for path in aside.iterdir()] == [f"step-{newest}"]
+    assert (aside / f"step-{newest}" / COMPLETE).exists()
 
     assert trained(run) == trained(tmp_path / "whole")
     assert [step["step"] for step in records(run, "steps")] == list(range(STEPS))

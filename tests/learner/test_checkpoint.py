@@ -49,6 +49,22 @@ async def test_one_is_written_every_so_many_steps_and_at_the_end_and_the_newest_
 
 
 @pytest.mark.asyncio
+async def test_the_time_of_the_saves_at_the_end_is_that_of_the_last_save() -> None:
+    run = scene(every_steps=2)
+    run.trainer.stage_s, run.trainer.save_s = 0.5, 2.0
+    expected: list[float | None] = []
+    run.log.append_step = lambda _: expected.append(run.checkpoints.expected_end_s())  # type: ignore[method-assign]
+    await run.run()
+    assert expected[:2] == [None, None]
+    assert run.checkpoints.expected_end_s() == 2.5
+    begun_s = run.clock.now_s - 1.0  # a save runs since a second
+    run.checkpoints._begun_s = begun_s
+    run.checkpoints._running = asyncio.create_task(asyncio.sleep(60))
+    assert run.checkpoints.expected_end_s() == 2.5 + 1.5
+    run.checkpoints._running.cancel()
+
+
+@pytest.mark.asyncio
 async def test_the_phase_is_that_of_the_save_while_training_waits_for_it() -> None:
     run = scene(every_steps=2, total_steps=3)
     phases: list[str] = []

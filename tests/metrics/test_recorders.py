@@ -26,6 +26,7 @@ def learner() -> LearnerMetrics:
     metrics.heartbeat(unix_time_s=1.7e9)
     metrics.states_from(lambda: {"forward_backward": 2.5})
     metrics.limits(CONFIG, weight_parity_nats=1e-4)
+    metrics.incarnation(3, nonce="ab12", restarts=2, resumed_unix_s=1.7e9)
     metrics.step(outcome="trained", duration_s=0.3, tokens=640)
     metrics.utilisation(model_flops=6_000_000, peak_flops_per_s=989e12)
     metrics.numbers({number.name: 0.9 for number in NUMBERS})

@@ -10,10 +10,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.metrics import trackers as module
-from asyncrl.metrics.trackers import Trackers
+from asyncrl.metrics.trackers import Going, TrackerRun, Trackers
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +96,20 @@ def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert json.loads(table.read_text())["data"][0] == ["tree>", "ee|rt\n", 1.0]
 
 
+def in_a_process(code: str, folder: Path) -> str:
+    """Returns the last line that `code` prints in another process, whose trackio keeps its files in `folder`."""
+    folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    # Tests that were a rank leave these variables in the environment.
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    inherited = {name: value for name, value in os.environ.items() if name not in ranks}
+    environment = inherited | {"TRACKIO_DIR": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": folders}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
 def test_trackio_keeps_the_run_in_its_own_database(tmp_path: Path) -> None:
     """Runs in another process, because trackio reads the path of its database at import."""
     code = f"""
@@ -107,15 +122,100 @@ logs = SQLiteStorage.get_logs("tests", run)
 tables = [log["samples"] for log in logs if "samples" in log]
 print(run, [log["reward/mean"] for log in logs if "reward/mean" in log], "tree>" in str(tables))
 """
-    folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    # Tests that were a rank leave these variables in the environment.
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    inherited = {name: value for name, value in os.environ.items() if name not in ranks}
-    environment = inherited | {"TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": folders}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.stdout.splitlines()[-1:] == ["quick [0.25, 0.5] True"], done.stderr
+    assert in_a_process(code, tmp_path) == "quick [0.25, 0.5] True"
+
+
+def follow_twice(name: str, folder: Path, *, went_back: bool = False) -> None:
+    """Logs 4 steps, and then those after step 2 again with other rewards, as a resumed run does."""
+    steps: dict[Going | None, dict[int, float]] = {
+        None: {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4},
+        Going(2, 2, went_back): {3: 0.33, 4: 0.44, 5: 0.55},
+    }
+    for going, rewards in steps.items():
+        settings = {"learner.total_steps": 4 if going is None else 5}
+        trackers = Trackers([name], project="tests", run="quick", folder=folder, settings=settings, going=going)
+        for step, reward in rewards.items():
+            trackers.log(step, {"reward/mean": reward})
+        trackers.close()
+
+
+def known_run(folder: Path, name: str) -> TrackerRun:
+    return msgspec.json.decode((folder / "trackers.json").read_bytes(), type=dict[str, TrackerRun])[name]
+
+
+AGAIN = {1: 0.1, 2: 0.2, 3: 0.33, 4: 0.44, 5: 0.55}
+"""The new numbers of the steps that were trained again."""
+KEPT = AGAIN | {3: 0.3, 4: 0.4}
+"""The old numbers of these steps."""
+
+
+@pytest.mark.parametrize("went_back", [False, True])
+def test_tensorboard_shows_the_new_numbers_of_steps_that_are_trained_again(went_back: bool, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    follow_twice("tensorboard", tmp_path, went_back=went_back)
+    assert [path.name for path in (tmp_path / "tensorboard").iterdir()] == ["quick"]
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "quick"))
+    events.Reload()
+    found = [(event.step, pytest.approx(event.value)) for event in events.Scalars("reward/mean")]
+    assert found == list(AGAIN.items())
+
+
+@pytest.mark.parametrize("went_back", [False, True])
+def test_mlflow_goes_on_in_its_run_and_has_each_step_once(
+    went_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow
+
+    uri = f"file://{tmp_path}/mlruns"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    follow_twice("mlflow", tmp_path, went_back=went_back)
+    client: Any = mlflow.MlflowClient(tracking_uri=uri)
+    (experiment,) = client.search_experiments(filter_string="name = 'tests'")
+    histories = {
+        run.info.run_name: [
+            (point.step, point.value) for point in client.get_metric_history(run.info.run_id, "reward/mean")
+        ]
+        for run in client.search_runs([experiment.experiment_id])
+    }
+    if went_back:
+        assert histories == {
+            "quick": [(step, KEPT[step]) for step in (1, 2, 3, 4)],
+            "quick-2": [(step, AGAIN[step]) for step in (3, 4, 5)],
+        }
+    else:
+        assert histories == {"quick": list(KEPT.items())}
+
+
+@pytest.mark.parametrize("went_back", [False, True])
+def test_wandb_goes_on_under_its_id(went_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    follow_twice("wandb", tmp_path, went_back=went_back)
+    wandb.teardown()
+    ids = [path.stem.removeprefix("run-") for path in sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))]
+    assert len(ids) == 2
+    known = known_run(tmp_path, "wandb")
+    assert (known.id in ids, known.sent) == (True, 5)
+    assert (len(set(ids)), known.name) == ((2, "quick-2") if went_back else (1, "quick"))
+    contents = [path.read_bytes() for path in sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))]
+    assert any(b"0.55" in content for content in contents)
+    assert any(b"0.33" in content for content in contents) is went_back, "wandb cannot take numbers back"
+
+
+def test_trackio_goes_on_in_its_run_and_has_each_step_once(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from test_trackers import follow_twice
+from trackio.sqlite_storage import SQLiteStorage
+follow_twice("trackio", Path({str(tmp_path)!r}))
+runs = SQLiteStorage.get_runs("tests")
+print(runs, [(log["step"], log["reward/mean"]) for log in SQLiteStorage.get_logs("tests", runs[0])])
+"""
+    assert in_a_process(code, tmp_path) == f"['quick'] {list(KEPT.items())}"
 
 
 def test_a_tracker_that_does_not_start_is_said_once_and_the_run_goes_on(

@@ -20,6 +20,7 @@ from asyncrl.views.charts import (
     RIGHT,
     TOP,
     WIDTH,
+    Mark,
     Series,
     line_chart,
     nice_ticks,
@@ -163,3 +164,16 @@ def test_the_hover_data_is_json_that_cannot_end_its_script_element() -> None:
         "percent": False,
         "series": [{"name": "</script><b>", "color": "blue", "ys": [1, None]}],
     }
+
+
+def test_marks_are_lines_at_their_place_and_those_beyond_the_axis_are_left_out() -> None:
+    marks = [Mark(-1, "before"), Mark(1, "a <b>"), Mark(4, "last"), Mark(5, "after")]
+    lines = line_chart("x", [0, 2, 4], [Series(name="y", ys=[0, 1, 2], color="blue")], marks=marks)
+    shares = share_chart("x", [0, 2, 4], [{"a": 1.0}] * 3, unit="", colors={"a": "blue"}, marks=marks)
+    for figure in (lines, shares):
+        found = [node for node in parsed(figure).iter("line") if node.get("class") == "mark"]
+        assert [node[0].text for node in found] == ["a <b>", "last"]
+        assert [float(node.get("x1", "nan")) for node in found] == [
+            pytest.approx(LEFT + (WIDTH - LEFT - RIGHT) / 4, abs=0.1), WIDTH - RIGHT,
+        ]  # fmt: skip
+        assert all((node.get("y1"), node.get("y2")) == (str(TOP), str(HEIGHT - BOTTOM)) for node in found)

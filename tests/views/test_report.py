@@ -12,18 +12,18 @@ import msgspec
 import pytest
 from made_up_run import TOTALS, make_step
 from typer.testing import CliRunner
-from written_runs import HOSTILE, write_run
+from written_runs import HOSTILE, lively_step, write_run
 
 from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass, RunError
-from asyncrl.learner.records import state_shares
+from asyncrl.learner.records import Resumption, state_shares
 from asyncrl.views import report_staleness
 from asyncrl.views.charts import Series
 from asyncrl.views.report import read_run, report_html, write_report
-from asyncrl.views.report_panels import bins_of, smooth, windows_of
+from asyncrl.views.report_panels import bins_of, restart_marks, smooth, windows_of
 
 pytestmark = pytest.mark.slow
 
@@ -345,3 +345,37 @@ def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(RunError, match=r"not written by this version"):
         write_report(tmp_path)
+
+
+def restarts(*steps: int) -> list[Resumption]:
+    return [
+        Resumption(at=f"2026-01-0{n}T00:00:00+00:00", step=at, incarnation=n) for n, at in enumerate(steps, start=2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("began", "marked"),
+    [
+        ([], []),
+        ([4, 9], ["incarnation 2 began at step 4", "incarnation 3 began at step 9"]),
+        ([4, 4, 9], ["incarnation 3 began at step 4", "incarnation 4 began at step 9"]),
+        ([8, 3], ["incarnation 3 began at step 3"]),
+    ],
+    ids=["new", "twice", "one left no step", "went back"],
+)
+def test_the_surviving_incarnations_are_marked_where_they_began(began: list[int], marked: list[str]) -> None:
+    marks = restart_marks(restarts(*began))
+    assert [mark.label for mark in marks] == marked
+    assert all(mark.label.endswith(f"step {mark.at:.0f}") for mark in marks)
+
+
+def test_every_curve_over_steps_marks_the_restarts(tmp_path: Path) -> None:
+    records = read_run(write_run(tmp_path, [lively_step(step) for step in range(12)]))
+    plain = report_html(records)
+    page = report_html(dataclasses.replace(records, info=msgspec.structs.replace(records.info, resumed=restarts(4, 9))))
+    over_steps = plain.count(">step</text>")
+    assert over_steps > 12
+    for label in ("incarnation 2 began at step 4", "incarnation 3 began at step 9"):
+        assert page.count(f"<title>{label}</title>") == over_steps
+    assert "resumed 2 times (dotted lines in the curves)" in " ".join(page.split())
+    assert "resumed" not in plain.partition("</header>")[0]

@@ -1,0 +1,59 @@
+"""`asyncrl resume RUN`: continues a run from one of its checkpoints, with its saved configuration."""
+
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from asyncrl.cli.before_start import prepared
+from asyncrl.cli.options import AllowPublic, Overrides, RunningRun, again
+from asyncrl.cli.restarts import restarts
+from asyncrl.cli.up import run_here
+from asyncrl.deployment.known_runs import check_there, named_run
+from asyncrl.deployment.resuming import chosen_checkpoint, step_of
+from asyncrl.errors import ConfigError, RunError
+
+At = Annotated[
+    str | None,
+    typer.Option(
+        "--at",
+        metavar="CHECKPOINT",
+        show_default=False,
+        help="Checkpoint to go back to, such as step-140. Default: the newest one that is undamaged.",
+    ),
+]
+
+
+def resume(run: RunningRun, overrides: Overrides, at: At = None, allow_public: AllowPublic = False) -> None:
+    """Continue a run from one of its checkpoints. It does what `asyncrl up` does, with the run's saved configuration.
+
+    --at goes back to an earlier checkpoint. The checkpoints, records and samples of later steps are set aside, and not
+    deleted: see docs/runs.md. A run that has finished also continues, if learner.total_steps is larger than the step
+    of the checkpoint.
+
+    \b
+      asyncrl resume quickstart                           from its newest checkpoint
+      asyncrl resume quickstart --at step-100             from step 100; later steps are trained again
+      asyncrl resume quickstart --at step-100 learner.optimizer.lr=1e-6
+      asyncrl resume quickstart learner.total_steps=400   train a finished run further
+    """
+    step = None if at is None else step_of(at)
+    directory = named_run(run)
+    check_there(directory)
+    directory = directory if directory.name else directory.resolve()
+    saved = directory / "config.yaml"
+    if not saved.is_file():
+        raise RunError(f"{directory} is not the directory of a run: it has no config.yaml")
+    # The directory may have been moved since the run wrote its configuration.
+    here = {"run": {"dir": str(directory.parent), "name": directory.name}}
+    config, prompts = prepared([saved, here], overrides, allow_public=allow_public)
+    if config.run.dir / config.run.name != directory:
+        raise ConfigError(
+            f"run.dir and run.name name {config.run.dir / config.run.name}, but a run is resumed in its directory "
+            f"{directory}: leave them out, or begin a new run with asyncrl up -c {saved}"
+        )
+    # Once the run has started, config.yaml has the overrides.
+    command = again("up", [saved], [], allow_public=allow_public)
+    # A restart after a process has died goes on from the newest checkpoint, which may be one of this command.
+    choose = partial(chosen_checkpoint, step=None if restarts() else step)
+    run_here(config, prompts, again=command, choose=choose)

@@ -1,0 +1,107 @@
+"""`asyncrl resume RUN` starts what `asyncrl up` starts, with the saved configuration and the chosen checkpoint."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli import resume as command
+from asyncrl.cli.main import SUPERVISED, app
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.deployment.resuming import Choice, chosen_checkpoint
+from asyncrl.deployment.run_dir import RunDir
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+runner = CliRunner()
+
+
+class Started:
+    """Takes the place of the function that runs the deployments, and keeps its arguments."""
+
+    def __init__(self) -> None:
+        self.config = Config()
+        self.again: Sequence[str] = ()
+        self.choose: partial[object] = partial(chosen_checkpoint)
+
+    def __call__(self, config: Config, prompts: object, *, again: Sequence[str], choose: Choice) -> None:
+        assert isinstance(choose, partial)
+        self.config, self.again, self.choose = config, again, choose
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+    """There is a run of the name `quick` in the present directory's `runs`."""
+    monkeypatch.chdir(tmp_path)
+    settings = {"run.name": "quick", "learner.total_steps": 70}
+    with RunDir.create(load_config([QUICKSTART, settings])):
+        pass
+    started = Started()
+    monkeypatch.setattr(command, "run_here", started)
+    return started
+
+
+@pytest.mark.parametrize("named", ["quick", "runs/quick"])
+def test_a_run_continues_with_its_saved_configuration_and_the_overrides(named: str, started: Started) -> None:
+    result = runner.invoke(app, ["resume", named, "--at", "step-4", "learner.total_steps=90", "metrics.learner_port=0"])
+    assert result.exit_code == 0, result.output
+    assert (started.config.learner.total_steps, started.config.model.path) == (90, "models/tiny-speller")
+    assert started.config.run.dir / started.config.run.name == Path("runs/quick")
+    assert started.choose.func is chosen_checkpoint
+    assert started.choose.keywords == {"step": 4}
+    assert started.again == ["up", "-c", "runs/quick/config.yaml"]
+
+
+def test_without_at_the_newest_checkpoint_is_chosen(started: Started) -> None:
+    assert runner.invoke(app, ["resume", "quick"]).exit_code == 0
+    assert started.choose.keywords == {"step": None}
+
+
+def test_a_directory_that_was_moved_is_resumed_where_it_is(started: Started, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "quick").rename(tmp_path / "runs" / "quick.1")
+    assert runner.invoke(app, ["resume", "quick.1"]).exit_code == 0
+    assert (started.config.run.dir, started.config.run.name) == (Path("runs"), "quick.1")
+
+
+def test_a_restart_after_a_process_has_died_does_not_go_back_again(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would lose the steps that were trained since."""
+    monkeypatch.setattr(command, "restarts", lambda: 1)
+    assert runner.invoke(app, ["resume", "quick", "--at", "step-4"]).exit_code == 0
+    assert started.choose.keywords == {"step": None}
+    assert SUPERVISED == ("up", "resume")
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "error"),
+    [
+        (["quik"], 1, "there is no run quik in runs/; did you mean quick?"),
+        (["quick", "--at", "140"], 2, "--at 140: this is not the name of a checkpoint"),
+        (["quick", "run.name=other"], 2, "run.dir and run.name name runs/other, but a run is resumed in its directory"),
+        (["quick", "learner.total_step=3"], 2, "learner.total_step"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_before_anything_is_started(
+    words: list[str], exit_code: int, error: str, started: Started
+) -> None:
+    result = runner.invoke(app, ["resume", *words])
+    assert result.exit_code == exit_code, result.output
+    assert error in result.stderr
+    assert started.again == ()
+
+
+def test_a_directory_without_a_configuration_is_no_run(started: Started, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "other").mkdir()
+    result = runner.invoke(app, ["resume", "other"])
+    assert result.exit_code == 1
+    assert "runs/other is not the directory of a run: it has no config.yaml" in result.stderr
+
+
+def test_the_help_teaches_going_back_and_training_further() -> None:
+    text = runner.invoke(app, ["resume", "--help"]).stdout
+    assert "asyncrl resume quickstart --at step-100" in text
+    assert "asyncrl resume quickstart learner.total_steps=400" in text
