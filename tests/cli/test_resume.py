@@ -73,7 +73,7 @@ def test_a_restart_after_a_process_has_died_does_not_go_back_again(
     monkeypatch.setattr(command, "restarts", lambda: 1)
     assert runner.invoke(app, ["resume", "quick", "--at", "step-4"]).exit_code == 0
     assert started.choose.keywords == {"step": None}
-    assert SUPERVISED == ("up", "resume")
+    assert "resume" in SUPERVISED
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ NOT_OF_A_STEP = {
     *("weight_parity_limit_nats", "weight_parity_nats", "rows_outstanding", "learner_heldout_reward_mean"),
     *("checkpoint_interval_versions", "checkpoint_policy_version", "checkpoint_last_success_timestamp_seconds"),
     *("heartbeat_timestamp_seconds", "deadline_seconds"),
+    *("run_incarnation", "run_restarts", "run_resumed_timestamp_seconds"),
 }
 """Gauges of the learner that are not set at the end of a trained step."""
 
