@@ -63,14 +63,17 @@ ROWS = {
             Query(mean("asyncrl_staleness_inbuffer_versions", RUN), "in the buffer"),
             unit="suffix: versions",
         ),
-        *declared(HARMS),
         lines(
-            "Length ratio",
-            "Mean length of trained completions divided by that of all finished completions. Below 1, groups with long "
-            "completions are lost more often.",
-            Query(now("asyncrl_trained_to_dispatched_length_ratio", RUN), "trained / finished"),
-            unit="none",
+            "Stragglers in the way",
+            "Groups per second on which staleness.on_deadline acted, because they would have kept the learner waiting. "
+            "With `wait` there are none: the learner's time in waiting_for_groups shows what stragglers cost.",
+            Query(
+                rate("asyncrl_buffer_events_total", f'event=~"straggler_.*", {RUN}', by="event", over=STEPS),
+                "{{event}}",
+            ),
+            unit="suffix: groups/s",
         ),
+        *declared(HARMS),
     ],
     SOUND: [
         lines(

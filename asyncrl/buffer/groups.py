@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from asyncrl.buffer.failures import FailureState
 from asyncrl.buffer.ledger import Account, Amount, EndedGroup, Event, Fate, Ledger, LedgerEntry
-from asyncrl.buffer.records import DuePrompt, GroupMeta, Ticket
+from asyncrl.buffer.records import DuePrompt, GroupMeta, Progress, Ticket
 from asyncrl.buffer.slots import Front, ReadyQueue, Slot, amount_of
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.buffer.staleness import Limits
@@ -102,11 +102,15 @@ class Groups:
         self._ledger.count(Event.ATTEMPT)
         return ticket
 
-    def heard(self, key: str, *, replica: str, now_s: float) -> None:
-        """Records that the replica named its ticket in a heartbeat. Another replica's ticket is left alone."""
+    def heard(self, key: str, progress: Progress, *, replica: str, step: int | None, now_s: float) -> None:
+        """Records that the replica named its ticket in a heartbeat. Another replica's ticket is left alone.
+
+        `step` is the step of the weights that the replica has loaded; None if it has none at the moment.
+        """
         slot = self.reserved.get(key)
         if slot is not None and slot.ticket.replica == replica:
-            slot.heard_at_s = now_s
+            slot.heard_at_s, slot.progress = now_s, progress
+            slot.newest_step = max(slot.newest_step, slot.newest_step if step is None else step)
             self.reserved[key] = self.reserved.pop(key)
 
     def unheard_before(self, cutoff_s: float) -> list[Slot]:
@@ -150,6 +154,20 @@ class Groups:
         self._leave_reserved(slot)
         self._end(slot, Fate.FAILED)
 
+    def drop(self, slot: Slot) -> None:
+        """Drops a reserved group. Another prompt may take its slot. The tokens that its replica reported are counted,
+        because they were generated."""
+        tokens = slot.progress.generated_tokens
+        self._leave_reserved(slot)
+        self._ledger.generated(tokens)
+        self._end(slot, Fate.DROPPED, tokens=tokens)
+
+    def extend(self, slot: Slot) -> None:
+        """Gives a reserved group the deadline of its newest token. Its older tokens may then be too old to train."""
+        self._count_unleased(slot.deadline, -1)
+        slot.deadline = slot.newest_deadline
+        self._count_unleased(slot.deadline, 1)
+
     def lose_rows(self, slots: Collection[Slot]) -> None:
         """Ends ready groups whose rows are lost. Their prompts go to the front.
 
@@ -157,7 +175,7 @@ class Groups:
         """
         self.ready.discard(slots)
         for slot in slots:
-            self._count_unleased(slot.ticket.deadline, -1)
+            self._count_unleased(slot.deadline, -1)
             self._free(slot)
             self._settle(Fate.ROWS_LOST, slot)
             self.front.push(self._again(slot.ticket, issued=False))
@@ -166,7 +184,7 @@ class Groups:
         """Drops all ready groups, because no step will train them. Returns their keys."""
         slots = self.ready.take(self.ready.by_deadline())
         for slot in slots:
-            self._count_unleased(slot.ticket.deadline, -1)
+            self._count_unleased(slot.deadline, -1)
             self._free(slot)
             self._end(slot, Fate.DROPPED)
         return tuple(slot.ticket.key for slot in slots)
@@ -182,7 +200,7 @@ class Groups:
         """Moves the leased groups back to ready."""
         leased, self.leased = self.leased, []
         for slot in leased:
-            self._count_unleased(slot.ticket.deadline, 1)
+            self._count_unleased(slot.deadline, 1)
             self.ready.push(slot)
 
     def end_leased(self, fate: Fate, *, step: int) -> tuple[str, ...]:
@@ -234,6 +252,12 @@ class Groups:
         """Returns the number of attempts that were issued at a group."""
         last = self.last_attempt(group)
         return 0 if last is None else last[0] + 1
+
+    def has_ended(self, group: int, attempt: int) -> bool:
+        """Returns whether no commit of this attempt was accepted or can be accepted. An attempt that was never issued
+        counts as such, because a restore forgets the attempts that were issued after its snapshot."""
+        last = self.last_attempt(group)
+        return last is None or attempt > last[0] or self.is_never_committed(group, attempt)
 
     def is_never_committed(self, group: int, attempt: int) -> bool:
         """Returns whether this attempt was issued and has ended without a commit that counts.
@@ -327,6 +351,7 @@ class Groups:
                 due.append(self._again(ticket, issued=True, interrupted=True))
                 continue
             slot = Slot(ticket, group.reserved_step, now_s, now_s, meta.row_bytes, meta, group.ready_step)
+            slot.deadline = group.deadline
             if earlier.attempts(ticket.group) <= ticket.attempt + 1:
                 slots.append(slot)
             else:  # its rows were lost after the snapshot, and another attempt was issued
@@ -342,7 +367,7 @@ class Groups:
                 slots.append(kept)
             else:
                 self.front.push(prompt.not_before(earlier.attempts(prompt.group)))
-        for slot in sorted(slots, key=lambda each: (each.ticket.deadline, each.ticket.group)):
+        for slot in sorted(slots, key=lambda each: (each.deadline, each.ticket.group)):
             if self._has_room(slot, step=step):
                 self._place(slot, step=step)
             else:
@@ -354,7 +379,7 @@ class Groups:
         """Puts a restored group into its slot. The learner is at `step`, which may be an earlier one than before."""
         slot.reserved_step, slot.ready_step = min(slot.reserved_step, step), min(slot.ready_step, step)
         self.open[slot.ticket.group] = slot
-        self._count_unleased(slot.ticket.deadline, 1)
+        self._count_unleased(slot.deadline, 1)
         self.booked_bytes += slot.booked_bytes
         if slot.meta is None:
             self.reserved[slot.ticket.key] = slot
@@ -367,7 +392,7 @@ class Groups:
         Groups are restored by deadline, so all groups that have a slot already are due no later than this one.
         """
         return (
-            self.slots < (slot.ticket.deadline - step + 1) * self._limits.groups_per_step
+            self.slots < (slot.deadline - step + 1) * self._limits.groups_per_step
             and self.slots < self._limits.capacity_groups
             and self.booked_bytes + slot.booked_bytes <= self._limits.capacity_bytes
         )
@@ -379,24 +404,24 @@ class Groups:
 
     def _leave_reserved(self, slot: Slot) -> None:
         del self.reserved[slot.ticket.key]
-        self._count_unleased(slot.ticket.deadline, -1)
+        self._count_unleased(slot.deadline, -1)
         self._free(slot)
 
     def _free(self, slot: Slot) -> None:
         del self.open[slot.ticket.group]
         self.booked_bytes -= slot.booked_bytes
 
-    def _end(self, slot: Slot, fate: Fate) -> None:
-        self._settle(fate, slot)
+    def _end(self, slot: Slot, fate: Fate, *, tokens: int = 0) -> None:
+        self._settle(fate, slot, tokens=tokens)
         last = (slot.ticket.attempt, slot.meta is not None)
         if last != (0, True):
             self._last_attempts[slot.ticket.group] = last
             if len(self._last_attempts) > LAST_ATTEMPTS:
                 del self._last_attempts[next(iter(self._last_attempts))]
 
-    def _settle(self, fate: Fate, slot: Slot) -> None:
-        """Counts a final fate of a group's attempt."""
-        amount = self._amount([slot])
+    def _settle(self, fate: Fate, slot: Slot, *, tokens: int = 0) -> None:
+        """Counts a final fate of a group's attempt. `tokens` are those of a group that was not committed."""
+        amount = self._amount([slot]) + Amount(tokens=tokens)
         self._ledger.settle(fate, amount)
         self.ended.append(EndedGroup(slot.ticket.group, slot.ticket.attempt, fate, amount.samples, amount.tokens))
 

@@ -16,7 +16,6 @@ These statements are true after every call:
 The state machine has no threads and no sockets, and the clock is an argument. `asyncrl.coordinator` runs it.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,6 +23,7 @@ from functools import partial
 
 import msgspec
 
+from asyncrl.buffer.commit_check import check_commit
 from asyncrl.buffer.failures import FailureLog
 from asyncrl.buffer.groups import Groups
 from asyncrl.buffer.ledger import Account, Event, Fate, Ledger, LedgerEntry
@@ -34,6 +34,7 @@ from asyncrl.buffer.records import (
     GroupMeta,
     Lease,
     LeaseWait,
+    Progress,
     Refusal,
     Reservation,
     Ticket,
@@ -41,9 +42,11 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.snapshot import BufferSnapshot
-from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, lease_violation
+from asyncrl.buffer.staleness import Limits, Room, admissible, earliest
+from asyncrl.buffer.stragglers import stragglers
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
+from asyncrl.config.schema import OnDeadline
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass, StalenessViolation
 
@@ -66,7 +69,9 @@ class ReplayBuffer:
     Attributes for the owner of the buffer:
 
     - `paused`: while it is True, no new group is admitted. Admitted groups continue.
-    - `dropped`: the keys of dropped groups. The owner clears their rows and empties the list.
+    - `dropped`: the keys of dropped groups that were ready. The owner clears their rows and empties the list.
+    - `cancelled`: the keys of stragglers whose tickets a lease call has ended. The owner clears rows under them,
+      empties the list, and wakes the generators that wait for a ticket.
     - `failures`: the failed rollouts so far.
     - `ledger`: counts fates and events. The owner counts the events that it finds itself, such as a lost replica.
     """
@@ -80,16 +85,19 @@ class ReplayBuffer:
         step: int = 0,
         seed: int = 0,
         drop_last: bool = False,
+        on_deadline: OnDeadline = "wait",
     ) -> None:
         self._limits = limits
         self._clock = clock
         self._lineage = Lineage()
         self._step = step
         self._drop_last = drop_last
+        self._on_deadline = on_deadline
         self.ledger = Ledger()
         self.failures = FailureLog(max_streak=limits.max_data_failures)
         self.paused = False
         self.dropped: list[str] = []
+        self.cancelled: list[str] = []
         self._new_groups = partial(Groups, limits=limits, next_prompt=next_prompt, ledger=self.ledger, seed=seed)
         self._groups = self._new_groups()
         self._lease: Lease | None = None
@@ -98,14 +106,19 @@ class ReplayBuffer:
 
     # For generators.
 
-    def renew(self, replica: str, *, held: Collection[str]) -> None:
-        """Renews the tickets `held`, by key, of a replica that sent a heartbeat.
+    def renew(self, replica: str, *, held: Mapping[str, Progress], version: Version | None = None) -> tuple[str, ...]:
+        """Renews the tickets `held`, by key, of a replica that sent a heartbeat, and records their progress and the
+        version that the replica has loaded.
 
-        A ticket whose reserve reply was lost is not in `held`, so it expires.
+        A ticket whose reserve reply was lost is not in `held`, so it expires. Returns the keys of the tickets that have
+        ended without a commit: no commit of them can be accepted, so the replica need not generate them any longer.
         """
         now_s = self._clock()
-        for key in held:
-            self._groups.heard(key, replica=replica, now_s=now_s)
+        step = version.step if version is not None and self._lineage.has(version) else None
+        for key, progress in held.items():
+            self._groups.heard(key, progress, replica=replica, step=step, now_s=now_s)
+        tickets = ((key, _KEY.fullmatch(key)) for key in held)
+        return tuple(key for key, found in tickets if found and self._groups.has_ended(int(found[1]), int(found[2])))
 
     def leave(self, replica: str) -> tuple[str, ...]:
         """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared."""
@@ -141,7 +154,7 @@ class ReplayBuffer:
             self._groups.interrupt(slot)
             self.ledger.count(Event.COMMIT_OLD_INCARNATION)
             return CommitOutcome.OLD_INCARNATION
-        self._check(meta, slot.ticket)
+        check_commit(meta, slot.ticket, limits=self._limits, step=self._step)
         self._groups.commit(slot, meta, step=self._step)
         self.failures.succeeded()
         return CommitOutcome.ACCEPTED
@@ -192,7 +205,8 @@ class ReplayBuffer:
         """Returns the groups of one step, earliest deadline first, ties in prompt order; or the reason why not now.
 
         A repeated call returns the current lease again. When the prompts have run out, the last lease may be short.
-        With `drop_last`, the groups of a short step are dropped instead: see `dropped`.
+        With `drop_last`, the groups of a short step are dropped instead: see `dropped`. Stragglers that block the lease
+        are treated as `on_deadline` says: see `cancelled` and `stragglers.py`.
         """
         if self._lease is not None:
             self.ledger.count(Event.LEASE_REPEATED)
@@ -275,7 +289,7 @@ class ReplayBuffer:
         earlier, self._groups = self._groups, self._new_groups()
         self._lineage, self._step = lineage, snapshot.version.step
         self._lease = self._last_end = self._lease_wait = None
-        self.dropped = []
+        self.dropped, self.cancelled = [], []
         self.ledger.restore(snapshot.ledger)
         self.failures.restore(snapshot.failures)
         living = earlier.living(lineage=lineage, loaded=loaded)
@@ -353,30 +367,6 @@ class ReplayBuffer:
             return CommitOutcome.UNKNOWN
         return CommitOutcome.DUPLICATE if last == (meta.attempt, True) else CommitOutcome.LATE
 
-    def _check(self, meta: GroupMeta, ticket: Ticket) -> None:
-        """Raises an error if the metadata of a commit contradicts its ticket."""
-        if meta.oldest < ticket.version.step:
-            raise StalenessViolation(
-                f"group {meta.key} has a token of step {meta.oldest}, which is older than its ticket's version "
-                f"{ticket.version}; this is a bug in asyncrl"
-            )
-        if not meta.oldest <= meta.newest <= self._step:
-            raise ValueError(
-                f"group {meta.key} has tokens of steps {meta.oldest} to {meta.newest}, but the learner is at step "
-                f"{self._step}"
-            )
-        size = self._limits.group_size
-        lengths = {len(meta.completion_tokens), len(meta.rewards), len(meta.truncated)}
-        if lengths != {size}:
-            raise ValueError(f"group {meta.key} has {sorted(lengths)} samples, but learner.group_size is {size}")
-        if not all(map(math.isfinite, meta.rewards)):
-            raise ValueError(f"group {meta.key} has rewards {meta.rewards}; all rewards must be finite")
-        if not 0 <= meta.row_bytes <= self._limits.worst_group_bytes:
-            raise ValueError(
-                f"group {meta.key} takes {meta.row_bytes} bytes, but its reserve booked at most "
-                f"{self._limits.worst_group_bytes}"
-            )
-
     def _expire(self, slots: Collection[Slot]) -> tuple[str, ...]:
         for slot in slots:
             self._groups.retry(slot)
@@ -404,11 +394,35 @@ class ReplayBuffer:
                 f"= {self._limits.max_staleness_versions}); this is a bug in asyncrl"
             )
         remaining = {deadline: n - share.get(deadline, 0) for deadline, n in groups.unleased_by_deadline.items()}
-        if lease_violation(step=self._step, groups_per_step=size, remaining=remaining) is not None:
+        blocking = stragglers(
+            self._on_deadline,
+            step=self._step,
+            limits=self._limits,
+            remaining=remaining,
+            reserved=groups.reserved.values(),
+        )
+        if blocking is None:
             return LeaseWait.STRAGGLER
+        self._act_on(blocking)
         leased = tuple(slot.as_leased() for slot in groups.lease(share))
         self._lease = Lease(incarnation=self._lineage.incarnation, step=self._step, groups=leased)
         return self._lease
+
+    def _act_on(self, blocking: Collection[Slot]) -> None:
+        """Does what `staleness.on_deadline` says with the stragglers that block a lease."""
+        for slot in blocking:
+            match self._on_deadline:
+                case "requeue":
+                    self._groups.retry(slot)
+                    self.ledger.count(Event.STRAGGLER_REQUEUED)
+                case "drop":
+                    self._groups.drop(slot)
+                    self.ledger.count(Event.STRAGGLER_DROPPED)
+                case "mask":
+                    self._groups.extend(slot)
+                    self.ledger.count(Event.STRAGGLER_MASKED)
+        if self._on_deadline != "mask":
+            self.cancelled += [slot.ticket.key for slot in blocking]
 
     def _holds_lease(self, incarnation: int, step: int) -> bool:
         return self._lease is not None and (incarnation, step) == (self._lease.incarnation, self._lease.step)

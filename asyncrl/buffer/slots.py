@@ -6,17 +6,21 @@ by group, which is the order in which the prompts were first issued.
 
 import heapq
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrl.buffer.ledger import Amount
-from asyncrl.buffer.records import DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Ticket
+from asyncrl.buffer.records import DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Progress, Ticket
+
+NO_PROGRESS = Progress()
 
 
 @dataclass(slots=True)
 class Slot:
     """The slot of one group from reserve to ack. `meta` is None until the commit.
 
-    `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit.
+    `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit. `progress` is that of the
+    last heartbeat which named the ticket, and `newest_step` is the step of the weights that the replica had then.
+    `deadline` is that of the ticket, unless `staleness.on_deadline: mask` has extended it.
     """
 
     ticket: Ticket
@@ -26,6 +30,17 @@ class Slot:
     booked_bytes: int
     meta: GroupMeta | None = None
     ready_step: int = 0
+    progress: Progress = NO_PROGRESS
+    deadline: int = field(init=False)
+    newest_step: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline, self.newest_step = self.ticket.deadline, self.ticket.version.step
+
+    @property
+    def newest_deadline(self) -> int:
+        """The last step at which the newest token of a reserved group may be trained."""
+        return self.newest_step + self.ticket.max_staleness_versions
 
     def as_leased(self) -> LeasedGroup:
         """Returns the committed group in the form of a lease."""
@@ -33,7 +48,8 @@ class Slot:
         return LeasedGroup(
             meta=self.meta,
             task=self.ticket.task,
-            deadline=self.ticket.deadline,
+            deadline=self.deadline,
+            extended=self.deadline > self.ticket.deadline,
             max_staleness_versions=self.ticket.max_staleness_versions,
             reserved_step=self.reserved_step,
             ready_step=self.ready_step,
@@ -42,7 +58,11 @@ class Slot:
     def as_open(self) -> OpenGroup:
         """Returns the group in the form of a snapshot."""
         return OpenGroup(
-            ticket=self.ticket, reserved_step=self.reserved_step, ready_step=self.ready_step, meta=self.meta
+            ticket=self.ticket,
+            reserved_step=self.reserved_step,
+            ready_step=self.ready_step,
+            meta=self.meta,
+            deadline=self.deadline,
         )
 
 
@@ -74,7 +94,7 @@ class ReadyQueue:
 
     def push(self, slot: Slot) -> None:
         self._slots[slot.ticket.group] = slot
-        heapq.heappush(self._order.setdefault(slot.ticket.deadline, []), slot.ticket.group)
+        heapq.heappush(self._order.setdefault(slot.deadline, []), slot.ticket.group)
 
     def take(self, share: Mapping[int, int]) -> list[Slot]:
         """Removes and returns groups, earliest deadline first, ties in prompt order.
@@ -94,7 +114,7 @@ class ReadyQueue:
         once."""
         for slot in slots:
             del self._slots[slot.ticket.group]
-        for deadline in {slot.ticket.deadline for slot in slots}:
+        for deadline in {slot.deadline for slot in slots}:
             groups = [group for group in self._order[deadline] if group in self._slots]
             if groups:
                 heapq.heapify(groups)

@@ -213,8 +213,9 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         counter(
             GENERATOR,
             "asyncrl_generator_samples_total",
-            "Samples by the outcome of their group's commit. `failed`: the rollout failed and there was no commit.",
-            {"outcome": (*CommitOutcome, "failed")},
+            "Samples by the outcome of their group's commit. `failed`: the rollout failed and there was no commit. "
+            "`cancelled`: the buffer had ended the ticket, so the rollout was ended too.",
+            {"outcome": (*CommitOutcome, "failed", "cancelled")},
         ),
         counter(
             GENERATOR,
@@ -311,12 +312,6 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         versions_histogram(
             "asyncrl_staleness_inbuffer_versions",
             "Number of versions that the learner advanced while a trained group waited in the buffer.",
-        ),
-        gauge(
-            LEARNER,
-            "asyncrl_trained_to_dispatched_length_ratio",
-            "Mean completion length of trained groups divided by that of all finished groups. Below 1, groups with "
-            "long completions are lost more often.",
         ),
     ),
     "weights": (

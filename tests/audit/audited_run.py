@@ -17,6 +17,7 @@ from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.load import shared_config
+from asyncrl.config.schema import OnDeadline
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data_plane.clients import TRAIN_PARTITION
@@ -30,8 +31,9 @@ from asyncrl.learner.kept_steps import KeptSteps
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.records import StepRecord, read_lines
 from asyncrl.learner.run_log import RunLog
-from asyncrl.ranks.batching import staleness_counts
+from asyncrl.ranks.batching import staleness_counts, without_stale
 from asyncrl.ranks.digest import tensor_digest
+from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
 
 FAILED_GROUP = 5
 """A group whose reward fails in every run."""
@@ -68,7 +70,8 @@ class AuditedTrainer(FakeTrainer):
             self.skips_at = None
             return {"report": skipped()}
         columns = ["input_ids", "weight_versions", "token_mask", "sample_mask"]
-        rows = self.client.get_data(meta, columns)
+        limits, masks = ([tags.get(key, 0) for tags in meta.tags or []] for key in (LIMIT, MASKS_STALE))
+        rows = without_stale(self.client.get_data(meta, columns), step=step, limits=limits, masks=masks)
         before, ages = self.digest, staleness_counts(rows, step=step)
         self.weights = self.weights + step + rows["input_ids"].sum()
         counts = tuple(ages.get(age, 0) for age in range(max(ages) + 1))
@@ -102,7 +105,9 @@ class AuditedTrainer(FakeTrainer):
 class AuditedRun(Scene):
     """One start of the run `audited` in `folder`: a new one, or one that is resumed."""
 
-    def __init__(self, folder: Path, *, max_staleness: int = 1, keep_weights: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, max_staleness: int = 1, keep_weights: bool = False, on_deadline: OnDeadline = "wait"
+    ) -> None:
         run = {"dir": str(folder), "name": "audited"}
         learner = {"total_steps": 6, "groups_logged": 0}
         super().__init__(
@@ -110,7 +115,7 @@ class AuditedRun(Scene):
             learner=learner,
             checkpoint={"every_steps": 2, "keep": 9},
             eval={"prompts": 0},
-            staleness={"max_versions": max_staleness},
+            staleness={"max_versions": max_staleness, "on_deadline": on_deadline},
             audit={"keep_weights": "all" if keep_weights else "none"},
         )
         self.trainer: AuditedTrainer = AuditedTrainer(self)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from buffer_scenes import finished
+from buffer_scenes import finished, progress_of
 
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Lease, LeaseWait, Refusal, Reservation
@@ -124,12 +124,60 @@ async def test_a_full_buffer_says_why_when_the_wait_is_over() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_step_that_ends_the_ticket_of_a_straggler_clears_its_rows_and_wakes_a_generator_for_its_prompt() -> (
+    None
+):
+    """η = 1, B = 2: step 1 would leave group 2 behind, which is due at step 1, so its prompt starts again."""
+    rows = ClearedRows()
+    coordinator = made(rows, staleness={"max_versions": 1, "on_deadline": "requeue"})
+    first = (await coordinator.reserve("a", NOW, 4, wait_s=0.0)).tickets
+    await coordinator.commit([finished(ticket) for ticket in first[:2]])
+    await coordinator.learner.lease(1, wait_s=0.0)
+    await coordinator.learner.ack(1, 0)
+    more = (await coordinator.reserve("a", Version(1, 1), 2, wait_s=0.0)).tickets
+    straggler, *ready = [*first[2:], *more]
+    await coordinator.commit([finished(ticket) for ticket in ready])
+    waiting = asyncio.create_task(coordinator.reserve("b", Version(1, 1), 1, wait_s=FAR_S))
+    await asyncio.sleep(0)
+    lease = await coordinator.learner.lease(1, wait_s=0.0)
+    assert isinstance(lease, Lease)
+    (again,) = (await waiting).tickets
+    assert (again.group, again.attempt) == (straggler.group, 1)
+    await asyncio.gather(*coordinator._clearing)
+    assert rows.cleared == [[straggler.key]]
+    held = progress_of(straggler, again)
+    assert await coordinator.heartbeat("a", Version(1, 1), 0, held, report_of("a")) == (straggler.key,)
+    assert (await coordinator.commit([finished(straggler)])) == [CommitOutcome.LATE]
+    assert coordinator.status().failures == ()
+
+
+@pytest.mark.asyncio
+async def test_a_heartbeat_with_newer_weights_lets_a_waiting_lease_mask_the_stragglers_old_tokens() -> None:
+    coordinator = made(ClearedRows(), staleness={"max_versions": 1, "on_deadline": "mask"})
+    first = (await coordinator.reserve("a", NOW, 4, wait_s=0.0)).tickets
+    await coordinator.heartbeat("a", NOW, 0, progress_of(*first), report_of("a"))
+    await coordinator.commit([finished(ticket) for ticket in first[:2]])
+    await coordinator.learner.lease(1, wait_s=0.0)
+    await coordinator.learner.ack(1, 0)
+    more = (await coordinator.reserve("b", Version(1, 1), 2, wait_s=0.0)).tickets
+    straggler, *ready = [*first[2:], *more]
+    await coordinator.commit([finished(ticket) for ticket in ready])
+    waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert await coordinator.heartbeat("a", Version(1, 1), 0, progress_of(straggler), report_of("a")) == ()
+    assert isinstance(await waiting, Lease)
+    assert coordinator.status().account.events[Event.STRAGGLER_MASKED] == 1
+    assert (await coordinator.commit([finished(straggler)])) == [CommitOutcome.ACCEPTED]
+
+
+@pytest.mark.asyncio
 @pytest.mark.fault("F40")
 async def test_rows_of_a_generator_that_was_declared_dead_are_cleared_and_its_commit_is_refused() -> None:
     rows = ClearedRows()
     coordinator = made(rows)
     (ticket, other) = (await coordinator.reserve("zombie", NOW, 2, wait_s=0.0)).tickets
-    await coordinator.heartbeat("zombie", NOW, 0, [ticket.key, other.key], report_of("zombie"))
+    await coordinator.heartbeat("zombie", NOW, 0, progress_of(ticket, other), report_of("zombie"))
     await coordinator.leave("zombie")
     await asyncio.gather(*coordinator._clearing)
     assert rows.cleared == [[ticket.key, other.key]]
@@ -205,8 +253,8 @@ async def test_only_a_commit_that_is_accepted_is_progress() -> None:
 @pytest.mark.asyncio
 async def test_metrics_show_replicas_by_state_and_an_account_that_closes_while_groups_are_under_way() -> None:
     coordinator = made(ClearedRows())
-    await coordinator.heartbeat("new", None, 2, [], report_of("new"))
-    await coordinator.heartbeat("idle", NOW, 2, [], report_of("idle"))
+    await coordinator.heartbeat("new", None, 2, {}, report_of("new"))
+    await coordinator.heartbeat("idle", NOW, 2, {}, report_of("idle"))
     await coordinator.reserve("busy", NOW, 2, wait_s=0.0)
     coordinator._record()
     read = coordinator._metrics.registry.get_sample_value
@@ -245,7 +293,7 @@ async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() 
     coordinator = made(ClearedRows())
     for name, address in (("a", "127.0.0.1:1"), ("b", "127.0.0.1:2"), ("starting", "")):
         report = msgspec.structs.replace(report_of(name), metrics_address=address)
-        await coordinator.heartbeat(name, NOW, 2, [], report)
+        await coordinator.heartbeat(name, NOW, 2, {}, report)
     assert coordinator.status().targets == {"a": "127.0.0.1:1", "b": "127.0.0.1:2"}
     await coordinator.leave("a")
     assert coordinator.status().targets == {"b": "127.0.0.1:2"}, "the replica has left, although its report is kept"
@@ -267,7 +315,7 @@ async def test_failures_are_answered_as_soon_as_there_are_more_than_the_caller_k
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     waiting = asyncio.create_task(coordinator.failures.more_than(0, wait_s=FAR_S))
     await asyncio.sleep(0)
-    await coordinator.heartbeat("a", NOW, 0, [], report_of("a"))
+    await coordinator.heartbeat("a", NOW, 0, {}, report_of("a"))
     assert not waiting.done()
     await free_a_slot(coordinator, tickets[0].key)
     async with asyncio.timeout(FAR_S / 2):
@@ -302,7 +350,7 @@ async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tick
     lost = (await coordinator.reserve("killed", NOW, 1, wait_s=0.0)).tickets[0]
     kept = (await coordinator.reserve("survivor", NOW, 1, wait_s=0.0)).tickets[0]
     now_s = timeout_s
-    await coordinator.heartbeat("survivor", NOW, 0, [kept.key], report_of("survivor"))
+    await coordinator.heartbeat("survivor", NOW, 0, progress_of(kept), report_of("survivor"))
     waiting = await a_waiting_reserve(coordinator)
     now_s = timeout_s + 0.1
     await coordinator._expire()
@@ -325,7 +373,7 @@ async def test_a_stall_of_the_buffers_process_expires_nothing_that_is_still_held
     await coordinator._tick()  # before the heartbeats that waited
     assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 0
     assert [view.replica for view in coordinator.status().replicas] == ["a"]
-    await coordinator.heartbeat("a", NOW, 0, [held.key], report_of("a"))
+    await coordinator.heartbeat("a", NOW, 0, progress_of(held), report_of("a"))
     now_s += 3.0
     await coordinator._tick()  # late again, because the machine is busy
     assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 1, "no heartbeat names the second one"
@@ -350,7 +398,7 @@ async def test_rows_that_a_dead_replica_stored_after_its_ticket_expired_are_clea
     [lost, kept] = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     for _ in range(int(2 * SWEEP_EVERY_S)):
         now_s += 1.0
-        await coordinator.heartbeat("a", NOW, 0, [kept.key], report_of("a"))
+        await coordinator.heartbeat("a", NOW, 0, progress_of(kept), report_of("a"))
         await coordinator._tick()
         await asyncio.gather(*coordinator._clearing)
     assert rows.cleared == [[lost.key], [lost.key]], "once when the ticket expired, once because rows came later"
