@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from asyncrl.buffer.failures import FailureState
 from asyncrl.buffer.ledger import Account, Amount, EndedGroup, Event, Fate, Ledger, LedgerEntry
-from asyncrl.buffer.records import DuePrompt, GroupMeta, Ticket
+from asyncrl.buffer.records import DuePrompt, GroupMeta, Progress, Ticket
 from asyncrl.buffer.slots import Front, ReadyQueue, Slot, amount_of
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.buffer.staleness import Limits
@@ -95,11 +95,11 @@ class Groups:
         self._ledger.count(Event.ATTEMPT)
         return ticket
 
-    def heard(self, key: str, *, replica: str, now_s: float) -> None:
+    def heard(self, key: str, progress: Progress, *, replica: str, now_s: float) -> None:
         """Records that the replica named its ticket in a heartbeat. Another replica's ticket is left alone."""
         slot = self.reserved.get(key)
         if slot is not None and slot.ticket.replica == replica:
-            slot.heard_at_s = now_s
+            slot.heard_at_s, slot.progress = now_s, progress
             self.reserved[key] = self.reserved.pop(key)
 
     def unheard_before(self, cutoff_s: float) -> list[Slot]:
@@ -189,6 +189,12 @@ class Groups:
         if due := self.front.get(group):
             return due.attempt - 1, False
         return self._last_attempts.get(group, (0, True))
+
+    def has_ended(self, group: int, attempt: int) -> bool:
+        """Returns whether no commit of this attempt was accepted or can be accepted. An attempt that was never issued
+        counts as such, because a restore forgets the attempts that were issued after its snapshot."""
+        last = self.last_attempt(group)
+        return last is None or attempt > last[0] or self.is_never_committed(group, attempt)
 
     def is_never_committed(self, group: int, attempt: int) -> bool:
         """Returns whether this attempt was issued and has ended without a commit that counts.

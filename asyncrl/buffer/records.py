@@ -75,6 +75,16 @@ class DuePrompt(msgspec.Struct, frozen=True, kw_only=True):
     interruptions: int = 0
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """The progress of the rollout of a held ticket, as its replica reports it in each heartbeat.
+
+    `generated_tokens` is the number of completion tokens that all samples of the group have so far. It is 0 while the
+    rollout waits for its start. The engine reports it from time to time, so it may be a few tokens behind.
+    """
+
+    generated_tokens: int = 0
+
+
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a reserve: the tickets, and the reason why there are not more (None: all requested were issued)."""
 

@@ -19,7 +19,7 @@ The state machine has no threads and no sockets, and the clock is an argument. `
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
@@ -33,6 +33,7 @@ from asyncrl.buffer.records import (
     GroupMeta,
     Lease,
     LeaseWait,
+    Progress,
     Refusal,
     Reservation,
     Ticket,
@@ -96,14 +97,17 @@ class ReplayBuffer:
 
     # For generators.
 
-    def renew(self, replica: str, *, held: Collection[str]) -> None:
-        """Renews the tickets `held`, by key, of a replica that sent a heartbeat.
+    def renew(self, replica: str, *, held: Mapping[str, Progress]) -> tuple[str, ...]:
+        """Renews the tickets `held`, by key, of a replica that sent a heartbeat, and records their progress.
 
-        A ticket whose reserve reply was lost is not in `held`, so it expires.
+        A ticket whose reserve reply was lost is not in `held`, so it expires. Returns the keys of the tickets that have
+        ended without a commit: no commit of them can be accepted, so the replica need not generate them any longer.
         """
         now_s = self._clock()
-        for key in held:
-            self._groups.heard(key, replica=replica, now_s=now_s)
+        for key, progress in held.items():
+            self._groups.heard(key, progress, replica=replica, now_s=now_s)
+        tickets = ((key, _KEY.fullmatch(key)) for key in held)
+        return tuple(key for key, found in tickets if found and self._groups.has_ended(int(found[1]), int(found[2])))
 
     def leave(self, replica: str) -> tuple[str, ...]:
         """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared."""

@@ -9,14 +9,17 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncrl.buffer.ledger import Amount
-from asyncrl.buffer.records import DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Ticket
+from asyncrl.buffer.records import DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Progress, Ticket
+
+NO_PROGRESS = Progress()
 
 
 @dataclass(slots=True)
 class Slot:
     """The slot of one group from reserve to ack. `meta` is None until the commit.
 
-    `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit.
+    `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit. `progress` is that of the
+    last heartbeat which named the ticket.
     """
 
     ticket: Ticket
@@ -26,6 +29,7 @@ class Slot:
     booked_bytes: int
     meta: GroupMeta | None = None
     ready_step: int = 0
+    progress: Progress = NO_PROGRESS
 
     def as_leased(self) -> LeasedGroup:
         """Returns the committed group in the form of a lease."""

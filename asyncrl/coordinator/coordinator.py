@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from asyncrl.buffer.ledger import Event
@@ -18,6 +18,7 @@ from asyncrl.buffer.records import (
     CommitOutcome,
     FailedTicket,
     GroupMeta,
+    Progress,
     Refusal,
     Reservation,
 )
@@ -218,14 +219,18 @@ class Coordinator:
         replica: str,
         version: Version | None,
         free_slots: int,
-        held: Collection[str],
+        held: Mapping[str, Progress],
         report: ReplicaReport,
-    ) -> None:
-        """Receives the state of a replica and the keys of the tickets that it holds, which this call renews."""
-        self._buffer.renew(replica, held=held)
+    ) -> tuple[str, ...]:
+        """Receives the state of a replica, and the tickets that it holds with their progress. Renews these tickets.
+
+        Returns the keys of the tickets that have ended without a commit. The replica ends their rollouts.
+        """
+        ended = self._buffer.renew(replica, held=held)
         self._replicas.reports[replica] = report
         if self._replicas.heard(replica, version=version, free_slots=free_slots):
             await self._waiting.changed()
+        return ended
 
     async def leave(self, replica: str) -> None:
         """Removes a replica that ends cleanly. Its tickets expire at once."""

@@ -5,19 +5,20 @@ groups), heartbeat, and weight updates (`weight_updates.py`). Invariants:
 
 - No ticket is reserved before a version is loaded.
 - A commit waits until the parity probe of the last weight update has passed.
-- Every ticket ends in a commit or a failure. If this process dies, its tickets expire.
+- Every ticket ends in a commit or a failure, or the buffer has ended it. If this process dies, its tickets expire.
 """
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from asyncio_throttle.throttler import Throttler
 
-from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Refusal, Ticket
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Progress, Refusal, Ticket
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
@@ -92,7 +93,7 @@ class Generator:
         self._free_state = "idle"
         self._loading = False
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._held: set[str] = set()
+        self._held: dict[str, Progress] = {}
         self._finished: list[FinishedGroup | FailedTicket] = []  # in the order in which the rollouts ended
         self._something_finished = asyncio.Event()
         self._spoiled: dict[str, InfraError] = {}
@@ -179,13 +180,13 @@ class Generator:
             wait_s = 0.0 if reservation.refusal is None else RESERVE_WAIT_S
             self._free_state = REFUSED_STATE.get(reservation.refusal, "idle") if reservation.refusal else "idle"
             self._show_states()
-            for ticket in reservation.tickets:
-                self._held.add(ticket.key)
+            self._held |= {ticket.key: Progress() for ticket in reservation.tickets}
             for ticket in reservation.tickets:
                 async with self._throttle:
                     # A failed update may have torn the replica since the reserve. Then this waits for a whole version.
                     await self._weights.startable()
-                    self._start(ticket)
+                    if ticket.key in self._held:  # the buffer may have ended the ticket while it waited here
+                        self._start(ticket)
 
     def _start(self, ticket: Ticket) -> None:
         task = asyncio.create_task(self._rollout(ticket), name=f"rollout {ticket.key}")
@@ -197,7 +198,9 @@ class Generator:
         try:
             try:
                 async with asyncio.timeout(self._config.generator.rollout_timeout_s):
-                    group = await self._rollouts.run(ticket)
+                    group = await self._rollouts.run(
+                        ticket, on_progress=functools.partial(self._progressed, ticket.key)
+                    )
                     if ticket.key in self._spoiled:
                         raise self._spoiled[ticket.key]
             except TimeoutError as error:
@@ -229,6 +232,22 @@ class Generator:
             self._spoiled.pop(ticket.key, None)
             self._show_states()
             self._slot_freed.set()
+
+    def _progressed(self, key: str, tokens: int) -> None:
+        if key in self._held:
+            self._held[key] = Progress(generated_tokens=tokens)
+
+    def _abandon(self, keys: Collection[str]) -> None:
+        """Ends the rollouts of tickets that the buffer has ended. This is not a failure.
+
+        A group that is finished is left to the delivery: the buffer refuses its commit, and its rows are cleared.
+        """
+        for key in keys:
+            if rollout := self._running.get(key):
+                logger.info("the buffer has ended the ticket of group %s, so its rollout ends", key)
+                rollout.cancel()
+                self._metrics.samples(self._config.learner.group_size, outcome="cancelled")
+            self._settle(key)
 
     def _failed(self, key: str, incarnation: int, error: RolloutError) -> FailedTicket:
         logger.warning("group %s failed (%s, %s): %s", key, error.failure_class, error.reason, error)
@@ -335,9 +354,10 @@ class Generator:
             weight_updates=self._weights.updates,
             parity_max_nats=self._weights.parity_max_nats,
         )
-        await self._coordinator.call(
-            Coordinator.heartbeat, self._name, self._weights.version, free, list(self._held), report
+        ended = await self._coordinator.call(
+            Coordinator.heartbeat, self._name, self._weights.version, free, dict(self._held), report
         )
+        self._abandon(ended)
 
     # --- heartbeat ----------------------------------------------------------------------------------------------
 
@@ -357,7 +377,7 @@ class Generator:
             await self._settled.wait()
 
     def _settle(self, key: str) -> None:
-        self._held.discard(key)
+        self._held.pop(key, None)
         self._settled.set()
 
     def _show_states(self) -> None:

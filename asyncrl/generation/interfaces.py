@@ -64,11 +64,13 @@ class InferenceEngine(Protocol):
         temperature: float,
         max_tokens: int,
         stop: Sequence[str] = (),
+        on_progress: Callable[[int], None] | None = None,
     ) -> list[Completion]:
         """Returns n completions of one prompt. Child i samples with seed + i. Temperature 0 is greedy; seed is None.
 
         A completion ends when its text contains one of `stop` or of `generator.stop`. The tokens of the stop string
-        are the last tokens of the completion.
+        are the last tokens of the completion. The engine calls `on_progress` from time to time with the number of
+        tokens that all n completions have so far. Cancelling the call ends its requests in the engine.
         """
         ...
 

@@ -59,8 +59,11 @@ class Rollouts:
         self._replica = replica
         self._clock = clock
 
-    async def run(self, ticket: Ticket) -> FinishedGroup:
-        """Generates the whole group in one call, so that its samples share the prompt's KV cache, and scores it."""
+    async def run(self, ticket: Ticket, *, on_progress: Callable[[int], None] | None = None) -> FinishedGroup:
+        """Generates the whole group in one call, so that its samples share the prompt's KV cache, and scores it.
+
+        Calls `on_progress` from time to time with the number of tokens that the group has so far.
+        """
         prompt_ids, budget = self._prompt(ticket.task)
         group_size = self._config.learner.group_size
         completions = await self._engine.generate(
@@ -69,6 +72,7 @@ class Rollouts:
             seed=ticket.seed,
             temperature=self._config.generator.temperature,
             max_tokens=budget,
+            on_progress=on_progress,
         )
         for completion in completions:
             check_completion(completion)

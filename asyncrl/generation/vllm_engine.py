@@ -28,6 +28,9 @@ ENGINE_EXIT_S = 3.0
 """Seconds for vLLM's own shutdown. Afterwards the processes get the same time again, and are then killed."""
 MIN_BATCHED_TOKENS = 4096
 """Smallest token budget of a scheduler step on CPUs. Without chunked prefill, a whole prompt must fit into one step."""
+PROGRESS_EVERY_TOKENS = 16
+"""Number of tokens of a completion between two reports of its progress. One report for each token would cost a wake-up
+of the event loop for each token."""
 
 
 def prepare_environment(config: Config) -> None:
@@ -150,10 +153,12 @@ class VLLMEngine:
         temperature: float,
         max_tokens: int,
         stop: Sequence[str] = (),
+        on_progress: Callable[[int], None] | None = None,
     ) -> list[Completion]:
         stops = [*self._stop, *stop]
         output = await self._request(
             prompt_ids,
+            on_progress=on_progress,
             n=n,
             seed=seed,
             temperature=temperature,
@@ -163,8 +168,7 @@ class VLLMEngine:
             stop=stops or None,
             detokenize=bool(stops),  # stop strings need text after every token; otherwise we decode once, at the end
         )
-        children = sorted(output.outputs, key=lambda child: child.index)
-        return [self._completion(child, has_text=bool(stops)) for child in children]
+        return [self._completion(child, has_text=bool(stops)) for child in output.outputs]
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         output = await self._request(tokens, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -244,12 +248,17 @@ class VLLMEngine:
             truncated=child.finish_reason == "length",
         )
 
-    async def _request(self, tokens: Sequence[int], **sampling: Any) -> Any:
-        """Runs one request of vLLM with these fields of its `SamplingParams`. Returns the final output."""
+    async def _request(
+        self, tokens: Sequence[int], *, on_progress: Callable[[int], None] | None = None, **sampling: Any
+    ) -> Any:
+        """Runs one request of vLLM with these fields of its `SamplingParams`. Returns the final output with all
+        completions, in the order of their index."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        parameters = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
+        parameters = SamplingParams(
+            output_kind=RequestOutputKind.CUMULATIVE, stream_interval=PROGRESS_EVERY_TOKENS, **sampling
+        )
         request_id = f"asyncrl-{next(self._requests)}"
         prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)}
         if self.weights.version is not None:
@@ -258,9 +267,13 @@ class VLLMEngine:
         self._running.add(request_id)
         aborts = self._aborts
         final = None
+        children: dict[int, Any] = {}  # an output has only those completions that have new tokens
         try:
             async for output in self._llm.generate(prompt, parameters, request_id):
                 final = output
+                children |= {child.index: child for child in output.outputs}
+                if on_progress is not None:
+                    on_progress(sum(len(child.token_ids) for child in children.values()))
         except ValueError as error:
             raise DataError(f"vLLM refused the prompt: {error}", reason="prompt_refused") from error
         except asyncio.CancelledError:
@@ -273,5 +286,5 @@ class VLLMEngine:
             raise InfraError("the request was aborted", reason="aborted")
         if final is None or not final.finished:
             raise InfraError("the engine ended a request without an output", reason="engine")
-
+        final.outputs = [children[index] for index in sorted(children)]
         return final

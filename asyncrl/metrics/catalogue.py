@@ -198,8 +198,9 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         counter(
             GENERATOR,
             "asyncrl_generator_samples_total",
-            "Samples by the outcome of their group's commit. `failed`: the rollout failed and there was no commit.",
-            {"outcome": (*CommitOutcome, "failed")},
+            "Samples by the outcome of their group's commit. `failed`: the rollout failed and there was no commit. "
+            "`cancelled`: the buffer had ended the ticket, so the rollout was ended too.",
+            {"outcome": (*CommitOutcome, "failed", "cancelled")},
         ),
         counter(
             GENERATOR,

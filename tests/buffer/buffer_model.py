@@ -13,7 +13,7 @@ import msgspec
 from buffer_scenes import Clock, NumberedPrompts, finished, limits
 
 from asyncrl.buffer.ledger import Amount, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Refusal, Ticket
+from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Progress, Refusal, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.common.lineage import Lineage
@@ -122,8 +122,11 @@ class BufferModel:
             assert self.slots() + (self.v - r) * per_step >= (self.limits.max_staleness_versions + 1) * per_step
 
     def heartbeat(self, replica: str) -> None:
-        held = set(self.known[replica])
-        self.buffer.renew(replica, held=held)
+        held = self.known[replica]
+        ended = self.buffer.renew(replica, held=dict.fromkeys(held, Progress()))
+        assert set(ended) == {
+            key for key in held if self.state[key] == "over" and not (key in self.committed and key not in self.lost)
+        }
         for key in held:
             self.heard_at_s[key] = self.clock.now_s
 

@@ -1,6 +1,6 @@
 """Helpers of the buffer's tests: a manual clock, a source of numbered prompts, and short ways to a buffer's states."""
 
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Ticket
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Progress, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
 from asyncrl.common.version import Version
@@ -64,6 +64,11 @@ def finished(ticket: Ticket, *, group_size: int = 2, newest: int | None = None, 
         oldest=ticket.version.step,
         newest=ticket.version.step if newest is None else newest,
     )
+
+
+def progress_of(*held: Ticket, tokens: int = 0) -> dict[str, Progress]:
+    """Returns what a heartbeat names that holds these tickets, each with this number of generated tokens."""
+    return {ticket.key: Progress(generated_tokens=tokens) for ticket in held}
 
 
 class Scene:

@@ -12,7 +12,7 @@ from typing import Literal
 from buffer_scenes import Clock, NumberedPrompts, finished, limits
 
 from asyncrl.buffer.ledger import Account, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Ticket
+from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Progress, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.common.version import Version
 from asyncrl.coordinator.replicas import Replicas
@@ -170,7 +170,7 @@ class Simulation:
         self._finish_groups(replica)
         free_slots = self.pool.slots_a_replica - len(replica.running)
         self.seen.heard(replica.name, version=replica.version, free_slots=free_slots)
-        self.buffer.renew(replica.name, held=replica.running)
+        self.buffer.renew(replica.name, held=dict.fromkeys(replica.running, Progress()))
         if replica.version is not None and free_slots > 0:
             answer = self.buffer.reserve(replica.name, version=replica.version, count=free_slots)
             self.seen.reserved(replica.name, version=replica.version, asked=free_slots, answer=answer)

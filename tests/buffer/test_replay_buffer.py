@@ -2,11 +2,11 @@
 
 import msgspec
 import pytest
-from buffer_scenes import Scene, finished
+from buffer_scenes import Scene, finished, progress_of
 
 from asyncrl.buffer import groups
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Refusal
+from asyncrl.buffer.records import CommitOutcome, Failure, LeaseWait, Progress, Refusal
 from asyncrl.common.version import Version
 from asyncrl.errors import DataError, FailureClass, StalenessViolation
 
@@ -82,16 +82,33 @@ def test_a_heartbeat_keeps_exactly_the_tickets_that_it_names() -> None:
     kept, lost = scene.reserve(2)
     for _ in range(3):
         scene.clock.now_s += 8.0
-        scene.buffer.renew("a", held=(kept.key,))
+        scene.buffer.renew("a", held=progress_of(kept))
     assert scene.buffer.expire() == (lost.key,)
     scene.commit(kept)
+
+
+def test_a_heartbeat_names_the_held_tickets_that_have_ended_without_a_commit() -> None:
+    """A restart of the buffer forgets tickets, so a ticket that was never issued has ended too."""
+    scene = Scene()
+    reserved, ready, expired = scene.reserve(3)
+    scene.commit(ready)
+    scene.clock.now_s += 8.0
+    scene.buffer.renew("a", held=progress_of(reserved))
+    scene.clock.now_s += 8.0
+    assert scene.buffer.expire() == (expired.key,)
+    held = progress_of(reserved, ready, expired) | {"99.0": Progress()}
+    assert scene.buffer.renew("a", held=held) == (expired.key, "99.0")
+    (again,) = scene.reserve(1)
+    assert (again.group, again.attempt) == (expired.group, 1)
+    scene.commit(again)
+    assert scene.buffer.renew("a", held=progress_of(expired, again)) == (expired.key,)
 
 
 def test_a_heartbeat_does_not_keep_another_replicas_ticket() -> None:
     scene = Scene()
     (ticket,) = scene.reserve(1, replica="a")
     scene.clock.now_s += 8.0
-    scene.buffer.renew("b", held=(ticket.key,))
+    scene.buffer.renew("b", held=progress_of(ticket))
     scene.clock.now_s += 8.0
     assert scene.buffer.expire() == (ticket.key,)
 
@@ -238,7 +255,7 @@ def test_tickets_of_a_killed_generator_expire_and_go_elsewhere_with_the_same_see
     lost = scene.reserve(2, replica="killed")
     scene.commit(lost[0])
     scene.clock.now_s += 10.0
-    scene.buffer.renew("survivor", held=())
+    scene.buffer.renew("survivor", held={})
     assert scene.buffer.expire() == ()
     scene.clock.now_s += 0.1
     assert scene.buffer.expire() == (lost[1].key,)
@@ -429,7 +446,7 @@ def test_only_attempts_that_ended_without_a_commit_have_rows_that_no_group_needs
     scene = Scene(eta=1, per_step=2)
     expired, ready, lost = scene.reserve(3)
     scene.clock.now_s += 11.0
-    scene.buffer.renew("a", held=[ready.key, lost.key])
+    scene.buffer.renew("a", held=progress_of(ready, lost))
     scene.buffer.expire()
     scene.commit(ready, lost)
     scene.buffer.rows_lost([lost.key])

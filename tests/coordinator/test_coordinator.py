@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from buffer_scenes import finished
+from buffer_scenes import finished, progress_of
 
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, Lease, LeaseWait, Refusal, Reservation
@@ -129,7 +129,7 @@ async def test_rows_of_a_generator_that_was_declared_dead_are_cleared_and_its_co
     rows = ClearedRows()
     coordinator = made(rows)
     (ticket, other) = (await coordinator.reserve("zombie", NOW, 2, wait_s=0.0)).tickets
-    await coordinator.heartbeat("zombie", NOW, 0, [ticket.key, other.key], report_of("zombie"))
+    await coordinator.heartbeat("zombie", NOW, 0, progress_of(ticket, other), report_of("zombie"))
     await coordinator.leave("zombie")
     await asyncio.gather(*coordinator._clearing)
     assert rows.cleared == [[ticket.key, other.key]]
@@ -205,8 +205,8 @@ async def test_only_a_commit_that_is_accepted_is_progress() -> None:
 @pytest.mark.asyncio
 async def test_metrics_show_replicas_by_state_and_an_account_that_closes_while_groups_are_under_way() -> None:
     coordinator = made(ClearedRows())
-    await coordinator.heartbeat("new", None, 2, [], report_of("new"))
-    await coordinator.heartbeat("idle", NOW, 2, [], report_of("idle"))
+    await coordinator.heartbeat("new", None, 2, {}, report_of("new"))
+    await coordinator.heartbeat("idle", NOW, 2, {}, report_of("idle"))
     await coordinator.reserve("busy", NOW, 2, wait_s=0.0)
     coordinator._record()
     read = coordinator._metrics.registry.get_sample_value
@@ -245,7 +245,7 @@ async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() 
     coordinator = made(ClearedRows())
     for name, address in (("a", "127.0.0.1:1"), ("b", "127.0.0.1:2"), ("starting", "")):
         report = msgspec.structs.replace(report_of(name), metrics_address=address)
-        await coordinator.heartbeat(name, NOW, 2, [], report)
+        await coordinator.heartbeat(name, NOW, 2, {}, report)
     assert coordinator.status().targets == {"a": "127.0.0.1:1", "b": "127.0.0.1:2"}
     await coordinator.leave("a")
     assert coordinator.status().targets == {"b": "127.0.0.1:2"}, "the replica has left, although its report is kept"
@@ -267,7 +267,7 @@ async def test_failures_are_answered_as_soon_as_there_are_more_than_the_caller_k
     tickets = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     waiting = asyncio.create_task(coordinator.failures.more_than(0, wait_s=FAR_S))
     await asyncio.sleep(0)
-    await coordinator.heartbeat("a", NOW, 0, [], report_of("a"))
+    await coordinator.heartbeat("a", NOW, 0, {}, report_of("a"))
     assert not waiting.done()
     await free_a_slot(coordinator, tickets[0].key)
     async with asyncio.timeout(FAR_S / 2):
@@ -302,7 +302,7 @@ async def test_a_replica_that_is_silent_too_long_is_counted_as_lost_and_its_tick
     lost = (await coordinator.reserve("killed", NOW, 1, wait_s=0.0)).tickets[0]
     kept = (await coordinator.reserve("survivor", NOW, 1, wait_s=0.0)).tickets[0]
     now_s = timeout_s
-    await coordinator.heartbeat("survivor", NOW, 0, [kept.key], report_of("survivor"))
+    await coordinator.heartbeat("survivor", NOW, 0, progress_of(kept), report_of("survivor"))
     waiting = await a_waiting_reserve(coordinator)
     now_s = timeout_s + 0.1
     await coordinator._expire()
@@ -325,7 +325,7 @@ async def test_a_stall_of_the_buffers_process_expires_nothing_that_is_still_held
     await coordinator._tick()  # before the heartbeats that waited
     assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 0
     assert [view.replica for view in coordinator.status().replicas] == ["a"]
-    await coordinator.heartbeat("a", NOW, 0, [held.key], report_of("a"))
+    await coordinator.heartbeat("a", NOW, 0, progress_of(held), report_of("a"))
     now_s += 3.0
     await coordinator._tick()  # late again, because the machine is busy
     assert coordinator.status().account.events[Event.TICKET_EXPIRED] == 1, "no heartbeat names the second one"
@@ -350,7 +350,7 @@ async def test_rows_that_a_dead_replica_stored_after_its_ticket_expired_are_clea
     [lost, kept] = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
     for _ in range(int(2 * SWEEP_EVERY_S)):
         now_s += 1.0
-        await coordinator.heartbeat("a", NOW, 0, [kept.key], report_of("a"))
+        await coordinator.heartbeat("a", NOW, 0, progress_of(kept), report_of("a"))
         await coordinator._tick()
         await asyncio.gather(*coordinator._clearing)
     assert rows.cleared == [[lost.key], [lost.key]], "once when the ticket expired, once because rows came later"

@@ -64,6 +64,16 @@ async def a_stop_text_ends_a_completion_with_its_tokens(engine: InferenceEngine,
     assert not stopped.truncated
 
 
+async def progress_counts_the_tokens_of_all_completions(engine: InferenceEngine, load: Load) -> None:
+    await load(6)
+    reported: list[int] = []
+    sampling = {"n": 3, "seed": 9, "temperature": 1.0, "max_tokens": MAX_TOKENS}
+    completions = await engine.generate(PROMPT, **sampling, on_progress=reported.append)  # type: ignore[arg-type]
+    assert reported == sorted(reported)
+    assert reported[-1] == sum(len(completion.token_ids) for completion in completions)
+    assert 0 < reported[0] < reported[-1], "it is reported before the end"
+
+
 async def score_gives_one_log_prob_for_every_token_but_the_first(engine: InferenceEngine, load: Load) -> None:
     await load(7)
     scores = await engine.score(PROMPT)
@@ -122,6 +132,7 @@ CONTRACT = [
     greedy_answers_repeat,
     truncated_says_that_the_length_limit_ended_it,
     a_stop_text_ends_a_completion_with_its_tokens,
+    progress_counts_the_tokens_of_all_completions,
     score_gives_one_log_prob_for_every_token_but_the_first,
     sampled_log_probs_are_those_that_score_gives,
     f14_f15_an_update_in_the_middle_of_sequences_splits_their_versions,

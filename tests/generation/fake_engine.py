@@ -7,6 +7,7 @@ them.
 """
 
 import asyncio
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -49,11 +50,22 @@ class FakeEngine:
         temperature: float,
         max_tokens: int,
         stop: Sequence[str] = (),
+        on_progress: Callable[[int], None] | None = None,
     ) -> list[Completion]:
         seeds = [0 if temperature == 0.0 else (seed or 0) + child for child in range(n)]
-        return list(await asyncio.gather(*[self._sample(list(prompt_ids), s, max_tokens, stop) for s in seeds]))
+        total = itertools.count(1)
 
-    async def _sample(self, prompt: list[int], seed: int, max_tokens: int, stop: Sequence[str]) -> Completion:
+        def on_token() -> None:
+            tokens = next(total)
+            if on_progress is not None:
+                on_progress(tokens)
+
+        samples = [self._sample(list(prompt_ids), s, max_tokens, stop, on_token) for s in seeds]
+        return list(await asyncio.gather(*samples))
+
+    async def _sample(
+        self, prompt: list[int], seed: int, max_tokens: int, stop: Sequence[str], on_token: Callable[[], None]
+    ) -> Completion:
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[Version] = []
@@ -72,6 +84,7 @@ class FakeEngine:
                 tokens.append(token)
                 logprobs.append(log_prob_of(token, self.version))
                 versions.append(self.version)
+                on_token()
         finally:
             self.running -= 1
         return Completion(

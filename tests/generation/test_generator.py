@@ -102,6 +102,57 @@ async def test_a_rollout_that_takes_too_long_says_whether_its_scoring_did(
 
 
 @pytest.mark.asyncio
+async def test_heartbeats_carry_the_progress_of_held_tickets() -> None:
+    async with started_pool() as (pool, engine):
+        await until(lambda: len(pool.generators["a"]._held) == 3 and engine.running == 6)
+        engine.gate.clear()
+        await everything_else_runs()
+        await pool.generators["a"].report()
+        slots = pool.coordinator._buffer._groups.reserved
+        progress = {key: slot.progress.generated_tokens for key, slot in slots.items()}
+        assert any(progress.values())
+        assert progress == {key: held.generated_tokens for key, held in pool.generators["a"]._held.items()}
+
+
+@pytest.mark.asyncio
+async def test_the_rollout_of_a_ticket_that_the_buffer_has_ended_is_ended_and_is_no_failure() -> None:
+    async with started_pool() as (pool, engine):
+        engine.gate.clear()
+        generator = pool.generators["a"]
+        await until(lambda: engine.running == 6)
+        ended = pool.coordinator._buffer.leave("a")
+        assert set(ended) == set(generator._running)
+        await generator.report()
+        await until(lambda: not set(ended) & set(generator._running))
+        assert not set(ended) & set(generator._held)
+        engine.gate.set()
+        lease = await pool.step()
+        assert {(group.meta.group, group.meta.attempt) for group in lease.groups} >= {(0, 1), (1, 1), (2, 1)}
+        status = pool.coordinator.status()
+        assert (status.account.closed, pool.failures.total()) == (True, 0)
+        assert status.account.events[Event.FAIL_REFUSED] == status.account.events[Event.COMMIT_LATE] == 0
+        samples = pool.metrics["a"].registry.get_sample_value
+        assert samples("asyncrl_generator_samples_total", {"outcome": "cancelled"}) == 6
+
+
+@pytest.mark.asyncio
+async def test_a_ticket_that_the_buffer_ended_while_it_waited_for_its_start_is_not_started() -> None:
+    async with empty_pool() as pool:
+        engine = pool.add("a")
+        engine.gate.clear()
+        throttle = pool.generators["a"]._throttle = asyncio.Semaphore(0)  # type: ignore[assignment]
+        await pool.publish(0)
+        generator = pool.generators["a"]
+        await until(lambda: len(generator._held) == 3)
+        pool.coordinator._buffer.leave("a")
+        await generator.report()
+        assert not generator._held
+        throttle.release()  # each start releases it for the next one
+        await until(lambda: len(generator._running) == 3)
+        assert set(generator._running) == set(generator._held) == {"0.1", "1.1", "2.1"}
+
+
+@pytest.mark.asyncio
 @pytest.mark.fault("F2")
 async def test_a_killed_replica_loses_its_tickets_and_no_committed_group() -> None:
     async with started_pool() as (pool, doomed):

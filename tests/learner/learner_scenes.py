@@ -450,7 +450,7 @@ class Scene:
             weight_updates=len(self.publisher.history),
             parity_max_nats=2e-6,
         )
-        await self.coordinator.heartbeat(replica, self.loaded, 2 * GROUPS_PER_STEP, (), report)
+        await self.coordinator.heartbeat(replica, self.loaded, 2 * GROUPS_PER_STEP, {}, report)
 
 
 def rows_of(ticket: Ticket) -> BatchedDataDict:
