@@ -8,9 +8,11 @@ reserved, ready, leased, waiting at the front, or ended.
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
+import msgspec
+
 from asyncrl.buffer.failures import FailureState
 from asyncrl.buffer.ledger import Account, Amount, EndedGroup, Event, Fate, Ledger, LedgerEntry
-from asyncrl.buffer.records import DuePrompt, GroupMeta, Progress, Ticket
+from asyncrl.buffer.records import DuePrompt, GroupMeta, Prefix, Progress, Ticket
 from asyncrl.buffer.slots import Front, ReadyQueue, Slot, amount_of
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.buffer.staleness import Limits
@@ -50,6 +52,7 @@ class Groups:
         self.booked_bytes = 0
         self.exhausted = False
         self.ended: list[EndedGroup] = []  # groups that reached a final fate since the last ack; the owner empties it
+        self.unneeded_prefixes: list[str] = []  # keys whose prefixes may be cleared; the owner empties it
 
     @property
     def slots(self) -> int:
@@ -84,8 +87,9 @@ class Groups:
             max_staleness_versions=self._limits.max_staleness_versions,
             replica=replica,
             interruptions=prompt.interruptions,
+            prefix=prompt.prefix,
         )
-        slot = Slot(ticket, step, now_s, now_s, self._limits.worst_group_bytes)
+        slot = Slot(ticket, step, now_s, now_s, self._limits.worst_group_bytes, prefix=prompt.prefix)
         self.open[ticket.group] = slot
         self.reserved[ticket.key] = slot
         self._count_unleased(ticket.deadline, 1)
@@ -100,7 +104,25 @@ class Groups:
         slot = self.reserved.get(key)
         if slot is not None and slot.ticket.replica == replica:
             slot.heard_at_s, slot.progress = now_s, progress
+            if progress.prefix is not None:
+                self._stored(slot, progress.prefix)
             self.reserved[key] = self.reserved.pop(key)
+
+    def drop_prefix(self, prompt: DuePrompt) -> DuePrompt:
+        """Returns a waiting prompt without its prefix. Counts the tokens."""
+        assert prompt.prefix is not None, f"group {prompt.group} has no prefix"
+        self._count_dropped(prompt.prefix)
+        self._forget(prompt.group, prompt.prefix)
+        return msgspec.structs.replace(prompt, prefix=None)
+
+    def needs_prefix(self, group: int, attempt: int) -> bool:
+        """Returns whether an attempt at a group writes its prefix now, reads it, or may read it later."""
+        if due := self.front.get(group):
+            return due.prefix is not None and due.prefix.attempt == attempt
+        slot = self.open.get(group)
+        if slot is None or slot.meta is not None:
+            return False
+        return attempt in (slot.ticket.attempt, slot.prefix.attempt if slot.prefix else None)
 
     def unheard_before(self, cutoff_s: float) -> list[Slot]:
         """Returns the reserved groups whose last heartbeat is before `cutoff_s`. Takes O(their number)."""
@@ -115,6 +137,7 @@ class Groups:
         """Moves a group from reserved to ready. The booked bytes that its rows do not need are free again."""
         del self.reserved[meta.key]
         slot.meta, slot.ready_step = meta, step
+        self._settle_prefix(slot, continued_tokens=meta.continued_tokens)
         self.booked_bytes += meta.row_bytes - slot.booked_bytes
         slot.booked_bytes = meta.row_bytes
         self.ready.push(slot)
@@ -129,12 +152,13 @@ class Groups:
             self.fail(slot)
             return False
         self._leave_reserved(slot)
-        self._to_front(slot.ticket, issued=True)
+        self._to_front(slot.ticket, issued=True, prefix=slot.prefix)
         return True
 
     def fail(self, slot: Slot) -> None:
         """Ends a reserved group that will never be committed. Another prompt may take its slot."""
         self._leave_reserved(slot)
+        self._clear_prefixes(slot)
         self._end(slot, Fate.FAILED)
 
     def lose_rows(self, slots: Collection[Slot]) -> None:
@@ -247,7 +271,8 @@ class Groups:
     def restore(self, snapshot: BufferSnapshot, *, now_s: float) -> None:
         """Continues from a snapshot. There are no groups yet.
 
-        A reserved group goes to the front for another attempt, because the replica that held its ticket is gone. So
+        A reserved group goes to the front for another attempt, because the replica that held its ticket is gone. Its
+        prefix is dropped, because the row store may have ended, and a lost version may have generated its tokens. So
         does a ready group without room in the buffer, or in the steps before its deadline: the limits may be smaller
         than those of the snapshot.
         """
@@ -255,10 +280,12 @@ class Groups:
         self._last_attempts = dict(snapshot.last_attempts)
         self.ended = list(snapshot.ended)
         for prompt in snapshot.waiting:
-            self.front.push(prompt)
+            self.front.push(prompt if prompt.prefix is None else self.drop_prefix(prompt))
         for group in sorted(snapshot.open, key=lambda each: (each.ticket.deadline, each.ticket.group)):
             ticket, meta = group.ticket, group.meta
             if meta is None:
+                if group.prefix is not None:
+                    self._count_dropped(group.prefix)
                 self._to_front(ticket, issued=True, interrupted=True)
                 continue
             slot = Slot(ticket, group.reserved_step, now_s, now_s, meta.row_bytes, meta, group.ready_step)
@@ -310,7 +337,42 @@ class Groups:
         self._ledger.settle(fate, amount)
         self.ended.append(EndedGroup(slot.ticket.group, slot.ticket.attempt, fate, amount.samples, amount.tokens))
 
-    def _to_front(self, ticket: Ticket, *, issued: bool, interrupted: bool = False) -> None:
+    def _stored(self, slot: Slot, prefix: Prefix) -> None:
+        """Records what the data plane has of a reserved group now. The prefix of an earlier attempt is not needed any
+        longer: the new one has its tokens, unless the attempt could not read it."""
+        before, slot.prefix = slot.prefix, prefix
+        if before is not None and before.attempt != prefix.attempt:
+            self._count_dropped(before, continued_tokens=prefix.continued_tokens)
+            self._forget(slot.ticket.group, before)
+
+    def _settle_prefix(self, slot: Slot, *, continued_tokens: int) -> None:
+        """Counts what a committed attempt took from the prefix of its ticket."""
+        if continued_tokens:
+            self._ledger.count(Event.PREFIX_CONTINUED)
+            self._ledger.count(Event.TOKENS_CONTINUED, continued_tokens)
+        if slot.prefix is not None and slot.prefix.attempt != slot.ticket.attempt:
+            self._count_dropped(slot.prefix, continued_tokens=continued_tokens)
+        self._clear_prefixes(slot)
+
+    def _count_dropped(self, prefix: Prefix, *, continued_tokens: int = 0) -> None:
+        """Counts the tokens of a prefix that no attempt will continue. An attempt has continued some of them."""
+        if (dropped := prefix.tokens - continued_tokens) > 0:
+            self._ledger.count(Event.PREFIX_DROPPED)
+            self._ledger.count(Event.TOKENS_DROPPED, dropped)
+
+    def _clear_prefixes(self, slot: Slot) -> None:
+        """Marks what is stored of a group that is not reserved any longer as unneeded: what its last attempt may have
+        stored without a report, and what it has not replaced of an earlier attempt."""
+        self.unneeded_prefixes.append(slot.ticket.key)
+        if slot.prefix is not None and slot.prefix.attempt != slot.ticket.attempt:
+            self._forget(slot.ticket.group, slot.prefix)
+
+    def _forget(self, group: int, prefix: Prefix) -> None:
+        self.unneeded_prefixes.append(f"{group}.{prefix.attempt}")
+
+    def _to_front(
+        self, ticket: Ticket, *, issued: bool, interrupted: bool = False, prefix: Prefix | None = None
+    ) -> None:
         self.front.push(
             DuePrompt(
                 group=ticket.group,
@@ -319,6 +381,7 @@ class Groups:
                 seed=ticket.seed,
                 issued=issued,
                 interruptions=ticket.interruptions + interrupted,
+                prefix=prefix,
             )
         )
         self._ledger.count(Event.RETRY)

@@ -33,15 +33,17 @@ from asyncrl.buffer.records import (
     GroupMeta,
     Lease,
     LeaseWait,
+    Prefix,
     Progress,
     Refusal,
     Reservation,
     Ticket,
     cut_text,
+    oldest_step,
 )
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.snapshot import BufferSnapshot
-from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, lease_violation
+from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, lease_violation, prefix_fits
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
@@ -125,6 +127,8 @@ class ReplayBuffer:
             if prompt is None:
                 refusal = Refusal.NO_PROMPTS
                 break
+            if prompt.prefix is not None and not self._may_continue(prompt.prefix, version):
+                prompt = self._groups.drop_prefix(prompt)
             tickets.append(self._groups.admit(prompt, replica=replica, version=version, step=self._step, now_s=now_s))
         return Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
 
@@ -178,6 +182,19 @@ class ReplayBuffer:
         return tuple(
             key for key, found in tickets if found and self._groups.is_never_committed(int(found[1]), int(found[2]))
         )
+
+    def unneeded_prefixes(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `keys` whose prefixes no attempt writes, reads or may read later. Names of another form are
+        left out."""
+        tickets = ((key, _KEY.fullmatch(key)) for key in keys)
+        return tuple(
+            key for key, found in tickets if found and not self._groups.needs_prefix(int(found[1]), int(found[2]))
+        )
+
+    def take_unneeded_prefixes(self) -> tuple[str, ...]:
+        """Returns the keys of the attempts whose prefixes became unneeded since the last call. They may be cleared."""
+        keys, self._groups.unneeded_prefixes = tuple(self._groups.unneeded_prefixes), []
+        return keys
 
     # For the learner.
 
@@ -323,6 +340,17 @@ class ReplayBuffer:
             replica_step=version.step,
         )
 
+    def _may_continue(self, prefix: Prefix, version: Version) -> bool:
+        """Returns whether a replica at `version` may continue a prefix: its tokens are of ancestors of the learner's
+        weights, and its early deadline can be met together with all others."""
+        return all(map(self._lineage.has, prefix.versions)) and prefix_fits(
+            step=self._step,
+            leased=self._lease is not None,
+            groups_per_step=self._limits.groups_per_step,
+            deadline=oldest_step(version, prefix) + self._limits.max_staleness_versions,
+            unleased=self._groups.unleased_by_deadline,
+        )
+
     def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
         """Returns why a commit is refused: its ticket is not reserved, or it is of another incarnation."""
         if not 1 <= meta.incarnation <= self._lineage.incarnation:
@@ -334,10 +362,10 @@ class ReplayBuffer:
 
     def _check(self, meta: GroupMeta, ticket: Ticket) -> None:
         """Raises an error if the metadata of a commit contradicts its ticket."""
-        if meta.oldest < ticket.version.step:
+        if meta.oldest < ticket.oldest:
             raise StalenessViolation(
-                f"group {meta.key} has a token of step {meta.oldest}, which is older than its ticket's version "
-                f"{ticket.version}; this is a bug in asyncrl"
+                f"group {meta.key} has a token of step {meta.oldest}, which is older than step {ticket.oldest} of its "
+                "ticket's version and prefix; this is a bug in asyncrl"
             )
         if not meta.oldest <= meta.newest <= self._step:
             raise ValueError(

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncrl.buffer.ledger import Amount
-from asyncrl.buffer.records import DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Progress, Ticket
+from asyncrl.buffer.records import DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Prefix, Progress, Ticket
 
 NO_PROGRESS = Progress()
 
@@ -19,7 +19,8 @@ class Slot:
     """The slot of one group from reserve to ack. `meta` is None until the commit.
 
     `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit. `progress` is that of the
-    last heartbeat which named the ticket.
+    last heartbeat which named the ticket. `prefix` is what the data plane has of a reserved group, from this attempt or
+    from an earlier one.
     """
 
     ticket: Ticket
@@ -30,6 +31,7 @@ class Slot:
     meta: GroupMeta | None = None
     ready_step: int = 0
     progress: Progress = NO_PROGRESS
+    prefix: Prefix | None = None
 
     def as_leased(self) -> LeasedGroup:
         """Returns the committed group in the form of a lease."""
@@ -46,7 +48,11 @@ class Slot:
     def as_open(self) -> OpenGroup:
         """Returns the group in the form of a snapshot."""
         return OpenGroup(
-            ticket=self.ticket, reserved_step=self.reserved_step, ready_step=self.ready_step, meta=self.meta
+            ticket=self.ticket,
+            reserved_step=self.reserved_step,
+            ready_step=self.ready_step,
+            meta=self.meta,
+            prefix=self.prefix,
         )
 
 

@@ -14,7 +14,7 @@ from asyncrl.buffer.ledger import EndedGroup, LedgerState
 from asyncrl.buffer.records import DuePrompt, OpenGroup
 from asyncrl.common.version import Version
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the format. It changes when an older program could not read a snapshot, or would misread it."""
 
 

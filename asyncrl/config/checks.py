@@ -84,6 +84,16 @@ def _staleness(config: Config) -> Iterator[str]:
         )
 
 
+def _persistence(config: Config) -> Iterator[str]:
+    every = config.generator.persist_every_tokens
+    if every > 0 and config.staleness.max_versions == 0:
+        yield (
+            f"generator.persist_every_tokens = {every}: must be 0 with staleness.max_versions = 0, which trains the "
+            "batches of a sequential loop: a sample that another replica continues is drawn with another seed; set "
+            "it to 0, or raise staleness.max_versions"
+        )
+
+
 def _limits(config: Config) -> Iterator[str]:
     for rule, advice in _LIMITS.items():
         key, sign, limit = rule.split()
@@ -240,6 +250,7 @@ def _names(config: Config) -> Iterator[str]:
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _names,
     _staleness,
+    _persistence,
     _buffer,
     _step_shape,
     _sharding,

@@ -10,10 +10,10 @@ from collections import Counter
 from typing import Any
 
 import msgspec
-from buffer_scenes import Clock, NumberedPrompts, finished, limits
+from buffer_scenes import Clock, NumberedPrompts, finished, limits, stored_by
 
-from asyncrl.buffer.ledger import Amount, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Progress, Refusal, Ticket
+from asyncrl.buffer.ledger import Amount, Event, Fate
+from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Prefix, Progress, Refusal, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.common.lineage import Lineage
@@ -22,7 +22,10 @@ from asyncrl.errors import FailureClass
 
 TIMEOUT_S = 10.0
 MAX_ATTEMPTS = 3
-IN_A_CHECKPOINT = ("v", "tickets", "state", "committed", "lost", "booked_bytes", "waiting", "fates", "interruptions")
+IN_A_CHECKPOINT = (
+    "v", "tickets", "state", "committed", "lost", "booked_bytes", "waiting", "fates", "interruptions", "prefixes",
+    "continued", "dropped",
+)  # fmt: skip
 
 
 class BufferModel:
@@ -66,6 +69,9 @@ class BufferModel:
         self.lease: Lease | None = None
         self.fates = dict.fromkeys(Fate, 0)
         self.interruptions: Counter[int] = Counter()
+        self.prefixes: dict[int, Prefix] = {}  # what is stored of reserved and waiting groups, as far as it is known
+        self.continued = self.dropped = 0  # tokens
+        self.stored: set[str] = set()  # every key under which something was ever stored
 
     def new_buffer(self) -> ReplayBuffer:
         return ReplayBuffer(
@@ -93,7 +99,9 @@ class BufferModel:
         ticket = self.tickets[key]
         last = ticket.attempt + 1 - self.interruptions[ticket.group] >= MAX_ATTEMPTS
         self.over(key, Fate.FAILED if last else None)
-        if not last:
+        if last:
+            self.prefixes.pop(ticket.group, None)
+        else:
             self.waiting.add(ticket.group)
 
     # Generators.
@@ -102,6 +110,12 @@ class BufferModel:
         r, per_step = self.loaded[replica].step, self.limits.groups_per_step
         before, fronts = self.slots(), sorted(self.waiting)
         answer = self.buffer.reserve(replica, version=self.loaded[replica], count=count)
+        for ticket in answer.tickets:
+            assert ticket.key not in self.tickets
+            self.check_prefix(ticket)
+            self.state[ticket.key], self.tickets[ticket.key] = "reserved", ticket
+        for ticket in answer.tickets:  # the slots are checked below, one after the other
+            del self.state[ticket.key], self.tickets[ticket.key]
         for n, ticket in enumerate(answer.tickets):
             assert before + n + (self.v - r) * per_step < (self.limits.max_staleness_versions + 1) * per_step  # (1)
             assert self.v * per_step + before + n < self.limits.total_steps * per_step
@@ -110,7 +124,6 @@ class BufferModel:
             )
             self.waiting.discard(ticket.group)
             assert ticket.seed == ticket.group * self.limits.group_size
-            assert ticket.key not in self.tickets
             self.tickets[ticket.key] = ticket
             self.state[ticket.key] = "reserved"
             self.booked_bytes[ticket.key] = self.limits.worst_group_bytes
@@ -121,14 +134,70 @@ class BufferModel:
         if answer.refusal is Refusal.STALENESS:
             assert self.slots() + (self.v - r) * per_step >= (self.limits.max_staleness_versions + 1) * per_step
 
-    def heartbeat(self, replica: str) -> None:
-        held = self.known[replica]
-        ended = self.buffer.renew(replica, held=dict.fromkeys(held, Progress()))
+    def heartbeat(self, replica: str, *, store: int | None = None) -> None:
+        held = dict.fromkeys(self.known[replica], Progress())
+        for n, key in enumerate(sorted(held)):
+            if store is not None:
+                held[key] = Progress(prefix=self.store(key, store + n, newest=self.loaded[replica]))
+        ended = self.buffer.renew(replica, held=held)
         assert set(ended) == {
             key for key in held if self.state[key] == "over" and not (key in self.committed and key not in self.lost)
         }
         for key in held:
             self.heard_at_s[key] = self.clock.now_s
+
+    def store(self, key: str, pick: int, *, newest: Version) -> Prefix:
+        """A replica has stored more tokens of a group, after those of its prefix unless it could not read them."""
+        ticket = self.tickets[key]
+        before = self.prefixes.get(ticket.group)
+        own = before if before is not None and before.attempt == ticket.attempt else None
+        if own is None:
+            prefix = stored_by(ticket, tokens=pick % 3 + 1, also=(newest,), unreadable=pick % 5 == 0)
+        else:
+            prefix = msgspec.structs.replace(
+                own, tokens=own.tokens + 1, versions=tuple(sorted({*own.versions, newest}))
+            )
+        if self.state[key] == "reserved":
+            if before is not None and own is None:
+                self.dropped += before.tokens - prefix.continued_tokens
+            self.prefixes[ticket.group] = prefix
+        self.stored.add(key)
+        return prefix
+
+    def strand(self, replica: str, pick: int) -> None:
+        """A replica stores its groups and ends. The other replicas finish theirs, also newer ones, and the learner
+        trains what it can, before any replica takes the prompts of the ended one."""
+        self.reserve(replica, pick % 3 + 1)
+        self.heartbeat(replica, store=pick)
+        self.publish()
+        for other in sorted(set("abc") - {replica}):
+            self.load(other)
+            self.reserve(other, 3)
+        self.leave(replica)
+        for key in self.having("reserved"):
+            self.commit_one(key, row_bytes=10)
+        for _ in range(pick % 4):
+            self.end_step("ack")
+            self.start_step()
+
+    def check_prefix(self, ticket: Ticket) -> None:
+        """Checks that a new ticket has the stored prefix exactly if its early deadline can be met, and counts it."""
+        prefix = self.prefixes.get(ticket.group)
+        if prefix is None:
+            assert ticket.prefix is None
+            return
+        steps = [ticket.version.step, *(version.step for version in prefix.versions)]
+        deadline = min(steps) + self.limits.max_staleness_versions
+        begun = self.lease is not None
+        fits = all(map(self.lineage.has, prefix.versions)) and deadline >= self.v + begun
+        for d in range(self.v, self.v + self.limits.max_staleness_versions + 1):
+            due = self.due(d, "reserved", "ready") + (deadline <= d)
+            fits = fits and due <= (d - self.v + (not begun)) * self.limits.groups_per_step
+        assert ticket.prefix == (prefix if fits else None), (prefix, self.v, deadline)
+        if fits:
+            assert (ticket.oldest, ticket.deadline) == (min(steps), deadline)
+        else:
+            self.dropped += self.prefixes.pop(ticket.group).tokens
 
     def crash(self, replica: str) -> None:
         """The replica restarts at once without its tickets, and the buffer gets no message about it."""
@@ -154,6 +223,10 @@ class BufferModel:
             self.state[key] = "ready"
             self.booked_bytes[key] = row_bytes
             self.committed.add(key)
+            prefix, own = self.prefixes.pop(self.tickets[key].group, None), self.tickets[key].prefix
+            self.continued += 0 if own is None else own.tokens
+            if prefix is not None and prefix.attempt != self.tickets[key].attempt:
+                assert prefix == own
         elif key in self.committed - self.lost:
             assert outcome is CommitOutcome.DUPLICATE
         else:
@@ -170,6 +243,7 @@ class BufferModel:
         assert held == (self.state[key] == "reserved")
         if held and failure_class is FailureClass.DATA:
             self.over(key, Fate.FAILED)
+            self.prefixes.pop(self.tickets[key].group, None)
         elif held:
             self.attempt_over(key)
 
@@ -269,6 +343,8 @@ class BufferModel:
         self.prompts.taken = snapshot.next_group
         self.buffer = self.new_buffer()
         self.buffer.restore(snapshot, lineage=self.lineage)
+        self.dropped += sum(prefix.tokens for prefix in self.prefixes.values())
+        self.prefixes = {}
         for key in self.having("reserved"):
             self.over(key)
             self.waiting.add(self.tickets[key].group)
@@ -323,6 +399,14 @@ class BufferModel:
             assert self.due(deadline, "reserved", "ready", "leased") <= max(0, deadline - self.v + 1) * per_step
             if self.lease is not None:
                 assert self.due(deadline, "reserved", "ready") <= max(0, deadline - self.v) * per_step
+
+    def check_prefixes(self) -> None:
+        """What is stored is needed exactly if an attempt may still read or replace it, and else it is handed out for
+        clearing."""
+        needed = {f"{group}.{prefix.attempt}" for group, prefix in self.prefixes.items()} | set(self.having("reserved"))
+        assert set(self.buffer.unneeded_prefixes(self.stored)) == self.stored - needed
+        events = self.buffer.account.events
+        assert (events[Event.TOKENS_CONTINUED], events[Event.TOKENS_DROPPED]) == (self.continued, self.dropped)
 
     def check_ledger(self) -> None:
         account = self.buffer.account

@@ -1,6 +1,6 @@
 """Helpers of the buffer's tests: a manual clock, a source of numbered prompts, and short ways to a buffer's states."""
 
-from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Progress, Ticket
+from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Prefix, Progress, Ticket
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
 from asyncrl.common.version import Version
@@ -61,8 +61,29 @@ def finished(ticket: Ticket, *, group_size: int = 2, newest: int | None = None, 
         completion_tokens=tuple(range(1, group_size + 1)),
         rewards=(1.0,) * group_size,
         truncated=(False,) * group_size,
-        oldest=ticket.version.step,
-        newest=ticket.version.step if newest is None else newest,
+        oldest=ticket.oldest,
+        newest=newest_step(ticket) if newest is None else newest,
+        continued_tokens=0 if ticket.prefix is None else ticket.prefix.tokens,
+    )
+
+
+def newest_step(ticket: Ticket) -> int:
+    """Returns the newest step of a token of a group that is generated without an update of the weights."""
+    versions = () if ticket.prefix is None else ticket.prefix.versions
+    return max(version.step for version in (ticket.version, *versions))
+
+
+def stored_by(ticket: Ticket, *, tokens: int = 2, also: tuple[Version, ...] = (), unreadable: bool = False) -> Prefix:
+    """Returns what the attempt of a ticket has stored: `tokens` tokens, after those of its own prefix unless that was
+    `unreadable`. `also` are versions beside that of the ticket which generated tokens."""
+    before = None if unreadable else ticket.prefix
+    continued = 0 if before is None else before.tokens
+    versions = {ticket.version, *also, *(() if before is None else before.versions)}
+    return Prefix(
+        attempt=ticket.attempt,
+        tokens=continued + tokens,
+        versions=tuple(sorted(versions)),
+        continued_tokens=continued,
     )
 
 
@@ -90,6 +111,10 @@ class Scene:
         for ticket in tickets:
             meta = finished(ticket, group_size=self.limits.group_size)
             assert self.buffer.commit(meta) is CommitOutcome.ACCEPTED
+
+    def store(self, ticket: Ticket, prefix: Prefix) -> None:
+        """The replica of the ticket reports what it has stored."""
+        self.buffer.renew(ticket.replica, held={ticket.key: Progress(prefix=prefix)})
 
     def lease(self) -> Lease:
         lease = self.buffer.lease()
