@@ -60,6 +60,7 @@ class FakeEngine:
         self._paused.set()
         self._aborted = 0
         self.prefixes: list[list[int]] = []
+        self.ends_one_in = 5
 
     async def generate(
         self,
@@ -113,7 +114,7 @@ class FakeEngine:
                     raise InfraError("the request was aborted", reason="aborted")
                 assert self.version is not None, "a request came before the first version"
                 draw = zlib.crc32(repr((seed, prompt + tokens, self.version.step)).encode())
-                token = EOS if draw % 5 == 0 else 2 + draw % LETTERS
+                token = EOS if draw % self.ends_one_in == 0 else 2 + draw % LETTERS
                 tokens.append(token)
                 logprobs.append(log_prob_of(token, self.version))
                 versions.append(self.version)
