@@ -64,13 +64,6 @@ ROWS = {
             unit="suffix: versions",
         ),
         *declared(HARMS),
-        lines(
-            "Length ratio",
-            "Mean length of trained completions divided by that of all finished completions. Below 1, groups with long "
-            "completions are lost more often.",
-            Query(now("asyncrl_trained_to_dispatched_length_ratio", RUN), "trained / finished"),
-            unit="none",
-        ),
     ],
     SOUND: [
         lines(

@@ -168,9 +168,12 @@ def _check_line(step: TrainedStep, line: StepRecord | None, *, trained: int) -> 
 
 def versions_in_bounds(history: History) -> str:
     """Check 3: every trained token's version is an ancestor of the weights that the step trained, and not older than
-    the limit of its group's ticket. The ranks counted the same ages."""
+    the limit of its group's ticket. The ranks counted the same ages.
+
+    In a group with an extended deadline, older tokens were masked: the ranks must not have counted them.
+    """
     history.require_steps()
-    total, oldest = 0, 0
+    total, oldest, masked = 0, 0, 0
     for step in history.steps:
         ages: Counter[int] = Counter()
         for group in step.groups:
@@ -178,17 +181,21 @@ def versions_in_bounds(history: History) -> str:
                 raise Counterexample(
                     f"step {step.step} trained group {group.group}, whose deadline was step {group.deadline}"
                 )
-            ages += _ages(history, step, group)
+            own = _ages(history, step, group)
+            too_old = [age for age in own if age > group.max_staleness_versions] if group.extended else []
+            masked += sum(own.pop(age) for age in too_old)
+            ages += own
         counted = Counter(dict(enumerate(step.token_staleness)))
         _check_ages(step, ages, counted)
         total += counted.total()
         oldest = max([oldest, *(age for age, tokens in counted.items() if tokens)])
-    return f"{total} trained tokens are of ancestors; the oldest was {oldest} versions old"
+    left_out = f"; {masked} older ones were masked (staleness.on_deadline: mask)" if masked else ""
+    return f"{total} trained tokens are of ancestors; the oldest was {oldest} versions old{left_out}"
 
 
 def _ages(history: History, step: TrainedStep, group: TrainedGroup) -> Counter[int]:
-    """Returns the number of tokens in a group's trained samples by age. Raises Counterexample for a version that must
-    not be trained."""
+    """Returns the number of tokens in a group's trained samples by age, with those that were masked because of it.
+    Raises Counterexample for a version that must not be trained."""
     ages: Counter[int] = Counter()
     for place, sample in enumerate(group.samples):
         who = f"step {step.step} trained sample {place} of group {group.group}"
@@ -202,7 +209,8 @@ def _ages(history: History, step: TrainedStep, group: TrainedGroup) -> Counter[i
                 raise Counterexample(f"{who} with a token of version {version}, which is dead")
             if age < 0:
                 raise Counterexample(f"{who} with a token of version {version}, which did not exist yet")
-            if age > group.max_staleness_versions and step.token_staleness[age : age + 1] not in ((), (0,)):
+            trained = step.token_staleness[age : age + 1] not in ((), (0,))
+            if age > group.max_staleness_versions and trained and not group.extended:
                 raise Counterexample(
                     f"{who} with a token of version {version}, which was {age} versions old; its ticket allows "
                     f"{group.max_staleness_versions}"

@@ -157,7 +157,7 @@ def _replay(
     states = StateClock(states=LEARNER_STATES, initial="other", started_s=time.monotonic())
     stages = Stages(config=config, policy=policy, critic=None, states=states, clock=time.monotonic)
     for step, (lease, rows) in zip(steps, batches, strict=True):
-        meta, samples = step_meta(lease), stages.judge(lease.groups)
+        meta, samples = step_meta(lease), stages.judge(lease)
         _check_samples(step, samples)
         policy.dp_client.put_samples(
             meta.sample_ids, TRAIN_PARTITION, fields=BatchedDataDict({name: rows[name] for name in ROW_COLUMNS})

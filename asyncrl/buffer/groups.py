@@ -99,11 +99,15 @@ class Groups:
         self._ledger.count(Event.ATTEMPT)
         return ticket
 
-    def heard(self, key: str, progress: Progress, *, replica: str, now_s: float) -> None:
-        """Records that the replica named its ticket in a heartbeat. Another replica's ticket is left alone."""
+    def heard(self, key: str, progress: Progress, *, replica: str, step: int | None, now_s: float) -> None:
+        """Records that the replica named its ticket in a heartbeat. Another replica's ticket is left alone.
+
+        `step` is the step of the weights that the replica has loaded; None if it has none at the moment.
+        """
         slot = self.reserved.get(key)
         if slot is not None and slot.ticket.replica == replica:
             slot.heard_at_s, slot.progress = now_s, progress
+            slot.newest_step = max(slot.newest_step, slot.newest_step if step is None else step)
             if progress.prefix is not None:
                 self._stored(slot, progress.prefix)
             self.reserved[key] = self.reserved.pop(key)
@@ -114,6 +118,15 @@ class Groups:
         self._count_dropped(prompt.prefix)
         self._forget(prompt.group, prompt.prefix)
         return msgspec.structs.replace(prompt, prefix=None)
+
+    def restart(self, slot: Slot) -> None:
+        """Ends an attempt at a reserved group that is not the last one. The next attempt begins anew: what is stored of
+        the group is as old as the attempt that is in the way."""
+        if slot.prefix is not None:
+            self._count_dropped(slot.prefix)
+        self._clear_prefixes(slot)
+        slot.prefix = None
+        self.retry(slot)
 
     def needs_prefix(self, group: int, attempt: int) -> bool:
         """Returns whether an attempt at a group writes its prefix now, reads it, or may read it later."""
@@ -161,6 +174,21 @@ class Groups:
         self._clear_prefixes(slot)
         self._end(slot, Fate.FAILED)
 
+    def drop(self, slot: Slot) -> None:
+        """Drops a reserved group. Another prompt may take its slot. The tokens that its replica reported are counted,
+        because they were generated."""
+        tokens = slot.progress.generated_tokens
+        self._leave_reserved(slot)
+        self._clear_prefixes(slot)
+        self._ledger.generated(tokens)
+        self._end(slot, Fate.DROPPED, tokens=tokens)
+
+    def extend(self, slot: Slot) -> None:
+        """Gives a reserved group the deadline of its newest token. Its older tokens may then be too old to train."""
+        self._count_unleased(slot.deadline, -1)
+        slot.deadline = slot.newest_deadline
+        self._count_unleased(slot.deadline, 1)
+
     def lose_rows(self, slots: Collection[Slot]) -> None:
         """Ends ready groups whose rows are lost. Their prompts go to the front.
 
@@ -168,7 +196,7 @@ class Groups:
         """
         self.ready.discard(slots)
         for slot in slots:
-            self._count_unleased(slot.ticket.deadline, -1)
+            self._count_unleased(slot.deadline, -1)
             self._free(slot)
             self._settle(Fate.ROWS_LOST, slot)
             self._to_front(slot.ticket, issued=False)
@@ -177,7 +205,7 @@ class Groups:
         """Drops all ready groups, because no step will train them. Returns their keys."""
         slots = self.ready.take(self.ready.by_deadline())
         for slot in slots:
-            self._count_unleased(slot.ticket.deadline, -1)
+            self._count_unleased(slot.deadline, -1)
             self._free(slot)
             self._end(slot, Fate.DROPPED)
         return tuple(slot.ticket.key for slot in slots)
@@ -193,7 +221,7 @@ class Groups:
         """Moves the leased groups back to ready."""
         leased, self.leased = self.leased, []
         for slot in leased:
-            self._count_unleased(slot.ticket.deadline, 1)
+            self._count_unleased(slot.deadline, 1)
             self.ready.push(slot)
 
     def end_leased(self, fate: Fate) -> tuple[str, ...]:
@@ -281,7 +309,7 @@ class Groups:
         self.ended = list(snapshot.ended)
         for prompt in snapshot.waiting:
             self.front.push(prompt if prompt.prefix is None else self.drop_prefix(prompt))
-        for group in sorted(snapshot.open, key=lambda each: (each.ticket.deadline, each.ticket.group)):
+        for group in sorted(snapshot.open, key=lambda each: (each.deadline, each.ticket.group)):
             ticket, meta = group.ticket, group.meta
             if meta is None:
                 if group.prefix is not None:
@@ -289,9 +317,10 @@ class Groups:
                 self._to_front(ticket, issued=True, interrupted=True)
                 continue
             slot = Slot(ticket, group.reserved_step, now_s, now_s, meta.row_bytes, meta, group.ready_step)
+            slot.deadline = group.deadline
             if self._has_room(slot, step=snapshot.version.step):
                 self.open[ticket.group] = slot
-                self._count_unleased(ticket.deadline, 1)
+                self._count_unleased(slot.deadline, 1)
                 self.booked_bytes += slot.booked_bytes
                 self.ready.push(slot)
             else:
@@ -304,7 +333,7 @@ class Groups:
         Groups are restored by deadline, so all groups that have a slot already are due no later than this one.
         """
         return (
-            self.slots < (slot.ticket.deadline - step + 1) * self._limits.groups_per_step
+            self.slots < (slot.deadline - step + 1) * self._limits.groups_per_step
             and self.slots < self._limits.capacity_groups
             and self.booked_bytes + slot.booked_bytes <= self._limits.capacity_bytes
         )
@@ -316,24 +345,24 @@ class Groups:
 
     def _leave_reserved(self, slot: Slot) -> None:
         del self.reserved[slot.ticket.key]
-        self._count_unleased(slot.ticket.deadline, -1)
+        self._count_unleased(slot.deadline, -1)
         self._free(slot)
 
     def _free(self, slot: Slot) -> None:
         del self.open[slot.ticket.group]
         self.booked_bytes -= slot.booked_bytes
 
-    def _end(self, slot: Slot, fate: Fate) -> None:
-        self._settle(fate, slot)
+    def _end(self, slot: Slot, fate: Fate, *, tokens: int = 0) -> None:
+        self._settle(fate, slot, tokens=tokens)
         last = (slot.ticket.attempt, slot.meta is not None)
         if last != (0, True):
             self._last_attempts[slot.ticket.group] = last
             if len(self._last_attempts) > LAST_ATTEMPTS:
                 del self._last_attempts[next(iter(self._last_attempts))]
 
-    def _settle(self, fate: Fate, slot: Slot) -> None:
-        """Counts a final fate of a group's attempt."""
-        amount = self._amount([slot])
+    def _settle(self, fate: Fate, slot: Slot, *, tokens: int = 0) -> None:
+        """Counts a final fate of a group's attempt. `tokens` are those of a group that was not committed."""
+        amount = self._amount([slot]) + Amount(tokens=tokens)
         self._ledger.settle(fate, amount)
         self.ended.append(EndedGroup(slot.ticket.group, slot.ticket.attempt, fate, amount.samples, amount.tokens))
 

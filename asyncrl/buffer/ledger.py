@@ -8,7 +8,8 @@ adds the open groups. It counts them from its own slots, and not from the ledger
 side shows as an account that is not closed.
 
 Tokens are generated tokens. A group has none until its commit, which adds its tokens to `issued` and to its fate. So
-the tokens of a reserved or failed group are 0.
+the tokens of a reserved or failed group are 0. A reserved group that `staleness.on_deadline: drop` drops gets the
+tokens that its replica reported last.
 
 The end of an attempt by expiry or retry is not a fate. The group stays `reserved` while its prompt waits at the front
 for the next attempt. A group whose rows were lost has the fate `rows_lost`, and the next attempt at its prompt counts
@@ -62,6 +63,9 @@ class Event(StrEnum):
     LEASE_CALL_REFUSED = "lease_call_refused"
     LEARNER_FENCED = "learner_fenced"
     ROWS_LOST_REFUSED = "rows_lost_refused"
+    STRAGGLER_REQUEUED = "straggler_requeued"
+    STRAGGLER_DROPPED = "straggler_dropped"
+    STRAGGLER_MASKED = "straggler_masked"
     PREFIX_CONTINUED = "prefix_continued"
     PREFIX_DROPPED = "prefix_dropped"
     TOKENS_CONTINUED = "tokens_continued"
@@ -159,7 +163,7 @@ class Ledger:
         self._issued += Amount(1, samples, 0)
 
     def generated(self, tokens: int) -> None:
-        """Counts the generated tokens of an issued group that was committed."""
+        """Counts the generated tokens of an issued group that was committed, or dropped before its commit."""
         self._issued += Amount(0, 0, tokens)
 
     def settle(self, fate: Fate, amount: Amount) -> None:

@@ -171,13 +171,14 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group that holds a slot: reserved if `meta` is None, otherwise ready. `prefix` is what is stored of a reserved
-    group."""
+    """A group that holds a slot: reserved if `meta` is None, otherwise ready. `deadline` is that of the ticket, or
+    later. `prefix` is what is stored of a reserved group."""
 
     ticket: Ticket
     reserved_step: int
     ready_step: int
     meta: GroupMeta | None
+    deadline: int
     prefix: Prefix | None = None
 
 
@@ -197,7 +198,11 @@ class CommitOutcome(StrEnum):
 
 
 class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group in a lease: its metadata, its task, and the limits of its ticket.
+    """A group in a lease: its metadata, its task, and its limits.
+
+    `deadline` is the last step that may train it, `max_staleness_versions` the η of its ticket. If `extended`, the
+    deadline is later than that of the ticket (`staleness.on_deadline: mask`): tokens older than η are then masked from
+    the loss.
 
     `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit. `ready_step − meta.oldest`
     is the staleness that the group got in flight, `lease.step − ready_step` the staleness that it got in the buffer.
@@ -209,6 +214,15 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness_versions: int
     reserved_step: int
     ready_step: int
+    extended: bool = False
+
+    def stale_tokens(self, step: int) -> tuple[int, ...]:
+        """Returns the number of tokens of each sample that `step` must not train, because they are older than η. Only
+        an extended group has any."""
+        if not self.extended:
+            return (0,) * len(self.meta.completion_tokens)
+        oldest = step - self.max_staleness_versions
+        return tuple(sum(span.tokens for span in spans if span.step < oldest) for spans in self.meta.version_spans)
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,8 +240,8 @@ class LeaseWait(StrEnum):
     """The reason why there is no lease now.
 
     NOT_ENOUGH_READY: fewer groups are ready than a step needs. STRAGGLER: groups with an early deadline are not ready,
-    and rule (2) of `staleness.py` forbids a lease without them. FINISHED: the run has no more steps. TOO_MANY_FAILURES:
-    there will be no more leases, for the reason given in `Refusal`.
+    rule (2) of `staleness.py` forbids a lease without them, and `staleness.on_deadline` cannot help. FINISHED: the run
+    has no more steps. TOO_MANY_FAILURES: there will be no more leases, for the reason given in `Refusal`.
     """
 
     NOT_ENOUGH_READY = "not_enough_ready"

@@ -43,9 +43,11 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.slots import Slot
 from asyncrl.buffer.snapshot import BufferSnapshot
-from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, lease_violation, prefix_fits
+from asyncrl.buffer.staleness import Limits, Room, admissible, earliest, prefix_fits
+from asyncrl.buffer.stragglers import stragglers
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
+from asyncrl.config.schema import OnDeadline
 from asyncrl.data.prompts import Task
 from asyncrl.errors import FailureClass, StalenessViolation
 
@@ -68,7 +70,9 @@ class ReplayBuffer:
     Attributes for the owner of the buffer:
 
     - `paused`: while it is True, no new group is admitted. Admitted groups continue.
-    - `dropped`: the keys of dropped groups. The owner clears their rows and empties the list.
+    - `dropped`: the keys of dropped groups that were ready. The owner clears their rows and empties the list.
+    - `cancelled`: the keys of stragglers whose tickets a lease call has ended. The owner clears rows under them,
+      empties the list, and wakes the generators that wait for a ticket.
     - `failures`: the failed rollouts so far.
     - `ledger`: counts fates and events. The owner counts the events that it finds itself, such as a lost replica.
     """
@@ -82,16 +86,19 @@ class ReplayBuffer:
         step: int = 0,
         seed: int = 0,
         drop_last: bool = False,
+        on_deadline: OnDeadline = "wait",
     ) -> None:
         self._limits = limits
         self._clock = clock
         self._lineage = Lineage()
         self._step = step
         self._drop_last = drop_last
+        self._on_deadline = on_deadline
         self.ledger = Ledger()
         self.failures = FailureLog(max_streak=limits.max_data_failures)
         self.paused = False
         self.dropped: list[str] = []
+        self.cancelled: list[str] = []
         self._groups = Groups(limits=limits, next_prompt=next_prompt, ledger=self.ledger, seed=seed)
         self._lease: Lease | None = None
         self._last_end: tuple[Fate, int, tuple[str, ...]] | None = None
@@ -99,15 +106,17 @@ class ReplayBuffer:
 
     # For generators.
 
-    def renew(self, replica: str, *, held: Mapping[str, Progress]) -> tuple[str, ...]:
-        """Renews the tickets `held`, by key, of a replica that sent a heartbeat, and records their progress.
+    def renew(self, replica: str, *, held: Mapping[str, Progress], version: Version | None = None) -> tuple[str, ...]:
+        """Renews the tickets `held`, by key, of a replica that sent a heartbeat, and records their progress and the
+        version that the replica has loaded.
 
         A ticket whose reserve reply was lost is not in `held`, so it expires. Returns the keys of the tickets that have
         ended without a commit: no commit of them can be accepted, so the replica need not generate them any longer.
         """
         now_s = self._clock()
+        step = version.step if version is not None and self._lineage.has(version) else None
         for key, progress in held.items():
-            self._groups.heard(key, progress, replica=replica, now_s=now_s)
+            self._groups.heard(key, progress, replica=replica, step=step, now_s=now_s)
         tickets = ((key, _KEY.fullmatch(key)) for key in held)
         return tuple(key for key, found in tickets if found and self._groups.has_ended(int(found[1]), int(found[2])))
 
@@ -202,7 +211,8 @@ class ReplayBuffer:
         """Returns the groups of one step, earliest deadline first, ties in prompt order; or the reason why not now.
 
         A repeated call returns the current lease again. When the prompts have run out, the last lease may be short.
-        With `drop_last`, the groups of a short step are dropped instead: see `dropped`.
+        With `drop_last`, the groups of a short step are dropped instead: see `dropped`. Stragglers that block the lease
+        are treated as `on_deadline` says: see `cancelled` and `stragglers.py`.
         """
         if self._lease is not None:
             self.ledger.count(Event.LEASE_REPEATED)
@@ -411,11 +421,35 @@ class ReplayBuffer:
                 f"= {self._limits.max_staleness_versions}); this is a bug in asyncrl"
             )
         remaining = {deadline: n - share.get(deadline, 0) for deadline, n in groups.unleased_by_deadline.items()}
-        if lease_violation(step=self._step, groups_per_step=size, remaining=remaining) is not None:
+        blocking = stragglers(
+            self._on_deadline,
+            step=self._step,
+            limits=self._limits,
+            remaining=remaining,
+            reserved=groups.reserved.values(),
+        )
+        if blocking is None:
             return LeaseWait.STRAGGLER
+        self._act_on(blocking)
         leased = tuple(slot.as_leased() for slot in groups.lease(share))
         self._lease = Lease(incarnation=self._lineage.incarnation, step=self._step, groups=leased)
         return self._lease
+
+    def _act_on(self, blocking: Collection[Slot]) -> None:
+        """Does what `staleness.on_deadline` says with the stragglers that block a lease."""
+        for slot in blocking:
+            match self._on_deadline:
+                case "requeue":
+                    self._groups.restart(slot)
+                    self.ledger.count(Event.STRAGGLER_REQUEUED)
+                case "drop":
+                    self._groups.drop(slot)
+                    self.ledger.count(Event.STRAGGLER_DROPPED)
+                case "mask":
+                    self._groups.extend(slot)
+                    self.ledger.count(Event.STRAGGLER_MASKED)
+        if self._on_deadline != "mask":
+            self.cancelled += [slot.ticket.key for slot in blocking]
 
     def _holds_lease(self, incarnation: int, step: int) -> bool:
         return self._lease is not None and (incarnation, step) == (self._lease.incarnation, self._lease.step)

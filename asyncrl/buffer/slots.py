@@ -6,7 +6,7 @@ by group, which is the order in which the prompts were first issued.
 
 import heapq
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrl.buffer.ledger import Amount
 from asyncrl.buffer.records import DuePrompt, GroupMeta, LeasedGroup, OpenGroup, Prefix, Progress, Ticket
@@ -19,8 +19,9 @@ class Slot:
     """The slot of one group from reserve to ack. `meta` is None until the commit.
 
     `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit. `progress` is that of the
-    last heartbeat which named the ticket. `prefix` is what the data plane has of a reserved group, from this attempt or
-    from an earlier one.
+    last heartbeat which named the ticket, and `newest_step` is the step of the weights that the replica had then.
+    `deadline` is that of the ticket, unless `staleness.on_deadline: mask` has extended it. `prefix` is what the data
+    plane has of a reserved group, from this attempt or from an earlier one.
     """
 
     ticket: Ticket
@@ -32,6 +33,16 @@ class Slot:
     ready_step: int = 0
     progress: Progress = NO_PROGRESS
     prefix: Prefix | None = None
+    deadline: int = field(init=False)
+    newest_step: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline, self.newest_step = self.ticket.deadline, self.ticket.version.step
+
+    @property
+    def newest_deadline(self) -> int:
+        """The last step at which the newest token of a reserved group may be trained."""
+        return self.newest_step + self.ticket.max_staleness_versions
 
     def as_leased(self) -> LeasedGroup:
         """Returns the committed group in the form of a lease."""
@@ -39,7 +50,8 @@ class Slot:
         return LeasedGroup(
             meta=self.meta,
             task=self.ticket.task,
-            deadline=self.ticket.deadline,
+            deadline=self.deadline,
+            extended=self.deadline > self.ticket.deadline,
             max_staleness_versions=self.ticket.max_staleness_versions,
             reserved_step=self.reserved_step,
             ready_step=self.ready_step,
@@ -52,6 +64,7 @@ class Slot:
             reserved_step=self.reserved_step,
             ready_step=self.ready_step,
             meta=self.meta,
+            deadline=self.deadline,
             prefix=self.prefix,
         )
 
@@ -84,7 +97,7 @@ class ReadyQueue:
 
     def push(self, slot: Slot) -> None:
         self._slots[slot.ticket.group] = slot
-        heapq.heappush(self._order.setdefault(slot.ticket.deadline, []), slot.ticket.group)
+        heapq.heappush(self._order.setdefault(slot.deadline, []), slot.ticket.group)
 
     def take(self, share: Mapping[int, int]) -> list[Slot]:
         """Removes and returns groups, earliest deadline first, ties in prompt order.
@@ -104,7 +117,7 @@ class ReadyQueue:
         once."""
         for slot in slots:
             del self._slots[slot.ticket.group]
-        for deadline in {slot.ticket.deadline for slot in slots}:
+        for deadline in {slot.deadline for slot in slots}:
             groups = [group for group in self._order[deadline] if group in self._slots]
             if groups:
                 heapq.heapify(groups)

@@ -94,6 +94,31 @@ def _persistence(config: Config) -> Iterator[str]:
         )
 
 
+def _on_deadline(config: Config) -> Iterator[str]:
+    """A step takes B groups. A straggler can only be in its way if the buffer may hold more groups than that."""
+    policy, step_groups = config.staleness.on_deadline, config.learner.groups_per_step
+    if policy == "wait":
+        return
+    use_wait = "; raise it, or set staleness.on_deadline: wait"
+    if config.staleness.max_versions == 0:
+        yield (
+            f"staleness.on_deadline = {policy}: has no effect with staleness.max_versions = 0, because each step then "
+            "needs exactly the groups that are in flight; raise staleness.max_versions, or set staleness.on_deadline: "
+            "wait"
+        )
+    if config.buffer.capacity_groups == step_groups:
+        yield (
+            f"buffer.capacity_groups = {step_groups}: must be above learner.groups_per_step = {step_groups} with "
+            f"staleness.on_deadline = {policy}, which has no effect if the buffer holds only the groups of one step"
+            f"{use_wait}"
+        )
+    if policy == "requeue" and config.buffer.max_attempts == 1:
+        yield (
+            "buffer.max_attempts = 1: must be at least 2 with staleness.on_deadline = requeue, because a group at its "
+            f"last attempt is not started again{use_wait}"
+        )
+
+
 def _limits(config: Config) -> Iterator[str]:
     for rule, advice in _LIMITS.items():
         key, sign, limit = rule.split()
@@ -250,6 +275,7 @@ def _names(config: Config) -> Iterator[str]:
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _names,
     _staleness,
+    _on_deadline,
     _persistence,
     _buffer,
     _step_shape,

@@ -28,6 +28,9 @@ from asyncrl.config.field_types import (
     off,
 )
 
+OnDeadline = Literal["wait", "requeue", "drop", "mask"]
+"""The values of `staleness.on_deadline`. `asyncrl.buffer.stragglers` implements them."""
+
 KeyPath = tuple[str, ...]
 """A key of the configuration, as the names of its sections and its own name."""
 
@@ -382,8 +385,14 @@ class StalenessSection(Section):
     max_versions: NonNegativeInt = 2
     """η: a token that is trained at step s was generated with the weights of version s − η or newer. 0 is synchronous
     and on-policy."""
-    on_deadline: Literal["wait"] = "wait"
-    """What the learner does when a group that is due for the next step is not finished: `wait` for the group."""
+    on_deadline: OnDeadline = "wait"
+    """What happens when enough groups are ready for a step, but older ones that are still generated (stragglers) would
+    then miss their deadline. As many stragglers are treated as are in the way, those with the fewest tokens first.
+    `wait`: the learner waits for them; no bias. `requeue`: their prompts start again at once, on new weights, at most
+    `buffer.max_attempts` times; long completions are trained later. `drop`: they are dropped, and other prompts replace
+    them; training sees fewer long completions (`length_ratio` shows how much). `mask`: they go on, and their tokens
+    that are older than η when they are trained are masked from the loss; their samples that finished first lose the
+    most."""
 
 
 class BufferSection(Section):

@@ -96,6 +96,7 @@ class Coordinator:
             clock=clock,
             seed=config.run.seed,
             drop_last=config.data.drop_last,
+            on_deadline=config.staleness.on_deadline,
         )
         timeout_s = config.buffer.heartbeat_timeout_s
         self.registry = Registry(shared=shared_config(config), timeout_s=timeout_s, clock=clock)
@@ -230,7 +231,7 @@ class Coordinator:
 
         Returns the keys of the tickets that have ended without a commit. The replica ends their rollouts.
         """
-        ended = self._buffer.renew(replica, held=held)
+        ended = self._buffer.renew(replica, held=held, version=version)
         self._replicas.reports[replica] = report
         if self._replicas.heard(replica, version=version, free_slots=free_slots):
             await self._waiting.changed()

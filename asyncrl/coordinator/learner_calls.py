@@ -61,7 +61,10 @@ class LearnerCalls:
 
     async def lease(self, incarnation: int, *, wait_s: float) -> Lease | LeaseWait:
         """Waits up to `wait_s` seconds for the groups of one step. Returns the lease, or the reason why there is
-        none."""
+        none.
+
+        Stragglers whose tickets the lease has ended are generated again, or replaced, by the generators that wait.
+        """
 
         def ask() -> Lease | LeaseWait:
             self._check(incarnation)
@@ -75,6 +78,10 @@ class LearnerCalls:
             role=Role.LEARNER,
         )
         self._metrics.lease_waited(self._clock() - started_s)
+        if cancelled := self._buffer.cancelled:
+            self._buffer.cancelled = []
+            self._clear(cancelled)
+            await self._waiting.changed()
         return answer
 
     async def ack(self, incarnation: int, step: int, *, snapshot: bool = False) -> Acked:

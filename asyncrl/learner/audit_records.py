@@ -45,8 +45,8 @@ class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
 
 
 class TrainedSample(msgspec.Struct, frozen=True, array_like=True):
-    """A sample of a step. `trained` is False if a filter masked it. `row` is the xxh3-64 of its tokens, log-probs,
-    versions and mask (`asyncrl.learner.audit_rows`)."""
+    """A sample of a step. `trained` is False if a filter masked it, or if all of its tokens were too old. `row`
+    is the xxh3-64 of its tokens, log-probs, versions and mask (`asyncrl.learner.audit_rows`)."""
 
     tokens: int
     spans: tuple[VersionSpan, ...]
@@ -56,8 +56,11 @@ class TrainedSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrainedGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A group of a step. `incarnation` is that of its reserve. `deadline` and `max_staleness_versions` are those of its
-    ticket."""
+    """A group of a step. `incarnation` is that of its reserve, `max_staleness_versions` the η of its ticket.
+
+    If `extended`, `deadline` is later than that of the ticket, and tokens older than η were masked from the loss
+    (`staleness.on_deadline: mask`).
+    """
 
     group: int
     attempt: int
@@ -65,6 +68,7 @@ class TrainedGroup(msgspec.Struct, frozen=True, array_like=True):
     deadline: int
     max_staleness_versions: int
     samples: tuple[TrainedSample, ...]
+    extended: bool = False
 
 
 class TrainedStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):

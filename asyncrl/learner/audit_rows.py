@@ -44,6 +44,7 @@ def _group(group: LeasedGroup, *, masks: Iterator[bool], checksums: Iterator[int
         incarnation=meta.incarnation,
         deadline=group.deadline,
         max_staleness_versions=group.max_staleness_versions,
+        extended=group.extended,
         samples=tuple(
             TrainedSample(tokens=tokens, spans=spans, reward=reward, trained=next(masks), row=next(checksums))
             for tokens, spans, reward in zip(meta.completion_tokens, meta.version_spans, meta.rewards, strict=True)

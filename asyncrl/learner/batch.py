@@ -3,7 +3,8 @@
 The functions use only the metadata of the groups. The rows stay in the data plane.
 
 `check_staleness` checks the staleness bound a last time before training. A group whose oldest token is older than the
-limit η of its ticket is a bug of asyncrl.
+limit η of its ticket is a bug of asyncrl, unless the buffer has extended its deadline (`staleness.on_deadline: mask`).
+The ranks then mask the tokens that are too old, and check the ages of those that are left.
 """
 
 import math
@@ -23,17 +24,23 @@ from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import StalenessViolation
 from asyncrl.generation.rollout import GENERATED_FIELDS
 from asyncrl.learner.records import SampleRecord
-from asyncrl.ranks.named_rows import LIMIT, STEP
+from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE, STEP
 
 Decode = Callable[[Sequence[int], bool], str]
 """Decodes token ids to text. The text contains the special tokens if the second argument is True."""
 
 
 def check_staleness(lease: Lease) -> None:
-    """Raises StalenessViolation when a leased group is staler than the limit of its ticket."""
+    """Raises StalenessViolation when a leased group is staler than the limit of its ticket, or later than its
+    deadline."""
     for group in lease.groups:
         staleness = lease.step - group.meta.oldest
-        if staleness > group.max_staleness_versions:
+        if lease.step > group.deadline:
+            raise StalenessViolation(
+                f"group {group.meta.key} is leased at step {lease.step}, but its deadline was step {group.deadline}. "
+                "This is a bug of asyncrl in the lease rule: report it with the run's directory"
+            )
+        if staleness > group.max_staleness_versions and not group.extended:
             raise StalenessViolation(
                 f"group {group.meta.key} is {staleness} versions old at step {lease.step}, but its ticket allows at "
                 f"most {group.max_staleness_versions} versions. This is a bug of asyncrl in the admission rule or the "
@@ -57,7 +64,10 @@ class StepSamples:
     - `all_right_ratio`: the share of groups whose scored rewards (before the filters) are all equal and above 0.
     - `all_wrong_ratio`: the share of groups whose scored rewards are all equal and not above 0.
     - `overlong_ratio`: the share of samples that were truncated at their length limit.
-    - `masked_ratio`: the share of samples with a mask of 0, because a filter masks them or because they have no token.
+    - `masked_ratio`: the share of samples with a mask of 0, because a filter masks them or because they have no token
+      that may be trained.
+    - `stale_tokens`: the number of tokens that are masked because they are older than η.
+    - `stale_samples`: the number of samples that have no token that is not older than η.
 
     The three ratios over groups are NaN when every group has one sample only: its reward has nothing to differ from.
     """
@@ -71,19 +81,25 @@ class StepSamples:
     all_wrong_ratio: float
     overlong_ratio: float
     masked_ratio: float
+    stale_tokens: int
+    stale_samples: int
 
 
-def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator | None, filters: SampleFilters) -> StepSamples:
+def judge_samples(lease: Lease, *, estimator: Estimator | None, filters: SampleFilters) -> StepSamples:
     """Computes the advantages and masks of all samples of a step.
+
+    A sample whose tokens are all too old to train is masked, but its reward still counts in the advantages.
 
     The whole step is computed in one call, so that batch statistics cover the samples of all ranks. `estimator` is None
     when the run has a critic, because then the critic's ranks compute the advantages. Raises RunError when a reward or
     an advantage is not finite.
     """
+    groups = lease.groups
     sizes = [len(group.meta.rewards) for group in groups]
     agreed = [group.meta.rewards[0] for group in groups if len(set(group.meta.rewards)) == 1]
     ids_N = torch.tensor([group.meta.group for group in groups for _ in group.meta.rewards])
     tokens_N = torch.tensor([tokens for group in groups for tokens in group.meta.completion_tokens])
+    stale_N = torch.tensor([tokens for group in groups for tokens in group.stale_tokens(lease.step)])
     truncated_N = torch.tensor([truncated for group in groups for truncated in group.meta.truncated])
     rewards_N = filters.shaped_rewards(
         torch.tensor([reward for group in groups for reward in group.meta.rewards], dtype=torch.float32),
@@ -95,7 +111,7 @@ def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator | None,
     advantages_N = None if estimator is None else compute_advantages(estimator, samples)
     zero_variance_N = ~varied(estimator, samples)
     compared = len(groups) if max(sizes) > 1 else math.nan
-    mask_N = (tokens_N > 0) & ~filters.masked(zero_variance_N=zero_variance_N, truncated_N=truncated_N)
+    mask_N = (tokens_N > stale_N) & ~filters.masked(zero_variance_N=zero_variance_N, truncated_N=truncated_N)
     return StepSamples(
         rewards_B=rewards_N,
         group_ids_B=ids_N,
@@ -106,6 +122,8 @@ def judge_samples(groups: Sequence[LeasedGroup], *, estimator: Estimator | None,
         all_wrong_ratio=sum(reward <= 0 for reward in agreed) / compared,
         overlong_ratio=float(truncated_N.float().mean()),
         masked_ratio=float((~mask_N).float().mean()),
+        stale_tokens=int(stale_N.sum()),
+        stale_samples=int(((stale_N > 0) & (stale_N == tokens_N)).sum()),
     )
 
 
@@ -115,7 +133,8 @@ def sample_ids(group: LeasedGroup) -> list[str]:
 
 
 def step_meta(lease: Lease) -> KVBatchMeta:
-    """Returns the names of a lease's rows, with each row's length in tokens and the staleness limit of its ticket."""
+    """Returns the names of a lease's rows, with each row's length in tokens and the staleness limit of its ticket. The
+    rows of extended groups are marked: the ranks mask their tokens beyond the limit."""
     samples = [(group, i) for group in lease.groups for i in range(len(group.meta.rewards))]
     return KVBatchMeta(
         partition_id=TRAIN_PARTITION,
@@ -124,19 +143,23 @@ def step_meta(lease: Lease) -> KVBatchMeta:
         fields=list(GENERATED_FIELDS),
         sequence_lengths=[group.meta.prompt_tokens + group.meta.completion_tokens[i] for group, i in samples],
         extra_info={STEP: lease.step},
-        tags=[{LIMIT: group.max_staleness_versions} for group, _ in samples],
+        tags=[
+            {LIMIT: group.max_staleness_versions} | ({MASKS_STALE: True} if group.extended else {})
+            for group, _ in samples
+        ],
     )
 
 
 def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
     """Returns three histograms that map a number of versions to a number of groups.
 
-    `groups` is the staleness at this step. It is the sum of `in_flight` (from the oldest token until the group was
-    committed) and `in_buffer` (from the commit until this step).
+    `groups` is the staleness at this step, without tokens that are masked because they are older than η. Apart from
+    these, it is the sum of `in_flight` (from the oldest token until the group was committed) and `in_buffer` (from the
+    commit until this step).
     """
     groups = lease.groups
     return {
-        "groups": Counter(lease.step - group.meta.oldest for group in groups),
+        "groups": Counter(min(lease.step - group.meta.oldest, group.max_staleness_versions) for group in groups),
         "in_flight": Counter(group.ready_step - group.meta.oldest for group in groups),
         "in_buffer": Counter(lease.step - group.ready_step for group in groups),
     }

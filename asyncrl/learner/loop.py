@@ -196,7 +196,7 @@ class LearnerLoop:
         """Trains the groups of one lease and ends the lease. Returns the learner's version afterwards."""
         started_s = self._clock()
         check_staleness(lease)
-        samples = self._stages.judge(lease.groups)
+        samples = self._stages.judge(lease)
         meta = step_meta(lease)
         waits = self._stages.policy_waits(lease.step)
         self.phase = "training only the critic (critic.warmup_steps)" if waits else "training"

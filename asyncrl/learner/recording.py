@@ -125,9 +125,6 @@ class StepRecorder:
             in_buffer=histograms["in_buffer"],
         )
         self.metrics.numbers(_diagnostics(step) | _measured(step))
-        ratio = _length_ratio(step.status)
-        if ratio is not None:
-            self.metrics.length_ratio(ratio)
 
     # --- records ------------------------------------------------------------------------------------------------
 
@@ -242,6 +239,9 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
         **step.report.diagnostics,
         **step.report.loss_metrics,
         **({} if step.critic_report is None else critic_numbers(step.critic_report)),
+        "length_ratio": _length_ratio(step.status),
+        "stale_tokens": step.samples.stale_tokens,
+        "stale_samples": step.samples.stale_samples,
         "all_right_ratio": step.samples.all_right_ratio,
         "all_wrong_ratio": step.samples.all_wrong_ratio,
     }
@@ -257,16 +257,17 @@ def _tokens_by_staleness(report: StepReport) -> dict[int, int]:
     return {age: count for age, count in enumerate(report.token_staleness) if count}
 
 
-def _length_ratio(status: RunStatus) -> float | None:
-    """Returns the mean completion length of trained samples divided by that of all finished samples.
+def _length_ratio(status: RunStatus) -> float:
+    """Returns the mean completion length of trained samples divided by that of all samples with counted tokens.
 
-    Returns None until there is a trained sample. A value below 1 means that long completions are discarded more often.
+    Samples of reserved and failed groups have no counted tokens. Returns NaN until there is a trained sample.
     """
-    trained, issued = status.account.fates[Fate.TRAINED], status.account.issued
-    finished_samples = issued.samples - status.account.fates[Fate.RESERVED].samples
-    if not (trained.samples and finished_samples and issued.tokens):
-        return None
-    return (trained.tokens / trained.samples) / (issued.tokens / finished_samples)
+    fates, issued = status.account.fates, status.account.issued
+    trained = fates[Fate.TRAINED]
+    samples = issued.samples - fates[Fate.RESERVED].samples - fates[Fate.FAILED].samples
+    if not (trained.samples and samples and issued.tokens):
+        return math.nan
+    return (trained.tokens / trained.samples) / (issued.tokens / samples)
 
 
 def _finite(value: float) -> float | None:

@@ -8,14 +8,14 @@ They depend on the algorithm:
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from asyncrl.algorithms.advantages import Estimator
 from asyncrl.algorithms.filters import build_filters
 from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import advantage_of
 from asyncrl.algorithms.token_estimators import OUTCOME, DiscountedReturns, resolve_estimators
-from asyncrl.buffer.records import LeasedGroup
+from asyncrl.buffer.records import Lease
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.learner.batch import StepSamples, judge_samples
@@ -63,9 +63,9 @@ class Stages:
         """Returns whether `step` trains only the critic."""
         return self._critic is not None and self._critic.policy_waits(step)
 
-    def judge(self, groups: Sequence[LeasedGroup]) -> StepSamples:
+    def judge(self, lease: Lease) -> StepSamples:
         """Returns the filtered samples of a step, with their advantages if these are per sample."""
-        return judge_samples(groups, estimator=self._estimator, filters=self._filters)
+        return judge_samples(lease, estimator=self._estimator, filters=self._filters)
 
     async def train(
         self, meta: KVBatchMeta, samples: StepSamples, *, step: int

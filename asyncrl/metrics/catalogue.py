@@ -306,12 +306,6 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
             "asyncrl_staleness_inbuffer_versions",
             "Number of versions that the learner advanced while a trained group waited in the buffer.",
         ),
-        gauge(
-            LEARNER,
-            "asyncrl_trained_to_dispatched_length_ratio",
-            "Mean completion length of trained groups divided by that of all finished groups. Below 1, groups with "
-            "long completions are lost more often.",
-        ),
     ),
     "weights": (
         histogram(LEARNER, "asyncrl_weight_publish_seconds", "Time to publish a version, by phase.", {"phase": None}),

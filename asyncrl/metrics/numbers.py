@@ -109,6 +109,12 @@ BY_SIGN = Panel(
     "Shares of clipped and gated tokens, among tokens with a positive and with a negative advantage.",
     "percentunit",
 )
+MASKED = Panel(
+    HARMS,
+    "Masked stale tokens",
+    "Tokens of a step that are masked from the loss because they are older than staleness.max_versions, and samples "
+    "without any other token. Only staleness.on_deadline: mask has such tokens.",
+)
 LEFT_OUT = Panel(
     SOUND,
     "Samples left out",
@@ -194,7 +200,8 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "masked_samples_ratio",
         "ratio",
-        "Share of samples that are left out of the loss: a filter masks them, or they have no token.",
+        "Share of samples that are left out of the loss: a filter masks them, or they have no token that may be "
+        "trained.",
         "length/masked_ratio",
         panel=(LEFT_OUT, "masked"),
     ),
@@ -319,6 +326,32 @@ NUMBERS: tuple[Number, ...] = (
     _by_sign("clipped", "negative", _CLIPPED),
     _by_sign("gated", "positive", _GATED),
     _by_sign("gated", "negative", _GATED),
+    Number(
+        "length_ratio",
+        "ratio",
+        "Mean completion length of all samples trained so far divided by that of all samples generated so far. Below "
+        "1, long completions are lost more often. A straggler that `staleness.on_deadline: drop` drops counts with the "
+        "tokens that it had. NaN before the first trained sample.",
+        "length/trained_to_generated_ratio",
+        Line(Chart("Length of trained completions", "share of the length of all completions", (1,)), "trained / all"),
+        (Panel(HARMS, "Length ratio"), "trained / generated"),
+    ),
+    Number(
+        "stale_tokens",
+        "tokens",
+        "Tokens of the step's groups that are masked from the loss because they are older than staleness.max_versions "
+        "(staleness.on_deadline: mask).",
+        "staleness",
+        panel=(MASKED, "tokens"),
+    ),
+    Number(
+        "stale_samples",
+        "samples",
+        "Samples of the step that are left out of the loss because all of their tokens are older than "
+        "staleness.max_versions (staleness.on_deadline: mask). They still count in the advantages.",
+        "staleness",
+        panel=(MASKED, "whole samples"),
+    ),
     Number(
         "nonfinite_tokens",
         "tokens",

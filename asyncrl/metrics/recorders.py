@@ -149,10 +149,6 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.observe_counts("asyncrl_staleness_inflight_versions", in_flight)
         self._instruments.observe_counts("asyncrl_staleness_inbuffer_versions", in_buffer)
 
-    def length_ratio(self, ratio: float) -> None:
-        """Records the mean completion length of trained groups divided by that of all finished groups."""
-        self._instruments.set("asyncrl_trained_to_dispatched_length_ratio", ratio)
-
     def rows_outstanding(self, rows: int) -> None:
         """Records the rows in the data plane after a step's own rows were cleared."""
         self._instruments.set("asyncrl_rows_outstanding", rows)

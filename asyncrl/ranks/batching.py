@@ -39,6 +39,20 @@ def check_token_staleness(
         )
 
 
+def without_stale(
+    batch: BatchedDataDict, *, step: int, limits: Sequence[int], masks: Sequence[bool]
+) -> BatchedDataDict:
+    """Returns the batch with the tokens masked that are older than their row's limit, in the rows where `masks` is
+    True."""
+    if not any(masks):
+        return batch
+    stale_BS = step - batch["weight_versions"] > torch.tensor(limits).unsqueeze(1)
+    stale_BS &= torch.tensor(masks).unsqueeze(1)
+    batch = copy.copy(batch)
+    batch["token_mask"] = batch["token_mask"].masked_fill(stale_BS, 0)
+    return batch
+
+
 def without_nonfinite(batch: BatchedDataDict) -> tuple[BatchedDataDict, int]:
     """Masks the trained tokens that have a non-finite log-prob or advantage [B, S]. Returns the batch and their number.
 

@@ -1,7 +1,8 @@
 """Rows that are only named: the driver handles their names, and the ranks fetch the rows and write columns back.
 
 Invariants: rows are cut by their lengths in the same way as the rows themselves (`BatchingPlan.cut`). Either all ranks
-get their rows, or the call fails on all ranks (F37). A token that is older than its ticket allows is never trained.
+get their rows, or the call fails on all ranks (F37). A token that is older than its ticket allows is never trained: it
+is masked in rows that are marked so, and an error in all others.
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ from asyncrl.data_plane.codec import encode
 from asyncrl.data_plane.interfaces import PAD_SEQLEN, DataPlaneClient, KVBatchMeta
 from asyncrl.data_plane.sharding import shard_meta_for_dp
 from asyncrl.errors import CallRefused, MissingColumns
-from asyncrl.ranks.batching import MIN_WIDTH, check_token_staleness
+from asyncrl.ranks.batching import MIN_WIDTH, check_token_staleness, without_stale
 from asyncrl.ranks.collectives import Collectives
 from asyncrl.ranks.plan import BatchingPlan, check_columns
 
@@ -23,6 +24,8 @@ STEP = "step"
 """Key in `extra_info`: the version of the weights that are trained with the rows."""
 LIMIT = "max_staleness_versions"
 """Key in a row's tags: the η of its ticket, in versions."""
+MASKS_STALE = "masks_stale_tokens"
+"""Key in a row's tags: if it is True, tokens beyond the limit are masked from the loss and are no error."""
 
 
 class DataPlane:
@@ -141,8 +144,8 @@ class FetchedRows:
         self._client = client
 
     def fetch(self, meta: KVBatchMeta, *, step: int | None = None) -> BatchedDataDict:
-        """Returns this rank's rows with the driver's cut. With a `step`, raises StalenessViolation for a token beyond
-        the limit in its row's tags."""
+        """Returns this rank's rows with the driver's cut. With a `step`, masks tokens beyond the limit in their row's
+        tags if the tags say so, and raises StalenessViolation for them otherwise."""
         data = BatchedDataDict()
         with self._ranks.together():
             if meta.size:
@@ -154,6 +157,9 @@ class FetchedRows:
                     ) from error
             if step is not None:
                 limits = [tags[LIMIT] for tags in meta.tags or []]
+                data = without_stale(
+                    data, step=step, limits=limits, masks=[tags.get(MASKS_STALE, False) for tags in meta.tags or []]
+                )
                 check_token_staleness(data, step=step, limits=limits, sample_ids=meta.sample_ids)
         data.micro_batch_indices = meta.extra_info.get("micro_batch_indices")
         data.micro_batch_lengths = meta.extra_info.get("micro_batch_lengths")

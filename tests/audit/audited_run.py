@@ -30,8 +30,9 @@ from asyncrl.learner.kept_steps import KeptSteps
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.records import StepRecord, read_lines
 from asyncrl.learner.run_log import RunLog
-from asyncrl.ranks.batching import staleness_counts
+from asyncrl.ranks.batching import staleness_counts, without_stale
 from asyncrl.ranks.digest import tensor_digest
+from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
 
 FAILED_GROUP = 5
 """A group whose reward fails in every run."""
@@ -68,7 +69,8 @@ class AuditedTrainer(FakeTrainer):
             self.skips_at = None
             return {"report": skipped()}
         columns = ["input_ids", "weight_versions", "token_mask", "sample_mask"]
-        rows = self.client.get_data(meta, columns)
+        limits, masks = ([tags.get(key, 0) for tags in meta.tags or []] for key in (LIMIT, MASKS_STALE))
+        rows = without_stale(self.client.get_data(meta, columns), step=step, limits=limits, masks=masks)
         before, ages = self.digest, staleness_counts(rows, step=step)
         self.weights = self.weights + step + rows["input_ids"].sum()
         counts = tuple(ages.get(age, 0) for age in range(max(ages) + 1))

@@ -4,6 +4,7 @@ from asyncrl.buffer.records import CommitOutcome, GroupMeta, Lease, Prefix, Prog
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import Limits
 from asyncrl.common.version import Version
+from asyncrl.config.schema import OnDeadline
 from asyncrl.data.prompts import Task
 
 
@@ -95,12 +96,25 @@ def progress_of(*held: Ticket, tokens: int = 0) -> dict[str, Progress]:
 class Scene:
     """A buffer with its clock and its prompts, and short methods to reserve, commit, lease and train groups."""
 
-    def __init__(self, *, prompts: int | None = None, drop_last: bool = False, seed: int = 0, **changes: int) -> None:
+    def __init__(
+        self,
+        *,
+        prompts: int | None = None,
+        drop_last: bool = False,
+        seed: int = 0,
+        on_deadline: OnDeadline = "wait",
+        **changes: int,
+    ) -> None:
         self.clock = Clock()
         self.limits = limits(**changes)  # type: ignore[arg-type]
         self.prompts = NumberedPrompts(prompts)
         self.buffer = ReplayBuffer(
-            limits=self.limits, next_prompt=self.prompts.next, clock=self.clock.read, drop_last=drop_last, seed=seed
+            limits=self.limits,
+            next_prompt=self.prompts.next,
+            clock=self.clock.read,
+            drop_last=drop_last,
+            seed=seed,
+            on_deadline=on_deadline,
         )
 
     def reserve(self, count: int, *, step: int | None = None, replica: str = "a") -> tuple[Ticket, ...]:

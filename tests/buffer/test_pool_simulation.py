@@ -104,5 +104,5 @@ def test_what_breaks_the_bound_breaks_it(broken: type[ReplayBuffer], pools: dict
 def test_without_rule_2_pools_with_stragglers_die(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = CALM | STRAGGLING
     assert dead(**pools) == 0
-    monkeypatch.setattr("asyncrl.buffer.replay_buffer.lease_violation", lambda **_: None)
+    monkeypatch.setattr("asyncrl.buffer.stragglers.lease_violation", lambda **_: None)
     assert dead(**pools) >= 10

@@ -5,12 +5,13 @@ tests/buffer/test_buffer_histories.py does this in random histories.
 
 import msgspec
 import pytest
-from buffer_scenes import Scene, finished, stored_by
+from buffer_scenes import Scene, finished, progress_of, stored_by
 from test_snapshot import restored
 
 from asyncrl.buffer.ledger import Event
 from asyncrl.buffer.records import CommitOutcome, Failure, Prefix, Ticket
 from asyncrl.common.version import Version
+from asyncrl.config.schema import OnDeadline
 from asyncrl.errors import FailureClass, StalenessViolation
 
 INFRA = Failure(failure_class=FailureClass.INFRA, reason="x")
@@ -173,3 +174,31 @@ def test_a_restart_of_the_run_drops_what_was_stored_and_counts_it() -> None:
     after = restored(scene, eta=2, per_step=1)
     assert [ticket.prefix for ticket in after.reserve(2)] == [None, None]
     assert tokens(after) == (0, 9)
+
+
+@pytest.mark.parametrize("policy", ["requeue", "drop", "mask"])
+def test_a_straggler_that_is_requeued_or_dropped_loses_what_it_has_stored(policy: OnDeadline) -> None:
+    """η = 2 and B = 1. Groups 1 and 2 are due at step 2, and group 3 is ready. After step 1, one step is left for both."""
+    scene = Scene(eta=2, per_step=1, on_deadline=policy)
+    first, one, two = scene.reserve(3)
+    scene.commit(first)
+    scene.train()
+    scene.commit(*scene.reserve(1, step=1))
+    scene.store(one, stored_by(one, tokens=4))
+    scene.buffer.renew("a", held=progress_of(two, tokens=9), version=Version(1, 1))
+    if policy == "mask":
+        scene.buffer.renew("a", held=progress_of(one), version=Version(1, 1))
+    scene.lease()
+    if policy == "mask":
+        assert tokens(scene) == (0, 0)
+        assert scene.buffer.unneeded_prefixes([one.key]) == ()
+        scene.buffer.leave("a")
+        (again, *_) = scene.reserve(1, step=1)
+        assert again.prefix is not None
+        return
+    assert scene.buffer.cancelled == [one.key]
+    assert one.key in scene.buffer.take_unneeded_prefixes()
+    assert scene.buffer.unneeded_prefixes([one.key]) == (one.key,)
+    assert tokens(scene) == (0, 4 if policy == "requeue" else 0)
+    (again,) = scene.reserve(1, step=1)
+    assert (again.key, again.prefix) == ("1.1" if policy == "requeue" else "4.0", None)

@@ -6,7 +6,7 @@ from buffer_scenes import Scene, finished
 
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import CommitOutcome, Failure
-from asyncrl.buffer.snapshot import BufferSnapshot
+from asyncrl.buffer.snapshot import SCHEMA, BufferSnapshot
 from asyncrl.common.version import Version
 from asyncrl.errors import FailureClass
 
@@ -104,7 +104,7 @@ def test_failures_go_on_but_a_streak_that_ended_the_run_begins_anew() -> None:
 
 
 def test_a_snapshot_of_another_format_is_refused() -> None:
-    snapshot = msgspec.structs.replace(Scene().buffer.snapshot(), schema=99)
+    snapshot = msgspec.structs.replace(Scene().buffer.snapshot(), schema=SCHEMA + 1)
     with pytest.raises(msgspec.ValidationError, match="schema"):
         msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=BufferSnapshot)
 

@@ -117,7 +117,7 @@ async def test_every_gauge_of_a_trained_step_shows_the_number_that_bears_its_nam
     shown = {f"asyncrl_learner_{name}": value for name, value in expected.items()} | {
         "asyncrl_published_policy_version": 40,
         "asyncrl_group_staleness_max_versions": 1,
-        "asyncrl_trained_to_dispatched_length_ratio": 1.0,
+        "asyncrl_learner_length_ratio": 1.0,
     }
     read = metrics.registry.get_sample_value
     assert {name: read(name) for name in shown} == pytest.approx(shown)

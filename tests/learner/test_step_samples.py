@@ -41,12 +41,13 @@ def leased(
         newest=0,
     )
     task = Task(question="q", prompt="q", answer="a")
-    return LeasedGroup(meta=meta, task=task, deadline=0, max_staleness_versions=0, reserved_step=0, ready_step=0)
+    return LeasedGroup(meta=meta, task=task, deadline=9, max_staleness_versions=0, reserved_step=0, ready_step=0)
 
 
 def judged(groups: Sequence[LeasedGroup], *, estimator: Any = "group_mean", **settings: Any) -> StepSamples:
     config = Config.model_validate({"algorithm": settings, "generator": {"max_completion_tokens": 10}})
-    return judge_samples(groups, estimator=resolve_estimator(estimator), filters=build_filters(config))
+    lease = Lease(incarnation=1, step=0, groups=tuple(groups))
+    return judge_samples(lease, estimator=resolve_estimator(estimator), filters=build_filters(config))
 
 
 def advantages(samples: StepSamples, *sizes: int) -> list[list[float]]:

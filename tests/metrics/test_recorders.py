@@ -30,7 +30,6 @@ def learner() -> LearnerMetrics:
     metrics.utilisation(model_flops=6_000_000, peak_flops_per_s=989e12)
     metrics.numbers({number.name: 0.9 for number in NUMBERS})
     metrics.staleness(groups={0: 10, 2: 6}, tokens={0: 500, 1: 100, 2: 40}, in_flight={1: 6}, in_buffer={0: 12, 1: 4})
-    metrics.length_ratio(0.98)
     metrics.rows_outstanding(3)
     metrics.heldout(0.41)
     metrics.checkpoint_saved(step=10, duration_s=4.0, unix_time_s=1.7e9)
