@@ -178,7 +178,7 @@ def test_a_restart_of_the_run_drops_what_was_stored_and_counts_it() -> None:
 
 @pytest.mark.parametrize("policy", ["requeue", "drop", "mask"])
 def test_a_straggler_that_is_requeued_or_dropped_loses_what_it_has_stored(policy: OnDeadline) -> None:
-    """η = 2 and B = 1. Groups 1 and 2 are due at step 2, and group 3 is ready. After step 1, one step is left for both."""
+    """η = 2 and B = 1. Groups 1 and 2 are due at step 2, and group 3 is ready. Step 1 leaves one step for both."""
     scene = Scene(eta=2, per_step=1, on_deadline=policy)
     first, one, two = scene.reserve(3)
     scene.commit(first)
