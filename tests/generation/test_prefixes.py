@@ -159,27 +159,27 @@ async def test_a_put_that_fails_does_not_fail_the_rollout() -> None:
 
 @pytest.mark.asyncio
 async def test_tokens_of_weights_that_fail_their_probe_are_not_stored() -> None:
+    """The rollout goes on after the verdict, as one that is being scored does."""
     async with empty_pool(**STORED) as pool:
         engine = pool.add("a")
-        await pool.publish(0)
-        await until(lambda: pool.counts.ready)
-        generator = pool.generators["a"]
+        engine.ends_one_in = 10**9
         engine.gate.clear()
+        await pool.publish(0)
         await until(lambda: engine.running)
+        generator = pool.generators["a"]
         verified = generator._weights._verified
         verified.clear()  # an update is being verified
-        pool.prefixes.kept.clear()
-        (key,) = generator._running
         engine.gate.set()
-        await until(lambda: key in generator._prefixes._puts or key not in generator._running)
-        await everything_else_runs()
-        assert key not in pool.prefixes.kept
-        await engine.abort()
+        await until(lambda: "0.0" in generator._prefixes._puts)
+        engine.gate.clear()
         await generator._fail_unverified(InfraError("the probe failed", reason="parity"))
-        verified.set()
+        verified.set()  # a later update is good
         await everything_else_runs()
-        assert key not in pool.prefixes.kept
-        assert generator._held.get(key) is None
+        assert "0.0" in generator._running
+        engine.gate.set()
+        await until(lambda: "0.0" not in generator._running)
+        assert "0.0" not in pool.prefixes.kept
+        await until(lambda: pool.failures["infra/parity"] == 1)
 
 
 @pytest.mark.asyncio
