@@ -63,6 +63,16 @@ ROWS = {
             Query(mean("asyncrl_staleness_inbuffer_versions", RUN), "in the buffer"),
             unit="suffix: versions",
         ),
+        lines(
+            "Stragglers in the way",
+            "Groups per second on which staleness.on_deadline acted, because they would have kept the learner waiting. "
+            "With `wait` there are none: the learner's time in waiting_for_groups shows what stragglers cost.",
+            Query(
+                rate("asyncrl_buffer_events_total", f'event=~"straggler_.*", {RUN}', by="event", over=STEPS),
+                "{{event}}",
+            ),
+            unit="suffix: groups/s",
+        ),
         *declared(HARMS),
     ],
     SOUND: [

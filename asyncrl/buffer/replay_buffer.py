@@ -16,13 +16,13 @@ These statements are true after every call:
 The state machine has no threads and no sockets, and the clock is an argument. `asyncrl.coordinator` runs it.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
+from asyncrl.buffer.commit_check import check_commit
 from asyncrl.buffer.failures import FailureLog
 from asyncrl.buffer.groups import Groups
 from asyncrl.buffer.ledger import Account, Event, Fate, Ledger, LedgerEntry
@@ -152,7 +152,7 @@ class ReplayBuffer:
             outcome = self._why_refused(meta)
             self.ledger.count(_REFUSED_COMMITS[outcome])
             return outcome
-        self._check(meta, slot.ticket)
+        check_commit(meta, slot.ticket, limits=self._limits, step=self._step)
         self._groups.commit(slot, meta, step=self._step)
         self.failures.succeeded()
         return CommitOutcome.ACCEPTED
@@ -369,30 +369,6 @@ class ReplayBuffer:
         if last is None or not 0 <= meta.attempt <= last[0]:
             return CommitOutcome.UNKNOWN
         return CommitOutcome.DUPLICATE if last == (meta.attempt, True) else CommitOutcome.LATE
-
-    def _check(self, meta: GroupMeta, ticket: Ticket) -> None:
-        """Raises an error if the metadata of a commit contradicts its ticket."""
-        if meta.oldest < ticket.oldest:
-            raise StalenessViolation(
-                f"group {meta.key} has a token of step {meta.oldest}, which is older than step {ticket.oldest} of its "
-                "ticket's version and prefix; this is a bug in asyncrl"
-            )
-        if not meta.oldest <= meta.newest <= self._step:
-            raise ValueError(
-                f"group {meta.key} has tokens of steps {meta.oldest} to {meta.newest}, but the learner is at step "
-                f"{self._step}"
-            )
-        size = self._limits.group_size
-        lengths = {len(meta.completion_tokens), len(meta.rewards), len(meta.truncated)}
-        if lengths != {size}:
-            raise ValueError(f"group {meta.key} has {sorted(lengths)} samples, but learner.group_size is {size}")
-        if not all(map(math.isfinite, meta.rewards)):
-            raise ValueError(f"group {meta.key} has rewards {meta.rewards}; all rewards must be finite")
-        if not 0 <= meta.row_bytes <= self._limits.worst_group_bytes:
-            raise ValueError(
-                f"group {meta.key} takes {meta.row_bytes} bytes, but its reserve booked at most "
-                f"{self._limits.worst_group_bytes}"
-            )
 
     def _expire(self, slots: Collection[Slot]) -> tuple[str, ...]:
         for slot in slots:

@@ -17,6 +17,7 @@ from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.load import shared_config
+from asyncrl.config.schema import OnDeadline
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.snapshot import Restored
 from asyncrl.data_plane.clients import TRAIN_PARTITION
@@ -104,7 +105,9 @@ class AuditedTrainer(FakeTrainer):
 class AuditedRun(Scene):
     """One start of the run `audited` in `folder`: a new one, or one that is resumed."""
 
-    def __init__(self, folder: Path, *, max_staleness: int = 1, keep_weights: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, max_staleness: int = 1, keep_weights: bool = False, on_deadline: OnDeadline = "wait"
+    ) -> None:
         run = {"dir": str(folder), "name": "audited"}
         learner = {"total_steps": 6, "groups_logged": 0}
         super().__init__(
@@ -112,7 +115,7 @@ class AuditedRun(Scene):
             learner=learner,
             checkpoint={"every_steps": 2, "keep": 9},
             eval={"prompts": 0},
-            staleness={"max_versions": max_staleness},
+            staleness={"max_versions": max_staleness, "on_deadline": on_deadline},
             audit={"keep_weights": "all" if keep_weights else "none"},
         )
         self.trainer: AuditedTrainer = AuditedTrainer(self)

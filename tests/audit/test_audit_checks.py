@@ -5,20 +5,30 @@ import os
 import struct
 import threading
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
-from audited_run import FAILED_GROUP, AuditedRun, Killed, record, record_killed_run
+from audited_run import FAILED_GROUP, AuditedRun, Killed, changed, record, record_killed_run
+from buffer_scenes import progress_of
+from learner_scenes import ids_of, meta_of, rows_of
 from typer.testing import CliRunner
 
 from asyncrl.audit.audit import audit
 from asyncrl.audit.history import read_history
 from asyncrl.audit.outcome import Verdict
 from asyncrl.buffer.ledger import Fate
+from asyncrl.buffer.records import GroupMeta, Ticket
 from asyncrl.cli.main import app
 from asyncrl.common.version import Version
+from asyncrl.config.schema import OnDeadline
 from asyncrl.coordinator.snapshot import RunSnapshot
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.clients import TRAIN_PARTITION
 from asyncrl.errors import RunError
-from asyncrl.learner.audit_records import records_path
+from asyncrl.generation.interfaces import Completion
+from asyncrl.generation.rollout import sample_rows, version_spans
+from asyncrl.learner.audit_records import TrainedStep, records_path
 
 
 def verdicts(directory: Path) -> set[Verdict]:
@@ -168,3 +178,77 @@ async def test_the_killed_step_is_not_recorded(tmp_path: Path) -> None:
     with pytest.raises(Killed), run.run_dir:
         await run.run()
     assert len(read_history(run.run_dir.path).steps) == 2
+
+
+class WithStragglers(AuditedRun):
+    """A run in which group 2 takes two steps: its first tokens are of the weights at its start, its last one of newer
+    weights."""
+
+    async def generate(self, wait_s: float) -> None:
+        await self.publisher.settle()
+        for ticket in await self._tickets():
+            if ticket.group == 2 and not ticket.attempt:
+                self.late = ticket
+                self.held = progress_of(ticket, tokens=3)
+            else:
+                await self.finish(ticket, rows_of(ticket), meta_of(ticket))
+        if self.held and self.loaded == Version(1, 2):
+            self.held = {}
+            tokens = [[self.late.version], [self.late.version, self.loaded]]
+            completions = [
+                Completion(token_ids=[10, 11][: len(each)], logprobs=[0.0] * len(each), versions=each, text="",
+                truncated=False)
+                for each in tokens
+            ]  # fmt: skip
+            spans = tuple(version_spans(each) for each in tokens)
+            meta = msgspec.structs.replace(meta_of(self.late), newest=2, version_spans=spans)
+            await self.finish(self.late, sample_rows([1, 2, 3], completions), meta)
+
+    async def finish(self, ticket: Ticket, rows: BatchedDataDict, meta: GroupMeta) -> None:
+        self.trainer.client.put_samples(ids_of([ticket.key]), TRAIN_PARTITION, fields=rows)
+        await self.coordinator.commit([meta])
+
+
+async def recorded_with_stragglers(folder: Path, policy: OnDeadline) -> Path:
+    run = WithStragglers(folder, on_deadline=policy)
+    await run.start()
+    with run.run_dir:
+        await run.run()
+    run.folder.cleanup()
+    return run.run_dir.path
+
+
+@pytest.mark.parametrize("policy", ["requeue", "drop", "mask"])
+@pytest.mark.asyncio
+async def test_a_run_that_treated_a_straggler_passes(policy: OnDeadline, tmp_path: Path) -> None:
+    directory = await recorded_with_stragglers(tmp_path, policy)
+    assert verdicts(directory) == {Verdict.PASSED, Verdict.NOT_POSSIBLE}
+    history = read_history(directory)
+    trained = {group.group: group for step in history.steps for group in step.groups}
+    ended = {each.group: each for step in history.steps for each in step.ledger.ended}
+    if policy == "drop":
+        assert 2 not in trained
+        assert (ended[2].fate, ended[2].tokens) == (Fate.DROPPED, 3)
+    else:
+        assert trained[2].attempt == (1 if policy == "requeue" else 0)
+        assert trained[2].extended == (policy == "mask")
+        assert [sample.trained for sample in trained[2].samples] == [policy != "mask", True]
+    outcome = list(audit(directory))[2]
+    assert ("; 1 older ones were masked (staleness.on_deadline: mask)" in outcome.detail) == (policy == "mask")
+
+
+@pytest.mark.asyncio
+async def test_a_token_that_should_have_been_masked_but_was_trained_is_found(tmp_path: Path) -> None:
+    directory = await recorded_with_stragglers(tmp_path, "mask")
+
+    def edit(records: list[Any]) -> None:
+        for place, each in enumerate(records):
+            if isinstance(each, TrainedStep) and any(group.extended for group in each.groups):
+                first, *others = each.token_staleness
+                ages = (first - 1, *others, 0, 0)
+                records[place] = msgspec.structs.replace(each, token_staleness=(*ages[:2], 1))
+
+    changed(directory, 1, edit)
+    failed = [outcome for outcome in audit(directory) if outcome.verdict is Verdict.FAILED]
+    assert [outcome.name[0] for outcome in failed] == ["3"], failed
+    assert "tokens that are 2 versions old" in failed[0].detail

@@ -7,10 +7,12 @@ that it can train another step.
 
 import copy
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 from buffer_scenes import Clock, NumberedPrompts, finished, limits, stored_by
+from straggler_model import Straggler, treated
 
 from asyncrl.buffer.ledger import Amount, Event, Fate
 from asyncrl.buffer.records import CommitOutcome, Failure, Lease, LeaseWait, Prefix, Progress, Refusal, Ticket
@@ -18,13 +20,14 @@ from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.snapshot import BufferSnapshot
 from asyncrl.common.lineage import Lineage
 from asyncrl.common.version import Version
+from asyncrl.config.schema import OnDeadline
 from asyncrl.errors import FailureClass
 
 TIMEOUT_S = 10.0
 MAX_ATTEMPTS = 3
 IN_A_CHECKPOINT = (
-    "v", "tickets", "state", "committed", "lost", "booked_bytes", "waiting", "fates", "interruptions", "prefixes",
-    "continued", "dropped",
+    "v", "tickets", "state", "committed", "lost", "booked_bytes", "waiting", "fates", "interruptions", "deadline",
+    "newest", "progress", "dropped_tokens", "prefixes", "continued", "dropped",
 )  # fmt: skip
 
 
@@ -39,6 +42,7 @@ class BufferModel:
         prompts: int | None,
         total_steps: int,
         drop_last: bool,
+        on_deadline: OnDeadline = "wait",
     ) -> None:
         self.limits = limits(
             eta=eta,
@@ -50,7 +54,7 @@ class BufferModel:
             heartbeat_timeout_s=TIMEOUT_S,
         )
         self.clock = Clock()
-        self.prompts, self.drop_last = NumberedPrompts(prompts), drop_last
+        self.prompts, self.drop_last, self.on_deadline = NumberedPrompts(prompts), drop_last, on_deadline
         self.buffer = self.new_buffer()
         self.lineage = Lineage()
         self.saved: tuple[bytes, dict[str, Any]] | None = None
@@ -60,6 +64,11 @@ class BufferModel:
         self.loaded = dict.fromkeys("abc", Version(1, 0))
         self.tickets: dict[str, Ticket] = {}  # every ticket that was ever issued
         self.state: dict[str, str] = {}  # reserved, ready, leased, over
+        self.deadline: dict[str, int] = {}
+        self.newest: dict[str, int] = {}  # step of the weights that the replica of a ticket reported last
+        self.progress: Counter[str] = Counter()  # generated tokens that the replica of a ticket reported last
+        self.dropped_tokens = 0
+        self.treated = 0  # stragglers on which the policy acted
         self.committed: set[str] = set()
         self.lost: set[str] = set()
         self.booked_bytes: dict[str, int] = {}
@@ -75,7 +84,11 @@ class BufferModel:
 
     def new_buffer(self) -> ReplayBuffer:
         return ReplayBuffer(
-            limits=self.limits, next_prompt=self.prompts.next, clock=self.clock.read, drop_last=self.drop_last
+            limits=self.limits,
+            next_prompt=self.prompts.next,
+            clock=self.clock.read,
+            drop_last=self.drop_last,
+            on_deadline=self.on_deadline,
         )
 
     # The state of the model.
@@ -87,7 +100,7 @@ class BufferModel:
         return len(self.having("reserved", "ready", "leased"))
 
     def due(self, deadline: int, *states: str) -> int:
-        return sum(self.tickets[key].deadline <= deadline for key in self.having(*states))
+        return sum(self.deadline[key] <= deadline for key in self.having(*states))
 
     def over(self, key: str, fate: Fate | None = None) -> None:
         self.state[key] = "over"
@@ -97,12 +110,16 @@ class BufferModel:
     def attempt_over(self, key: str) -> None:
         """Ends an attempt without a result. The prompt waits for its next attempt, unless this was the last one."""
         ticket = self.tickets[key]
-        last = ticket.attempt + 1 - self.interruptions[ticket.group] >= MAX_ATTEMPTS
+        last = self.at_last_attempt(key)
         self.over(key, Fate.FAILED if last else None)
         if last:
             self.prefixes.pop(ticket.group, None)
         else:
             self.waiting.add(ticket.group)
+
+    def at_last_attempt(self, key: str) -> bool:
+        ticket = self.tickets[key]
+        return ticket.attempt + 1 - self.interruptions[ticket.group] >= MAX_ATTEMPTS
 
     # Generators.
 
@@ -114,6 +131,7 @@ class BufferModel:
             assert ticket.key not in self.tickets
             self.check_prefix(ticket)
             self.state[ticket.key], self.tickets[ticket.key] = "reserved", ticket
+            self.deadline[ticket.key] = ticket.deadline
         for ticket in answer.tickets:  # the slots are checked below, one after the other
             del self.state[ticket.key], self.tickets[ticket.key]
         for n, ticket in enumerate(answer.tickets):
@@ -126,6 +144,7 @@ class BufferModel:
             assert ticket.seed == ticket.group * self.limits.group_size
             self.tickets[ticket.key] = ticket
             self.state[ticket.key] = "reserved"
+            self.deadline[ticket.key], self.newest[ticket.key] = ticket.deadline, ticket.version.step
             self.booked_bytes[ticket.key] = self.limits.worst_group_bytes
             self.heard_at_s[ticket.key] = self.clock.now_s
             if not reply_lost:
@@ -135,11 +154,16 @@ class BufferModel:
             assert self.slots() + (self.v - r) * per_step >= (self.limits.max_staleness_versions + 1) * per_step
 
     def heartbeat(self, replica: str, *, store: int | None = None) -> None:
-        held = dict.fromkeys(self.known[replica], Progress())
-        for n, key in enumerate(sorted(held)):
+        held = sorted(self.known[replica])
+        for key in held:
+            self.progress[key] += self.tickets[key].group % 3
+            self.newest[key] = max(self.newest[key], self.loaded[replica].step)
+        reported = {key: Progress(generated_tokens=self.progress[key]) for key in held}
+        for n, key in enumerate(held):
             if store is not None:
-                held[key] = Progress(prefix=self.store(key, store + n, newest=self.loaded[replica]))
-        ended = self.buffer.renew(replica, held=held)
+                prefix = self.store(key, store + n, newest=self.loaded[replica])
+                reported[key] = msgspec.structs.replace(reported[key], prefix=prefix)
+        ended = self.buffer.renew(replica, held=reported, version=self.loaded[replica])
         assert set(ended) == {
             key for key in held if self.state[key] == "over" and not (key in self.committed and key not in self.lost)
         }
@@ -264,27 +288,70 @@ class BufferModel:
     # The learner.
 
     def start_step(self) -> None:
+        plan = self.plan()
         answer = self.buffer.lease()
         if self.lease is not None:
             assert answer == self.lease
             return
         if not isinstance(answer, Lease):
-            self.waits(answer)
+            self.waits(answer, plan)
             return
+        assert plan is not None, "the step started, but rule (2) fails"
+        self.treat(plan)
         keys = [leased.meta.key for leased in answer.groups]
         assert answer.step == self.v
-        in_order = sorted(self.having("ready"), key=lambda key: (self.tickets[key].deadline, self.tickets[key].group))
-        assert keys == in_order[: self.limits.groups_per_step]
+        assert keys == self.in_order("ready")[: self.limits.groups_per_step]
         assert len(keys) == self.limits.groups_per_step or not self.having("reserved")
-        assert all(
-            leased.deadline >= self.v and leased.meta.oldest >= self.v - leased.max_staleness_versions
-            for leased in answer.groups
-        )
+        for leased in answer.groups:
+            assert leased.deadline == self.deadline[leased.meta.key] >= self.v
+            assert leased.extended == (leased.deadline > self.tickets[leased.meta.key].deadline)
+            assert leased.extended or leased.meta.oldest >= self.v - leased.max_staleness_versions
         for key in keys:
             self.state[key] = "leased"
         self.lease = answer
 
-    def waits(self, answer: LeaseWait) -> None:
+    def in_order(self, *states: str) -> list[str]:
+        return sorted(self.having(*states), key=lambda key: (self.deadline[key], self.tickets[key].group))
+
+    def plan(self) -> list[str] | None:
+        """Returns the stragglers on which the policy must act so that a step can start; None if it must wait."""
+        left = self.in_order("ready")[self.limits.groups_per_step :]
+        stragglers = {
+            key: Straggler(
+                group=self.tickets[key].group,
+                deadline=self.deadline[key],
+                tokens=self.progress[key],
+                extended=self.newest[key] + self.tickets[key].max_staleness_versions,
+                last_attempt=self.at_last_attempt(key),
+            )
+            for key in self.having("reserved")
+        }
+        return treated(
+            self.on_deadline,
+            stragglers,
+            ready=[self.deadline[key] for key in left],
+            step=self.v,
+            per_step=self.limits.groups_per_step,
+        )
+
+    def treat(self, stragglers: Collection[str]) -> None:
+        cancelled, self.buffer.cancelled = self.buffer.cancelled, []
+        assert cancelled == ([] if self.on_deadline == "mask" else stragglers)
+        self.treated += len(stragglers)
+        for key in stragglers:
+            if self.on_deadline == "mask":
+                self.deadline[key] = self.newest[key] + self.tickets[key].max_staleness_versions
+                continue
+            prefix = self.prefixes.pop(self.tickets[key].group, None)
+            if self.on_deadline == "requeue":
+                self.dropped += 0 if prefix is None else prefix.tokens
+                self.attempt_over(key)
+            else:
+                self.over(key, Fate.DROPPED)
+                self.dropped_tokens += self.progress[key] - 3  # `check_ledger` counts 3 tokens for each dropped group
+
+    def waits(self, answer: LeaseWait, plan: list[str] | None) -> None:
+        assert not self.buffer.cancelled
         ready = self.having("ready")
         if answer is LeaseWait.FINISHED and self.v < self.limits.total_steps:
             assert not self.having("reserved")
@@ -295,6 +362,7 @@ class BufferModel:
         elif answer is LeaseWait.STRAGGLER:
             assert len(ready) >= self.limits.groups_per_step
             assert self.having("reserved"), "only a reserved group can block a step"
+            assert plan is None, f"{self.on_deadline} could have started the step"
 
     def end_step(self, end: str) -> None:
         if self.lease is None:
@@ -416,6 +484,7 @@ class BufferModel:
         assert account.fates[Fate.LEASED].groups == counts.leased
         for fate in (Fate.TRAINED, Fate.SKIPPED, Fate.DROPPED, Fate.FAILED, Fate.ROWS_LOST):
             tokens = 0 if fate is Fate.FAILED else 3 * self.fates[fate]  # `finished` gives 1 + 2 tokens
+            tokens += self.dropped_tokens if fate is Fate.DROPPED else 0
             assert account.fates[fate] == Amount(self.fates[fate], 2 * self.fates[fate], tokens)
 
     def check_progress(self, *, holders_survive: bool) -> None:
@@ -449,5 +518,6 @@ class BufferModel:
                 if not held:
                     continue
             ticket = held.pop()
-            assert buffer.commit(finished(ticket, newest=self.v)) is CommitOutcome.ACCEPTED
+            outcome = buffer.commit(finished(ticket, newest=self.v))
+            assert outcome is (CommitOutcome.LATE if ticket.key in buffer.cancelled else CommitOutcome.ACCEPTED)
         raise AssertionError("no step after 60 commits")

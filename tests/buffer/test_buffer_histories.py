@@ -12,7 +12,10 @@ from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-COMMON = ["reserve"] * 5 + ["commit"] * 5 + ["train"] * 5 + ["publish_and_all_load"] * 3 + ["lease", "lease", "ack"]
+COMMON = [
+    *["reserve"] * 5, *["commit"] * 5, *["train"] * 5, *["publish_and_all_load"] * 3, *["all_heartbeat"] * 2,
+    "lease", "lease", "ack",
+]  # fmt: skip
 RARE = [
     "heartbeat", "commit_anything", "fail", "time_passes", "crash", "leave", "load", "reserve_without_reply", "skip",
     "give_back", "end_another_step", "succeed", "publish_and_one_loads", "checkpoint", "restore", "lose_rows",
@@ -31,8 +34,9 @@ class BufferHistories(RuleBasedStateMachine):
         prompts=st.sampled_from([None, None, 9, 4]),
         total_steps=st.sampled_from([50, 5, 2]),
         drop_last=st.booleans(),
+        on_deadline=st.sampled_from(["wait", "requeue", "drop", "mask"]),
     )
-    def start(self, **drawn: int | None) -> None:
+    def start(self, **drawn: int | str | None) -> None:
         self.model = BufferModel(**drawn)  # type: ignore[arg-type]
 
     @rule(seed=st.integers(0, 2**32), rare_percent=st.sampled_from([5, 30]))
@@ -72,6 +76,9 @@ class BufferHistories(RuleBasedStateMachine):
                 model.publish()
                 for each in "abc":
                     model.load(each)
+            case "all_heartbeat":
+                for each in "abc":
+                    model.heartbeat(each)
             case "time_passes":
                 model.time_passes(6.0)
             case "succeed" | "checkpoint" | "restore":

@@ -39,6 +39,21 @@ _LIMITS = [
     (["weights.publish_every_steps=4"], ["weights.publish_every_steps=3"], "staleness.max_versions + 1 = 3"),
     (["staleness.max_versions=0", "weights.publish_every_steps=2"], ["staleness.max_versions=0"], "at most"),
     (["buffer.capacity_groups=15"], ["buffer.capacity_groups=16"], "learner.groups_per_step = 16"),
+    (
+        ["staleness.on_deadline=mask", "staleness.max_versions=0"],
+        ["staleness.on_deadline=wait", "staleness.max_versions=0"],
+        "has no effect with staleness.max_versions = 0",
+    ),
+    (
+        ["staleness.on_deadline=drop", "buffer.capacity_groups=16"],
+        ["staleness.on_deadline=drop", "buffer.capacity_groups=17"],
+        "must be above learner.groups_per_step = 16",
+    ),
+    (
+        ["staleness.on_deadline=requeue", "buffer.max_attempts=1"],
+        ["staleness.on_deadline=requeue", "buffer.max_attempts=2"],
+        "at its last attempt is not started again",
+    ),
     (["buffer.capacity_bytes=197631"], ["buffer.capacity_bytes=197632"], "197632 ="),
     (["learner.groups_per_step=15", "learner.ranks=2"], ["learner.ranks=2"], "2 × 1 = 2"),
     (["learner.updates_per_step=3"], ["learner.updates_per_step=4"], "1 × 3 = 3"),

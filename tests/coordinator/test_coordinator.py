@@ -124,6 +124,54 @@ async def test_a_full_buffer_says_why_when_the_wait_is_over() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_step_that_ends_the_ticket_of_a_straggler_clears_its_rows_and_wakes_a_generator_for_its_prompt() -> (
+    None
+):
+    """η = 1, B = 2: step 1 would leave group 2 behind, which is due at step 1, so its prompt starts again."""
+    rows = ClearedRows()
+    coordinator = made(rows, staleness={"max_versions": 1, "on_deadline": "requeue"})
+    first = (await coordinator.reserve("a", NOW, 4, wait_s=0.0)).tickets
+    await coordinator.commit([finished(ticket) for ticket in first[:2]])
+    await coordinator.learner.lease(1, wait_s=0.0)
+    await coordinator.learner.ack(1, 0)
+    more = (await coordinator.reserve("a", Version(1, 1), 2, wait_s=0.0)).tickets
+    straggler, *ready = [*first[2:], *more]
+    await coordinator.commit([finished(ticket) for ticket in ready])
+    waiting = asyncio.create_task(coordinator.reserve("b", Version(1, 1), 1, wait_s=FAR_S))
+    await asyncio.sleep(0)
+    lease = await coordinator.learner.lease(1, wait_s=0.0)
+    assert isinstance(lease, Lease)
+    (again,) = (await waiting).tickets
+    assert (again.group, again.attempt) == (straggler.group, 1)
+    await asyncio.gather(*coordinator._clearing)
+    assert rows.cleared == [[straggler.key]]
+    held = progress_of(straggler, again)
+    assert await coordinator.heartbeat("a", Version(1, 1), 0, held, report_of("a")) == (straggler.key,)
+    assert (await coordinator.commit([finished(straggler)])) == [CommitOutcome.LATE]
+    assert coordinator.status().failures == ()
+
+
+@pytest.mark.asyncio
+async def test_a_heartbeat_with_newer_weights_lets_a_waiting_lease_mask_the_stragglers_old_tokens() -> None:
+    coordinator = made(ClearedRows(), staleness={"max_versions": 1, "on_deadline": "mask"})
+    first = (await coordinator.reserve("a", NOW, 4, wait_s=0.0)).tickets
+    await coordinator.heartbeat("a", NOW, 0, progress_of(*first), report_of("a"))
+    await coordinator.commit([finished(ticket) for ticket in first[:2]])
+    await coordinator.learner.lease(1, wait_s=0.0)
+    await coordinator.learner.ack(1, 0)
+    more = (await coordinator.reserve("b", Version(1, 1), 2, wait_s=0.0)).tickets
+    straggler, *ready = [*first[2:], *more]
+    await coordinator.commit([finished(ticket) for ticket in ready])
+    waiting = asyncio.create_task(coordinator.learner.lease(1, wait_s=FAR_S))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert await coordinator.heartbeat("a", Version(1, 1), 0, progress_of(straggler), report_of("a")) == ()
+    assert isinstance(await waiting, Lease)
+    assert coordinator.status().account.events[Event.STRAGGLER_MASKED] == 1
+    assert (await coordinator.commit([finished(straggler)])) == [CommitOutcome.ACCEPTED]
+
+
+@pytest.mark.asyncio
 @pytest.mark.fault("F40")
 async def test_rows_of_a_generator_that_was_declared_dead_are_cleared_and_its_commit_is_refused() -> None:
     rows = ClearedRows()

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_server import PrometheusServer, free_port
 from queries import concrete, panel_questions, parsed, rule_questions, selectors
 
+from asyncrl.audit.history import read_history
 from asyncrl.complete_directory import complete
 from asyncrl.config.load import load_config
 from asyncrl.environments.interfaces import build_tasks
@@ -349,3 +350,31 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_cause(
     [count] = json.loads((run / "failures.json").read_bytes())
     assert count["groups"] >= 5
     assert count["first"]["completion"]
+
+
+@pytest.mark.parametrize("policy", ["requeue", "mask"])
+def test_stragglers_do_not_stop_the_learner_and_the_audit_passes(
+    policy: str, run_command: Run, model_path: str, tmp_path: Path
+) -> None:
+    """Every fifth prompt is scored late. With η = 1, its group would make the learner wait at every second step."""
+    run = tmp_path / "test"
+    command = run_command(
+        "up", "-c", str(QUICKSTART), f"run.dir={tmp_path}", "run.name=test", *small_overrides(model_path),
+        f"staleness.on_deadline={policy}", "staleness.max_versions=1", "buffer.max_attempts=3",
+        "learner.total_steps=12", "learner.group_size=2", "eval.prompts=0",
+        "environment.reward=dense_reward:late_for_some_prompts", "environment.score_workers=16",
+        **IMPORTS,
+    )  # fmt: skip
+    assert command.wait(600) == 0, command.output()[-4000:]
+    summary, steps = summary_of(run), steps_of(run)
+    assert (summary["steps"], summary["ledger_closed"], summary["groups_discarded"]) == (12, True, 0)
+    assert summary["max_token_staleness"] <= 1
+    assert summary["groups_failed"] == {}, "a requeue is no failure"
+    attempts = [group.attempt for step in read_history(run).steps for group in step.groups]
+    assert (max(attempts) > 0) == (policy == "requeue"), attempts
+    masked = sum(step["diagnostics"]["stale_tokens"] for step in steps)
+    assert (masked > 0) == (policy == "mask"), "the tokens of the stragglers that were trained late"
+    audit = run_command("audit", str(run), **IMPORTS)
+    assert audit.wait(200) == 0, audit.output()
+    assert audit.output().count("passed") == 4, audit.output()
+    assert ("were masked (staleness.on_deadline: mask)" in audit.output()) == (policy == "mask"), audit.output()

@@ -14,7 +14,7 @@ from memory_client import MemoryClient
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
-from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, Lease, LeaseWait, Ticket
+from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, Lease, LeaseWait, Progress, Ticket
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
@@ -341,6 +341,7 @@ class Scene:
         self.metrics = described_metrics(self.config)
         self.states = StateClock(states=LEARNER_STATES, initial="starting", started_s=0.0, clock=self.clock)
         self.metrics.states_from(self.states.seconds)
+        self.held: dict[str, Progress] = {}  # tickets that the replica names in its heartbeats
         self.loaded: Version | None = None
         self.asked: list[tuple[Version | None, int]] = []
         self.ended: set[str] = set()
@@ -450,7 +451,7 @@ class Scene:
             weight_updates=len(self.publisher.history),
             parity_max_nats=2e-6,
         )
-        await self.coordinator.heartbeat(replica, self.loaded, 2 * GROUPS_PER_STEP, {}, report)
+        await self.coordinator.heartbeat(replica, self.loaded, 2 * GROUPS_PER_STEP, self.held, report)
 
 
 def rows_of(ticket: Ticket) -> BatchedDataDict:

@@ -15,12 +15,14 @@ from learner_scenes import GROUP_SIZE, GROUPS_PER_STEP, Scene
 from asyncrl.algorithms.advantages import resolve_estimator
 from asyncrl.algorithms.filters import build_filters
 from asyncrl.buffer.ledger import Fate
-from asyncrl.buffer.records import GroupMeta, Lease, LeasedGroup
+from asyncrl.buffer.records import GroupMeta, Lease, LeasedGroup, VersionSpan
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.errors import StalenessViolation
 from asyncrl.learner import stages
-from asyncrl.learner.batch import StepSamples, judge_samples, step_meta
+from asyncrl.learner.batch import StepSamples, check_staleness, counts_by_staleness, judge_samples, step_meta
+from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
 from asyncrl.ranks.report import StepReport
 
 
@@ -44,9 +46,11 @@ def leased(
     return LeasedGroup(meta=meta, task=task, deadline=9, max_staleness_versions=0, reserved_step=0, ready_step=0)
 
 
-def judged(groups: Sequence[LeasedGroup], *, estimator: Any = "group_mean", **settings: Any) -> StepSamples:
+def judged(
+    groups: Sequence[LeasedGroup], *, estimator: Any = "group_mean", step: int = 0, **settings: Any
+) -> StepSamples:
     config = Config.model_validate({"algorithm": settings, "generator": {"max_completion_tokens": 10}})
-    lease = Lease(incarnation=1, step=0, groups=tuple(groups))
+    lease = Lease(incarnation=1, step=step, groups=tuple(groups))
     return judge_samples(lease, estimator=resolve_estimator(estimator), filters=build_filters(config))
 
 
@@ -175,6 +179,41 @@ async def test_rewards_and_groups_go_to_the_ranks_where_the_objective_counts_by_
         assert len(set(rewards)) > 1
 
 
+def extended(group: int, rewards: Sequence[float], *, spans: Sequence[Sequence[tuple[int, int]]]) -> LeasedGroup:
+    """Returns a group with η = 1 and an extended deadline. `spans` has (step, tokens) for each sample."""
+    made = leased(group, rewards, tokens=[sum(tokens for _, tokens in sample) for sample in spans])
+    versions = tuple(tuple(VersionSpan(1, step, tokens) for step, tokens in sample) for sample in spans)
+    meta = msgspec.structs.replace(made.meta, version_spans=versions, newest=9)
+    return msgspec.structs.replace(made, meta=meta, max_staleness_versions=1, deadline=9, extended=True)
+
+
+def test_samples_whose_tokens_are_all_too_old_are_masked_but_count_in_their_groups_advantages() -> None:
+    """At step 3 with η = 1, tokens of step 2 may be trained, and those of step 1 may not."""
+    group = extended(0, [1.0, 0.0, 0.5], spans=[[(1, 2)], [(1, 1), (2, 3)], [(2, 4)]])
+    samples = judged([group], step=3)
+    assert masks(samples, 3) == [[0.0, 1.0, 1.0]]
+    assert advantages(samples, 3) == [[0.5, -0.5, 0.0]]
+    assert (samples.stale_tokens, samples.stale_samples) == (3, 1)
+    assert samples.masked_ratio == pytest.approx(1 / 3)
+    fresh = judged([group], step=2)
+    assert (masks(fresh, 3), fresh.stale_tokens, fresh.stale_samples) == ([[1.0] * 3], 0, 0)
+
+
+def test_the_age_of_a_group_is_that_of_its_oldest_trained_token() -> None:
+    group = extended(0, [1.0, 0.0], spans=[[(0, 2)], [(2, 3)]])
+    assert counts_by_staleness(Lease(incarnation=1, step=3, groups=(group,)))["groups"] == {1: 1}
+
+
+def test_only_a_group_with_an_extended_deadline_may_have_tokens_that_are_too_old() -> None:
+    group = extended(0, [1.0, 0.0], spans=[[(0, 2)], [(2, 3)]])
+    check_staleness(Lease(incarnation=1, step=3, groups=(group,)))
+    plain = msgspec.structs.replace(group, extended=False)
+    with pytest.raises(StalenessViolation, match=r"group 0\.0 is 3 versions old at step 3.*at most 1"):
+        check_staleness(Lease(incarnation=1, step=3, groups=(plain,)))
+    with pytest.raises(StalenessViolation, match=r"leased at step 10, but its deadline was step 9"):
+        check_staleness(Lease(incarnation=1, step=10, groups=(group,)))
+
+
 def test_a_step_names_its_rows_with_their_lengths_and_limits_in_the_lease_s_order() -> None:
     lease = Lease(incarnation=1, step=4, groups=(VARIED, EQUAL))
     meta = step_meta(lease)
@@ -182,6 +221,9 @@ def test_a_step_names_its_rows_with_their_lengths_and_limits_in_the_lease_s_orde
     assert meta.sequence_lengths == [4] * 5, "two tokens of prompt, two of completion"
     assert meta.tags == [{"max_staleness_versions": 0}] * 5
     assert meta.extra_info == {"step": 4}
+    masked = extended(1, [1.0, 0.0], spans=[[(0, 2)], [(2, 3)]])
+    tags = step_meta(Lease(incarnation=1, step=4, groups=(EQUAL, masked))).tags
+    assert tags == [{LIMIT: 0}] * 3 + [{LIMIT: 1, MASKS_STALE: True}] * 2
 
 
 @pytest.mark.asyncio

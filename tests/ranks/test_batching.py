@@ -19,6 +19,7 @@ from asyncrl.ranks.batching import (
     tokens_passed,
     valid_sums,
     without_nonfinite,
+    without_stale,
 )
 from asyncrl.ranks.plan import BatchingPlan
 
@@ -49,6 +50,19 @@ def test_each_row_has_the_limit_of_its_own_ticket() -> None:
     check_token_staleness(group, step=STEP, limits=[1, 2], sample_ids=["a", "b"])
     with pytest.raises(StalenessViolation, match="sample b"):
         check_token_staleness(group, step=STEP, limits=[2, 1], sample_ids=["a", "b"])
+
+
+@pytest.mark.fault("F17")
+def test_old_tokens_are_masked_in_the_rows_that_say_so_and_stop_the_run_in_all_others() -> None:
+    group = with_versions(make_group(0, lengths=(2, 2)), [STEP - 3, STEP - 2, STEP - 3, STEP])
+    masked = without_stale(group, step=STEP, limits=[2, 2], masks=[True, False])
+    assert staleness_counts(masked, step=STEP) == {0: 1, 2: 1, 3: 1}
+    assert group["token_mask"].sum() == 4, "the rows themselves stay as they are"
+    with pytest.raises(StalenessViolation, match="sample b"):
+        check_token_staleness(masked, step=STEP, limits=[2, 2], sample_ids=["a", "b"])
+    both = without_stale(group, step=STEP, limits=[2, 1], masks=[True, True])
+    assert staleness_counts(both, step=STEP) == {0: 1, 2: 1}
+    check_token_staleness(both, step=STEP, limits=[2, 1], sample_ids=["a", "b"])
 
 
 def test_what_passes_through_the_model_is_as_wide_as_the_longest_row_unless_it_is_packed() -> None:
